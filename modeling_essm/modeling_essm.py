@@ -1,0 +1,585 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""ES-SSM for transformers: gate and mixer (Eq. 7-8), pre-norm block, model, language-model and classification heads.
+
+One set of weights runs at any spectral budget K, chosen per call. The numerics live in `spectral_ops`; what a budget
+means in `spectral_budget`; what is kept between calls in `cache_essm`. Letters: B batch, L sequence, D width, K budget.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import ModelOutput, logging
+from transformers.utils.generic import can_return_tuple
+
+from .cache_essm import ESSMCache, ESSMCacheLayer, check_room
+from .configuration_essm import ESSMConfig
+from .spectral_budget import SpectralBudget
+from .spectral_ops import SpectralOperator
+
+logger = logging.get_logger(__name__)
+
+_GATE_EPS = 1e-6  # eps of Eq. (8)
+_GATE_BIAS = 1.0  # any nonzero constant starts the gate at equal weights; zero would amplify noise to unit scale
+
+
+@dataclass
+class ESSMModelOutput(ModelOutput):
+    """
+    Args:
+        last_hidden_state: (B, L, D).
+        past_key_values: ESSMCache after the last position, if asked for.
+        hidden_states: tuple of (B, L, D), embeddings first, if asked for.
+        spectral_budget: the budget that ran, one int per layer, or (B,) when rows differ.
+    """
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: ESSMCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    spectral_budget: Any = None
+
+
+@dataclass
+class ESSMCausalLMOutput(ModelOutput):
+    """
+    Args:
+        loss: () mean cross-entropy in nats, with labels.
+        logits: (B, L or logits_to_keep, vocab_size).
+        past_key_values, hidden_states, spectral_budget: as in `ESSMModelOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: ESSMCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    spectral_budget: Any = None
+
+
+@dataclass
+class ESSMSequenceClassifierOutput(ModelOutput):
+    """
+    Args:
+        loss: () with labels. logits: (B, num_labels).
+        hidden_states, spectral_budget: as in `ESSMModelOutput`.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
+    spectral_budget: Any = None
+
+
+class ESSMSpectralMixer(nn.Module):
+    """Eq. (7-8): y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t); channels > K are not read.
+
+    With `gating="none"` alpha is 1, Eq. (6). With `ar_order=2` the terms of AR-STU (Agarwal et al. 2023) are added:
+    negative filters (-1)^tau phi_k, direct terms in u(t-0..2) and feedback of y(t-1), y(t-2).
+    """
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__()
+        D, K, D_g = config.hidden_size, config.num_spectral_channels, config.gate_hidden_size
+        self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
+        self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
+        self.gated, self.ar_order = config.gating == "softmax", config.ar_order
+        self.skip = nn.Linear(D, D, bias=False)
+        self.channel_mixing = nn.Parameter(torch.empty(K, D, D))
+        if self.gated:
+            self.gate_in = nn.Linear(D, D_g)
+            self.gate_out = nn.Linear(D_g, K)
+            self.gate_act = ACT2FN[config.hidden_act]
+        if self.ar_order:
+            self.channel_mixing_negative = nn.Parameter(torch.empty(K, D, D))
+            self.input_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # u(t-1), u(t-2); u(t) is the skip term
+            self.output_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # y(t-1), y(t-2)
+
+    def gates(self, u: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
+        """alpha_k(t) sigma_k^{1/4} of Eq. (7-8), normalised over the active prefix only.
+
+        Args:
+            u: (B, L, D). budget: K, the largest of any row. rows: (B,) K of each row, or None.
+        Returns:
+            (B, L, K) in u's dtype; zero beyond a row's own K.
+        """
+        scale = self.operator.sigma(budget, self.scaling_exponent, u)
+        inactive = None
+        if rows is not None:
+            inactive = (torch.arange(budget, device=u.device) >= rows[:, None])[:, None]  # (B, 1, K)
+        if not self.gated:
+            gates = scale.expand(*u.shape[:2], budget)
+            return gates if inactive is None else gates.masked_fill(inactive, 0.0)
+        hidden = self.gate_act(self.gate_in(u))
+        s = F.linear(hidden, self.gate_out.weight[:budget], self.gate_out.bias[:budget]).float()
+        K: Tensor | int = budget if rows is None else rows[:, None, None]
+        if inactive is not None:
+            s = s.masked_fill(inactive, 0.0)
+        s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + _GATE_EPS))
+        if inactive is not None:
+            s = s.masked_fill(inactive, -math.inf)
+        return s.softmax(-1).to(u.dtype) * scale
+
+    def forward(
+        self,
+        u: Tensor,
+        budget: int,
+        rows: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cache: ESSMCacheLayer | None = None,
+    ) -> Tensor:
+        """(B, L, D) -> (B, L, D), reading and updating the layer's state; `lengths` (B,) as in `SpectralOperator`."""
+        past = {} if cache is None else {name: t.to(u.device) for name, t in cache.tensors.items()}
+        gates = self.gates(u, budget, rows)
+        num_states = None
+        if cache is not None:
+            num_states = cache.num_states or self.operator.num_states(max(budget, cache.state_budget or 0))
+        y, features = self.operator(
+            u, gates, self.channel_mixing, past.get("features"), lengths, self.algorithm, num_states
+        )
+        y = y + self.skip(u)
+        state = {"features": features}
+        if self.ar_order:
+            y, extra = self._autoregression(u, y, gates, lengths, past, num_states)
+            state |= extra
+        if cache is not None:
+            cache.update(**state)
+        return y
+
+    def _autoregression(self, u: Tensor, y: Tensor, gates: Tensor, lengths: Tensor | None, past: dict, num_states):
+        """The terms of AR-STU, added to y. The filters (-1)^tau phi_k are phi_k on an input modulated by (-1)^t."""
+        L, p = u.shape[1], self.ar_order
+        sign = 1.0 - 2.0 * (torch.arange(1, L + 1, device=u.device, dtype=u.dtype)[:, None] % 2)  # (-1)^{t+1}, (L, 1)
+        negative, features = self.operator(
+            u * sign, gates, self.channel_mixing_negative, past.get("negative"), lengths, self.algorithm, num_states
+        )
+        last = torch.full((u.shape[0],), L, device=u.device) if lengths is None else lengths
+        parity = torch.where(last % 2 == 1, -1.0, 1.0).to(features.dtype)[:, None, None]
+        features = features * torch.where(last > 0, parity[:, 0, 0], 1.0)[:, None, None]
+        u_past = past.get("inputs", u.new_zeros(u.shape[0], p, u.shape[2]))
+        u_all = torch.cat([u_past, u], 1)  # u(t - i) stands at index t + p - i
+        y = y + negative * sign
+        for i in range(1, p + 1):
+            y = y + u_all[:, p - i : p - i + L] @ self.input_mixing[i - 1]
+        y_past = past.get("outputs", y.new_zeros(y.shape[0], p, y.shape[2]))
+        y_all = _linear_feedback(y, y_past, self.output_mixing)
+        recent = last[:, None] + torch.arange(p, device=u.device)  # the p positions up to each row's last step
+        state = {
+            "negative": features,
+            "inputs": u_all.gather(1, recent[..., None].expand(-1, -1, u.shape[2])),
+            "outputs": y_all.gather(1, recent[..., None].expand(-1, -1, u.shape[2])),
+        }
+        return y_all[:, p:], state
+
+
+def _linear_feedback(v: Tensor, past: Tensor, mixing: Tensor) -> Tensor:
+    """y(t) = v(t) + y(t-1) mixing[0] + y(t-2) mixing[1], all t in log2(L) matrix products.
+
+    Args:
+        v: (B, L, D). past: (B, 2, D), y(-2), y(-1). mixing: (2, D, D).
+    Returns:
+        (B, 2 + L, D): past followed by y.
+    """
+    D = v.shape[-1]
+    identity = torch.eye(D, dtype=v.dtype, device=v.device)
+    # z(t) = [y(t), y(t-1)] = z(t-1) P + [v(t), 0]
+    P = torch.cat([torch.cat([mixing[0], identity], 1), torch.cat([mixing[1], torch.zeros_like(identity)], 1)], 0)
+    z = torch.cat([torch.cat([past[:, 1:], past[:, :1]], 2), F.pad(v, (0, D))], 1)  # z(-1), then inputs
+    step = 1
+    while step < z.shape[1]:
+        z = z + F.pad((z @ P)[:, :-step], (0, 0, step, 0))
+        P, step = P @ P, 2 * step
+    return torch.cat([past[:, :1], z[:, :, :D]], 1)
+
+
+class ESSMFeedForward(nn.Module):
+    """(B, L, D) -> (B, L, D) through one hidden layer of width intermediate_size."""
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+class ESSMLayer(GradientCheckpointingLayer):
+    """Pre-norm residual block: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__()
+        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mixer = ESSMSpectralMixer(config)
+        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn = ESSMFeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.stochastic_depth = config.stochastic_depth
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        budget: int,
+        rows: Tensor | None = None,
+        padding: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cache: ESSMCacheLayer | None = None,
+    ) -> Tensor:
+        u = self.input_norm(hidden_states)
+        if padding is not None:  # after the norm and its bias, so that padding is silence to the operator
+            u = u.masked_fill(padding, 0.0)
+        hidden_states = hidden_states + self._drop(self.mixer(u, budget, rows, lengths, cache))
+        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+
+    def _drop(self, branch: Tensor) -> Tensor:
+        if not self.training:
+            return branch
+        branch = self.dropout(branch)
+        if self.stochastic_depth:
+            keep = 1.0 - self.stochastic_depth
+            branch = branch * (torch.rand(branch.shape[0], 1, 1, device=branch.device) < keep).to(branch.dtype) / keep
+        return branch
+
+
+class ESSMPreTrainedModel(PreTrainedModel):
+    config_class = ESSMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["ESSMLayer"]
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        std = self.config.initializer_range
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, mean=0.0, std=std)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, nn.LayerNorm):
+            init.ones_(module.weight)
+            init.zeros_(module.bias)
+        elif isinstance(module, ESSMSpectralMixer):
+            init.normal_(module.channel_mixing, mean=0.0, std=1e-3)
+            if module.gated:
+                init.normal_(module.gate_out.weight, mean=0.0, std=std)
+                init.constant_(module.gate_out.bias, _GATE_BIAS)
+            if module.ar_order:
+                init.normal_(module.channel_mixing_negative, mean=0.0, std=1e-3)
+                init.normal_(module.input_mixing, mean=0.0, std=std)
+                init.zeros_(module.output_mixing)
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation not in (None, "eager"):
+            raise ValueError(
+                f"attn_implementation must be None or 'eager', got {attn_implementation!r}: ES-SSM has no attention. "
+                "How its convolution is computed is config.spectral_algorithm"
+            )
+        return "eager"
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any):
+        """As in transformers; a damaged checkpoint is refused with a ValueError that names it."""
+        try:
+            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"a safetensors file of {str(pretrained_model_name_or_path)!r} is truncated or corrupt ({error}); "
+                "fetch or save the checkpoint again"
+            ) from error
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_meta and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise ValueError(
+                    f"{name} of checkpoint {str(pretrained_model_name_or_path)!r} contains NaN or infinite values; "
+                    "use a checkpoint from before the training diverged"
+                )
+        return loaded
+
+
+class ESSMModel(ESSMPreTrainedModel):
+    """Embedding, blocks and final norm; token ids, embeddings or continuous features in, hidden states out."""
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__(config)
+        if config.num_input_features is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
+        self.layers = nn.ModuleList(ESSMLayer(config) for _ in range(config.num_hidden_layers))
+        self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return getattr(self, "embed_tokens", None)
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        self.embed_tokens = value
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        input_features: Tensor | None = None,
+        past_key_values: ESSMCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        spectral_budget: SpectralBudget = None,
+        **kwargs: Any,
+    ) -> ESSMModelOutput:
+        """
+        Args:
+            input_ids: (B, L) int64 in [0, vocab_size). Or inputs_embeds: (B, L, D). Or input_features: (B, L, F).
+            attention_mask: (B, L) or (B, past + L), 1 for real positions; left and right padding are exact.
+            past_key_values: ESSMCache to continue from; updated in place.
+            spectral_budget: K: int in [1, capacity], one int per layer, a (B,) integer tensor or a preset name.
+        Returns:
+            ESSMModelOutput.
+        Raises:
+            ValueError: a bad budget, token ids out of range, not exactly one input, or a cache without room.
+        """
+        hidden_states = self._embed(input_ids, inputs_embeds, input_features)
+        B, L, _ = hidden_states.shape
+        config = self.config
+        budget = config.resolve_budget(spectral_budget, batch_size=B)
+        self._warn_once(budget, L if past_key_values is None else L + past_key_values.get_seq_length())
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        if use_cache is None:
+            use_cache = config.use_cache and not self.training
+        if use_cache and past_key_values is None:
+            past_key_values = ESSMCache(config)
+        if past_key_values is not None:
+            for i, (layer, K) in enumerate(zip(past_key_values.layers, budget.layers)):
+                check_room(layer, K, self.operator.num_states(K), i)
+
+        padding, lengths = None, None
+        continues = past_key_values is not None and past_key_values.has_previous_state()
+        if attention_mask is not None and not (continues and L == 1):
+            real = attention_mask[:, -L:].to(hidden_states.device).bool()
+            padding = ~real[..., None]
+            if past_key_values is not None:
+                lengths = (real * torch.arange(1, L + 1, device=real.device)).amax(1)
+        rows = None if budget.rows is None else budget.rows.to(hidden_states.device)
+
+        all_hidden_states: tuple[Tensor, ...] | None = (hidden_states,) if output_hidden_states else None
+        for i, layer in enumerate(self.layers):
+            cache = None if past_key_values is None else past_key_values.layers[i]
+            hidden_states = layer(hidden_states, budget.layers[i], rows, padding, lengths, cache)
+            if all_hidden_states is not None and i + 1 < len(self.layers):
+                all_hidden_states += (hidden_states,)
+        hidden_states = self.norm(hidden_states)
+        if all_hidden_states is not None:
+            all_hidden_states += (hidden_states,)
+        if past_key_values is not None:
+            past_key_values.advance(L)
+        return ESSMModelOutput(
+            last_hidden_state=hidden_states,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=all_hidden_states,
+            spectral_budget=budget.report(),
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> Tensor:
+        if sum(x is not None for x in (input_ids, inputs_embeds, features)) != 1:
+            raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
+        width = self.config.num_input_features
+        if inputs_embeds is not None:
+            hidden_states = inputs_embeds
+        elif features is not None:
+            if width is None or features.ndim != 3 or features.shape[-1] != width:
+                raise ValueError(f"input_features must have shape (B, L, {width}), got {tuple(features.shape)}")
+            hidden_states = self.embed_features(features.to(self.embed_features.weight.dtype))
+        elif input_ids is not None and width is None:
+            self._check_token_ids(input_ids)
+            hidden_states = self.embed_tokens(input_ids)
+        else:
+            raise ValueError(f"this model reads input_features of shape (B, L, {width}), got input_ids")
+        if hidden_states.shape[1] == 0:
+            raise ValueError(f"a sequence needs at least one position, got shape {tuple(hidden_states.shape[:2])}")
+        return hidden_states
+
+    def _check_token_ids(self, input_ids: Tensor) -> None:
+        """Raises ValueError for ids outside the vocabulary; on an accelerator only where a synchronisation is cheap."""
+        if torch.compiler.is_compiling() or input_ids.numel() == 0:
+            return
+        if input_ids.device.type == "cpu" or (input_ids.shape[1] > 1 and not self.training):
+            low, high = torch.aminmax(input_ids)
+            if low < 0 or high >= self.embed_tokens.num_embeddings:
+                raise ValueError(
+                    f"input_ids must be in [0, {self.embed_tokens.num_embeddings - 1}], "
+                    f"got values from {int(low)} to {int(high)}"
+                )
+
+    def _warn_once(self, budget: Any, num_tokens: int) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if num_tokens > self.config.filter_length:
+            logger.warning_once(
+                f"a sequence has passed filter_length {self.config.filter_length}: beyond it the recurrence is no "
+                "longer the trained convolution. Train with a filter_length at least as long as your sequences."
+            )
+        trained = self.config.trained_budgets
+        if trained is not None:
+            ran = set(budget.layers) if budget.rows is None else set(budget.rows.tolist())
+            unseen = sorted(ran - set(trained))
+            if unseen:
+                logger.warning_once(f"spectral_budget {unseen} was never trained; trained budgets: {sorted(trained)}")
+
+
+class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
+    """ES-SSM with a language-model head. `generate(ids, spectral_budget=6)` decodes at constant memory."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__(config)
+        if config.num_input_features is not None:
+            raise ValueError(
+                f"ESSMForCausalLM reads token ids: num_input_features must be None, got {config.num_input_features}"
+            )
+        self.model = ESSMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: ESSMCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        spectral_budget: SpectralBudget = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> ESSMCausalLMOutput:
+        """
+        Args:
+            labels: (B, L) int64 next-token targets before shifting, -100 to ignore.
+            logits_to_keep: only the last that many positions (0: all), or (T,) positions.
+            The rest as in `ESSMModel.forward`.
+        Returns:
+            ESSMCausalLMOutput.
+        """
+        outputs: ESSMModelOutput = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            spectral_budget=spectral_budget,
+            return_dict=True,
+        )
+        assert outputs.last_hidden_state is not None
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return ESSMCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            spectral_budget=outputs.spectral_budget,
+        )
+
+    def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict]:
+        """Let the call's budget win over GenerationConfig's, and pass whichever is set on to `forward`."""
+        called = kwargs.pop("spectral_budget", None)
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        budget = called if called is not None else getattr(generation_config, "spectral_budget", None)
+        if budget is not None:
+            model_kwargs["spectral_budget"] = budget
+        return generation_config, model_kwargs
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        """An ESSMCache whatever `cache_implementation` says: it is static in size already."""
+        if generation_config.cache_implementation is not None:
+            logger.warning_once(
+                f"cache_implementation={generation_config.cache_implementation!r} is ignored: "
+                "the state of an ES-SSM has a constant size"
+            )
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = ESSMCache(self.config)
+
+
+class ESSMForSequenceClassification(ESSMPreTrainedModel):
+    """ES-SSM that pools its real positions and classifies; reads token ids or, by config, continuous features."""
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = ESSMModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        input_features: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        spectral_budget: SpectralBudget = None,
+        **kwargs: Any,
+    ) -> ESSMSequenceClassifierOutput:
+        """
+        Args:
+            labels: (B,) int64 classes, or floats for regression and multi-label problems.
+            The rest as in `ESSMModel.forward`.
+        Returns:
+            ESSMSequenceClassifierOutput.
+        """
+        outputs: ESSMModelOutput = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            input_features=input_features,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            spectral_budget=spectral_budget,
+            return_dict=True,
+        )
+        assert outputs.last_hidden_state is not None
+        logits = self.score(self._pool(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return ESSMSequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, spectral_budget=outputs.spectral_budget
+        )
+
+    def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """(B, L, D) -> (B, D) over the real positions."""
+        if attention_mask is None:
+            return hidden_states.mean(1) if self.config.classifier_pooling == "mean" else hidden_states[:, -1]
+        real = attention_mask.to(hidden_states.device).bool()
+        if self.config.classifier_pooling == "mean":
+            total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
+            return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+        last = (real * torch.arange(real.shape[1], device=real.device)).amax(1)
+        return hidden_states[torch.arange(real.shape[0], device=real.device), last]
+
+
+__all__ = ["ESSMForCausalLM", "ESSMForSequenceClassification", "ESSMModel", "ESSMPreTrainedModel"]
