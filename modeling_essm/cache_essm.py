@@ -133,3 +133,13 @@ def check_room(layer: ESSMCacheLayer, budget: int, needed: int, layer_idx: int) 
             f"made for a smaller budget. Make it with ESSMCache(config, state_budget={budget}) and pass it as "
             "past_key_values"
         )
+
+
+def check_cache(cache: Any, num_layers: int, batch_size: int) -> None:
+    """Raises ValueError for another kind of cache, or one of another model or batch."""
+    if not hasattr(cache, "num_bytes"):  # not isinstance: model and cache may come from two copies of the code
+        raise ValueError(f"past_key_values must be an ESSMCache, got {type(cache).__name__}")
+    if len(cache.layers) != num_layers:
+        raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
+    if cache.batch_size not in (None, batch_size):
+        raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .spectral_basis import max_spectral_channels
 from .spectral_budget import resolve_budget
@@ -102,24 +104,36 @@ class ESSMConfig(PreTrainedConfig):
         minimum |= {"num_spectral_channels": 1, "chunk_size": 1, "gate_hidden_size": 1, "state_margin": 0}
         for name, least in minimum.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if type(value) is not int or value < least:
                 raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
         choices = {"spectral_algorithm": ALGORITHMS, "gating": ("softmax", "none"), "ar_order": (0, 2)}
-        choices["classifier_pooling"] = ("mean", "last")
+        choices |= {"classifier_pooling": ("mean", "last"), "hidden_act": tuple(ACT2FN)}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name in ("dropout", "stochastic_depth"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
-        if self.num_input_features is not None and self.num_input_features < 1:
-            raise ValueError(f"num_input_features must be None or an integer >= 1, got {self.num_input_features!r}")
+        for name, highest in {
+            "dropout": 1.0,
+            "stochastic_depth": 1.0,
+            "initializer_range": math.inf,
+            "layer_norm_eps": math.inf,
+            "scaling_exponent": math.inf,
+        }.items():
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0.0 <= value < highest:
+                raise ValueError(f"{name} must be a number in [0, {highest:g}), got {value!r}")
+        features = self.num_input_features
+        if features is not None and (type(features) is not int or features < 1):
+            raise ValueError(f"num_input_features must be None or an integer >= 1, got {features!r}")
         resolved = max_spectral_channels(self.filter_length)
         if self.num_spectral_channels > resolved:
             raise ValueError(
                 f"filter_length {self.filter_length} resolves at most {resolved} spectral channels, "
                 f"got num_spectral_channels={self.num_spectral_channels}; use a longer filter (512 resolves 32)"
             )
+        if not isinstance(self.budget_presets, (dict, type(None))):
+            raise ValueError(f"budget_presets must be a dict of names and budgets, got {self.budget_presets!r}")
+        if not isinstance(self.trained_budgets, (list, tuple, type(None))):
+            raise ValueError(f"trained_budgets must be a list of integers, got {self.trained_budgets!r}")
         budgets = [self.spectral_budget, *(self.budget_presets or {}).values(), *(self.trained_budgets or [])]
         for budget in budgets:
             self.resolve_budget(budget)

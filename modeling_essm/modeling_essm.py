@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
-from .cache_essm import ESSMCache, ESSMCacheLayer, check_room
+from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room
 from .configuration_essm import ESSMConfig
 from .spectral_budget import SpectralBudget
 from .spectral_ops import SpectralOperator
@@ -356,6 +356,8 @@ class ESSMModel(ESSMPreTrainedModel):
         B, L, _ = hidden_states.shape
         config = self.config
         budget = config.resolve_budget(spectral_budget, batch_size=B)
+        if past_key_values is not None:
+            check_cache(past_key_values, len(self.layers), B)
         self._warn_once(budget, L if past_key_values is None else L + past_key_values.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
@@ -368,8 +370,12 @@ class ESSMModel(ESSMPreTrainedModel):
                 check_room(layer, K, self.operator.num_states(K), i)
 
         padding, lengths = None, None
-        continues = past_key_values is not None and past_key_values.has_previous_state()
-        if attention_mask is not None and not (continues and L == 1):
+        if attention_mask is not None:
+            if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < L:
+                raise ValueError(
+                    f"attention_mask must have shape ({B}, {L}), or ({B}, past + {L}) with a cache, "
+                    f"got {tuple(attention_mask.shape)}"
+                )
             real = attention_mask[:, -L:].to(hidden_states.device).bool()
             padding = ~real[..., None]
             if past_key_values is not None:
@@ -399,12 +405,22 @@ class ESSMModel(ESSMPreTrainedModel):
             raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
         width = self.config.num_input_features
         if inputs_embeds is not None:
+            D = self.config.hidden_size
+            if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != D:
+                raise ValueError(f"inputs_embeds must have shape (B, L, {D}), got {tuple(inputs_embeds.shape)}")
             hidden_states = inputs_embeds
         elif features is not None:
-            if width is None or features.ndim != 3 or features.shape[-1] != width:
+            if width is None:
+                raise ValueError("this model reads input_ids; input_features need config.num_input_features")
+            if features.ndim != 3 or features.shape[-1] != width:
                 raise ValueError(f"input_features must have shape (B, L, {width}), got {tuple(features.shape)}")
             hidden_states = self.embed_features(features.to(self.embed_features.weight.dtype))
         elif input_ids is not None and width is None:
+            if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+                raise ValueError(
+                    "input_ids must be integers of shape (B, L), "
+                    f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
+                )
             self._check_token_ids(input_ids)
             hidden_states = self.embed_tokens(input_ids)
         else:
@@ -510,6 +526,13 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         if budget is not None:
             model_kwargs["spectral_budget"] = budget
         return generation_config, model_kwargs
+
+    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict:
+        """As in transformers; after the prompt every position is real, and a step without a mask is cheaper."""
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration", False):
+            inputs.pop("attention_mask", None)
+        return inputs
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """An ESSMCache whatever `cache_implementation` says: it is static in size already."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Union
 
+import numpy as np
 import torch
 
 SpectralBudget = Union[None, int, str, Sequence[int], torch.Tensor]
@@ -80,10 +81,9 @@ def _check(value: object, capacity: int) -> int:
     """A plain budget as int; NumPy integers and integer tensors of one element pass, bool and float do not."""
     if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
         value = int(value)
-    is_integer = hasattr(value, "__index__") and not isinstance(value, (bool, torch.Tensor))
-    if not is_integer or not 1 <= int(value) <= capacity:  # type: ignore[call-overload]
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= capacity:
         raise ValueError(f"spectral_budget must be an integer in [1, {capacity}], got {value!r}")
-    return int(value)  # type: ignore[call-overload]
+    return tuple(range(capacity + 1))[value]  # an index is a constant to torch.compile: one graph per budget
 
 
 def _resolve_rows(value: torch.Tensor, capacity: int, num_layers: int, batch_size: int | None) -> ResolvedBudget:

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .spectral_basis import chunk_operators, num_states, spectral_basis
 
@@ -46,11 +49,11 @@ class SpectralOperator:
 
     def num_states(self, num_channels: int) -> int:
         """N, the number of states that a budget K reads and writes."""
-        return min(num_states(num_channels, self.state_margin), len(spectral_basis(self.filter_length).sigma))
+        return _num_states(self.filter_length, num_channels, self.state_margin)
 
     def sigma(self, num_channels: int, exponent: float, like: Tensor) -> Tensor:
         """sigma_k^exponent for the first K channels: (K,) with the dtype and device of `like`."""
-        return _sigma_power(self.filter_length, num_channels, exponent, str(like.device), like.dtype)
+        return _sigma_power(self.filter_length, exponent, str(like.device), like.dtype)[:num_channels]
 
     def __call__(
         self,
@@ -82,7 +85,8 @@ class SpectralOperator:
             if initial_state.shape[1] < N:
                 raise ValueError(f"initial_state needs {N} states, got {initial_state.shape[1]}")
             initial_state = initial_state[:, :N]
-        if torch.is_autocast_enabled(u.device.type):
+        autocast = torch.is_autocast_enabled(u.device.type)
+        if autocast:
             u = u.to(torch.get_autocast_dtype(u.device.type))
         gates, channel_mixing = gates.to(u.dtype), channel_mixing.to(u.dtype)
         if algorithm == "step" or (u.shape[1] == 1 and algorithm == "chunked"):
@@ -96,7 +100,8 @@ class SpectralOperator:
         else:
             raise ValueError(f"spectral_algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
         last = None if lengths is None else lengths.clamp(min=1)
-        y, state = run(self, N, u, gates, channel_mixing, initial_state, last)
+        with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen below
+            y, state = run(self, N, u, gates, channel_mixing, initial_state, last)
         if lengths is not None:  # a row of padding only keeps the state it came with
             before = state.new_zeros(()) if initial_state is None else initial_state.to(state.dtype)
             state = torch.where((lengths > 0)[:, None, None], state, before)
@@ -191,16 +196,15 @@ def _step(op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0:
     B, L, D = u.shape
     K = gates.shape[-1]
     dtype = state_dtype(u.dtype)
-    A_T, phi0 = _recurrence(op.filter_length, N, str(u.device), dtype).split([N, 1], 1)
-    M_flat = M[:K].reshape(K * D, -1)
+    recurrence = _recurrence(op.filter_length, str(u.device), dtype)
+    A_T, phi0 = recurrence[:N, :N], recurrence[:N, -1:]
     x = u.new_zeros(B, N, D, dtype=dtype) if x0 is None else x0.to(dtype)
-    outputs, state = [], x
+    gated, state = [], x
     for t in range(L):
         x = torch.addcmul(A_T @ x, phi0, u[:, t : t + 1].to(dtype))
         state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
-        gated = x[:, :K].to(u.dtype) * gates[:, t, :, None]
-        outputs.append(gated.reshape(B, K * D) @ M_flat)
-    return torch.stack(outputs, 1), state
+        gated.append(x[:, :K].to(u.dtype) * gates[:, t, :, None])
+    return torch.stack(gated, 1).view(B, L, K * D) @ M[:K].reshape(K * D, -1), state
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,7 +270,7 @@ def _chunked_forward(
     """Returns y (B, L, E), the final state (B, N, D) and, for the backward pass, the state before every chunk."""
     B, L, D = u.shape
     K, E = gates.shape[-1], M.shape[-1]
-    readout, powers, W = _chunk_tensors(H, N, C, K, str(u.device), u.dtype)
+    readout, powers, W = _chunk_tensors(H, N, C, K, u)
     # 1. Cut into n chunks; a sequence shorter than a chunk uses the leading rows of W only.
     n, rows = -(-L // C), min(L, C)
     W = W[: rows * K]
@@ -320,7 +324,7 @@ def _chunked_backward(
     """Returns du, dgates, dM (zero beyond the budget) and dx0; features are recomputed group by group."""
     B, L, D = u.shape
     K, E = gates.shape[-1], M.shape[-1]
-    readout, powers, W = _chunk_tensors(H, N, C, K, str(u.device), u.dtype)
+    readout, powers, W = _chunk_tensors(H, N, C, K, u)
     n, rows = -(-L // C), min(L, C)
     W = W[: rows * K]
     chunks = _pad_length(u, n * C).view(B, n, C, D)
@@ -397,53 +401,92 @@ def _backward(ctx, dy, dstate, _dx):
 _chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _chunked_traceable(op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths):
-    """The same for torch.export: no loop depends on the length, which may be symbolic."""
+def _chunked_traceable(
+    op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None
+):
+    """The same for torch.export: no branch, loop or slice depends on L, which may be symbolic."""
     B, L, D = u.shape
     K, C = gates.shape[-1], op.chunk_size
-    readout, powers, W = _chunk_tensors(op.filter_length, N, C, K, str(u.device), u.dtype)
-    n = (L + C - 1) // C
-    chunks = F.pad(u, (0, 0, 0, n * C - L)).view(B, n, C, D)
-    chunk_gates = F.pad(gates, (0, 0, 0, n * C - L)).view(B, n, C, K, 1)
+    readout, powers, W = _chunk_tensors(op.filter_length, N, C, K, u)
+    n = (L - 1) // C + 2  # one more than needed: never 1, which would be a case of its own
+    position = torch.arange(n, device=u.device)[:, None] * C + torch.arange(C, device=u.device)
+    source = position.clamp(max=L - 1)
+    chunks = u[:, source] * (position < L)[..., None]  # (B, n, C, D)
+    chunk_gates = gates[:, source][..., None]  # (B, n, C, K, 1)
     first = u.new_zeros(B, N, D, dtype=readout.dtype) if x0 is None else x0.to(readout.dtype)
     x = torch.cat([first[:, None], torch.matmul(readout[-1, :, :C], chunks.to(readout.dtype))], 1)
-    for j in range(max(1, (op.filter_length - 1) // C).bit_length()):
+    for j in range((op.filter_length // C).bit_length()):
         x = x + torch.matmul(powers[j], F.pad(x, (0, 0, 0, 0, 1 << j, 0))[:, : n + 1])
     x = x[:, :n]
     features = torch.matmul(W, torch.cat([chunks, x.to(u.dtype)], 2)).view(B, n, C, K, D)
-    y = torch.matmul((features * chunk_gates).view(B, n * C, K * D), M[:K].reshape(K * D, -1))[:, :L]
-    c, read = _last_chunk(lengths, L, C, readout)
-    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
-    return y, torch.matmul(read, torch.cat([chunks[row, c].to(x.dtype), x[row, c]], 1))
+    y = torch.matmul((features * chunk_gates).flatten(3), M[:K].reshape(1, K * D, -1))  # (B, n, C, E)
+    t = torch.arange(L, device=u.device)
+    last = (torch.full((B,), L, device=u.device) if lengths is None else lengths) - 1
+    row = torch.arange(B, device=u.device)
+    inputs = torch.cat([chunks[row, last // C].to(x.dtype), x[row, last // C]], 1)
+    return y[:, t // C, t % C], torch.matmul(readout[last % C], inputs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Constants per device and dtype. Pure functions of their arguments; under torch.compile they become constants.
+# Constants: pure functions of their arguments, made once per process and device.
 
 
-def _to_device(array, device: str, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # a cached inference tensor could never be used in training
+def _to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
+    # Cached for the life of the process, so never an inference tensor nor a fake one of a running export.
+    with torch.inference_mode(False), unset_fake_temporarily():
         return torch.tensor(array, dtype=dtype, device=device)
 
 
-@torch.compiler.assume_constant_result
 @functools.lru_cache(maxsize=1024)
-def _sigma_power(H: int, K: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
-    return _to_device(spectral_basis(H).sigma[:K] ** exponent, device, dtype)
+def _num_states_cached(H: int, K: int, state_margin: int) -> int:
+    return min(num_states(K, state_margin), len(spectral_basis(H).sigma))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sigma_power_cached(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
+    return _to_device(spectral_basis(H).sigma**exponent, device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _recurrence_cached(H: int, device: str, dtype: torch.dtype) -> Tensor:
+    return _to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
+
+
+# torch.compile takes these results as constants. It names them after the function, so that within one graph each must
+# return one tensor: hence all states and channels, of which a budget uses the leading ones.
 
 
 @torch.compiler.assume_constant_result
+def _num_states(H: int, K: int, state_margin: int) -> int:
+    return _num_states_cached(H, K, state_margin)
+
+
+@torch.compiler.assume_constant_result
+def _sigma_power(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
+    """sigma^exponent of all states of the basis."""
+    return _sigma_power_cached(H, exponent, device, dtype)
+
+
+@torch.compiler.assume_constant_result
+def _recurrence(H: int, device: str, dtype: torch.dtype) -> Tensor:
+    """(N, N + 1) for all states of the basis: A^T and phi(0)^T side by side."""
+    return _recurrence_cached(H, device, dtype)
+
+
 @functools.lru_cache(maxsize=1024)
-def _recurrence(H: int, N: int, device: str, dtype: torch.dtype) -> Tensor:
-    """(N, N + 1): A^T and phi(0)^T side by side."""
-    operators = chunk_operators(H, N, 1)
-    return _to_device(operators.recurrence, device, dtype)
-
-
-@functools.lru_cache(maxsize=256)
-def _chunk_tensors(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """readout (C, N, C + N) and carry^(2^j) (24, N, N) in the state's dtype; W (C K, C + N) in the operands' dtype."""
+def _chunk_constants(H: int, N: int, C: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """readout (C, N, C + N) and carry^(2^j) (24, N, N), see `ChunkOperators`."""
     operators = chunk_operators(H, N, C)
-    readout = _to_device(operators.readout, device, state_dtype(dtype))
-    powers = _to_device(operators.carry_powers, device, state_dtype(dtype))
-    return readout, powers, _to_device(operators.readout[:, :K].reshape(C * K, C + N), device, dtype)
+    return _to_device(operators.readout, device, dtype), _to_device(operators.carry_powers, device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _channel_readout(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
+    """W (C K, C + N): the rows of readout that are channels, step by step."""
+    return _to_device(chunk_operators(H, N, C).readout[:, :K].reshape(C * K, C + N), device, dtype)
+
+
+def _chunk_tensors(H: int, N: int, C: int, K: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """readout and carry powers in the state's dtype, W in the operands' dtype, all where u is."""
+    readout, powers = _chunk_constants(H, N, C, str(u.device), state_dtype(u.dtype))
+    return readout, powers, _channel_readout(H, N, C, K, str(u.device), u.dtype)

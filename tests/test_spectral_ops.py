@@ -1,0 +1,270 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""All four algorithms agree with the fp64 definition in outputs, final states and gradients."""
+
+import pytest
+import torch
+
+from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator, state_dtype
+
+H = 1024
+# The recurrence reproduces the filters to 4e-6 (tests/test_spectral_basis.py), which bounds fp64. fp32 adds rounding
+# that the state scan amplifies for high channels, up to about 1e-4 at K = 32 step by step. bf16 operands carry 8 bits.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.bfloat16: 2e-2}
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    difference = (actual.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp(min=1e-12))
+
+
+def make_inputs(B, L, K, D=12, E=8, dtype=torch.float64, capacity=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.randn(B, L, D, generator=generator, dtype=torch.float64).to(dtype)
+    gates = torch.rand(B, L, K, generator=generator, dtype=torch.float64).to(dtype)
+    M = (0.1 * torch.randn(capacity or K, D, E, generator=generator, dtype=torch.float64)).to(dtype)
+    return u, gates, M
+
+
+def reachable_state(operator, K, D, B, dtype, seed=1):
+    """A state that some input has produced: the features of 100 random steps."""
+    u, gates, M = make_inputs(B, 100, K, D=D, seed=seed)
+    return operator(u, gates, M, algorithm="naive")[1].to(state_dtype(dtype))
+
+
+def run(operator, algorithm, u, gates, M, x0, lengths):
+    """Outputs, the K leading states, and gradients of a fixed random functional of both."""
+    leaves = [t.clone().requires_grad_() for t in (u, gates, M)]
+    x0 = None if x0 is None else x0.clone().requires_grad_()
+    y, state = operator(*leaves, x0, lengths, algorithm=algorithm)
+    K = gates.shape[-1]
+    generator = torch.Generator().manual_seed(2)
+    wy = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+    ws = torch.randn(state[:, :K].shape, generator=generator, dtype=torch.float64)
+    ((y.double() * wy).sum() + (state[:, :K].double() * ws).sum()).backward()
+    results = {"y": y.detach(), "state": state[:, :K].detach()}
+    results |= {name: leaf.grad for name, leaf in zip(("du", "dgates", "dM"), leaves)}
+    if x0 is not None:
+        results["dx0"] = x0.grad[:, :K]
+    return results
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("algorithm", ["chunked", "fft", "step"])
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "state-and-right-padding"])
+@pytest.mark.parametrize(("B", "L", "K"), [(2, 1, 4), (2, 63, 3), (1, 64, 32), (3, 200, 32), (2, 321, 2), (1, 130, 8)])
+def test_agrees_with_the_definition(dtype, algorithm, padded, B, L, K):
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(B, L, K, dtype=dtype)
+    x0, lengths = None, None
+    if padded:
+        x0 = reachable_state(operator, K, u.shape[-1], B, dtype)
+        lengths = torch.arange(L, L - B, -1).clamp(min=1)
+        for row, length in enumerate(lengths):
+            u[row, length:] = 0
+    expected = run(operator, "naive", u, gates, M, x0, lengths)
+    actual = run(operator, algorithm, u, gates, M, x0, lengths)
+    for name in expected:
+        error = relative_error(actual[name], expected[name])
+        assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+def test_the_definition_is_eq_7():
+    # Written out with loops: y(t) = sum_k g_k(t) (sum_j phi_k(t-j) u(j)) M_k.
+    operator = SpectralOperator(64)
+    u, gates, M = make_inputs(1, 9, 3, D=2, E=2)
+    from modeling_essm.spectral_basis import spectral_basis
+
+    phi = spectral_basis(64).filters(3)
+    expected = torch.zeros(9, 2, dtype=torch.float64)
+    for t in range(9):
+        for k in range(3):
+            feature = sum(phi[t - j, k] * u[0, j] for j in range(t + 1))
+            expected[t] += gates[0, t, k] * feature @ M[k]
+    y, _ = operator(u, gates, M, algorithm="naive")
+    torch.testing.assert_close(y[0], expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("C", [1, 7, 64, 100])
+def test_any_chunk_size(C):
+    u, gates, M = make_inputs(2, 150, 6)
+    expected = SpectralOperator(H)(u, gates, M, algorithm="naive")[0]
+    actual = SpectralOperator(H, chunk_size=C)(u, gates, M)[0]
+    assert relative_error(actual, expected) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("algorithm", ["chunked", "step"])
+@pytest.mark.parametrize("cuts", [(1,), (64,), (63, 65, 129), (1, 2, 3, 199), (100, 101)], ids=str)
+def test_a_sequence_split_anywhere_equals_one_pass(algorithm, cuts):
+    operator, K = SpectralOperator(H), 8
+    u, gates, M = make_inputs(2, 200, K)
+    y, state = operator(u, gates, M, algorithm=algorithm)
+    pieces, x = [], None
+    for a, b in zip((0, *cuts), (*cuts, 200)):
+        piece, x = operator(u[:, a:b], gates[:, a:b], M, x, algorithm=algorithm)
+        pieces.append(piece)
+    # One and the same linear system in fp64, whatever the split: only rounding differs, on all N states.
+    torch.testing.assert_close(torch.cat(pieces, 1), y, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(x, state, rtol=1e-7, atol=1e-8)
+
+
+def test_chunked_and_step_are_the_same_system():
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(2, 170, 5)
+    (y, state), (y_step, state_step) = (operator(u, gates, M, algorithm=a) for a in ("chunked", "step"))
+    torch.testing.assert_close(y_step, y, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(state_step, state, rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_budget_touches_only_its_prefix(algorithm):
+    operator, K = SpectralOperator(H), 4
+    u, gates, M = make_inputs(2, 70, K, capacity=16)
+    x0 = reachable_state(operator, 16, u.shape[-1], 2, u.dtype)
+    clean = run(operator, algorithm, u, gates, M[:K].clone(), x0[:, : operator.num_states(K)], None)
+    M[K:] = float("nan")
+    x0[:, operator.num_states(K) :] = float("nan")
+    poisoned = run(operator, algorithm, u, gates, M, x0, None)
+    for name in ("y", "state", "du", "dgates", "dx0"):
+        assert torch.equal(poisoned[name], clean[name]), name
+    assert torch.equal(poisoned["dM"][:K], clean["dM"])
+    assert (poisoned["dM"][K:] == 0).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_zero_gates_are_smaller_budgets_per_row(algorithm):
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(2, 90, 16)
+    gates[0, :, 3:] = 0
+    y, _ = operator(u, gates, M, algorithm=algorithm)
+    solo, _ = operator(u[:1], gates[:1, :, :3], M, algorithm=algorithm)
+    assert relative_error(y[:1], solo) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_left_padding_with_zeros_changes_nothing(algorithm):
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(2, 80, 6)
+    y, state = operator(u, gates, M, algorithm=algorithm)
+    pad = 37
+    u_padded, gates_padded = (torch.cat([t.new_zeros(2, pad, t.shape[2]), t], 1) for t in (u, gates))
+    y_padded, state_padded = operator(u_padded, gates_padded, M, algorithm=algorithm)
+    assert relative_error(y_padded[:, pad:], y) < 1e-12
+    assert relative_error(state_padded, state) < 1e-12
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_rows_of_padding_only_keep_their_state(algorithm):
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(2, 20, 4)
+    u[0] = 0
+    x0 = reachable_state(operator, 4, u.shape[-1], 2, u.dtype)
+    _, state = operator(u, gates, M, x0, torch.tensor([0, 20]), algorithm=algorithm)
+    assert torch.equal(state[0], x0[0])
+    assert not torch.equal(state[1], x0[1])
+    _, state = operator(u, gates, M, None, torch.tensor([0, 20]), algorithm=algorithm)
+    assert (state[0] == 0).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_causality(algorithm):
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(1, 100, 8)
+    y, _ = operator(u, gates, M, algorithm=algorithm)
+    changed = u.clone()
+    changed[:, 60:] += 1.0
+    y_changed, _ = operator(changed, gates, M, algorithm=algorithm)
+    if algorithm == "fft":  # a transform mixes all times: equal up to rounding only
+        torch.testing.assert_close(y_changed[:, :60], y[:, :60], rtol=1e-10, atol=1e-12)
+    else:
+        assert torch.equal(y_changed[:, :60], y[:, :60])
+    assert (y_changed[:, 60] != y[:, 60]).any()
+
+
+def test_more_states_than_the_budget_needs_are_carried_on_request():
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(1, 40, 4, capacity=16)
+    N = operator.num_states(16)
+    for algorithm in ("chunked", "step", "fft"):
+        y, state = operator(u, gates, M, algorithm=algorithm, num_states=N)
+        assert state.shape[1] == N
+        # The state serves a budget of 16 from here on, as if 16 had run from the start.
+        more, more_gates, _ = make_inputs(1, 30, 16, seed=3)
+        continued, _ = operator(more, more_gates, M, state)
+        all_u, all_gates = torch.cat([u, more], 1), torch.cat([torch.zeros(1, 40, 16), more_gates], 1)
+        expected, _ = operator(all_u, all_gates, M, algorithm="naive")
+        assert relative_error(continued, expected[:, 40:]) < TOLERANCE[torch.float64]
+        assert relative_error(y, operator(u, gates, M, algorithm="naive")[0]) < TOLERANCE[torch.float64]
+
+
+def test_gradients_by_finite_differences():
+    operator = SpectralOperator(64, chunk_size=4)
+    u, gates, M = make_inputs(2, 11, 3, D=2, E=3)
+    x0 = 0.1 * torch.randn(2, operator.num_states(3), 2, dtype=torch.float64)
+    leaves = [t.requires_grad_() for t in (u, gates, M, x0)]
+    lengths = torch.tensor([11, 6])
+    assert torch.autograd.gradcheck(lambda *a: operator(*a, lengths), leaves)
+
+
+def test_gradients_only_where_asked():
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(1, 70, 4)
+    M.requires_grad_()
+    y, state = operator(u, gates, M)
+    y.sum().backward(retain_graph=True)
+    first = M.grad.clone()
+    M.grad = None
+    (y.sum() + 0 * state.sum()).backward()
+    assert torch.equal(M.grad, first)
+
+
+def test_memory_of_a_backward_pass_does_not_hold_features():
+    # What autograd keeps between forward and backward: inputs and chunk states, not K features per token.
+    operator, K = SpectralOperator(H), 32
+    u, gates, M = make_inputs(1, 1024, K, D=16, E=16, dtype=torch.float32)
+    saved = []
+    leaves = [t.requires_grad_() for t in (u, gates, M)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        operator(*leaves)
+    kept = sum(t.numel() for t in saved) - sum(t.numel() for t in leaves)
+    assert kept <= 1024 // 64 * operator.num_states(K) * 16
+    assert kept < u.numel()
+
+
+def test_constants_made_under_inference_mode_can_train():
+    operator = SpectralOperator(2048)  # a filter length no other test uses
+    u, gates, M = make_inputs(1, 70, 4)
+    for algorithm in ALGORITHMS:
+        with torch.inference_mode():
+            operator(u, gates, M, algorithm=algorithm)
+        leaf = u.clone().requires_grad_()
+        operator(leaf, gates, M, algorithm=algorithm)[0].sum().backward()
+        assert leaf.grad.abs().sum() > 0
+
+
+def test_autocast_runs_products_in_low_precision_and_state_in_fp32():
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(1, 70, 8, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, state = operator(u, gates, M)
+    assert y.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    assert relative_error(y, operator(u, gates, M)[0]) < TOLERANCE[torch.bfloat16]
+
+
+def test_errors():
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(1, 10, 8)
+    with pytest.raises(ValueError, match="spectral_algorithm must be one of .*got 'winograd'"):
+        operator(u, gates, M, algorithm="winograd")
+    with pytest.raises(ValueError, match="initial_state needs 24 states, got 5"):
+        operator(u, gates, M, torch.zeros(1, 5, 12))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+def test_agrees_with_the_definition_on_cuda(dtype):
+    operator = SpectralOperator(H)
+    u, gates, M = (t.cuda() for t in make_inputs(2, 321, 32, dtype=dtype))
+    expected = operator(u.double(), gates.double(), M.double(), algorithm="naive")
+    for actual, truth in zip(operator(u, gates, M), expected):
+        assert relative_error(actual[:, :32], truth[:, :32]) < TOLERANCE[dtype]
