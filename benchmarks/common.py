@@ -1,0 +1,233 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What every benchmark shares: the machine's name by its parts, paired timing, exact peak memory, tables and JSON.
+
+Contenders run in turn within every round, in alternating order, so that a busy machine slows them alike; ratios are
+taken within rounds. Times are seconds per call, memory is bytes above what was held before the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+RESULTS = Path(__file__).parent / "results"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line and machine.
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """--device, --quick, --out and --rounds, as every benchmark has them."""
+    p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--quick", action="store_true", help="few and small shapes, to see that it runs")
+    p.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/<name>-<device>.json")
+    p.add_argument("--rounds", type=int, default=7, help="paired rounds; long ones stop after three (see `paired`)")
+    return p
+
+
+def pick_device(name: str) -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions; nothing that names a host or a person."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "cpu": cpu,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """CPU threads of torch inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Time.
+
+
+def timed(function: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
+    """Seconds per call; on a GPU between two events, so that queued work is neither missed nor charged twice."""
+    if device.type == "cuda":
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(repeats):
+            function()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / repeats
+    start_time = time.perf_counter()
+    for _ in range(repeats):
+        function()
+    return (time.perf_counter() - start_time) / repeats
+
+
+def paired(
+    functions: dict[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int = 7,
+    warmup: int = 2,
+    sample_seconds: float = 0.02,
+    limit_seconds: float = 30.0,
+) -> dict[str, list[float]]:
+    """Run the functions in turn, round after round, after warm-up.
+
+    Each sample repeats its function until `sample_seconds` are filled. When `limit_seconds` have passed, no new round
+    starts after the third.
+    Returns:
+        seconds per call of each function, one entry per round.
+    """
+    repeats = {}
+    for name, function in functions.items():
+        seconds = [timed(function, device) for _ in range(max(1, warmup))]
+        repeats[name] = max(1, round(sample_seconds / max(min(seconds), 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in functions}
+    start = time.perf_counter()
+    for i in range(rounds):
+        if i >= 3 and time.perf_counter() - start > limit_seconds:
+            break
+        for name in list(functions)[:: 1 if i % 2 == 0 else -1]:
+            samples[name].append(timed(functions[name], device, repeats[name]))
+    return samples
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest, as benchmarks store a measured quantity."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
+    """a / b within each round."""
+    return spread([x / y for x, y in zip(a, b)])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory.
+
+
+def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
+    """Most tensor bytes held at once during a call, above those held before it, results included.
+
+    On a CPU every allocation and release is summed in order of time: exact, unlike the resident set. Scratch space
+    that MKL takes without asking torch is not seen.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = function()
+        torch.cuda.synchronize(device)
+        del result
+        return torch.cuda.max_memory_allocated(device) - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = function()
+    del result
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def check_peak_memory(device: torch.device) -> None:
+    """Raises RuntimeError unless `peak_memory` finds the answer of a case where it is known."""
+    MB = 2**20
+
+    def function() -> torch.Tensor:  # holds 8, 32, 24, 40 (the peak), 16 MB
+        a = torch.empty(8 * MB, dtype=torch.uint8, device=device)
+        b = torch.empty(24 * MB, dtype=torch.uint8, device=device)
+        del a
+        c = torch.empty(16 * MB, dtype=torch.uint8, device=device)
+        del b
+        return c
+
+    measured = peak_memory(function, device)
+    if abs(measured - 40 * MB) > 0.02 * 40 * MB:
+        raise RuntimeError(f"peak_memory measures {measured / MB:.2f} MB where the answer is 40 MB: do not trust it")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Correctness and output.
+
+
+def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
+    """Relative l2 error; raises RuntimeError beyond the tolerance: wrong results are not timed."""
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    if not error <= tolerance:
+        raise RuntimeError(f"{name}: relative error {error:.2e} exceeds {tolerance:.0e}; wrong results are not timed")
+    return error
+
+
+def target(name: str, value: float, least: float | None = None, most: float | None = None) -> dict[str, Any]:
+    """One stated target and whether the measurement meets it."""
+    met = (least is None or value >= least) and (most is None or value <= most)
+    return {"target": name, "value": value, "at_least": least, "at_most": most, "met": bool(met)}
+
+
+def table(header: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows under the words of the header, right-aligned."""
+    names = header.split()
+    cells = [names, *[[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    for row in cells:
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)), flush=True)
+
+
+def ms(measured: dict[str, float]) -> str:
+    """A `spread` of seconds in milliseconds: median (min-max)."""
+    return "{median:.4g}({min:.4g}-{max:.4g})".format(**{k: v * 1e3 for k, v in measured.items()})
+
+
+def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
+    """Print and return the device and the report that `finish` writes."""
+    device = pick_device(args.device)
+    report = {"benchmark": name, "machine": machine(device), "settings": {"quick": args.quick, **settings}}
+    for part in ("machine", "settings"):
+        print(f"{part}: " + ", ".join(f"{k} {v}" for k, v in report[part].items() if v is not None), flush=True)
+    return device, report
+
+
+def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Print the targets, write the JSON in one move, return the report."""
+    for t in report.get("targets", []):
+        bound = f">= {t['at_least']:g}" if t["at_least"] is not None else f"<= {t['at_most']:g}"
+        print(f"{'met    ' if t['met'] else 'NOT MET'}  {t['target']}: {t['value']:.3g} ({bound})")
+    kind = "cpu" if device.type == "cpu" else report["machine"]["gpu"].lower().replace(" ", "-")
+    quick = "-quick" if args.quick else ""
+    path = args.out or RESULTS / f"{report['benchmark']}-{kind}{quick}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(report, indent=1) + "\n")
+    os.replace(partial, path)
+    print(f"written: {path}")
+    return report
