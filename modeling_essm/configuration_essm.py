@@ -41,8 +41,8 @@ class ESSMConfig(PreTrainedConfig):
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
         dropout, stochastic_depth (`float`): rates after each sub-layer and for skipping a whole sub-layer.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
-        num_input_features (`int`, *optional*): width of continuous inputs (audio frames, pixels), which a linear encoder
-            reads instead of token ids.
+        num_input_features (`int`, *optional*): width of continuous inputs (audio frames, pixels), which a linear
+            encoder reads instead of token ids.
 
     Raises:
         ValueError: a field out of range, or a capacity that `filter_length` cannot resolve in fp64.
@@ -119,7 +119,7 @@ class ESSMConfig(PreTrainedConfig):
             "scaling_exponent": math.inf,
         }.items():
             value = getattr(self, name)
-            if type(value) not in (int, float) or not 0.0 <= value < highest:
+            if not isinstance(value, (int, float)) or not 0.0 <= value < highest:
                 raise ValueError(f"{name} must be a number in [0, {highest:g}), got {value!r}")
         features = self.num_input_features
         if features is not None and (type(features) is not int or features < 1):

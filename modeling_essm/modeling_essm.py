@@ -8,6 +8,7 @@ means in `spectral_budget`; what is kept between calls in `cache_essm`. Letters:
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -79,6 +80,13 @@ class ESSMSequenceClassifierOutput(ModelOutput):
     spectral_budget: Any = None
 
 
+class ESSMPrefixLinear(nn.Linear):
+    """A linear layer that computes its first outputs only: (.., D_in), n -> (.., n), reading n rows of the weight."""
+
+    def forward(self, x: Tensor, num_outputs: int) -> Tensor:  # type: ignore[override]
+        return F.linear(x, self.weight[:num_outputs], self.bias[:num_outputs])
+
+
 class ESSMSpectralMixer(nn.Module):
     """Eq. (7-8): y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t); channels > K are not read.
 
@@ -96,7 +104,7 @@ class ESSMSpectralMixer(nn.Module):
         self.channel_mixing = nn.Parameter(torch.empty(K, D, D))
         if self.gated:
             self.gate_in = nn.Linear(D, D_g)
-            self.gate_out = nn.Linear(D_g, K)
+            self.gate_out = ESSMPrefixLinear(D_g, K)
             self.gate_act = ACT2FN[config.hidden_act]
         if self.ar_order:
             self.channel_mixing_negative = nn.Parameter(torch.empty(K, D, D))
@@ -118,8 +126,7 @@ class ESSMSpectralMixer(nn.Module):
         if not self.gated:
             gates = scale.expand(*u.shape[:2], budget)
             return gates if inactive is None else gates.masked_fill(inactive, 0.0)
-        hidden = self.gate_act(self.gate_in(u))
-        s = F.linear(hidden, self.gate_out.weight[:budget], self.gate_out.bias[:budget]).float()
+        s = self.gate_out(self.gate_act(self.gate_in(u)), budget).float()
         K: Tensor | int = budget if rows is None else rows[:, None, None]
         if inactive is not None:
             s = s.masked_fill(inactive, 0.0)
@@ -170,7 +177,9 @@ class ESSMSpectralMixer(nn.Module):
         for i in range(1, p + 1):
             y = y + u_all[:, p - i : p - i + L] @ self.input_mixing[i - 1]
         y_past = past.get("outputs", y.new_zeros(y.shape[0], p, y.shape[2]))
-        y_all = _linear_feedback(y, y_past, self.output_mixing)
+        # A symbolic length cannot bound a loop; an export covers every length up to H instead.
+        reach = self.operator.filter_length if torch.compiler.is_exporting() else L
+        y_all = _linear_feedback(y, y_past, self.output_mixing, reach)
         recent = last[:, None] + torch.arange(p, device=u.device)  # the p positions up to each row's last step
         state = {
             "negative": features,
@@ -180,11 +189,11 @@ class ESSMSpectralMixer(nn.Module):
         return y_all[:, p:], state
 
 
-def _linear_feedback(v: Tensor, past: Tensor, mixing: Tensor) -> Tensor:
+def _linear_feedback(v: Tensor, past: Tensor, mixing: Tensor, reach: int) -> Tensor:
     """y(t) = v(t) + y(t-1) mixing[0] + y(t-2) mixing[1], all t in log2(L) matrix products.
 
     Args:
-        v: (B, L, D). past: (B, 2, D), y(-2), y(-1). mixing: (2, D, D).
+        v: (B, L, D). past: (B, 2, D), y(-2), y(-1). mixing: (2, D, D). reach: at least L.
     Returns:
         (B, 2 + L, D): past followed by y.
     """
@@ -193,10 +202,9 @@ def _linear_feedback(v: Tensor, past: Tensor, mixing: Tensor) -> Tensor:
     # z(t) = [y(t), y(t-1)] = z(t-1) P + [v(t), 0]
     P = torch.cat([torch.cat([mixing[0], identity], 1), torch.cat([mixing[1], torch.zeros_like(identity)], 1)], 0)
     z = torch.cat([torch.cat([past[:, 1:], past[:, :1]], 2), F.pad(v, (0, D))], 1)  # z(-1), then inputs
-    step = 1
-    while step < z.shape[1]:
-        z = z + F.pad((z @ P)[:, :-step], (0, 0, step, 0))
-        P, step = P @ P, 2 * step
+    for j in range(reach.bit_length()):
+        z = z + F.pad(z @ P, (0, 0, 1 << j, 0))[:, : z.shape[1]]
+        P = P @ P
     return torch.cat([past[:, :1], z[:, :, :D]], 1)
 
 
@@ -306,6 +314,12 @@ class ESSMPreTrainedModel(PreTrainedModel):
                 )
         return loaded
 
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """As in transformers, which only logs that the folder is a file and saves nothing."""
+        if os.path.isfile(save_directory):
+            raise NotADirectoryError(f"save_directory must be a folder, got the file {str(save_directory)!r}")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
 
 class ESSMModel(ESSMPreTrainedModel):
     """Embedding, blocks and final norm; token ids, embeddings or continuous features in, hidden states out."""
@@ -363,6 +377,11 @@ class ESSMModel(ESSMPreTrainedModel):
             output_hidden_states = config.output_hidden_states
         if use_cache is None:
             use_cache = config.use_cache and not self.training
+        if self.training and self.gradient_checkpointing and (use_cache or past_key_values is not None):
+            raise ValueError(
+                "gradient checkpointing runs layers twice, which would advance the cache twice: "
+                "train with use_cache=False and without past_key_values"
+            )
         if use_cache and past_key_values is None:
             past_key_values = ESSMCache(config)
         if past_key_values is not None:
@@ -371,9 +390,10 @@ class ESSMModel(ESSMPreTrainedModel):
 
         padding, lengths = None, None
         if attention_mask is not None:
-            if attention_mask.ndim != 2 or attention_mask.shape[0] != B or attention_mask.shape[1] < L:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            if tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
                 raise ValueError(
-                    f"attention_mask must have shape ({B}, {L}), or ({B}, past + {L}) with a cache, "
+                    f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
                     f"got {tuple(attention_mask.shape)}"
                 )
             real = attention_mask[:, -L:].to(hidden_states.device).bool()
@@ -471,6 +491,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         self.model = ESSMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        self.generation_config._from_model_config = False  # or loading it again would drop a spectral_budget set on it
 
     @can_return_tuple
     def forward(
@@ -527,10 +548,23 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
             model_kwargs["spectral_budget"] = budget
         return generation_config, model_kwargs
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> dict:
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict:
         """As in transformers; after the prompt every position is real, and a step without a mask is cheaper."""
-        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        if inputs.get("past_key_values") is not None and not kwargs.get("is_first_iteration", False):
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if next_sequence_length == 1 and not is_first_iteration:
             inputs.pop("attention_mask", None)
         return inputs
 

@@ -80,7 +80,8 @@ class SpectralOperator:
         Raises:
             ValueError: unknown algorithm, or an initial state of fewer than N rows.
         """
-        N = max(self.num_states(gates.shape[-1]), num_states or 0)
+        K = gates.shape[-1]
+        N = max(self.num_states(K), num_states or 0)
         if initial_state is not None:
             if initial_state.shape[1] < N:
                 raise ValueError(f"initial_state needs {N} states, got {initial_state.shape[1]}")
@@ -88,7 +89,9 @@ class SpectralOperator:
         autocast = torch.is_autocast_enabled(u.device.type)
         if autocast:
             u = u.to(torch.get_autocast_dtype(u.device.type))
-        gates, channel_mixing = gates.to(u.dtype), channel_mixing.to(u.dtype)
+        gates = gates.to(u.dtype)
+        if channel_mixing.dtype != u.dtype:
+            channel_mixing = channel_mixing[:K].to(u.dtype)
         if algorithm == "step" or (u.shape[1] == 1 and algorithm == "chunked"):
             run = _step
         elif algorithm == "chunked":
@@ -171,7 +174,7 @@ def _filters(op: SpectralOperator, N: int, L: int, device: torch.device) -> Tens
     return F.pad(phi, (0, 0, 0, L - phi.shape[0]))
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=4)
 def _filter_spectra(H: int, K: int, L: int, n: int, device: str, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         phi = _filters(SpectralOperator(H), K, L, torch.device(device))
@@ -444,7 +447,7 @@ def _num_states_cached(H: int, K: int, state_margin: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _sigma_power_cached(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
-    return _to_device(spectral_basis(H).sigma**exponent, device, dtype)
+    return _to_device(spectral_basis(H).sigma ** exponent, device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -99,7 +99,11 @@ def test_same_basis_on_another_thread_count():
     )
     runs = []
     for threads in ("1", "2"):
-        env = {"OPENBLAS_NUM_THREADS": threads, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+        env = {
+            "OPENBLAS_NUM_THREADS": threads,
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[1]),
+        }
         run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         runs.append([np.frombuffer(bytes.fromhex(part)) for part in run.stdout.split()])
     for one, two in zip(*runs):
@@ -136,7 +140,9 @@ def test_readout_is_the_recurrence_unrolled():
     for i in range(7):
         state = A_T @ state + phi0 * u[i]
         np.testing.assert_allclose(operators.readout[i] @ stacked, state, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(operators.carry_powers[2], np.linalg.matrix_power(operators.carry_powers[0], 4), atol=1e-13)
+    np.testing.assert_allclose(
+        operators.carry_powers[2], np.linalg.matrix_power(operators.carry_powers[0], 4), atol=1e-13
+    )
 
 
 def test_longest_filter_length():

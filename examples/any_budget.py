@@ -1,0 +1,30 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""One model at three budgets: greedy text, and the bytes of state that each budget carries.
+
+    python examples/any_budget.py runs/train_clm/model "def main("
+
+The folder is any saved ES-SSM language model; README's first command makes this one.
+"""
+
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, prompt = sys.argv[1:3] if len(sys.argv) > 2 else ("runs/train_clm/model", "def main(")
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+tokenizer = AutoTokenizer.from_pretrained(folder)
+inputs = tokenizer(prompt, return_tensors="pt")
+
+for budget in (2, 6, model.config.num_spectral_channels):
+    out = model.generate(
+        **inputs, spectral_budget=budget, max_new_tokens=60, do_sample=False, return_dict_in_generate=True
+    )
+    text = tokenizer.decode(out.sequences[0], skip_special_tokens=True)
+    print(f"--- K = {budget}: {out.past_key_values.num_bytes:,} bytes of state\n{text}")
+
+# Requests of different budgets share a batch; each row is what it would have been alone.
+budgets = torch.tensor([2, 6])
+batch = tokenizer([prompt, prompt], return_tensors="pt")
+rows = model.generate(**batch, spectral_budget=budgets, max_new_tokens=20, do_sample=False)
+print("--- one batch, K = 2 and K = 6\n" + "\n".join(tokenizer.batch_decode(rows, skip_special_tokens=True)))

@@ -1,0 +1,84 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Shared builders: tiny configs, and models whose every parameter matters."""
+
+import contextlib
+import logging
+
+import torch
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, seconds each on a busy machine
+
+CAPACITY = 32
+BUDGETS = (1, 2, 5, 8, 17, 32)
+
+
+def tiny_config(**fields) -> ESSMConfig:
+    """Two layers of width 16 that still hold all 32 channels; fields override."""
+    defaults = {"hidden_size": 16, "num_hidden_layers": 2, "filter_length": 512, "chunk_size": 8, "gate_hidden_size": 8}
+    return ESSMConfig(**(defaults | fields))
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Move every parameter away from its initial value, so that no zero, one or constant hides a mistake.
+
+    channel_mixing gets a standard deviation of 0.05: large enough for every channel to show in the logits. AR-STU's
+    output_mixing gets 0.02, which keeps its feedback stable.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        if "channel_mixing" in name:
+            parameter.copy_(0.05 * noise)
+        elif "output_mixing" in name:
+            parameter.copy_(0.02 * noise)
+        else:
+            parameter.add_(0.1 * noise)
+    return model
+
+
+def random_model(cls=ESSMForCausalLM, seed: int = 0, **fields):
+    """A tiny model of class `cls` in eval mode with random weights."""
+    torch.manual_seed(seed)
+    return randomise(cls(tiny_config(**fields)), seed).eval()
+
+
+def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Byte ids (B, L), int64."""
+    return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-5) -> None:
+    """Equal up to fp32 rounding: logits are of size 1, and two orders of summation differ by 2e-6 here."""
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol)
+
+
+def truncate(model: ESSMForCausalLM, budget: int) -> ESSMForCausalLM:
+    """A model of capacity `budget` whose weights are the leading channels of `model`'s."""
+    config = tiny_config(**{**model.config.to_diff_dict(), "num_spectral_channels": budget})
+    small = type(model)(config).eval()
+    state = {}
+    for name, tensor in model.state_dict().items():
+        per_channel = "channel_mixing" in name or "gate_out" in name
+        state[name] = tensor[:budget].clone() if per_channel else tensor.clone()
+    small.load_state_dict(state)
+    return small
+
+
+@contextlib.contextmanager
+def captured_warnings():
+    """List of messages that the model logs as warnings, each logged for the first time again."""
+    from transformers.utils import logging as library_logging
+
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("modeling_essm.modeling_essm")
+    library_logging.warning_once.cache_clear()
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)

@@ -1,0 +1,446 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""generate(), pipelines and the cache: every decoding strategy, and the budget by every route."""
+
+import copy
+import io
+import threading
+from contextlib import redirect_stdout
+
+import helpers
+import pytest
+import torch
+from helpers import assert_close, captured_warnings, random_ids
+from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer, pipeline
+
+from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
+
+NEW = 8
+FIXED = {"max_new_tokens": NEW, "min_new_tokens": NEW}  # min_new_tokens keeps eos away, so that rows stay comparable
+GREEDY = {**FIXED, "do_sample": False}
+BEAMS = {**GREEDY, "num_beams": 3}
+STRATEGIES = {
+    "greedy": GREEDY,
+    "sampling": {**FIXED, "do_sample": True, "top_k": 20, "temperature": 0.8},
+    "beams": BEAMS,
+    "all-beams": {**BEAMS, "num_return_sequences": 3},
+    "sampled-beams": {**BEAMS, "do_sample": True},
+    "many-samples": {**FIXED, "do_sample": True, "num_return_sequences": 3},
+}
+strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
+variants = pytest.mark.parametrize(
+    "variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["paper", "no-gate", "ar2"]
+)
+
+
+def random_model(seed=3, **fields):
+    """With so small an exponent late channels count as much as early ones, and decoding differs at K = 1, 3, 8, 32."""
+    return helpers.random_model(seed=seed, **{"scaling_exponent": 0.02, **fields})
+
+
+@torch.no_grad()
+def greedy_without_cache(model, ids, **kwargs):
+    """The definition of greedy decoding: one full forward pass per token."""
+    for _ in range(NEW):
+        logits = model(ids, use_cache=False, **kwargs).logits[:, -1]
+        logits[:, 258] = -torch.inf  # eos
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    return ids
+
+
+def generate(model, ids, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return model.generate(ids, **kwargs)
+
+
+def left_pad(ids, lengths):
+    """Last `lengths` tokens of each row behind pads: (ids, mask)."""
+    L = ids.shape[1]
+    mask = (torch.arange(L) >= L - torch.tensor(lengths)[:, None]).long()
+    return torch.where(mask.bool(), ids, 256), mask
+
+
+# --- Strategies
+
+
+@variants
+@pytest.mark.parametrize("budget", [None, 1, 7, [3, 20]], ids=["full", "K1", "K7", "K3-20"])
+def test_greedy_is_a_full_forward_per_token(variant, budget):
+    model, ids = random_model(**variant), random_ids(2, 19)
+    expected = greedy_without_cache(model, ids, spectral_budget=budget)
+    assert torch.equal(generate(model, ids, **GREEDY, spectral_budget=budget), expected)
+    assert len(set(expected[:, 19:].flatten().tolist())) > 3  # not one token over and over
+
+
+@strategies
+@variants
+def test_cache_changes_nothing(strategy, variant):
+    model, ids = random_model(**variant), random_ids(2, 19)
+    cached = generate(model, ids, **strategy, spectral_budget=6)
+    assert torch.equal(cached, generate(model, ids, **strategy, spectral_budget=6, use_cache=False))
+    assert cached.shape == (2 * strategy.get("num_return_sequences", 1), 19 + NEW)
+    assert not torch.equal(cached, generate(model, ids, **strategy, spectral_budget=1))
+
+
+@pytest.mark.parametrize("strategy", [GREEDY, BEAMS], ids=["greedy", "beams"])
+@variants
+def test_left_padded_rows_equal_solo_rows(strategy, variant):
+    model, lengths = random_model(**variant), [19, 8, 1]
+    padded, mask = left_pad(random_ids(3, 19), lengths)
+    batch = generate(model, padded, attention_mask=mask, **strategy)
+    for i, n in enumerate(lengths):
+        alone = generate(model, padded[i : i + 1, -n:], **strategy)
+        assert torch.equal(batch[i, -n - NEW :], alone[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100], ids=lambda chunk: f"chunk{chunk}")
+@variants
+def test_chunked_prefill(chunk, variant):
+    """Chunks of 1 included, where a chunk may be all padding for some rows."""
+    model = random_model(**variant)
+    padded, mask = left_pad(random_ids(3, 19), [19, 8, 1])
+    expected = generate(model, padded, attention_mask=mask, **GREEDY, spectral_budget=6)
+    actual = generate(model, padded, attention_mask=mask, **GREEDY, spectral_budget=6, prefill_chunk_size=chunk)
+    assert torch.equal(actual, expected)
+
+
+def test_inputs_embeds():
+    model, ids = random_model(), random_ids(2, 19)
+    expected = generate(model, ids, **GREEDY, spectral_budget=6)
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(generate(model, None, inputs_embeds=embeds, **GREEDY, spectral_budget=6), expected[:, 19:])
+    padded, mask = left_pad(ids, [19, 8])
+    expected = generate(model, padded, attention_mask=mask, **GREEDY)
+    embeds = model.get_input_embeddings()(padded)
+    actual = generate(model, None, inputs_embeds=embeds, attention_mask=mask, **GREEDY)
+    assert torch.equal(actual, expected[:, 19:])
+
+
+def test_rows_that_end_early_leave_the_others_alone():
+    """An eos chosen so that only row 0 stops: row 1 must go on as if alone."""
+    model, ids = random_model(), random_ids(2, 19)
+    expected = greedy_without_cache(model, ids)
+    eos = next(token for token in expected[0, 19:-3].tolist() if token not in expected[1, 19:])
+    together = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=eos)
+    first = expected[0, 19:].tolist().index(eos)
+    assert (together[0, 19 + first + 1 :] == 256).all()
+    assert torch.equal(together[1], expected[1])
+
+
+def test_streaming():
+    model, tokenizer = random_model(), build_byte_tokenizer()
+    ids = random_ids(1, 19)
+    text = tokenizer.decode(generate(model, ids, **GREEDY, spectral_budget=6)[0, 19:])
+    with redirect_stdout(io.StringIO()) as printed:
+        generate(model, ids, **GREEDY, spectral_budget=6, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert printed.getvalue().rstrip("\n") == text.rstrip("\n")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    kwargs = {"streamer": streamer, "spectral_budget": 6, **GREEDY}
+    thread = threading.Thread(target=generate, args=(model, ids), kwargs=kwargs)
+    thread.start()
+    assert "".join(streamer) == text
+    thread.join()
+
+
+@pytest.mark.parametrize("kwargs", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": None}], ids=str)
+def test_assisted_generation_is_refused(kwargs):
+    model = random_model()
+    if "assistant_model" in kwargs:
+        kwargs = {"assistant_model": random_model(seed=1)}
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        model.generate(random_ids(1, 9), **GREEDY, **kwargs)
+
+
+def test_a_misspelled_budget_is_refused():
+    with pytest.raises(ValueError, match="spectral_bugdet"):
+        random_model().generate(random_ids(1, 9), **GREEDY, spectral_bugdet=3)
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic", "quantized"])
+def test_cache_implementation_is_ignored_with_a_warning(name):
+    model, ids = random_model(), random_ids(1, 9)
+    with captured_warnings() as messages:
+        actual = generate(model, ids, **GREEDY, cache_implementation=name)
+    assert torch.equal(actual, generate(model, ids, **GREEDY))
+    assert sum("cache_implementation" in message for message in messages) == 1
+
+
+# --- The budget by every route
+
+
+class Routes:
+    """How a user can ask generate() for K; each returns what was generated."""
+
+    @staticmethod
+    def call(model, ids, K, path):
+        return generate(model, ids, **GREEDY, spectral_budget=K)
+
+    @staticmethod
+    def model_generation_config(model, ids, K, path):
+        model.generation_config.spectral_budget = K
+        return generate(model, ids, **GREEDY)
+
+    @staticmethod
+    def passed_generation_config(model, ids, K, path):
+        return generate(model, ids, generation_config=GenerationConfig(**GREEDY, spectral_budget=K))
+
+    @staticmethod
+    def saved_generation_config(model, ids, K, path):
+        model.generation_config.spectral_budget = K
+        model.save_pretrained(path)
+        return generate(ESSMForCausalLM.from_pretrained(path), ids, **GREEDY)
+
+    @staticmethod
+    def model_config(model, ids, K, path):
+        model.config.spectral_budget = K
+        return generate(model, ids, **GREEDY)
+
+    @staticmethod
+    def from_pretrained(model, ids, K, path):
+        model.save_pretrained(path)
+        return generate(ESSMForCausalLM.from_pretrained(path, spectral_budget=K), ids, **GREEDY)
+
+    @staticmethod
+    def pipeline_call(model, ids, K, path):
+        return Routes._pipeline(model, ids, spectral_budget=K)
+
+    @staticmethod
+    def pipeline_generation_config(model, ids, K, path):
+        model.generation_config.spectral_budget = K
+        return Routes._pipeline(model, ids)
+
+    @staticmethod
+    def pipeline_constructor(model, ids, K, path):
+        model.save_pretrained(path)
+        build_byte_tokenizer().save_pretrained(path)
+        generator = pipeline("text-generation", model=str(path), model_kwargs={"spectral_budget": K})
+        return Routes._run(generator, ids)
+
+    @staticmethod
+    def _pipeline(model, ids, **kwargs):
+        generator = pipeline("text-generation", model=model, tokenizer=build_byte_tokenizer())
+        return Routes._run(generator, ids, **kwargs)
+
+    @staticmethod
+    def _run(generator, ids, **kwargs):
+        text = generator.tokenizer.decode(ids[0])
+        new = generator(text, **GREEDY, return_tensors=True, **kwargs)[0]["generated_token_ids"]
+        return torch.tensor(new)[None]
+
+
+ROUTES = [name for name in vars(Routes) if not name.startswith("_")]
+ASCII = torch.tensor([list(b"The elastic spring goes to town.")])  # text for pipelines
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("K", [1, [2, 9]], ids=["K1", "K2-9"])
+def test_the_budget_arrives(route, K, tmp_path):
+    model = random_model()
+    expected = greedy_without_cache(model, ASCII, spectral_budget=K)
+    assert not torch.equal(expected, greedy_without_cache(model, ASCII))
+    assert torch.equal(getattr(Routes, route)(model, ASCII, K, tmp_path), expected)
+
+
+def test_call_beats_generation_config_beats_config():
+    model, ids = random_model(), ASCII
+    expected = {K: greedy_without_cache(model, ids, spectral_budget=K) for K in (1, 3, 8, 32)}
+    assert len({tuple(ids[0].tolist()) for ids in expected.values()}) == 4
+    model.config.spectral_budget = 1
+    assert torch.equal(generate(model, ids, **GREEDY), expected[1])
+    model.generation_config.spectral_budget = 3
+    assert torch.equal(generate(model, ids, **GREEDY), expected[3])
+    assert torch.equal(generate(model, ids, **GREEDY, spectral_budget=8), expected[8])
+    passed = GenerationConfig(**GREEDY, spectral_budget=32)
+    assert torch.equal(generate(model, ids, generation_config=passed), expected[32])
+    assert torch.equal(generate(model, ids, generation_config=passed, spectral_budget=8), expected[8])
+    assert model.config.spectral_budget == 1 and model.generation_config.spectral_budget == 3  # nothing is left behind
+
+
+@pytest.mark.parametrize("bad", [0, 33, "x", 2.5])
+def test_a_bad_budget_in_the_generation_config_is_refused(bad):
+    model = random_model()
+    model.generation_config.spectral_budget = bad
+    with pytest.raises(ValueError, match="spectral_budget"):
+        model.generate(ASCII, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [GREEDY, BEAMS, {**BEAMS, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "beams-2"],
+)
+@variants
+def test_row_budgets_equal_solo_runs(strategy, variant):
+    model, lengths, rows = random_model(**variant), [19, 8, 12], torch.tensor([2, 32, 7])
+    padded, mask = left_pad(random_ids(3, 19), lengths)
+    batch = generate(model, padded, attention_mask=mask, spectral_budget=rows, **strategy)
+    returned = strategy.get("num_return_sequences", 1)
+    for i, (n, K) in enumerate(zip(lengths, rows.tolist())):
+        alone = generate(model, padded[i : i + 1, -n:], spectral_budget=K, **strategy)
+        assert torch.equal(batch[i * returned : (i + 1) * returned, -n - NEW :], alone)
+
+
+def test_row_budgets_with_many_samples():
+    """Sampling a batch cannot equal solo runs draw by draw; top_k=1 makes the draws certain."""
+    model, ids, rows = random_model(), random_ids(2, 19), torch.tensor([2, 32])
+    strategy = {**FIXED, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
+    batch = generate(model, ids, spectral_budget=rows, **strategy)
+    for i, K in enumerate((2, 32)):
+        alone = generate(model, ids[i : i + 1], **GREEDY, spectral_budget=K)
+        assert torch.equal(batch[3 * i : 3 * i + 3], alone.expand(3, -1))
+
+
+# --- The cache
+
+
+def filled(model, ids, K=None, **kwargs):
+    with torch.no_grad():
+        return model(ids, use_cache=True, spectral_budget=K, **kwargs).past_key_values
+
+
+@variants
+def test_cache_size_is_constant_in_context_and_falls_with_the_budget(variant):
+    model = random_model(**variant)
+    sizes = {}
+    for K in (1, 2, 4, 8, 16, 32):
+        sizes[K] = filled(model, random_ids(2, 3), K).num_bytes
+        assert filled(model, random_ids(2, 300), K).num_bytes == sizes[K]
+    assert list(sizes.values()) == sorted(set(sizes.values()))
+    if not variant:
+        N = 8 + 16
+        assert sizes[8] == 2 * 2 * N * 16 * 4  # layers, rows, N, D, bytes of fp32
+    generated = model.generate(random_ids(2, 3), **GREEDY, spectral_budget=8, return_dict_in_generate=True)
+    assert generated.past_key_values.num_bytes == sizes[8]
+
+
+@variants
+def test_lowering_the_budget_mid_generation(variant):
+    """Features do not depend on the budget above them: with one layer, a lowered budget is as if it always ran."""
+    model, ids = random_model(num_hidden_layers=1, **variant), random_ids(2, 30)
+    if "ar_order" in variant:
+        with torch.no_grad():  # its feedback remembers what larger budgets put out
+            model.model.layers[0].mixer.output_mixing.zero_()
+    cache = filled(model, ids[:, :20], 32)
+    with torch.no_grad():
+        for K, t in ((20, 20), (3, 21), (9, 22), (32, 23)):
+            actual = model(ids[:, t : t + 1], past_key_values=cache, spectral_budget=K).logits
+            assert_close(actual, model(ids[:, : t + 1], spectral_budget=K).logits[:, -1:])
+    assert cache.layers[0].num_states == filled(model, ids, 32).layers[0].num_states
+
+
+def test_lowering_the_budget_between_two_calls_of_generate():
+    model, ids = random_model(), random_ids(1, 19)
+    first = model.generate(ids, **GREEDY, spectral_budget=32, return_dict_in_generate=True)
+    cache = copy.deepcopy(first.past_key_values)
+    second = model.generate(first.sequences, past_key_values=cache, **GREEDY, spectral_budget=4)
+    with torch.no_grad():  # by hand, with the same state
+        cache, token = first.past_key_values, first.sequences[:, -1:]
+        for t in range(NEW):
+            logits = model(token, past_key_values=cache, spectral_budget=4).logits[:, -1]
+            logits[:, 258] = -torch.inf
+            token = logits.argmax(-1, keepdim=True)
+            assert torch.equal(token[:, 0], second[:, first.sequences.shape[1] + t])
+
+
+def test_raising_the_budget_beyond_the_states_says_how():
+    model, ids = random_model(), random_ids(2, 9)
+    cache = filled(model, ids, 4)
+    before = [layer.tensors["features"].clone() for layer in cache.layers]
+    hint = r"spectral_budget 20 needs 36 states in layer 0.*holds 16.*ESSMCache\(config, state_budget=20\)"
+    for budget in (20, [20, 4], torch.tensor([4, 20])):
+        with pytest.raises(ValueError, match=hint):
+            model(ids[:, :1], past_key_values=cache, spectral_budget=budget)
+    with pytest.raises(ValueError, match="in layer 1"):
+        model(ids[:, :1], past_key_values=cache, spectral_budget=[4, 20])
+    with pytest.raises(ValueError, match=hint):
+        model.generate(random_ids(2, 10), past_key_values=cache, **GREEDY, spectral_budget=20)
+    assert cache.get_seq_length() == 9  # nothing was touched
+    assert all(torch.equal(layer.tensors["features"], old) for layer, old in zip(cache.layers, before))
+
+
+@variants
+def test_state_budget_makes_raising_legal(variant):
+    model, ids = random_model(num_hidden_layers=1, **variant), random_ids(2, 30)
+    if "ar_order" in variant:
+        with torch.no_grad():
+            model.model.layers[0].mixer.output_mixing.zero_()
+    cache = ESSMCache(model.config, state_budget=20)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache, spectral_budget=4)
+        assert cache.num_bytes == filled(model, ids, 20).num_bytes
+        for K, t in ((20, 20), (3, 21), (20, 22)):
+            actual = model(ids[:, t : t + 1], past_key_values=cache, spectral_budget=K).logits
+            assert_close(actual, model(ids[:, : t + 1], spectral_budget=K).logits[:, -1:])
+        with pytest.raises(ValueError, match="state_budget=21"):
+            model(ids[:, :1], past_key_values=cache, spectral_budget=21)
+
+
+def test_state_budget_in_generate():
+    model, ids = random_model(), random_ids(1, 19)
+    cache = ESSMCache(model.config, state_budget=20)
+    first = model.generate(ids, past_key_values=cache, **GREEDY, spectral_budget=4)
+    assert torch.equal(first, greedy_without_cache(model, ids, spectral_budget=4))
+    assert model.generate(first, past_key_values=cache, **GREEDY, spectral_budget=20).shape[1] == 19 + 2 * NEW
+
+
+@variants
+def test_continuing_a_conversation(variant):
+    """Generate, add a turn, generate from the returned cache: as if from the whole text."""
+    model, ids = random_model(**variant), random_ids(2, 12)
+    first = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    turn = torch.cat([first.sequences, random_ids(2, 5, seed=1)], 1)
+    continued = model.generate(turn, past_key_values=first.past_key_values, **GREEDY)
+    assert torch.equal(continued, greedy_without_cache(model, turn))
+
+
+@variants
+def test_reorder_select_and_repeat(variant):
+    model, ids = random_model(**variant), random_ids(4, 9)
+
+    def agrees(cache, rows):
+        expected = filled(model, ids[rows])
+        for layer, other in zip(cache.layers, expected.layers):
+            assert layer.tensors.keys() == other.tensors.keys()
+            for name in other.tensors:
+                assert_close(layer.tensors[name], other.tensors[name])
+        with torch.no_grad():  # and decodes on
+            token = random_ids(len(rows), 1, seed=2)
+            actual = model(token, past_key_values=cache).logits
+            assert_close(actual, model(torch.cat([ids[rows], token], 1)).logits[:, -1:])
+
+    for rows in ([2, 0, 0, 3], [1, 1, 1, 1]):
+        cache = filled(model, ids)
+        cache.reorder_cache(torch.tensor(rows))
+        agrees(cache, rows)
+    cache = filled(model, ids)
+    cache.batch_select_indices(torch.tensor([3, 1]))
+    agrees(cache, [3, 1])
+    cache = filled(model, ids)
+    cache.batch_repeat_interleave(2)
+    agrees(cache, [0, 0, 1, 1, 2, 2, 3, 3])
+
+
+def test_reset_forgets_everything():
+    model, ids = random_model(), random_ids(2, 9)
+    cache = filled(model, random_ids(3, 7, seed=5), 4)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.num_bytes == 0 and not cache.has_previous_state()
+    with torch.no_grad():  # other rows and a larger budget are welcome
+        actual = model(ids, past_key_values=cache, spectral_budget=32).logits
+        assert torch.equal(actual, model(ids, spectral_budget=32).logits)
+
+
+def test_a_copy_is_a_checkpoint_and_crop_says_so():
+    model, ids = random_model(), random_ids(1, 9)
+    cache = filled(model, ids)
+    kept = copy.deepcopy(cache)
+    with torch.no_grad():
+        once = model(ids[:, :3], past_key_values=cache).logits
+        assert torch.equal(model(ids[:, :3], past_key_values=kept).logits, once)
+    with pytest.raises(ValueError, match=r"cannot be cropped to 4.*deepcopy"):
+        cache.crop(4)
+
+
+def test_a_cache_does_not_hold_the_graph():
+    model, ids = random_model(), random_ids(2, 9)
+    cache = model(ids, use_cache=True).past_key_values
+    assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.tensors.values())
