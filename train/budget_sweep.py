@@ -108,7 +108,7 @@ class BudgetSweep:
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file, then give it its name: a killed run leaves no half-written file."""
-    temporary = path.with_name(".tmp-" + path.name)
+    temporary = path.with_name(".partial-" + path.name)
     write(temporary)
     os.replace(temporary, path)
 
