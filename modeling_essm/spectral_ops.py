@@ -29,7 +29,7 @@ ALGORITHMS = ("chunked", "fft", "step", "naive")
 
 # Features of one group of chunks, the working set of the chunked algorithm: cache-sized on a CPU, but never so few rows
 # that reading M dominates; large on an accelerator, where launches cost more than memory.
-_GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 4 << 20, 256
+_GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256
 _GROUP_BYTES_ACCELERATOR = 128 << 20
 
 
