@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 folder, prompt = sys.argv[1:3] if len(sys.argv) > 2 else ("runs/train_clm/model", "def main(")
 model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 inputs = tokenizer(prompt, return_tensors="pt")
 
 for budget in (2, 6, model.config.num_spectral_channels):
