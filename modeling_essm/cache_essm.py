@@ -55,7 +55,7 @@ class ESSMCacheLayer(CacheLayerMixin):
         self.is_initialized = False
 
     def offload(self) -> None:
-        self.apply(lambda t: t.to("cpu", non_blocking=True))
+        self.apply(lambda t: t.to("cpu"))
 
     def prefetch(self) -> None:  # the mixer moves states to its own device when it reads them
         pass

@@ -26,7 +26,7 @@ from transformers.utils.generic import can_return_tuple
 from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room
 from .configuration_essm import ESSMConfig
 from .spectral_budget import SpectralBudget
-from .spectral_ops import SpectralOperator
+from .spectral_ops import SpectralOperator, state_dtype
 
 logger = logging.get_logger(__name__)
 
@@ -80,10 +80,18 @@ class ESSMSequenceClassifierOutput(ModelOutput):
     spectral_budget: Any = None
 
 
-class ESSMPrefixLinear(nn.Linear):
-    """A linear layer that computes its first outputs only: (.., D_in), n -> (.., n), reading n rows of the weight."""
+class ESSMPrefixLinear(nn.Module):
+    """A linear layer that computes its first outputs only: (.., D_in), n -> (.., n), reading n rows of the weight.
 
-    def forward(self, x: Tensor, num_outputs: int) -> Tensor:  # type: ignore[override]
+    Not an nn.Linear, which tools replace by layers that know nothing of n. The mixer initialises it.
+    """
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: Tensor, num_outputs: int) -> Tensor:
         return F.linear(x, self.weight[:num_outputs], self.bias[:num_outputs])
 
 
@@ -126,7 +134,8 @@ class ESSMSpectralMixer(nn.Module):
         if not self.gated:
             gates = scale.expand(*u.shape[:2], budget)
             return gates if inactive is None else gates.masked_fill(inactive, 0.0)
-        s = self.gate_out(self.gate_act(self.gate_in(u)), budget).float()
+        s = self.gate_out(self.gate_act(self.gate_in(u)), budget)
+        s = s.to(state_dtype(s.dtype))
         K: Tensor | int = budget if rows is None else rows[:, None, None]
         if inactive is not None:
             s = s.masked_fill(inactive, 0.0)
@@ -321,6 +330,15 @@ class ESSMPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **kwargs)
 
 
+def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    """Extra arguments pass silently, as the library's losses need; those that would change the result must not."""
+    for name, value in kwargs.items():
+        if "budget" in name or name.startswith("spectral"):
+            raise TypeError(f"unknown argument {name!r}; the budget of a call is spectral_budget")
+        if value is not None and name.startswith(("seq_idx", "cu_seq")):
+            raise ValueError(f"{name}: packed sequences with state resets are not supported; pad them instead")
+
+
 class ESSMModel(ESSMPreTrainedModel):
     """Embedding, blocks and final norm; token ids, embeddings or continuous features in, hidden states out."""
 
@@ -366,6 +384,7 @@ class ESSMModel(ESSMPreTrainedModel):
         Raises:
             ValueError: a bad budget, token ids out of range, not exactly one input, or a cache without room.
         """
+        _refuse_unsupported(kwargs)
         hidden_states = self._embed(input_ids, inputs_embeds, input_features)
         B, L, _ = hidden_states.shape
         config = self.config
@@ -515,6 +534,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         Returns:
             ESSMCausalLMOutput.
         """
+        _refuse_unsupported(kwargs)
         outputs: ESSMModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -582,6 +602,8 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
 class ESSMForSequenceClassification(ESSMPreTrainedModel):
     """ES-SSM that pools its real positions and classifies; reads token ids or, by config, continuous features."""
 
+    accepts_loss_kwargs = False  # the library's regression and multi-label losses ignore num_items_in_batch
+
     def __init__(self, config: ESSMConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -608,6 +630,7 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
         Returns:
             ESSMSequenceClassifierOutput.
         """
+        _refuse_unsupported(kwargs)
         outputs: ESSMModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -86,7 +86,7 @@ class SpectralOperator:
             if initial_state.shape[1] < N:
                 raise ValueError(f"initial_state needs {N} states, got {initial_state.shape[1]}")
             initial_state = initial_state[:, :N]
-        autocast = torch.is_autocast_enabled(u.device.type)
+        autocast = u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
         if autocast:
             u = u.to(torch.get_autocast_dtype(u.device.type))
         gates = gates.to(u.dtype)
@@ -170,13 +170,14 @@ def _state_by_convolution(op: SpectralOperator, u: Tensor, x0: Tensor | None, le
 
 def _filters(op: SpectralOperator, N: int, L: int, device: torch.device) -> Tensor:
     """(L, N) fp64 phi_n(tau); zero beyond the filter length."""
-    phi = torch.from_numpy(spectral_basis(op.filter_length).filters(N)[:L]).to(device)
+    lags = np.arange(min(L, op.filter_length))
+    phi = torch.from_numpy(spectral_basis(op.filter_length).filters(N, lags)).to(device)
     return F.pad(phi, (0, 0, 0, L - phi.shape[0]))
 
 
 @functools.lru_cache(maxsize=4)
 def _filter_spectra(H: int, K: int, L: int, n: int, device: str, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), unset_fake_temporarily():
         phi = _filters(SpectralOperator(H), K, L, torch.device(device))
         return torch.fft.rfft(phi.T.contiguous(), n).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
 
@@ -212,7 +213,7 @@ def _step(op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # (R) unrolled over chunks. One opaque operator forward and one backward, so that torch.compile neither unrolls the
-# loop over groups nor stores features. torch.export gets plain tensor operations for any length instead.
+# loop over groups nor stores features. torch.export gets plain tensor operations for any length up to H instead.
 
 
 def _chunked(
@@ -397,7 +398,8 @@ def _backward(ctx, dy, dstate, _dx):
     if dstate is None:
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3])
     lengths = lengths[0] if ctx.has_lengths else None
-    du, dgates, dM, dx0 = _chunked_backward(dy.contiguous(), dstate, u, gates, M, x, lengths, *ctx.spec)
+    with torch.autocast(u.device.type, enabled=False):  # or a backward pass inside an autocast block scans in bf16
+        du, dgates, dM, dx0 = _chunked_backward(dy.contiguous(), dstate, u, gates, M, x, lengths, *ctx.spec)
     return du, dgates, dM, dx0 if ctx.has_x0 else None, None, None, None, None
 
 
@@ -407,7 +409,7 @@ _chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
 def _chunked_traceable(
     op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None
 ):
-    """The same for torch.export: no branch, loop or slice depends on L, which may be symbolic."""
+    """The same for torch.export: no branch, loop or slice depends on L <= H, which may be symbolic."""
     B, L, D = u.shape
     K, C = gates.shape[-1], op.chunk_size
     readout, powers, W = _chunk_tensors(op.filter_length, N, C, K, u)

@@ -216,3 +216,14 @@ def test_saving_onto_a_file(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(NotADirectoryError, match=r"must be a folder, got the file .*file"):
         random_model().save_pretrained(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["spectral_bugdet", "spectral_budgets", "budget"])
+def test_a_misspelt_budget_is_refused(name):
+    with pytest.raises(TypeError, match=f"unknown argument '{name}'"):
+        random_model()(random_ids(1, 4), **{name: 3})
+
+
+def test_packed_sequences_are_refused_until_they_are_supported():
+    with pytest.raises(ValueError, match="packed sequences with state resets are not supported"):
+        random_model()(random_ids(1, 4), seq_idx=torch.zeros(1, 4, dtype=torch.int32))

@@ -251,6 +251,23 @@ def test_autocast_runs_products_in_low_precision_and_state_in_fp32():
     assert relative_error(y, operator(u, gates, M)[0]) < TOLERANCE[torch.bfloat16]
 
 
+def test_a_backward_pass_inside_autocast_keeps_the_state_in_fp32():
+    operator = SpectralOperator(4096)
+    u, gates, M = make_inputs(1, 1024, 32, dtype=torch.float32)
+    gates[:, :, :31] = 0  # the channel that low precision loses
+    gradients = []
+    for inside in (False, True):
+        leaf = u.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = operator(leaf, gates, M)[0].float().square().mean()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        gradients.append(leaf.grad)
+    assert relative_error(gradients[1], gradients[0]) < 1e-6
+
+
 def test_errors():
     operator = SpectralOperator(H)
     u, gates, M = make_inputs(1, 10, 8)
