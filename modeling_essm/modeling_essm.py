@@ -382,7 +382,8 @@ class ESSMModel(ESSMPreTrainedModel):
         Returns:
             ESSMModelOutput.
         Raises:
-            ValueError: a bad budget, token ids out of range, not exactly one input, or a cache without room.
+            ValueError: a bad budget, token ids out of range (not checked on an accelerator in training and single
+                steps, where the check would wait for the device), not exactly one input, or a cache without room.
         """
         _refuse_unsupported(kwargs)
         hidden_states = self._embed(input_ids, inputs_embeds, input_features)

@@ -116,6 +116,20 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def _state_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in fp64 where the user lets fp32 products run in TF32 or bf16: states would lose the late channels."""
+    if a.dtype == torch.float32 and _has_reduced_products(a.device.type):
+        return torch.matmul(a.double(), b.double()).float()
+    return torch.matmul(a, b)
+
+
+@torch.compiler.assume_constant_result
+def _has_reduced_products(device_type: str) -> bool:
+    """Whether fp32 products may be rounded there; reads what both of torch's interfaces to that setting write."""
+    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision not in ("none", "ieee")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The definition and the paper's algorithm: convolution with the exact filters.
 
@@ -205,7 +219,7 @@ def _step(op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0:
     x = u.new_zeros(B, N, D, dtype=dtype) if x0 is None else x0.to(dtype)
     gated, state = [], x
     for t in range(L):
-        x = torch.addcmul(A_T @ x, phi0, u[:, t : t + 1].to(dtype))
+        x = torch.addcmul(_state_matmul(A_T, x), phi0, u[:, t : t + 1].to(dtype))
         state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
         gated.append(x[:, :K].to(u.dtype) * gates[:, t, :, None])
     return torch.stack(gated, 1).view(B, L, K * D) @ M[:K].reshape(K * D, -1), state
@@ -238,9 +252,9 @@ def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, po
     if x0 is not None:
         x[:, 0] = x0
     if n > 1:
-        x[:, 1:] = torch.matmul(readout[-1, :, :C], chunks[:, :-1].to(x.dtype))
+        x[:, 1:] = _state_matmul(readout[-1, :, :C], chunks[:, :-1].to(x.dtype))
     for j in range((n - 1).bit_length()):
-        x[:, 1 << j :] += torch.matmul(powers[j], x[:, : -(1 << j)])
+        x[:, 1 << j :] += _state_matmul(powers[j], x[:, : -(1 << j)])
     return x
 
 
@@ -297,7 +311,7 @@ def _chunked_forward(
     # 4. The state after each row's last step is one more readout of its last chunk.
     c, read = _last_chunk(lengths, L, C, readout)
     row = slice(None) if lengths is None else torch.arange(B, device=u.device)
-    state = torch.matmul(read, torch.cat([chunks[row, c].to(x.dtype), x[row, c]], 1))
+    state = _state_matmul(read, torch.cat([chunks[row, c].to(x.dtype), x[row, c]], 1))
     return y, state, x
 
 
@@ -360,15 +374,15 @@ def _chunked_backward(
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(B, n, C, D), dx.view(B, n, N, D)
     c, read = _last_chunk(lengths, L, C, readout)
-    dlast = torch.matmul(read.mT, dstate)
+    dlast = _state_matmul(read.mT, dstate)
     row = slice(None) if lengths is None else torch.arange(B, device=u.device)
     dchunks[row, c] += dlast[:, :C]
     dx[row, c] += dlast[:, C:]
     # 3. The recurrence over chunks, backwards.
     for j in range((n - 1).bit_length()):
-        dx[:, : -(1 << j)] += torch.matmul(powers[j].T, dx[:, 1 << j :])
+        dx[:, : -(1 << j)] += _state_matmul(powers[j].T, dx[:, 1 << j :])
     if n > 1:
-        dchunks[:, :-1] += torch.matmul(readout[-1, :, :C].T, dx[:, 1:])
+        dchunks[:, :-1] += _state_matmul(readout[-1, :, :C].T, dx[:, 1:])
     du = dchunks.view(B, n * C, D)[:, :L].to(u.dtype).contiguous()
     dgates = dgates.view(B, n * rows, K)[:, :L].contiguous()
     return du, dgates, dM.to(M.dtype), dx[:, 0].clone()
@@ -419,9 +433,9 @@ def _chunked_traceable(
     chunks = u[:, source] * (position < L)[..., None]  # (B, n, C, D)
     chunk_gates = gates[:, source][..., None]  # (B, n, C, K, 1)
     first = u.new_zeros(B, N, D, dtype=readout.dtype) if x0 is None else x0.to(readout.dtype)
-    x = torch.cat([first[:, None], torch.matmul(readout[-1, :, :C], chunks.to(readout.dtype))], 1)
+    x = torch.cat([first[:, None], _state_matmul(readout[-1, :, :C], chunks.to(readout.dtype))], 1)
     for j in range((op.filter_length // C).bit_length()):
-        x = x + torch.matmul(powers[j], F.pad(x, (0, 0, 0, 0, 1 << j, 0))[:, : n + 1])
+        x = x + _state_matmul(powers[j], F.pad(x, (0, 0, 0, 0, 1 << j, 0))[:, : n + 1])
     x = x[:, :n]
     features = torch.matmul(W, torch.cat([chunks, x.to(u.dtype)], 2)).view(B, n, C, K, D)
     y = torch.matmul((features * chunk_gates).flatten(3), M[:K].reshape(1, K * D, -1))  # (B, n, C, E)
@@ -429,7 +443,7 @@ def _chunked_traceable(
     last = (torch.full((B,), L, device=u.device) if lengths is None else lengths) - 1
     row = torch.arange(B, device=u.device)
     inputs = torch.cat([chunks[row, last // C].to(x.dtype), x[row, last // C]], 1)
-    return y[:, t // C, t % C], torch.matmul(readout[last % C], inputs)
+    return y[:, t // C, t % C], _state_matmul(readout[last % C], inputs)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
