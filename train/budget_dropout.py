@@ -1,17 +1,35 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Budget dropout: every update trains at its own spectral budget K, drawn from a set of budgets.
+"""Budget dropout: every update trains at its own spectral budgets K, drawn from a set of budgets.
 
-K is a pure function of (seed, update index). It touches no random generator, so that it is the same on every process,
-after every resume and in every version of torch, and can be looked up for any update without replaying the others.
+The budgets are a pure function of (seed, update index). They touch no random generator, so that they are the same on
+every process, in all micro-batches of an update, after every resume and in every version of torch, and can be looked
+up for any update without replaying the others. `budget_losses` turns them into losses for a loop of one's own,
+`BudgetDropoutCallback` into a change to transformers' Trainer and TRL's SFTTrainer.
+
+Channels above K get a gradient of exactly zero, not None, and plain AdamW treats it as one: their moments decay, what
+is left of the momentum still moves them, and weight decay shrinks them. We keep that. Skipping them would need an
+optimizer of our own with a step count per channel; it would also decay a channel in proportion to how often it is
+drawn, so that the late ones, which are drawn least and carry least, would be regularised least.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+from transformers import TrainerCallback
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+FULL_BUDGET_EVERY = 8  # updates; this and the next are the settings of the authors' published training code
+BIAS_TO_LARGE = 0.6
 
 
 def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
@@ -19,42 +37,291 @@ def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
     return tuple(sorted({min(budget, capacity) for budget in budgets}))
 
 
+# --- Which budgets an update trains -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class BudgetDropout:
-    """Uniform over `budgets`, independent for every update.
+class BudgetSchedule:
+    """From the update index to its budgets; the kinds below differ in `draw`.
 
     Attributes:
-        budgets: the distinct budgets to draw from.
+        budgets: all budgets that it may train, distinct and ascending.
         seed: any integer.
+        full_budget_updates: so many updates at the start train the largest budget only.
     """
 
     budgets: tuple[int, ...]
     seed: int = 0
+    full_budget_updates: int = 0
 
-    def __call__(self, update: int) -> int:
-        """K of that update (counted from 0)."""
-        digest = hashlib.blake2b(f"budget {self.seed} {update}".encode(), digest_size=8).digest()
-        return self.budgets[int.from_bytes(digest, "big") % len(self.budgets)]
+    def __call__(self, update: int) -> tuple[int, ...]:
+        """The budgets of that update (counted from 0), distinct and descending."""
+        return self.budgets[-1:] if update < self.full_budget_updates else self.draw(update)
 
+    def draw(self, update: int) -> tuple[int, ...]:
+        """The budgets of an update after those of `full_budget_updates`."""
+        raise NotImplementedError
 
-def _discrete(capacity: int, seed: int) -> BudgetDropout:
-    return BudgetDropout(clip_budgets(BUDGETS, capacity), seed)
-
-
-def _uniform(capacity: int, seed: int) -> BudgetDropout:
-    return BudgetDropout(tuple(range(1, capacity + 1)), seed)
-
-
-# A schedule is anything with `budgets` (the set that it trains) and a call from the update index to K.
-SCHEDULES: dict[str, Callable[[int, int], BudgetDropout]] = {"discrete": _discrete, "uniform": _uniform}
+    def _bits(self, update: int, draw: int = 0) -> int:
+        """Random integer in [0, 2^64); the probabilities of its remainders modulo n differ by at most 2^-64."""
+        key = f"budget {self.seed} {update}" + (f" {draw}" if draw else "")
+        return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
-def budget_schedule(name: str, capacity: int, seed: int) -> BudgetDropout:
-    """The schedule of that name for a model of that capacity: "discrete" draws from BUDGETS, "uniform" from 1..K̄.
+@dataclass(frozen=True)
+class BudgetDropout(BudgetSchedule):
+    """One budget, uniform over `budgets`: the paper's."""
 
+    def draw(self, update: int) -> tuple[int, ...]:
+        return (self.budgets[self._bits(update) % len(self.budgets)],)
+
+
+@dataclass(frozen=True)
+class AuthorsBudgetDropout(BudgetSchedule):
+    """One budget, as in the training code that Song and Wang published, which is not the paper's uniform draw.
+
+    The largest at updates 0, 8, 16, .. (and at the first `full_budget_updates`: theirs are 2 epochs of 4000). Otherwise
+    K = smallest (largest / smallest)^v is snapped to the nearest of `budgets`, the smaller one at a tie, where v is
+    1 - u^(1 / 0.6) and u is uniform: large budgets are drawn more often than log-uniformly.
+    """
+
+    def draw(self, update: int) -> tuple[int, ...]:
+        if update % FULL_BUDGET_EVERY == 0:
+            return self.budgets[-1:]
+        v = 1.0 - (self._bits(update) / 2.0**64) ** (1.0 / BIAS_TO_LARGE)
+        low, high = math.log(self.budgets[0]), math.log(self.budgets[-1])
+        K = math.exp(low + v * (high - low))
+        return (min(self.budgets, key=lambda budget: abs(budget - K)),)
+
+
+@dataclass(frozen=True)
+class SandwichRule(BudgetSchedule):
+    """The largest budget, `num_random` distinct others and the smallest, in every update (Yu and Huang 2019)."""
+
+    num_random: int = 2
+
+    def draw(self, update: int) -> tuple[int, ...]:
+        between = list(self.budgets[1:-1])
+        count = min(self.num_random, len(between))
+        drawn = [between.pop(self._bits(update, i) % len(between)) for i in range(count)]
+        return tuple(sorted({self.budgets[0], *drawn, self.budgets[-1]}, reverse=True))
+
+
+# name: (capacity, seed, full_budget_updates, sandwich_random) -> schedule
+SCHEDULES: dict[str, Callable[[int, int, int, int], BudgetSchedule]] = {
+    "discrete": lambda capacity, seed, full, _: BudgetDropout(clip_budgets(BUDGETS, capacity), seed, full),
+    "uniform": lambda capacity, seed, full, _: BudgetDropout(tuple(range(1, capacity + 1)), seed, full),
+    "authors": lambda capacity, seed, full, _: AuthorsBudgetDropout(clip_budgets(BUDGETS, capacity), seed, full),
+    "sandwich": lambda capacity, seed, full, n: SandwichRule(clip_budgets(BUDGETS, capacity), seed, full, n),
+    "full": lambda capacity, seed, full, _: BudgetDropout((capacity,), seed, full),
+}
+
+
+def budget_schedule(
+    name: str, capacity: int, seed: int, *, full_budget_updates: int = 0, sandwich_random: int = 2
+) -> BudgetSchedule:
+    """The schedule of that name for a model of that capacity K̄.
+
+    Args:
+        name: "discrete" draws from BUDGETS, "uniform" from 1..K̄, "authors" as their code does, "sandwich" trains
+            several of BUDGETS in each update, "full" the capacity only, without budget dropout.
+        full_budget_updates: with any name, so many updates at the start train the capacity only.
+        sandwich_random: budgets between the smallest and the largest in each update of the sandwich rule.
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, capacity below 1, or a negative number.
     """
     if name not in SCHEDULES:
         raise ValueError(f"budget_schedule must be one of {tuple(SCHEDULES)}, got {name!r}")
-    return SCHEDULES[name](capacity, seed)
+    if capacity < 1:
+        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    if full_budget_updates < 0:
+        raise ValueError(f"full_budget_updates must be at least 0, got {full_budget_updates}")
+    if sandwich_random < 0:
+        raise ValueError(f"sandwich_random must be at least 0, got {sandwich_random}")
+    return SCHEDULES[name](capacity, seed, full_budget_updates, sandwich_random)
+
+
+# --- The loss of an update's budgets ----------------------------------------------------------------------------------
+
+
+def budget_losses(
+    forward: Callable[[int], Any],
+    budgets: Sequence[int],
+    *,
+    labels: Tensor | None = None,
+    distillation_weight: float = 0.0,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Iterator[Tensor]:
+    """One loss per budget, in their order; their sum, the mean over budgets, is the objective of an update.
+
+    A forward pass runs when its loss is asked for, so that a loop which runs backward on each loss before it asks for
+    the next holds one graph at a time. With weight w > 0 every budget but the first learns from the first's outputs,
+    through which no gradient flows: its loss is (1 - w) loss + w KL(softmax(first logits) || softmax(its logits)).
+    Yu and Huang (2019) use w = 1.
+
+    Args:
+        forward: from K to a model output with `loss` () and `logits` (B, L, V) or (B, C), on one and the same batch.
+        budgets: with w > 0 the largest first.
+        labels: those that `forward` uses; only w > 0 reads them. (B, L): logits at t are scored against labels at
+            t + 1. Positions labelled -100 are left out. (B,), or None with logits (B, C): every row is scored.
+        distillation_weight: w in [0, 1].
+        num_items_in_batch: what the model divides its summed loss by, if not the number of scored positions.
+    Raises:
+        ValueError: w out of range, no budgets, the largest not first; no loss; or labels that cannot be distilled.
+    """
+    _check_weight(distillation_weight)
+    budgets = tuple(budgets)
+    if not budgets:
+        raise ValueError("budgets must hold at least one budget, got none")
+    if distillation_weight and budgets[0] != max(budgets):
+        raise ValueError(f"distillation needs the largest budget first, got {budgets}")
+    return _losses(forward, budgets, labels, distillation_weight, num_items_in_batch)
+
+
+def _losses(
+    forward: Callable[[int], Any], budgets: tuple[int, ...], labels: Tensor | None, weight: float, num_items: Any
+) -> Iterator[Tensor]:
+    teacher: Tensor | None = None
+
+    def loss_at(K: int) -> Tensor:  # a function, so that no graph outlives its loss here
+        nonlocal teacher
+        output = forward(K)
+        loss = output.loss
+        if loss is None:
+            raise ValueError(
+                "the model returned no loss: budgets are averaged over its own losses, so every batch needs labels, "
+                "without label smoothing or a loss function outside of the model"
+            )
+        if weight and len(budgets) > 1:
+            if teacher is None:
+                teacher = output.logits.detach()
+            else:
+                loss = (1.0 - weight) * loss + weight * _divergence(teacher, output.logits, labels, num_items)
+        return loss / len(budgets)
+
+    for K in budgets:
+        yield loss_at(K)
+
+
+def _divergence(teacher: Tensor, logits: Tensor, labels: Tensor | None, num_items: Any) -> Tensor:
+    """KL(teacher || student) summed over scored positions, then divided as the model divides its cross-entropy."""
+    if labels is None:
+        if logits.ndim != 2:
+            raise ValueError(f"distilling logits of shape {tuple(logits.shape)} needs labels (B, L), got None")
+        scored = torch.ones(logits.shape[:1], dtype=torch.bool, device=logits.device)
+    elif labels.is_floating_point():
+        raise ValueError(f"distillation needs class labels of an integer type, got {labels.dtype}")
+    else:
+        labels = labels.to(logits.device)
+        scored = (F.pad(labels[:, 1:], (0, 1), value=-100) if logits.ndim == 3 else labels.flatten()) != -100
+    expected, got = (x.float().log_softmax(-1) for x in (teacher, logits))
+    divergence = F.kl_div(got, expected, reduction="none", log_target=True).sum(-1)
+    return divergence.masked_fill(~scored, 0.0).sum() / (scored.sum() if num_items is None else num_items)
+
+
+def _check_weight(weight: float) -> None:
+    if not 0.0 <= weight <= 1.0:
+        raise ValueError(f"distillation_weight must be in [0, 1], got {weight}")
+
+
+# --- Trainer and SFTTrainer -------------------------------------------------------------------------------------------
+
+
+class BudgetDropoutCallback(TrainerCallback):
+    """Makes transformers' Trainer and TRL's SFTTrainer train with a schedule: `Trainer(.., callbacks=[this])`.
+
+    While an update runs, hooks give every training forward pass (training mode, gradients enabled) the budgets of
+    update `state.global_step`. Evaluation, generation and saving see neither: the config is never touched, and they run
+    at its default. A forward pass that names a spectral_budget keeps it. After an exception inside an update the hooks
+    stay until `detach()` or the next `train()`.
+
+    With several budgets in an update the loss becomes the sum of `budget_losses`, in one graph: memory grows with their
+    number. The other outputs, and so the metrics that SFTTrainer logs, are those of the largest budget.
+
+    Args:
+        schedule: a BudgetSchedule, or anything with its `budgets` and call.
+        distillation_weight: as in `budget_losses`; without effect on updates of one budget.
+    Raises:
+        ValueError: weight out of range. When training begins: a model without spectral_budget, or with a capacity
+            below the schedule's largest budget. In updates of several budgets: no loss among the model's outputs, or
+            a TRL trainer whose objective is not the plain likelihood (SFTTrainer with loss_type "nll").
+    """
+
+    def __init__(self, schedule: BudgetSchedule, distillation_weight: float = 0.0):
+        _check_weight(distillation_weight)
+        self.schedule = schedule
+        self.distillation_weight = distillation_weight
+        self.budgets: tuple[int, ...] = ()  # of the update that is running
+        self._scheduled = False  # whether the forward pass that is running got its budget here
+        self._plain_likelihood = False
+        self._hooks: list[Any] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.detach()
+        self._check_model(model)
+        is_sft = any(cls.__name__ == "SFTConfig" for cls in type(args).__mro__)
+        self._plain_likelihood = is_sft and getattr(args, "loss_type", "nll") == "nll"
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.budgets = self.schedule(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.budgets = ()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.budgets = [], ()
+
+    def _check_model(self, model: Any) -> None:
+        """Raises ValueError for a model that cannot run the schedule."""
+        module = extract_model_from_parallel(model, keep_torch_compile=False)
+        module = module.get_base_model() if hasattr(module, "get_base_model") else module  # inside PEFT's
+        capacity = getattr(getattr(module, "config", None), "num_spectral_channels", None)
+        if capacity is None or "spectral_budget" not in inspect.signature(type(module).forward).parameters:
+            raise ValueError(f"budget dropout needs a model that takes spectral_budget, got {type(module).__name__}")
+        largest = max(self.schedule.budgets)
+        if largest > capacity:
+            raise ValueError(f"the schedule's budgets must be in [1, {capacity}] for this model, got {largest}")
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+        training = module.training and torch.is_grad_enabled()
+        self._scheduled = training and bool(self.budgets) and kwargs.get("spectral_budget") is None
+        return (args, kwargs | {"spectral_budget": self.budgets[0]}) if self._scheduled else None
+
+    def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """The output at the first budget, its loss replaced by the objective of all."""
+        if not self._scheduled or len(self.budgets) == 1:
+            return None
+        fused = kwargs.get("fused_lm_head", False)  # TRL's: log-probabilities of the labels instead of logits
+        if fused and not self._plain_likelihood:
+            raise ValueError(
+                f"several budgets in an update, {self.budgets}, need SFTTrainer with loss_type 'nll' or the plain "
+                "Trainer: other objectives are not averages of the model's own losses. Use a schedule of one budget"
+            )
+        unfuse = {"fused_lm_head": False} if fused and self.distillation_weight else {}
+
+        def forward(K: int) -> Any:
+            if not unfuse and self.budgets[0] == K:
+                return output
+            return module.forward(*args, **(kwargs | unfuse | {"spectral_budget": K}))
+
+        losses = budget_losses(
+            forward,
+            self.budgets,
+            labels=kwargs.get("labels"),
+            distillation_weight=self.distillation_weight,
+            num_items_in_batch=kwargs.get("num_items_in_batch"),
+        )
+        output.loss = torch.stack(tuple(losses)).sum()
+        if fused:  # SFTTrainer sums these itself: every scored position stands for the mean over all of them
+            output.log_probs = torch.where(output.label_mask, -output.loss, 0.0)
+        return output
