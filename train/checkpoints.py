@@ -2,7 +2,8 @@
 """Checkpoints that survive a kill at any moment: filled in a temporary folder, synced to disk, then renamed into place.
 
 A folder `checkpoint-N` is therefore always complete. It holds what `Accelerator.save_state` writes (model, optimizer,
-scheduler, loss scaler, random states of every process) and run_state.json (update, data position, budget, arguments).
+scheduler, loss scaler, random states of every process), data.pt (the place in the data), the weights' average if one is
+kept, and run_state.json (update, validation so far, budget, arguments).
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 
 RUN_STATE = "run_state.json"
@@ -59,25 +62,61 @@ def delete_temporary_folders(output_dir: Path) -> None:
         shutil.rmtree(path)
 
 
-def save_checkpoint(accelerator: Accelerator, output_dir: Path, run_state: dict[str, Any], keep: int) -> None:
-    """Write `checkpoint-<run_state["update"]>` and delete all but the `keep` newest. All processes must call it."""
+def save_checkpoint(
+    accelerator: Accelerator,
+    output_dir: Path,
+    run_state: dict[str, Any],
+    keep: int,
+    shared: dict[str, Any],
+    own: dict[str, Any],
+) -> None:
+    """Write `checkpoint-<run_state["update"]>` and delete all but the `keep` newest. All processes must call it.
+
+    Args:
+        run_state: for people, as JSON. shared: the same on all processes; one of them writes it.
+        own: each process writes its own.
+    Raises:
+        OSError: nothing was published, the older checkpoints stand.
+    """
     path = output_dir / f"checkpoint-{run_state['update']:08d}"
     temporary = path.with_name(_TEMPORARY + path.name)
+    try:
+        if accelerator.is_main_process:
+            temporary_folder(path)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(temporary), safe_serialization=False)  # the tied head is one tensor with two names
+        for name, state in own.items():
+            torch.save(state, temporary / f"{name}_{accelerator.process_index}.pt")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            for name, state in shared.items():
+                torch.save(state, temporary / f"{name}.pt")
+            (temporary / RUN_STATE).write_text(json.dumps(run_state, indent=2) + "\n")
+            publish(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch's writer turns the system's error into a RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        last = next(reversed(list_checkpoints(output_dir)), "none")
+        raise OSError(
+            f"cannot write {path}: {error}. Last good checkpoint: {last}. Make room and start the run again"
+        ) from error
     if accelerator.is_main_process:
-        temporary_folder(path)
-    accelerator.wait_for_everyone()
-    accelerator.save_state(str(temporary), safe_serialization=False)  # the tied head is one tensor under two names
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        (temporary / RUN_STATE).write_text(json.dumps(run_state, indent=2) + "\n")
-        publish(temporary, path)
         for old in list_checkpoints(output_dir)[:-keep]:
             delete_folder(old)
     accelerator.wait_for_everyone()
 
 
+def load_checkpoint(
+    accelerator: Accelerator, checkpoint: Path, shared: Sequence[str], own: Sequence[str]
+) -> dict[str, Any]:
+    """Everything that Accelerate knows goes back into place; the states of those names are returned."""
+    accelerator.load_state(str(checkpoint))
+    files = {name: f"{name}.pt" for name in shared} | {name: f"{name}_{accelerator.process_index}.pt" for name in own}
+    # Data states hold NumPy arrays, hence no weights_only: a checkpoint is as trusted as the run that wrote it.
+    return {name: torch.load(checkpoint / file, map_location="cpu", weights_only=False) for name, file in files.items()}
+
+
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """What `save_checkpoint` was given."""
+    """The JSON that `save_checkpoint` was given."""
     return json.loads((checkpoint / RUN_STATE).read_text())
 
 

@@ -1,0 +1,678 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The training loop that the scripts share: budget dropout under Accelerate, exact resume, best and last model.
+
+A run is defined by its arguments and its data. Everything an update does is a pure function of its index (budgets),
+of the place in the data, or of state that a checkpoint holds: weights, their average, optimizer, learning rate and the
+random states of every process. So a run that was killed at any moment ends with the bits it would have ended with.
+
+Selection rule: the best model is the one with the best mean of the validation metric over `eval_budgets`, the earlier
+one of equals. With `ema_decay`, the averaged weights are what is validated and saved.
+
+Left in `output_dir`: checkpoint-*, best (a loadable model with best.json), log.jsonl (a line per logged update), and
+what the script adds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import yaml
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_process
+from accelerate.utils import DistributedType, set_seed
+from budget_dropout import BudgetSchedule, budget_losses, budget_schedule
+from checkpoints import (
+    delete_folder,
+    delete_temporary_folders,
+    list_checkpoints,
+    load_checkpoint,
+    publish,
+    read_run_state,
+    save_checkpoint,
+    temporary_folder,
+)
+from samples import SampleSource, share_of
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers.trainer_utils import enable_full_determinism
+
+
+def _arg(default: Any, help: str) -> Any:
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RunArguments:
+    """How to train. Precision, devices and processes are set through `accelerate launch`."""
+
+    output_dir: str = _arg("runs/essm", "Where everything goes; a run found there is continued.")
+    overwrite_output_dir: bool = _arg(False, "Delete the run found in output_dir and start afresh.")
+
+    budget_schedule: str = _arg(
+        "discrete",
+        "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
+        "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update) or 'full'.",
+    )
+    full_budget_updates: int = _arg(0, "Of the 'authors' schedule: updates at the full budget before all others.")
+    sandwich_random: int = _arg(2, "Of the 'sandwich' schedule: random budgets beside the largest and the smallest.")
+    distillation_weight: float = _arg(
+        0.0, "Of the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
+    )
+
+    max_steps: int = _arg(600, "Updates.")
+    num_train_epochs: float | None = field(
+        default=None, metadata={"help": "Instead of max_steps: passes over the training samples."}
+    )
+    per_device_batch_size: int = _arg(4, "Samples per process and forward pass.")
+    gradient_accumulation_steps: int = _arg(1, "Forward and backward passes per update.")
+    learning_rate: float = _arg(5e-3, "Peak of the learning rate, falling to 0 along a cosine.")
+    warmup_steps: int = _arg(50, "Updates of linear warm-up before the peak.")
+    weight_decay: float = _arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
+    adam_beta2: float = _arg(0.95, "AdamW's decay of squared gradients.")
+    max_grad_norm: float = _arg(1.0, "Gradients are clipped to this norm.")
+    ema_decay: float = _arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")
+    seed: int = _arg(0, "Of weights, data order, budgets and dropout.")
+    gradient_checkpointing: bool = _arg(False, "Recompute activations in the backward pass: less memory, more time.")
+    torch_compile: bool = _arg(False, "Compile the model; each budget is compiled when it first runs.")
+    deterministic: bool = _arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
+
+    validate_every: int = _arg(100, "Updates between validations.")
+    eval_budgets: list[int] | None = field(
+        default=None, metadata={"help": "Budgets to validate at; by default the smallest, a middle and the largest."}
+    )
+    early_stopping_patience: int = _arg(0, "Stop after so many validations without a new best; 0 never does.")
+    final_model: str = _arg("last", "Which weights become the saved model: 'last' or 'best'.")
+    checkpoint_every: int = _arg(100, "Updates between checkpoints; the last update always has one.")
+    keep_checkpoints: int = _arg(2, "How many of the newest checkpoints to keep.")
+    log_every: int = _arg(10, "Updates between lines of log.jsonl and of the trackers.")
+    log_with: list[str] | None = field(
+        default=None, metadata={"help": "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ..."}
+    )
+    cpu_threads: int | None = field(
+        default=None,
+        metadata={"help": "CPU threads per process (`accelerate launch` sets 1); by default the cores, at most 8."},
+    )
+
+    push_to_hub: bool = _arg(False, "Push the finished model, with its card, to hub_model_id.")
+    hub_model_id: str | None = _arg(None, "owner/name on the Hub.")
+    hub_private: bool = _arg(False, "Create that repository as a private one.")
+
+    # What may differ when a run is resumed: no weight depends on it (on the number of threads only by rounding).
+    RESUMABLE = frozenset(
+        {"output_dir", "overwrite_output_dir", "checkpoint_every", "keep_checkpoints", "log_every", "log_with"}
+        | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private", "final_model"}
+    )
+
+    def __post_init__(self) -> None:
+        positive = "max_steps per_device_batch_size gradient_accumulation_steps validate_every checkpoint_every"
+        for name in (*positive.split(), "keep_checkpoints", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        if not 0 <= self.distillation_weight <= 1:
+            raise ValueError(f"distillation_weight must be in [0, 1], got {self.distillation_weight}")
+        if self.distillation_weight and self.budget_schedule != "sandwich":
+            raise ValueError(
+                f"distillation_weight needs budget_schedule 'sandwich', which runs the full budget in every update, "
+                f"got {self.budget_schedule!r}"
+            )
+        if self.num_train_epochs is not None and not self.num_train_epochs > 0:
+            raise ValueError(f"num_train_epochs must be positive, got {self.num_train_epochs}")
+        if self.final_model not in ("last", "best"):
+            raise ValueError(f"final_model must be 'last' or 'best', got {self.final_model!r}")
+        if self.push_to_hub and not self.hub_model_id:
+            raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
+
+
+Arguments = TypeVar("Arguments", bound=RunArguments)
+
+
+def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
+    """From the command line; a first argument that ends in .yaml, .yml or .json is a file of values, which later
+    arguments override.
+
+    Raises:
+        ValueError: a file that is not a table of known arguments, or a value that cannot work.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = HfArgumentParser(cls)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+        path = Path(argv.pop(0))
+        values = yaml.safe_load(path.read_text())  # JSON is YAML
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"{path}: unknown arguments {unknown}; see --help")
+        for name, value in values.items():
+            if isinstance(value, str) and known[name].type in ("int", "float"):  # YAML reads 1e-3 as text
+                values[name] = float(value) if known[name].type == "float" else int(value)
+        parser.set_defaults(**values)
+    return parser.parse_args_into_dataclasses(argv)[0]
+
+
+class Metric(NamedTuple):
+    """What a task is judged by."""
+
+    name: str
+    higher_is_better: bool
+
+
+@dataclass
+class Task:
+    """What a script trains.
+
+    Attributes:
+        model: on the CPU, initialised.
+        source: training samples.
+        collate: samples to keyword arguments of the model, labels among them, as CPU tensors.
+        training_figure: (outputs, batch) to the metric on a training batch, a scalar tensor.
+        evaluate: (accelerator, model, K) to the validation metric; every process calls it and gets the same value.
+        metric: of both.
+        tokens_per_sample: for the speed shown.
+        save_companions: writes tokenizer and the like into the folder of a saved model.
+        identity: what defines the data; a run found with another identity is not continued.
+    """
+
+    model: PreTrainedModel
+    source: SampleSource
+    collate: Callable[[list[Any]], dict[str, Tensor]]
+    training_figure: Callable[[Any, dict[str, Tensor]], Tensor]
+    evaluate: Callable[[Accelerator, nn.Module, int], float]
+    metric: Metric
+    tokens_per_sample: int
+    save_companions: Callable[[Path], None]
+    identity: dict[str, Any]
+
+
+class JsonlTracker(GeneralTracker):
+    """log.jsonl: one line per logged update. A resumed run drops the lines of updates it will do again."""
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+
+    @property
+    def tracker(self) -> Path:
+        return self.path
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        last = values.get("first_update", 0)
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["update"] <= last]
+        temporary = self.path.with_name(".partial-" + self.path.name)
+        temporary.write_text("".join(kept))
+        os.replace(temporary, self.path)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"update": step, **values}) + "\n")
+
+
+class WeightAverage:
+    """Exponential moving average of the weights, in fp32 or better; shard by shard where they are sharded.
+
+    Early averages are not biased to the initial weights: the decay of update n is min(decay, (1 + n) / (10 + n)).
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay, self.updates = decay, 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.average = [self._wide(p) for p in self.parameters]
+
+    @staticmethod
+    def _wide(parameter: Tensor) -> Tensor:
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step."""
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        for average, parameter in zip(self.average, self.parameters):
+            average.lerp_(parameter.to(average.dtype), 1 - decay)
+
+    @contextmanager
+    def applied(self):
+        """The model with averaged weights; its own come back afterwards."""
+        own = [p.detach().clone() for p in self.parameters]
+        self._copy(self.average)
+        try:
+            yield
+        finally:
+            self._copy(own)
+
+    @torch.no_grad()
+    def _copy(self, values: Iterable[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values):
+            parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's part."""
+        return {"updates": self.updates, "average": [_local(t) for t in self.average]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From what `state_dict` gave on the process of the same rank."""
+        self.updates = state["updates"]
+        for average, saved in zip(self.average, state["average"], strict=True):
+            _local(average).copy_(saved)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor under FSDP2
+
+
+class _Prefetch:
+    """Draws and loads the batches of the next update while the current one computes."""
+
+    def __init__(self, fetch: Callable[[], Any]):
+        self._fetch, self._pool = fetch, ThreadPoolExecutor(1)
+        self._next = self._pool.submit(fetch)
+
+    def __call__(self) -> Any:
+        result = self._next.result()
+        self._next = self._pool.submit(self._fetch)
+        return result
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def make_accelerator(args: RunArguments) -> Accelerator:
+    """The Accelerator of a run, its CPU threads, its trackers and, if asked for, deterministic kernels.
+
+    Raises:
+        ValueError: output_dir cannot be written, or an unknown tracker.
+    """
+    output_dir = Path(args.output_dir)
+    check_writable(output_dir)
+    if args.deterministic:
+        enable_full_determinism(args.seed)
+    for name in args.log_with or []:
+        if name not in (known := [str(tracker) for tracker in get_available_trackers()]):
+            raise ValueError(
+                f"log_with must name installed trackers, {known or 'of which there are none'}, got {name!r}"
+            )
+    trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.log_with or [])]
+    accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir)
+    if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        _shard_on_cpu(accelerator)
+    torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
+    return accelerator
+
+
+def _shard_on_cpu(accelerator: Accelerator) -> None:
+    """FSDP2 on CPU ranks: torch has it, Accelerate offers it for accelerators only and would fall back to DDP."""
+    plugin = FullyShardedDataParallelPlugin()  # reads the FSDP_* variables of the launcher
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def check_writable(folder: Path) -> None:
+    """Make the folder. Raises ValueError if it cannot be written, before any work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"output_dir {str(folder)!r} cannot be written: {error.strerror}") from error
+
+
+def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
+    """The schedule that the arguments name, for a model of that capacity. Raises ValueError as `budget_schedule`."""
+    return budget_schedule(
+        args.budget_schedule,
+        capacity,
+        args.seed,
+        full_budget_updates=args.full_budget_updates,
+        sandwich_random=args.sandwich_random,
+    )
+
+
+def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) -> tuple[int, ...]:
+    """Budgets to validate at, ascending. Raises ValueError for one outside [1, capacity]."""
+    trained = schedule.budgets
+    chosen = args.eval_budgets or (trained[0], trained[len(trained) // 2], trained[-1])
+    for K in chosen:
+        if not 1 <= K <= capacity:
+            raise ValueError(f"eval_budgets must be integers in [1, {capacity}], got {K}")
+    return tuple(sorted(set(chosen)))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups: matrices decay; norms, biases and embeddings (with the tied head) do not."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in embeddings]
+    others = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def check_same_run(checkpoint: Path, identity: dict[str, Any]) -> None:
+    """Raises ValueError if the checkpoint belongs to a run that would have given other weights."""
+    reasons = {"num_processes": " (the random states of every process, and shards, are part of a checkpoint)"}
+    saved = read_run_state(checkpoint)["identity"]
+    for name, new in identity.items():
+        if saved.get(name) != new:
+            raise ValueError(
+                f"cannot resume {checkpoint}: {name} was {saved.get(name)!r} and is now {new!r}"
+                f"{reasons.get(name, '')}; go back to the old value, choose another output_dir, or start afresh with "
+                "--overwrite_output_dir"
+            )
+
+
+def save_model(
+    accelerator: Accelerator, model: nn.Module, task: Task, folder: Path, records: dict[str, dict] | None = None
+) -> None:
+    """Publish a loadable folder: weights gathered from all processes, code, and what the task adds. All must call it.
+
+    Args:
+        records: JSON files to put beside them, by name.
+    """
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        cls, config = type(task.model), task.model.config
+        for candidate in cls.__mro__:  # FSDP2 puts a class of its own in front
+            if candidate.__module__ == type(config).__module__.replace("configuration_essm", "modeling_essm"):
+                cls = candidate
+                break
+        with torch.device("meta"):  # draws no random numbers
+            copy = cls(config)
+        copy.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
+        copy.tie_weights()
+        copy.generation_config = getattr(task.model, "generation_config", None)
+        temporary = temporary_folder(folder)
+        copy.save_pretrained(temporary)
+        task.save_companions(temporary)
+        for name, record in (records or {}).items():
+            write_json(temporary / name, record)
+        publish(temporary, folder)
+    accelerator.wait_for_everyone()
+
+
+def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule) -> dict[str, Any]:
+    """Train, or go on with the run found in output_dir, and leave `output_dir/model`.
+
+    Returns:
+        What a model card should know: updates done, samples per update, best validation, seconds.
+    Raises:
+        ValueError: budgets, trackers or data that cannot work, or a run in output_dir with other arguments or data;
+            all before the first update.
+        FloatingPointError: the loss or its gradient is no longer finite.
+        OSError: a checkpoint could not be written. In both cases the last good checkpoint stays.
+    """
+    output_dir, ranks, batch_size = Path(args.output_dir), accelerator.num_processes, args.per_device_batch_size
+    samples_per_update = batch_size * ranks * args.gradient_accumulation_steps
+    validated = eval_budgets(args, schedule, task.model.config.num_spectral_channels)
+    max_steps = args.max_steps
+    if args.num_train_epochs is not None:
+        if task.source.num_samples is None:
+            raise ValueError("num_train_epochs needs a data set of known length; for a stream give max_steps")
+        max_steps = max(1, round(args.num_train_epochs * task.source.num_samples / samples_per_update))
+
+    def say(text: str) -> None:
+        if accelerator.is_main_process:
+            tqdm.write(text)
+
+    # 1. What defines the run, and the run already in output_dir, if any.
+    identity = {k: v for k, v in dataclasses.asdict(args).items() if k not in args.RESUMABLE} | task.identity
+    identity |= {"max_steps": max_steps, "eval_budgets": list(validated), "num_processes": ranks}
+    identity |= {"mixed_precision": accelerator.mixed_precision, "distributed_type": str(accelerator.distributed_type)}
+    if accelerator.is_main_process:
+        delete_temporary_folders(output_dir)
+        if args.overwrite_output_dir:
+            for old in (*list_checkpoints(output_dir), output_dir / "model", output_dir / "best"):
+                if old.exists():
+                    delete_folder(old)
+    accelerator.wait_for_everyone()
+    checkpoint = next(reversed(list_checkpoints(output_dir)), None)
+    if checkpoint is not None:
+        check_same_run(checkpoint, identity)
+
+    # 2. Optimizer, learning rate, average, and the state of the run found.
+    set_seed(args.seed, device_specific=True)  # equal weights exist already; other dropout masks on every process
+    if args.gradient_checkpointing:
+        task.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if args.torch_compile:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(schedule.budgets))
+        task.model.compile()
+    optimizer = torch.optim.AdamW(
+        parameter_groups(task.model, args.weight_decay),
+        lr=args.learning_rate,
+        betas=(0.9, args.adam_beta2),
+        fused=accelerator.device.type in ("cpu", "cuda", "mps", "xpu"),
+    )
+    scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, max_steps)
+    accelerator.register_for_checkpointing(scheduler)  # not prepared: it steps once per update, on any number of ranks
+    model, optimizer = accelerator.prepare(task.model, optimizer)
+    average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
+    progress = {"update": 0, "best": None, "best_update": 0, "validations_without_best": 0, "stopped_early": False}
+    if checkpoint is not None:
+        saved = read_run_state(checkpoint)
+        progress = {name: saved[name] for name in progress}
+        states = load_checkpoint(accelerator, checkpoint, *_state_names(accelerator, average))
+        task.source.load_state_dict(states["data"])
+        if average is not None:
+            average.load_state_dict(states["average"])
+        done = progress["update"] == max_steps or progress["stopped_early"]
+        say(f"{'finished already' if done else 'resuming'}: {checkpoint} holds update {progress['update']}")
+    accelerator.init_trackers("essm", {**_flat(identity), "first_update": progress["update"]})
+
+    # 3. The loop.
+    def fetch() -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+        drawn = task.source.draw(samples_per_update)
+        shares = [
+            share_of(drawn, accelerator.process_index, ranks, micro_step, batch_size)
+            for micro_step in range(args.gradient_accumulation_steps)
+        ]
+        return [task.collate(task.source.load(share)) for share in shares], task.source.state_dict()
+
+    weights = average.applied if average is not None else nullcontext
+    first_update = max_steps if progress["stopped_early"] else progress["update"]
+    bar = tqdm(
+        total=max_steps,
+        initial=progress["update"],
+        unit="update",
+        disable=not accelerator.is_main_process,
+        mininterval=0.5 if sys.stderr.isatty() else 10,  # seconds between lines in a log file
+    )
+    next_batches = _Prefetch(fetch) if first_update < max_steps else None
+    train_started = time.perf_counter()
+    model.train()
+    for update in range(first_update, max_steps):
+        started = time.perf_counter()
+        budgets = schedule(update)
+        assert next_batches is not None
+        batches, data_state = next_batches()
+        loss, figure = _accumulate(accelerator, model, task, batches, budgets, args.distillation_weight)
+        grad_norm = _full(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+        loss, figure = (float(x) for x in accelerator.reduce(torch.stack([loss, figure]), "mean"))
+        overflowed = accelerator.scaler is None and not math.isfinite(grad_norm)  # fp16's scaler skips such updates
+        if not math.isfinite(loss) or overflowed:
+            next_batches.close()
+            raise FloatingPointError(
+                f"update {update + 1}: loss is {loss}, gradient norm {grad_norm}; stopped. "
+                f"Last good checkpoint: {next(reversed(list_checkpoints(output_dir)), 'none')}. "
+                "Try a lower learning_rate or a longer warm-up"
+            )
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if average is not None:
+            average.update()
+        speed = samples_per_update * task.tokens_per_sample / (time.perf_counter() - started)
+        shown = "+".join(map(str, budgets))
+        bar.set_postfix_str(f"K={shown}, {task.metric.name} {figure:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        bar.update()
+
+        progress["update"] = update + 1
+        last = update + 1 == max_steps
+        values: dict[str, Any] = {}
+        if (update + 1) % args.log_every == 0 or last:
+            values = {"loss": loss, task.metric.name: figure, "budget": budgets[0], "gradient_norm": grad_norm}
+            values |= {"learning_rate": scheduler.get_last_lr()[0], "tokens_per_second": speed}
+        if (update + 1) % args.validate_every == 0 or last:
+            with weights():
+                figures = {K: task.evaluate(accelerator, model.eval(), K) for K in validated}
+                if _is_new_best(progress, sum(figures.values()) / len(figures), task.metric):
+                    record = {"update": update + 1, "metric": task.metric._asdict(), "validation": figures}
+                    save_model(accelerator, model, task, output_dir / "best", {"best.json": record})
+            model.train()
+            values |= {f"validation {task.metric.name} K={K}": value for K, value in figures.items()}
+            shown = ", ".join(f"{value:.4f} at K={K}" for K, value in figures.items())
+            new = " (best mean so far)" if progress["best_update"] == update + 1 else ""
+            say(f"update {update + 1}: validation {task.metric.name} {shown}{new}")
+            if 0 < args.early_stopping_patience <= progress["validations_without_best"] and not last:
+                progress["stopped_early"] = last = True
+                say(f"stopped early: no new best since update {progress['best_update']}")
+        if values:
+            accelerator.log(values, step=update + 1)
+        if (update + 1) % args.checkpoint_every == 0 or last:
+            budget = {"schedule": args.budget_schedule, "trained": schedule.budgets, "last": budgets}
+            run_state = {"identity": identity, "budget": budget, "samples_seen": (update + 1) * samples_per_update}
+            states = {"data": data_state, "average": average.state_dict() if average is not None else None}
+            parts = [{name: states[name] for name in names} for names in _state_names(accelerator, average)]
+            save_checkpoint(accelerator, output_dir, progress | run_state, args.keep_checkpoints, *parts)
+        if last:
+            break
+    seconds = time.perf_counter() - train_started
+    if next_batches is not None:
+        next_batches.close()
+    bar.close()
+
+    # 4. The model to keep.
+    if args.final_model == "best":
+        if accelerator.is_main_process:
+            copy_model(output_dir / "best", output_dir / "model")
+        accelerator.wait_for_everyone()
+    else:
+        with weights():
+            save_model(accelerator, model, task, output_dir / "model")
+    say(f"saved {output_dir / 'model'} ({args.final_model} weights{', averaged' if average is not None else ''})")
+    return {
+        "updates": progress["update"],
+        "samples_per_update": samples_per_update,
+        "tokens_per_update": samples_per_update * task.tokens_per_sample,
+        "best_update": progress["best_update"],
+        "best_validation": progress["best"],
+        "stopped_early": progress["stopped_early"],
+        "seconds_of_this_session": round(seconds, 1),
+        "processes": ranks,
+        "device": str(accelerator.device.type),
+        "mixed_precision": accelerator.mixed_precision,
+    }
+
+
+def _accumulate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    task: Task,
+    batches: list[dict[str, Tensor]],
+    budgets: tuple[int, ...],
+    distillation_weight: float,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of one update. Returns its loss, and the metric on its batches at the first budget; both per process.
+
+    Every budget's graph is gone before the next forward pass, and processes exchange gradients once, at the very end.
+    """
+    loss, figure = torch.zeros(2, device=accelerator.device)
+    for micro_step, batch in enumerate(batches):
+        batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
+        first: list[Any] = []
+
+        def forward(K: int, batch: dict[str, Tensor] = batch, first: list[Any] = first) -> Any:
+            outputs = model(**batch, use_cache=False, spectral_budget=K)
+            if not first:
+                first.append(task.training_figure(outputs, batch).detach())
+            return outputs
+
+        losses = budget_losses(forward, budgets, labels=batch["labels"], distillation_weight=distillation_weight)
+        for i in range(len(budgets)):
+            is_last = i == len(budgets) - 1 and micro_step == len(batches) - 1
+            with nullcontext() if is_last else accelerator.no_sync(model):
+                part = next(losses) / len(batches)
+                accelerator.backward(part)
+            loss = loss + part.detach()
+        figure = figure + first[0] / len(batches)
+    return loss, figure
+
+
+def _state_names(accelerator: Accelerator, average: WeightAverage | None) -> tuple[list[str], list[str]]:
+    """States that are the same on all processes, and those that each has for itself."""
+    names = ["average"] if average is not None else []
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    return (["data"], names) if sharded else (["data", *names], [])
+
+
+def _full(norm: Tensor) -> float:
+    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[operator]
+
+
+def _is_new_best(progress: dict[str, Any], mean: float, metric: Metric) -> bool:
+    """Record a validation; whether it is strictly better than all before."""
+    best = progress["best"]
+    better = best is None or (mean > best if metric.higher_is_better else mean < best)
+    if better:
+        progress |= {"best": mean, "best_update": progress["update"], "validations_without_best": 0}
+    else:
+        progress["validations_without_best"] += 1
+    return better
+
+
+def copy_model(source: Path, target: Path) -> None:
+    """Publish a copy of a saved model's folder."""
+    temporary = temporary_folder(target)
+    shutil.copytree(source, temporary, dirs_exist_ok=True)
+    (temporary / "best.json").unlink(missing_ok=True)
+    publish(temporary, target)
+
+
+def hardware(accelerator: Accelerator) -> str:
+    """The machine by its parts."""
+    if accelerator.device.type == "cuda":
+        kind = torch.cuda.get_device_name(accelerator.device)
+    else:
+        kind = f"{accelerator.device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    return f"{accelerator.num_processes} x {kind}, torch {torch.__version__}, {precision}"
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write atomically."""
+    temporary = path.with_name(".partial-" + path.name)
+    temporary.write_text(json.dumps(record, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    """For trackers that take numbers and text only."""
+    return {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in identity.items()}

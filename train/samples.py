@@ -1,0 +1,199 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""In which order samples are read, and how a run finds its place again.
+
+A source hands out samples in one global order, the same on every process; each process keeps its share of every draw.
+So the order depends neither on the number of processes nor on an interruption, and every sample of an epoch is drawn
+exactly once before the next epoch begins.
+
+    share = source.draw(samples_per_update)[mine]      # cheap: for a map-style set these are indices
+    batch = collate(source.load(share))
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class SampleSource(Protocol):
+    """What the training loop needs of data.
+
+    Attributes:
+        num_samples: samples per epoch, or None where only reading to the end would tell.
+    """
+
+    num_samples: int | None
+
+    def draw(self, count: int) -> list[Any]:
+        """Handles of the next `count` samples; consumes them."""
+
+    def load(self, handles: Sequence[Any]) -> list[Any]:
+        """The samples themselves."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place reached, for torch.save; later draws do not change it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from that place."""
+
+
+class MapSamples:
+    """Samples that can be indexed: one shuffled pass over all of them after the other.
+
+    The order is a pure function of (seed, position), so that the place in the data is one integer.
+
+    Args:
+        samples: anything with len() and integer indexing.
+    """
+
+    def __init__(self, samples: Sequence[Any], seed: int):
+        self.samples, self.seed, self.num_samples, self.position = samples, seed, len(samples), 0
+        self._epoch, self._order = -1, np.empty(0, int)
+
+    def index(self, position: int) -> int:
+        """Which sample stands at that position of the endless sequence."""
+        epoch, place = divmod(position, self.num_samples)
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
+        return int(self._order[place])
+
+    def draw(self, count: int) -> list[int]:
+        self.position += count
+        return [self.index(position) for position in range(self.position - count, self.position)]
+
+    def load(self, handles: Sequence[int]) -> list[Any]:
+        return [self.samples[index] for index in handles]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Expand(Protocol):
+    """Turns stream items into samples, with a memory between items, such as the end of a text that fills no block."""
+
+    def __call__(self, item: dict[str, Any]) -> list[Any]:
+        """The samples that this item completes."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def end_epoch(self) -> None:
+        """Forget what fills no sample."""
+
+
+class StreamSamples:
+    """Samples of a `datasets.IterableDataset`, shuffled in a buffer that is part of the state.
+
+    (Accelerate's and `datasets`' own shuffle buffers are refilled on resume, which loses samples.) Every process reads
+    the whole stream and keeps its share. At the end of the stream the buffer is emptied before the next epoch begins.
+
+    Args:
+        open_stream: makes the stream anew, for every epoch: an IterableDataset that resumed once begins every later
+            pass at that place.
+        expand: from stream items to samples.
+        buffer_size: samples to choose among; 1 keeps the stream's order.
+    Raises:
+        ValueError: (draw) a whole pass over the stream gave no sample.
+    """
+
+    num_samples = None
+
+    def __init__(self, open_stream: Callable[[], Any], expand: Expand, buffer_size: int, seed: int):
+        self.open_stream, self.expand, self.buffer_size, self.seed = open_stream, expand, buffer_size, seed
+        self.epoch, self.drawn, self.buffer = 0, 0, []
+        self._ended = False
+        self._open(None)
+
+    def _open(self, state: dict[str, Any] | None) -> None:
+        self.stream = self.open_stream()
+        if state is not None:
+            self.stream.load_state_dict(state)
+        self._items: Iterator[dict[str, Any]] = iter(self.stream)
+        self._started = state is not None
+
+    def _fill(self) -> None:
+        while not self._ended and len(self.buffer) < self.buffer_size:
+            item = next(self._items, None)
+            if item is None:
+                self._ended = True
+            else:
+                self._started = True
+                self.buffer += self.expand(item)
+
+    def _next_epoch(self) -> None:
+        if self.drawn == 0:
+            raise ValueError("the training stream holds no sample: it is empty, or shorter than one block")
+        self.expand.end_epoch()
+        self.epoch, self.drawn, self._ended = self.epoch + 1, 0, False
+        self._open(None)
+
+    def draw(self, count: int) -> list[Any]:
+        samples = []
+        while len(samples) < count:
+            self._fill()
+            if not self.buffer:
+                self._next_epoch()
+                continue
+            chosen = int(np.random.default_rng([self.seed, self.epoch, self.drawn]).integers(len(self.buffer)))
+            self.buffer[chosen], self.buffer[-1] = self.buffer[-1], self.buffer[chosen]
+            samples.append(self.buffer.pop())
+            self.drawn += 1
+        return samples
+
+    def load(self, handles: Sequence[Any]) -> list[Any]:
+        return list(handles)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "drawn": self.drawn,
+            "ended": self._ended,
+            "buffer": list(self.buffer),
+            "expand": self.expand.state_dict(),
+            "stream": copy.deepcopy(self.stream.state_dict()) if self._started else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.drawn, self._ended = state["epoch"], state["drawn"], state["ended"]
+        self.buffer = list(state["buffer"])
+        self.expand.load_state_dict(state["expand"])
+        self._open(state["stream"])
+
+
+class Each:
+    """The `Expand` of streams whose items are samples already, after a function."""
+
+    def __init__(self, convert: Callable[[dict[str, Any]], Any]):
+        self._convert = convert
+
+    def __call__(self, item: dict[str, Any]) -> list[Any]:
+        return [self._convert(item)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def end_epoch(self) -> None:
+        pass
+
+
+def share_of(drawn: Sequence[Any], rank: int, ranks: int, micro_step: int, batch_size: int) -> Sequence[Any]:
+    """The part of a draw that one process reads in one micro-step: the draw is laid out (micro_step, rank, batch)."""
+    first = (micro_step * ranks + rank) * batch_size
+    return drawn[first : first + batch_size]
+
+
+def even_shares(count: int, rank: int, ranks: int) -> list[int | None]:
+    """Indices below `count` that a process evaluates; None fills up, so that all processes get equally many."""
+    rounds = -(-count // ranks)
+    return [i if i < count else None for i in range(rank, rounds * ranks, ranks)]
