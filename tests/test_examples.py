@@ -36,6 +36,12 @@ def test_classify_signals():
     assert [line.split(":")[0] for line in lines] == ["K =  2", "K =  4", "K =  8", "K = 16"]
 
 
+def test_finetune_with_trainer():
+    before, after = run_example("finetune_with_trainer.py", "20").splitlines()[-2:]
+    values = [[float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in (before, after)]
+    assert len(values[0]) == 3 and all(new < old - 1 for old, new in zip(*values))
+
+
 @pytest.mark.parametrize("path", EXAMPLES.glob("*.py"), ids=lambda path: path.name)
 def test_examples_stay_short(path):
     assert len(path.read_text().splitlines()) < 60

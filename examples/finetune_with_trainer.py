@@ -1,0 +1,54 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Budget dropout in transformers' own Trainer, by one callback (which TRL's SFTTrainer takes too), here in a few steps.
+
+    python examples/finetune_with_trainer.py [runs/train_clm/model] [steps]
+
+Without a folder it starts from random weights. It prints the loss at three budgets before and after.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from budget_dropout import BudgetDropoutCallback, budget_schedule
+
+torch.manual_seed(0)
+if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+else:
+    model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2, filter_length=512))
+steps = int(sys.argv[-1]) if sys.argv[-1].isdigit() else 60
+
+text = Path(__file__).read_bytes()  # any bytes are text: this file, in blocks of 128
+blocks = [list(text[i : i + 128]) for i in range(0, len(text) - 128, 32)]
+data = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
+batch = torch.tensor(blocks)
+
+
+@torch.no_grad()
+def losses() -> str:
+    model.eval()
+    return ", ".join(f"{model(batch, labels=batch, spectral_budget=K).loss:.3f} at K={K}" for K in (2, 8, 32))
+
+
+before = losses()
+capacity = model.config.num_spectral_channels
+with tempfile.TemporaryDirectory() as folder:
+    settings = {
+        "learning_rate": 5e-3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "save_strategy": "no",
+    }
+    arguments = TrainingArguments(folder, max_steps=steps, per_device_train_batch_size=8, **settings)
+    dropout = BudgetDropoutCallback(budget_schedule("discrete", capacity, seed=0))
+    Trainer(model, arguments, train_dataset=data, callbacks=[dropout]).train()
+print(f"before: {before}\nafter:  {losses()}")
