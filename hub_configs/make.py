@@ -1,0 +1,319 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Write every published configuration: config, generation config, tokenizer or feature extractor, card template.
+
+    python hub_configs/make.py           # into this folder; a test compares what is committed with what this makes
+
+A configuration is changed here, never in the files. The size of each and where it is from stands in SIZES below.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Speech2TextFeatureExtractor
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
+
+LISTOPS_SYMBOLS = (*map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
+LISTOPS_PAD = len(LISTOPS_SYMBOLS)
+SPEECH_WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+
+SIZES = {
+    "paper": "The size is that of the paper's language model: width 256, 8 blocks, 32 channels.",
+    "own": "The size is ours, not the paper's: small enough to train on a laptop in minutes.",
+    "s4": (
+        "The size is not the ES-SSM paper's, whose figures for this task we do not have: depth, width and dropout are "
+        "those of the published S4 configuration for the task (6 blocks of width 256). S4's is bidirectional there; "
+        "this model is causal."
+    ),
+    "s4-narrow": (
+        "The size is not the ES-SSM paper's, whose figures for this task we do not have: depth and dropout are those "
+        "of the published S4 configuration for the task, the width is 256 instead of its 512, because 32 dense mixing "
+        "matrices a layer would make 65M parameters of it. S4's is bidirectional there; this model is causal."
+    ),
+    "audio": (
+        "The size is not the ES-SSM paper's, whose figures for this task we do not have: 6 blocks of width 128 over 40 "
+        "log-mel bands, usual for keyword spotting."
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One folder.
+
+    Attributes:
+        title, text: of the card. size: key of SIZES. fields: of ESSMConfig. labels: class names; none for language.
+        inputs: "bytes", "listops", "pixels" or "speech". example: text for the card's example.
+        pipeline_tag, language: card metadata.
+    """
+
+    title: str
+    text: str
+    size: str
+    fields: dict[str, Any]
+    inputs: str
+    labels: tuple[str, ...] = ()
+    example: str | None = None
+    pipeline_tag: str = "text-classification"
+    language: str | None = None
+    tags: tuple[str, ...] = field(default=("long-range-arena",))
+
+    def config(self) -> ESSMConfig:
+        ids: dict[str, int | None] = {}  # bytes: the defaults of ESSMConfig
+        if self.inputs == "listops":
+            ids = {"vocab_size": LISTOPS_PAD + 1, "pad_token_id": LISTOPS_PAD, "bos_token_id": None}
+            ids |= {"eos_token_id": None}
+        elif self.inputs != "bytes":
+            ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        labels = {}
+        if self.labels:
+            labels["id2label"] = dict(enumerate(self.labels))
+            labels["label2id"] = {label: i for i, label in enumerate(self.labels)}
+        config = ESSMConfig(**ids, **labels, **self.fields)
+        config.architectures = [self.model_class().__name__]
+        config.dtype = torch.float32
+        return config
+
+    def model_class(self) -> type:
+        return ESSMForSequenceClassification if self.labels else ESSMForCausalLM
+
+    def tokenizer(self) -> PreTrainedTokenizerFast | None:
+        length = self.fields["filter_length"]
+        if self.inputs == "bytes":
+            return build_byte_tokenizer(model_max_length=length)
+        return listops_tokenizer(length) if self.inputs == "listops" else None
+
+
+def listops_tokenizer(model_max_length: int) -> PreTrainedTokenizerFast:
+    """Ids 0..14 are the 15 symbols (digits, four operators with their bracket, the closing bracket), 15 is padding.
+
+    Symbols stand between spaces. There is no unknown symbol: any other word is an error.
+    """
+    vocabulary = {symbol: i for i, symbol in enumerate((*LISTOPS_SYMBOLS, "<pad>"))}
+    tokenizer = Tokenizer(models.WordLevel(vocab=vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        padding_side="right",
+        clean_up_tokenization_spaces=False,
+        model_max_length=model_max_length,
+    )
+
+
+def speech_features() -> Speech2TextFeatureExtractor:
+    """Log-mel frames (B, L, 40), one per 10 ms of 16 kHz sound, each band normalised over the clip; in numpy alone."""
+    return Speech2TextFeatureExtractor(feature_size=40, num_mel_bins=40, sampling_rate=16000)
+
+
+_LRA = {"hidden_size": 256, "num_hidden_layers": 6}
+_PIXELS = "Pixels are read row by row as `input_features` of shape (batch, {length}, 1), scaled to [-1, 1]."
+
+CONFIGURATIONS = {
+    "essm-tiny": Published(
+        "ES-SSM tiny",
+        "A byte-level language model for trying things out: what `train/train_clm.py` trains by default.",
+        "own",
+        {"hidden_size": 128, "num_hidden_layers": 4, "filter_length": 1024},
+        "bytes",
+        example="def main(",
+        pipeline_tag="text-generation",
+        tags=("byte-level",),
+    ),
+    "essm-21m": Published(
+        "ES-SSM 21M",
+        "A byte-level language model of the size of the paper's.",
+        "paper",
+        {"hidden_size": 256, "num_hidden_layers": 8, "filter_length": 4096},
+        "bytes",
+        example="It was a dark and stormy night",
+        pipeline_tag="text-generation",
+        language="en",
+        tags=("byte-level",),
+    ),
+    "essm-lra-listops": Published(
+        "ES-SSM for Long Range Arena, ListOps",
+        "Evaluates nested list expressions of up to 2,000 symbols to one digit. Symbols stand between spaces and "
+        "parentheses are removed: 15 symbols and padding.",
+        "s4",
+        _LRA | {"filter_length": 2048},
+        "listops",
+        tuple(map(str, range(10))),
+        example="[MAX 2 9 [MIN 4 7 ] 0 ]",
+    ),
+    "essm-lra-text": Published(
+        "ES-SSM for Long Range Arena, Text",
+        "Tells the sentiment of film reviews (IMDb) read as bytes, cut at 4,096.",
+        "s4",
+        _LRA | {"filter_length": 4096},
+        "bytes",
+        ("negative", "positive"),
+        example="A film that I will remember for years.",
+        language="en",
+    ),
+    "essm-lra-retrieval": Published(
+        "ES-SSM for Long Range Arena, Retrieval",
+        "One tower of the model that tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. "
+        "The two-tower head over [a, b, a * b, a - b] is not part of this configuration yet: it comes with the task's "
+        "training code.",
+        "s4",
+        _LRA | {"filter_length": 4096},
+        "bytes",
+        ("unrelated", "related"),
+        example="We propose a parser for free word order languages.",
+        language="en",
+    ),
+    "essm-lra-image": Published(
+        "ES-SSM for Long Range Arena, Image",
+        "Classifies grey CIFAR-10 images, 32 x 32. " + _PIXELS.format(length="1,024"),
+        "s4-narrow",
+        _LRA | {"filter_length": 1024, "num_input_features": 1, "dropout": 0.1},
+        "pixels",
+        CIFAR_CLASSES,
+        pipeline_tag="image-classification",
+    ),
+    "essm-lra-pathfinder": Published(
+        "ES-SSM for Long Range Arena, Pathfinder",
+        "Tells whether two marked points of a 32 x 32 image are joined by a dashed path. "
+        + _PIXELS.format(length="1,024"),
+        "s4",
+        _LRA | {"filter_length": 1024, "num_input_features": 1},
+        "pixels",
+        ("separate", "connected"),
+        pipeline_tag="image-classification",
+    ),
+    "essm-lra-pathx": Published(
+        "ES-SSM for Long Range Arena, Path-X",
+        "Tells whether two marked points of a 128 x 128 image are joined by a dashed path. "
+        + _PIXELS.format(length="16,384"),
+        "s4",
+        _LRA | {"filter_length": 16384, "num_input_features": 1},
+        "pixels",
+        ("separate", "connected"),
+        pipeline_tag="image-classification",
+    ),
+    "essm-audio": Published(
+        "ES-SSM for spoken words",
+        "Recognises ten words of Speech Commands (SC-10) in one second of 16 kHz sound, read as log-mel frames: "
+        "`input_features` of shape (batch, 98, 40) and their `attention_mask`, as `preprocessor_config.json` makes "
+        "them.",
+        "audio",
+        {"hidden_size": 128, "num_hidden_layers": 6, "filter_length": 512, "num_input_features": 40, "dropout": 0.1},
+        "speech",
+        SPEECH_WORDS,
+        pipeline_tag="audio-classification",
+        language="en",
+        tags=("keyword-spotting",),
+    ),
+}
+
+
+def count_parameters(published: Published) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in published.model_class()(published.config()).parameters())
+
+
+def make(root: Path) -> None:
+    """Write all folders and README.md into `root`; a folder of the same name is replaced."""
+    for name, published in CONFIGURATIONS.items():
+        folder = root / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        config = published.config()
+        _write_json(folder / "config.json", config.to_json_string(use_diff=True))
+        if not published.labels:
+            with torch.device("meta"):
+                generation_config = published.model_class()(config).generation_config
+            _write_json(folder / "generation_config.json", generation_config.to_json_string())
+        tokenizer = published.tokenizer()
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if published.inputs == "speech":
+            speech_features().save_pretrained(folder)
+        (folder / "README.md").write_text(card_template(published), encoding="utf-8")
+    (root / "README.md").write_text(overview(), encoding="utf-8")
+
+
+def _write_json(path: Path, text: str) -> None:
+    """Without the library's version, which would change the file at every upgrade and means nothing to a loader."""
+    record = {key: value for key, value in json.loads(text).items() if key != "transformers_version"}
+    path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def card_template(published: Published) -> str:
+    """The card with markers, which train/model_card.py fills."""
+    head = ["license: apache-2.0", "library_name: transformers", f"pipeline_tag: {published.pipeline_tag}"]
+    head += [f"language: {published.language}"] if published.language else []
+    head += ["tags:", *(f"- {tag}" for tag in published.tags)]
+    head += ["widget:", f"- text: {json.dumps(published.example)}"] if published.example else []
+    body = [
+        f"# {published.title}",
+        f"{published.text}\n\nAn elastic spectral state-space model (ES-SSM): trained once at its full number of "
+        "spectral channels, it runs at any number of them, chosen per call with `spectral_budget`. Method: [Song and "
+        "Wang](https://arxiv.org/abs/2601.22488).",
+        "<!-- model -->",
+        SIZES[published.size],
+        *(f"<!-- {section} -->" for section in ("results", "training", "loading", "limits")),
+    ]
+    return "---\n" + "\n".join(head) + "\n---\n\n" + "\n\n".join(body) + "\n"
+
+
+def overview() -> str:
+    """README.md of the folder."""
+    rows = []
+    for name, published in CONFIGURATIONS.items():
+        config = published.config()
+        size = f"{config.num_hidden_layers} x {config.hidden_size}"
+        origin = {"paper": "paper", "own": "ours", "audio": "ours"}.get(published.size, "S4's, see card")
+        rows.append(
+            f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {size} | {config.filter_length:,} | "
+            f"{published.inputs} | {origin} |"
+        )
+    table = "\n".join(rows)
+    return f"""# Published configurations
+
+One folder per model on the Hub: config.json, generation_config.json for language models, tokenizer or feature
+extractor files, and README.md, the template of its card. No weights and no code: `save_pretrained` adds the code.
+All of it is written by `python hub_configs/make.py`; change that file, not these.
+
+| folder | parameters | blocks x width | filter_length | input | size from |
+|---|---|---|---|---|---|
+{table}
+
+A new model from one of them, then the folder that `train/push_to_hub.py` uploads:
+
+```python
+from transformers import AutoTokenizer
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM  # the package: these folders hold no code
+
+source, folder = "hub_configs/essm-21m", "runs/mine/model"
+model = ESSMForCausalLM(ESSMConfig.from_pretrained(source))  # random weights, to be trained
+model.save_pretrained(folder)  # config, weights and code: from here on the package is not needed
+AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+```
+
+```bash
+python train/push_to_hub.py --run runs/mine --hub_model_id org/name --template hub_configs/essm-21m/README.md
+```
+
+Inputs: `bytes` is the 259-symbol byte tokenizer; `listops` a word-level tokenizer of 15 symbols and padding; `pixels`
+are floats (batch, length, 1) in [-1, 1], row by row, and need no tokenizer; `speech` are log-mel frames, made from a
+waveform by the `Speech2TextFeatureExtractor` of preprocessor_config.json (numpy alone; with torchaudio installed the
+frames differ in the last digits).
+"""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        sys.exit(__doc__)
+    make(Path(__file__).parent)
