@@ -14,13 +14,14 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 
+Name = TypeVar("Name", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -91,13 +92,13 @@ def timed(function: Callable[[], Any], device: torch.device, repeats: int = 1) -
 
 
 def paired(
-    functions: dict[str, Callable[[], Any]],
+    functions: dict[Name, Callable[[], Any]],
     device: torch.device,
     rounds: int = 7,
     warmup: int = 2,
     sample_seconds: float = 0.02,
     limit_seconds: float = 30.0,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Run the functions in turn, round after round, after warm-up.
 
     Each sample repeats its function until `sample_seconds` are filled. When `limit_seconds` have passed, no new round
@@ -109,7 +110,7 @@ def paired(
     for name, function in functions.items():
         seconds = [timed(function, device) for _ in range(max(1, warmup))]
         repeats[name] = max(1, round(sample_seconds / max(min(seconds), 1e-7)))
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    samples: dict[Name, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
     for i in range(rounds):
         if i >= 3 and time.perf_counter() - start > limit_seconds:
