@@ -119,6 +119,15 @@ class ESSMSpectralMixer(nn.Module):
             self.input_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # u(t-1), u(t-2); u(t) is the skip term
             self.output_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # y(t-1), y(t-2)
 
+    def num_parameters_per_channel(self) -> int:
+        """Weights that only one spectral channel reads."""
+        per_channel = [self.channel_mixing]
+        if self.gated:
+            per_channel += [self.gate_out.weight, self.gate_out.bias]
+        if self.ar_order:
+            per_channel.append(self.channel_mixing_negative)
+        return sum(tensor[0].numel() for tensor in per_channel)
+
     def gates(self, u: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
         """alpha_k(t) sigma_k^{1/4} of Eq. (7-8), normalised over the active prefix only.
 
@@ -322,6 +331,16 @@ class ESSMPreTrainedModel(PreTrainedModel):
                     "use a checkpoint from before the training diverged"
                 )
         return loaded
+
+    def num_active_parameters(self, spectral_budget: SpectralBudget = None) -> int:
+        """Parameters that a call at that budget reads; of (B,) budgets the largest counts. Raises ValueError for a bad one."""
+        budgets = self.config.resolve_budget(spectral_budget)
+        mixers = [module for module in self.modules() if isinstance(module, ESSMSpectralMixer)]
+        idle = sum(
+            (self.config.num_spectral_channels - K) * mixer.num_parameters_per_channel()
+            for K, mixer in zip(budgets.layers, mixers)
+        )
+        return sum(parameter.numel() for parameter in self.parameters()) - idle
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """As in transformers, which only logs that the folder is a file and saves nothing."""
