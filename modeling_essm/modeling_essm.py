@@ -333,7 +333,7 @@ class ESSMPreTrainedModel(PreTrainedModel):
         return loaded
 
     def num_active_parameters(self, spectral_budget: SpectralBudget = None) -> int:
-        """Parameters that a call at that budget reads; of (B,) budgets the largest counts. Raises ValueError for a bad one."""
+        """Parameters that a call at that budget reads (of (B,) budgets, the largest). ValueError for a bad one."""
         budgets = self.config.resolve_budget(spectral_budget)
         mixers = [module for module in self.modules() if isinstance(module, ESSMSpectralMixer)]
         idle = sum(
