@@ -1,0 +1,75 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/analyze.py: gate statistics, stability bounds and the cost model."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import random_ids, random_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+import analyze
+from analyze import gate_statistics, layer_cost, mixers_of, stability_bounds
+
+from modeling_essm import ESSMModel, build_byte_tokenizer
+from modeling_essm.spectral_ops import SpectralOperator
+
+
+def test_gate_statistics_are_those_of_the_gates():
+    model, ids = random_model(ESSMModel), random_ids(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0  # right padding does not count
+    found = gate_statistics(model, {"input_ids": ids, "attention_mask": mask}, 6)
+    torch.testing.assert_close(found.mean.sum(1), torch.ones(2, dtype=torch.float64))
+    assert ((found.entropy > 0) & (found.entropy <= math.log(6) + 1e-6)).all()
+    inputs = []
+    hook = mixers_of(model)[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    rows = [ids[:1], ids[1:, :12]]
+    with torch.no_grad():
+        for row in rows:
+            model(row, spectral_budget=6)
+    hook.remove()
+    mixer = mixers_of(model)[1]
+    alpha = torch.cat([(mixer.gates(u, 6) / mixer.operator.sigma(6, 0.25, u))[0] for u in inputs])  # (20 + 12, 6)
+    torch.testing.assert_close(found.mean[1], alpha.double().mean(0), atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="gating='softmax'"):
+        gate_statistics(random_model(ESSMModel, gating="none"), {"input_ids": ids}, 6)
+
+
+@pytest.mark.parametrize("gating", ["softmax", "none"])
+def test_no_layer_amplifies_beyond_its_bound(gating):
+    model = random_model(ESSMModel, gating=gating)
+    u = torch.nn.functional.normalize(torch.randn(4, 300, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    for K in (1, 4, 32):
+        for mixer, bound in zip(mixers_of(model), stability_bounds(model, K), strict=True):
+            with torch.no_grad():
+                assert mixer(u, K).norm(dim=-1).max() <= bound * (1 + 1e-5)
+    with pytest.raises(ValueError, match="ar_order"):
+        stability_bounds(random_model(ESSMModel, gating="none", ar_order=2), 4)
+
+
+def test_the_cost_model_counts_the_products():
+    # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 256: features, states with 6 levels, mixing.
+    cost = layer_cost(SpectralOperator(4096), 4, 256, 4096)
+    assert cost["chunked"] == 4 * 80 * 256 + (16 + 256 / 64 * 6) * 256 + 4 * 256**2
+    assert cost["step"] == 16**2 * 256 + 4 * 256**2
+    assert cost["fft"] == 5 * 2.5 * 13 * 256 + 16 * 256 + 4 * 256**2
+
+
+def test_script(tmp_path, monkeypatch, capsys):
+    model = tmp_path / "model"
+    random_model().save_pretrained(model)
+    build_byte_tokenizer().save_pretrained(model)
+    (tmp_path / "text.txt").write_text("spectral " * 200)
+    argv = ["analyze.py", "--model", str(model), "--text_files", str(tmp_path / "text.txt"), "--block_size", "128"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(tmp_path / "out")])
+    analyze.main()
+    record = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert len(record["gates"]["mean"]) == 2 and len(record["gates"]["mean"][0]) == 32
+    assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
+    assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
+    assert "largest mean gates" in capsys.readouterr().out
