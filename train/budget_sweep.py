@@ -19,10 +19,12 @@ rounds in which every budget runs once, so that a machine that slows down hits a
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,10 +144,23 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def load_metric(name: str) -> Any:
-    """The `evaluate` module in metrics/`name`, from this folder: nothing is fetched."""
-    import evaluate
+    """The module metrics/`name` of this folder, by the `evaluate` library: nothing is fetched."""
+    return _evaluate_library().load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)
 
-    return evaluate.load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)
+
+def _evaluate_library() -> Any:
+    """The library, although the script evaluate.py of this folder stands before it on the path."""
+    here = Path(__file__).resolve().parent
+    found = sys.modules.get("evaluate")
+    if found is not None and Path(str(found.__file__)).resolve().parent != here:
+        return found
+    path = sys.path[:]
+    sys.modules.pop("evaluate", None)
+    sys.path[:] = [entry for entry in path if Path(entry or ".").resolve() != here]
+    try:
+        return importlib.import_module("evaluate")
+    finally:
+        sys.path[:] = path
 
 
 def sweep_metric(

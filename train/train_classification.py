@@ -1,0 +1,306 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Train an ES-SSM classifier of sequences with budget dropout, then measure its accuracy at every budget.
+
+    accelerate launch train/train_classification.py --train_file train.parquet --test_file test.parquet \\
+        --features_column pixels --label_column label                     # numbers: one per position, or frames
+    accelerate launch train/train_classification.py --train_file reviews.jsonl --text_column text --max_length 1024
+    accelerate launch train/train_classification.py --dataset_name owner/name --text_column text --streaming \\
+        --num_labels 4 --tokenizer_name gpt2 --max_steps 20000
+    accelerate launch --mixed_precision bf16 train/train_classification.py arguments.yaml --learning_rate 1e-3
+    python train/train_classification.py --help                           # every argument
+
+Selection never looks at the test data: without validation data, a tenth of the training rows is held out. A run that
+was interrupted continues from its last checkpoint when started again, bit for bit as if nothing had happened; see
+engine.py. Left in `output_dir`: checkpoint-*, best and model (for from_pretrained), log.jsonl, training.json,
+budget_sweep.json and budget_sweep.png.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, set_seed
+from budget_sweep import BudgetSweep, load_metric, sweep_metric
+from classification_data import ClassificationData, Sample, Split, collate, load_classification
+from engine import (
+    Metric,
+    RunArguments,
+    Task,
+    _arg,
+    hardware,
+    make_accelerator,
+    make_schedule,
+    parse_arguments,
+    train,
+    write_json,
+)
+from push_to_hub import PushArguments, check_can_push, push_run
+from samples import even_shares
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from modeling_essm import ESSMConfig, ESSMForSequenceClassification
+
+ACCURACY = Metric("accuracy", higher_is_better=True)
+
+
+@dataclass
+class ClassificationArguments(RunArguments):
+    """Data and model; how to train is in engine.RunArguments."""
+
+    output_dir: str = _arg("runs/train_classification", "Where everything goes; a run found there is continued.")
+
+    train_file: list[str] | None = field(
+        default=None, metadata={"help": "Local parquet, json(l) or csv files to train on, all of one kind."}
+    )
+    validation_file: list[str] | None = field(
+        default=None, metadata={"help": "Files to select by; without them, a random tenth of the training rows."}
+    )
+    test_file: list[str] | None = field(
+        default=None,
+        metadata={"help": "Files for the final sweep, looked at once; without them it reports validation."},
+    )
+    dataset_name: str | None = _arg(None, "Instead of files: a data set on the Hub, or a local folder.")
+    dataset_config_name: str | None = _arg(None, "Which configuration of that data set.")
+    streaming: bool = _arg(False, "Read while training instead of before: for data larger than the disk.")
+    shuffle_buffer: int = _arg(1000, "With streaming: samples among which the next one is drawn.")
+    text_column: str | None = _arg(None, "The column that holds text. Give this one or features_column.")
+    features_column: str | None = _arg(
+        None,
+        "The column that holds a flat list of numbers per sample (pixels, mu-law codes, ..), each one a position, or a "
+        "list of frames, each one a list of as many numbers.",
+    )
+    label_column: str = _arg("label", "The column that holds the class, an integer from 0.")
+    num_labels: int | None = field(
+        default=None, metadata={"help": "Classes; by default what the data says. Streams of plain integers need it."}
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "Positions (bytes, tokens or frames) that are read of a sample; by default filter_length."},
+    )
+    tokenizer_name: str | None = _arg(None, "A tokenizer of the Hub or a local folder; by default bytes are tokens.")
+    feature_scale: str = _arg(
+        "auto",
+        "'auto' maps columns of type uint8 from [0, 255] onto [-1, 1] and leaves others as they are; 'uint8' does so "
+        "whatever the type; a number multiplies.",
+    )
+    validation_samples: int | None = field(
+        default=None, metadata={"help": "At most so many validation samples, at random (of a stream the first)."}
+    )
+    test_samples: int | None = field(
+        default=None, metadata={"help": "At most so many test samples, at random (of a stream the first)."}
+    )
+    eval_batch_size: int = _arg(32, "Samples per process and forward pass of validation and sweep.")
+
+    per_device_batch_size: int = _arg(16, "Samples per process and forward pass.")
+    hidden_size: int = _arg(128, "Model width D.")
+    num_hidden_layers: int = _arg(4, "Number of blocks.")
+    num_spectral_channels: int = _arg(32, "Capacity: the largest budget the model will be able to run.")
+    filter_length: int = _arg(1024, "Longest sequence the filters cover; longer costs nothing.")
+    dropout: float = _arg(0.0, "Dropout rate after each sub-layer.")
+    stochastic_depth: float = _arg(0.0, "Rate of skipping a whole sub-layer.")
+    classifier_pooling: str = _arg("mean", "What is classified: the 'mean' over all positions, or the 'last' one.")
+
+    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train_file", "validation_file", "test_file"):
+            if isinstance(getattr(self, name), str):  # one name in a YAML file
+                setattr(self, name, [getattr(self, name)])
+        for name in ("shuffle_buffer", "eval_batch_size", "validation_samples", "test_samples", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not self.train_file and not self.dataset_name:
+            raise ValueError(
+                "no data to train on: give --train_file data.parquet (or .jsonl, .csv) or --dataset_name owner/name, "
+                "with --text_column or --features_column, and --label_column"
+            )
+        if self.train_file and self.dataset_name:
+            raise ValueError("give train_file or dataset_name, not both")
+        if (self.validation_file or self.test_file) and not self.train_file:
+            raise ValueError("validation_file and test_file need train_file; a dataset has splits")
+        if (self.text_column is None) == (self.features_column is None):
+            raise ValueError(
+                f"give text_column or features_column, and not both, got {self.text_column!r}, {self.features_column!r}"
+            )
+        if self.tokenizer_name and self.text_column is None:
+            raise ValueError("tokenizer_name needs text_column")
+        if self.num_labels is not None and self.num_labels < 2:
+            raise ValueError(f"num_labels must be at least 2, got {self.num_labels}")
+        self.max_length = self.filter_length if self.max_length is None else self.max_length
+        if self.max_length > self.filter_length:
+            raise ValueError(f"max_length must be in [1, filter_length = {self.filter_length}], got {self.max_length}")
+        if self.feature_scale not in ("auto", "uint8") and not _is_number(self.feature_scale):
+            raise ValueError(f"feature_scale must be 'auto', 'uint8' or a number, got {self.feature_scale!r}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text)) and float(text) != 0
+    except ValueError:
+        return False
+
+
+def make_model(args: ClassificationArguments, data: ClassificationData, budgets: Sequence[int]) -> PreTrainedModel:
+    """A new model for that data. Raises ValueError for sizes that cannot be."""
+    sizes = "hidden_size num_hidden_layers num_spectral_channels filter_length dropout stochastic_depth"
+    fields = {name: getattr(args, name) for name in (*sizes.split(), "classifier_pooling")} | data.reader.config_fields
+    names = data.label_names or [f"LABEL_{i}" for i in range(data.num_labels)]
+    config = ESSMConfig(
+        **fields,
+        id2label=dict(enumerate(names)),
+        label2id={name: i for i, name in enumerate(names)},
+        problem_type="single_label_classification",
+        trained_budgets=list(budgets),
+    )
+    return ESSMForSequenceClassification(config)
+
+
+class Predictor:
+    """Predicted classes of held-out samples, shared out among the processes.
+
+    Every process makes the same number of forward passes, as sharded weights need, and gets all predictions.
+    """
+
+    def __init__(self, accelerator: Accelerator, args: ClassificationArguments, data: ClassificationData):
+        self.accelerator, self.batch_size, self.reader = accelerator, args.eval_batch_size, data.reader
+        self.length = args.max_length if args.torch_compile else None  # one shape to compile
+
+    def batch(self, samples: Sequence[Sample], start: int = 0) -> dict[str, Tensor]:
+        """One batch of inputs, without labels, on the device."""
+        rows = range(start, min(start + self.batch_size, len(samples)))
+        batch = collate(self.reader, [samples[row] for row in rows], self.length)
+        return {name: value.to(self.accelerator.device) for name, value in batch.items() if name != "labels"}
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module, samples: Sequence[Sample], budget: int) -> Tensor:
+        """(n,) int64 classes, on the CPU."""
+        starts = range(0, len(samples), self.batch_size)
+        found = torch.zeros(len(samples), dtype=torch.int64, device=self.accelerator.device)
+        for i in even_shares(len(starts), self.accelerator.process_index, self.accelerator.num_processes):
+            start = starts[i or 0]
+            logits = model(**self.batch(samples, start), use_cache=False, spectral_budget=budget).logits
+            if i is not None:
+                found[start : start + len(logits)] = logits.argmax(-1) + 1  # 0 where another process predicts
+        return self.accelerator.reduce(found, "sum").cpu() - 1
+
+
+def make_task(
+    args: ClassificationArguments, model: PreTrainedModel, data: ClassificationData, predict: Predictor
+) -> Task:
+    """One class per sequence; judged by the accuracy on the validation samples."""
+    validation = data.validation
+
+    def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
+        predictions = predict(accelerator.unwrap_model(module), validation.samples, K)
+        return float((predictions == validation.labels).double().mean())
+
+    return Task(
+        model=model,
+        source=data.source,
+        collate=lambda samples: collate(data.reader, samples, predict.length),
+        training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
+        evaluate=evaluate,
+        metric=ACCURACY,
+        tokens_per_sample=data.tokens_per_sample,
+        save_companions=data.reader.save_pretrained,
+        identity=data.fingerprints,
+    )
+
+
+def main(args: ClassificationArguments) -> None:
+    """Train, save, sweep, push.
+
+    Raises:
+        ValueError: arguments, data or output folder that cannot work, or a run in output_dir with other arguments or
+            data; all before the first update, except for rows of a stream.
+        FloatingPointError, OSError: see `engine.train`.
+    """
+    # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
+    accelerator = make_accelerator(args)
+    if args.push_to_hub and accelerator.is_main_process:
+        check_can_push(str(args.hub_model_id), private=args.hub_private)
+    schedule = make_schedule(args, args.num_spectral_channels)
+    with accelerator.main_process_first():
+        data = load_classification(args)
+    set_seed(args.seed)  # the same weights on every process
+    model = make_model(args, data, schedule.budgets)
+    predict = Predictor(accelerator, args, data)
+
+    def say(line: str) -> None:
+        if accelerator.is_main_process:
+            tqdm.write(line)
+
+    processes = f"{accelerator.num_processes} x {accelerator.device.type}"
+    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {processes}; {data.description}")
+    record = train(accelerator, args, make_task(args, model, data, predict), schedule)
+
+    # From here on only what was saved counts.
+    output_dir = Path(args.output_dir)
+    if accelerator.is_main_process:
+        record |= {"script": Path(__file__).name, "data": data.description, "schedule": args.budget_schedule}
+        record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
+        write_json(output_dir / "training.json", record)
+    held_out = data.validation if data.test is None else data.test
+    trained = args.final_model == "last" and not args.ema_decay and accelerator.distributed_type != DistributedType.FSDP
+    loaded = reload(output_dir / "model", predict.batch(held_out.samples), model if trained else None)
+    say(f"the reloaded {output_dir / 'model'} gives the same logits")
+    sweep = sweep_accuracy(loaded, held_out, predict, lambda K: say(f"sweep: K={K}"))
+    if accelerator.is_main_process:
+        say(f"accuracy on {len(held_out.samples):,} samples: {held_out.name}\n{sweep.table()}")
+        context = {"split": "validation" if data.test is None else "test", "samples": len(held_out.samples)}
+        sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
+        say(f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+        push_run(PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub))
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+
+
+def reload(folder: Path, batch: dict[str, Tensor], trained: PreTrainedModel | None) -> PreTrainedModel:
+    """The saved model as a user gets it, on the device of `batch`, a batch of inputs.
+
+    Args:
+        trained: the model in memory that was saved, if there is one.
+    Raises:
+        RuntimeError: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
+    """
+    device = next(iter(batch.values())).device
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).to(device).eval()
+    own = ESSMForSequenceClassification.from_pretrained(folder).to(device).eval()
+    with torch.no_grad():
+        expected, got = (model(**batch).logits for model in (own, loaded))
+    if not torch.equal(expected, got):
+        raise RuntimeError(f"{folder}: the reloaded model's logits differ by {(expected - got).abs().max().item():.3g}")
+    if trained is not None:
+        state = loaded.state_dict()
+        for name, value in trained.state_dict().items():
+            if not torch.equal(value.to(device), state[name]):
+                raise RuntimeError(f"{folder}: the reloaded {name} is not the trained one")
+    return loaded
+
+
+def sweep_accuracy(model: PreTrainedModel, held_out: Split, predict: Predictor, progress: Any) -> BudgetSweep:
+    """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it."""
+    with predict.accelerator.main_process_first():
+        metric = load_metric("accuracy")
+
+    def accuracy(K: int) -> float:
+        predictions = predict(model, held_out.samples, K)
+        return metric.compute(predictions=predictions, references=held_out.labels)["accuracy"]
+
+    inputs = predict.batch(held_out.samples)
+    return sweep_metric(model, accuracy, inputs, metric=ACCURACY, progress=progress)
+
+
+if __name__ == "__main__":
+    main(parse_arguments(ClassificationArguments))
