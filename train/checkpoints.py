@@ -12,12 +12,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 RUN_STATE = "run_state.json"
 _TEMPORARY = ".tmp-"
@@ -46,6 +48,23 @@ def publish(temporary: Path, path: Path) -> None:
         delete_folder(path)
     os.replace(temporary, path)
     _sync(path.parent)
+
+
+@contextmanager
+def complete_or_removed(path: Path, temporary: Path) -> Iterator[None]:
+    """While `path` is written in `temporary`: a failure frees the space and names the last good checkpoint.
+
+    Raises:
+        OSError: also for the errors that torch's and safetensors' writers make of one.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        last = next(reversed(list_checkpoints(path.parent)), "none")
+        raise OSError(
+            f"cannot write {path}: {error}. Last good checkpoint: {last}. Make room and start the run again"
+        ) from error
 
 
 def delete_folder(path: Path) -> None:
@@ -80,7 +99,7 @@ def save_checkpoint(
     """
     path = output_dir / f"checkpoint-{run_state['update']:08d}"
     temporary = path.with_name(_TEMPORARY + path.name)
-    try:
+    with complete_or_removed(path, temporary):
         if accelerator.is_main_process:
             temporary_folder(path)
         accelerator.wait_for_everyone()
@@ -93,12 +112,6 @@ def save_checkpoint(
                 torch.save(state, temporary / f"{name}.pt")
             (temporary / RUN_STATE).write_text(json.dumps(run_state, indent=2) + "\n")
             publish(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch's writer turns the system's error into a RuntimeError
-        shutil.rmtree(temporary, ignore_errors=True)
-        last = next(reversed(list_checkpoints(output_dir)), "none")
-        raise OSError(
-            f"cannot write {path}: {error}. Last good checkpoint: {last}. Make room and start the run again"
-        ) from error
     if accelerator.is_main_process:
         for old in list_checkpoints(output_dir)[:-keep]:
             delete_folder(old)

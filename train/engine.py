@@ -38,6 +38,7 @@ from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_
 from accelerate.utils import DistributedType, set_seed
 from budget_dropout import BudgetSchedule, budget_losses, budget_schedule
 from checkpoints import (
+    complete_or_removed,
     delete_folder,
     delete_temporary_folders,
     list_checkpoints,
@@ -167,9 +168,12 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> 
             raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"{path}: unknown arguments {unknown}; see --help")
+        values = {name: value for name, value in values.items() if value is not None}  # null is the default
         for name, value in values.items():
-            if isinstance(value, str) and known[name].type in ("int", "float"):  # YAML reads 1e-3 as text
-                values[name] = float(value) if known[name].type == "float" else int(value)
+            if "list" in str(known[name].type):
+                values[name] = value if isinstance(value, list) else [value]
+            else:  # as on the command line: the parser converts it and checks it (YAML reads 1e-3 as text)
+                values[name] = str(value)
         parser.set_defaults(**values)
     return parser.parse_args_into_dataclasses(argv)[0]
 
@@ -381,13 +385,16 @@ def check_same_run(checkpoint: Path, identity: dict[str, Any]) -> None:
     """Raises ValueError if the checkpoint belongs to a run that would have given other weights."""
     reasons = {"num_processes": " (the random states of every process, and shards, are part of a checkpoint)"}
     saved = read_run_state(checkpoint)["identity"]
-    for name, new in identity.items():
-        if saved.get(name) != new:
-            raise ValueError(
-                f"cannot resume {checkpoint}: {name} was {saved.get(name)!r} and is now {new!r}"
-                f"{reasons.get(name, '')}; go back to the old value, choose another output_dir, or start afresh with "
-                "--overwrite_output_dir"
-            )
+    changed = [
+        f"{name} was {saved.get(name)!r} and is now {new!r}{reasons.get(name, '')}"
+        for name, new in identity.items()
+        if saved.get(name) != new
+    ]
+    if changed:
+        raise ValueError(
+            f"cannot resume {checkpoint}: {', '.join(changed)}; go back to the old value, choose another output_dir, "
+            "or start afresh with --overwrite_output_dir"
+        )
 
 
 def save_model(
@@ -411,11 +418,12 @@ def save_model(
         copy.tie_weights()
         copy.generation_config = getattr(task.model, "generation_config", None)
         temporary = temporary_folder(folder)
-        copy.save_pretrained(temporary)
-        task.save_companions(temporary)
-        for name, record in (records or {}).items():
-            write_json(temporary / name, record)
-        publish(temporary, folder)
+        with complete_or_removed(folder, temporary):
+            copy.save_pretrained(temporary)
+            task.save_companions(temporary)
+            for name, record in (records or {}).items():
+                write_json(temporary / name, record)
+            publish(temporary, folder)
     accelerator.wait_for_everyone()
 
 
@@ -428,7 +436,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         ValueError: budgets, trackers or data that cannot work, or a run in output_dir with other arguments or data;
             all before the first update.
         FloatingPointError: the loss or its gradient is no longer finite.
-        OSError: a checkpoint could not be written. In both cases the last good checkpoint stays.
+        OSError: a checkpoint or model could not be written. In both cases the last good checkpoint stays.
     """
     output_dir, ranks, batch_size = Path(args.output_dir), accelerator.num_processes, args.per_device_batch_size
     samples_per_update = batch_size * ranks * args.gradient_accumulation_steps
@@ -447,6 +455,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     identity = {k: v for k, v in dataclasses.asdict(args).items() if k not in args.RESUMABLE} | task.identity
     identity |= {"max_steps": max_steps, "eval_budgets": list(validated), "num_processes": ranks}
     identity |= {"mixed_precision": accelerator.mixed_precision, "distributed_type": str(accelerator.distributed_type)}
+    identity |= {"device": accelerator.device.type}  # each kind has random states of its own
     if accelerator.is_main_process:
         delete_temporary_folders(output_dir)
         if args.overwrite_output_dir:
@@ -640,7 +649,7 @@ def _full(norm: Tensor) -> float:
 def _is_new_best(progress: dict[str, Any], mean: float, metric: Metric) -> bool:
     """Record a validation; whether it is strictly better than all before."""
     best = progress["best"]
-    better = best is None or (mean > best if metric.higher_is_better else mean < best)
+    better = best is None or math.isnan(best) or (mean > best if metric.higher_is_better else mean < best)
     if better:
         progress |= {"best": mean, "best_update": progress["update"], "validations_without_best": 0}
     else:

@@ -101,7 +101,7 @@ class StreamSamples:
         expand: from stream items to samples.
         buffer_size: samples to choose among; 1 keeps the stream's order.
     Raises:
-        ValueError: (draw) a whole pass over the stream gave no sample.
+        ValueError: (draw) a whole pass over the stream gave no sample, or it cannot be read.
     """
 
     num_samples = None
@@ -121,7 +121,10 @@ class StreamSamples:
 
     def _fill(self) -> None:
         while not self._ended and len(self.buffer) < self.buffer_size:
-            item = next(self._items, None)
+            try:
+                item = next(self._items, None)
+            except ValueError as error:  # Arrow's and UTF-8's
+                raise ValueError(f"cannot read on in the training stream: {error}") from error
             if item is None:
                 self._ended = True
             else:

@@ -148,7 +148,7 @@ def open_table(paths: Sequence[str], streaming: bool) -> Any:
     """Local parquet, json(l) or csv files of one kind as one `datasets` data set.
 
     Raises:
-        ValueError: files of another kind, or of several.
+        ValueError: files of another kind, or of several; or one is missing, empty or broken.
     """
     import datasets
 
@@ -158,10 +158,12 @@ def open_table(paths: Sequence[str], streaming: bool) -> Any:
     for path in paths:
         if not Path(path).is_file():
             raise ValueError(f"cannot read text file {path!r}: No such file or directory")
+        if not Path(path).stat().st_size:  # which `datasets` meets with errors of its own
+            raise ValueError(f"text file {path!r} is empty")
     builder = TABLES[suffixes.pop()]
     try:
         return datasets.load_dataset(builder, data_files=list(paths), split="train", streaming=streaming)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # Arrow's and UTF-8's are ValueErrors
         raise ValueError(f"cannot read {list(paths)} as {builder}: {error.__cause__ or error}") from error
 
 
@@ -181,17 +183,28 @@ def documents_of(rows: Any, text_column: str, source: str) -> Iterator[Document]
     """Non-empty texts of a column of a `datasets` data set, map-style or streaming.
 
     Raises:
-        ValueError: no such column, something else than text in it, or no text at all.
+        ValueError: no such column, something else than text in it, no text at all, or it cannot be read.
     """
     check_column(rows, text_column, source)
     found = False
-    for row, item in enumerate(rows):
+    for row, item in enumerate(_items(rows, source)):
         text = _text_of(item, text_column, f"row {row} of {source}")
         if text:
             found = True
             yield f"row {row} of {source}", text
     if not found:
         raise ValueError(f"{source} holds no text in column {text_column!r}")
+
+
+def _items(rows: Any, source: str) -> Iterator[dict[str, Any]]:
+    """Rows of a data set. Raises ValueError if it cannot be read on."""
+    count = 0
+    try:
+        for item in rows:
+            yield item
+            count += 1
+    except ValueError as error:  # Arrow's and UTF-8's
+        raise ValueError(f"cannot read {source} after {count} rows: {error}") from error
 
 
 def _text_of(item: dict[str, Any], text_column: str, where: str) -> str | bytes | None:
@@ -202,10 +215,10 @@ def _text_of(item: dict[str, Any], text_column: str, where: str) -> str | bytes 
 
 
 def check_column(rows: Any, text_column: str, source: str) -> None:
-    """Raises ValueError if a data set has no such column."""
+    """Raises ValueError if a data set has no such column, or a stream cannot be read."""
     columns = rows.column_names
     if columns is None:  # a stream of unknown features
-        columns = list(next(iter(rows), {}))
+        columns = list(next(_items(rows, source), {}))
     if text_column not in columns:
         raise ValueError(f"text_column must be one of {columns} of {source}, got {text_column!r}")
 
@@ -378,7 +391,7 @@ def _load_stream(args: Any, encoder: Encoder) -> TextData:
     rows = open_train()
     check_column(rows, args.text_column, description)
     digest = hashlib.sha256(repr(sizes).encode())
-    for item in islice(rows, _FINGERPRINT_DOCUMENTS):
+    for item in islice(_items(rows, description), _FINGERPRINT_DOCUMENTS):
         digest.update(repr(item[args.text_column]).encode())
     tokens_wanted, parts = args.sweep_blocks * args.block_size, []
     num_tokens = num_bytes = 0

@@ -17,6 +17,7 @@ log.jsonl, training.json, budget_sweep.json and budget_sweep.png.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,8 +86,6 @@ class CLMArguments(RunArguments):
 
     validation_blocks: int = _arg(32, "Held-out blocks that a validation reads.")
     sweep_blocks: int = _arg(128, "Held-out blocks that the final sweep over all budgets reads.")
-
-    RESUMABLE = RunArguments.RESUMABLE | {"sweep_blocks"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -169,7 +168,10 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
         metric=Metric("bits/byte", higher_is_better=False),
         tokens_per_sample=args.block_size,
         save_companions=lambda folder: encoder.save_pretrained(folder, model.config.filter_length),
-        identity={"sha256 of the training text": text.fingerprint},
+        identity={
+            "sha256 of the training text": text.fingerprint,
+            "sha256 of the validation blocks": hashlib.sha256(held_out.numpy().tobytes()).hexdigest(),
+        },
     )
 
 

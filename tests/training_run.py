@@ -1,0 +1,316 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Tiny runs of train/train_clm.py for the tests: in this process, or in one of their own that may be killed.
+
+Whatever a test breaks or watches is patched in here; the scripts know nothing of it.
+"""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import tokenizers
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+import checkpoints
+import engine
+import train_clm
+from checkpoints import list_checkpoints
+
+TRAIN = Path(train_clm.__file__).parent
+BLOCK = 32
+
+# A checkpoint after updates 3, 6 and 8. Dropout makes the random states matter, the average its own state.
+TINY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_spectral_channels": 8,
+    "filter_length": 512,
+    "block_size": BLOCK,
+    "per_device_batch_size": 2,
+    "max_steps": 8,
+    "warmup_steps": 2,
+    "dropout": 0.1,
+    "ema_decay": 0.9,
+    "validate_every": 4,
+    "validation_blocks": 2,
+    "sweep_blocks": 2,
+    "checkpoint_every": 3,
+    "log_every": 1,
+    "cpu_threads": 1,  # more would wait for each other
+}
+
+
+def command_line(output_dir: Path, **changes) -> list[str]:
+    """Arguments of a tiny run in that folder; None leaves one out."""
+    values = {**TINY, "output_dir": output_dir} | changes
+    parts = []
+    for name, value in values.items():
+        if value is not None:
+            parts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return parts
+
+
+def train(arguments: list[str], whole: bool = False) -> None:
+    """Run train_clm, by default without what follows the training."""
+    with contextlib.ExitStack() as patches:
+        if not whole:
+            sweep = SimpleNamespace(table=lambda: "", save=lambda *args, **kwargs: None)
+            for name, value in {"sweep_budgets": sweep, "sample": "", "push_run": None}.items():
+                patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
+            patches.enter_context(mock.patch.object(train_clm, "reload", return_value=(None, mock.Mock())))
+        train_clm.main(train_clm.parse_arguments(train_clm.CLMArguments, arguments))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A text of exactly 24 blocks, in one file and as rows of tables.
+
+NUM_BLOCKS = 24
+
+
+def documents() -> list[str]:
+    """Random words, 24 rows between 0 and 80 letters: no row ends where a block does, and one rest fills no block."""
+    source, rows = random.Random(0), []
+    wanted = NUM_BLOCKS * (BLOCK - 1) + 10
+    while wanted > 100:
+        rows.append("".join(source.choices("abcdefgh ", k=source.randrange(80))))
+        wanted -= len(rows[-1]) + 1 if rows[-1] else 0  # and <eos>; empty rows are left out
+    return [*rows, "".join(source.choices("abcdefgh ", k=wanted - 1))]
+
+
+def write_tables(folder: Path, files: int = 3) -> list[str]:
+    """The documents as parquet files with row groups of two."""
+    rows, paths = documents(), []
+    size = math.ceil(len(rows) / files)
+    for i in range(files):
+        path = folder / f"part-{i}.parquet"
+        Dataset.from_dict({"text": rows[i * size : (i + 1) * size]}).to_parquet(path, batch_size=2)
+        paths.append(str(path))
+    return paths
+
+
+def write_text(folder: Path) -> str:
+    """As many blocks as one document."""
+    path = folder / "words.txt"
+    path.write_text("".join(random.Random(1).choices("abcdefgh ", k=NUM_BLOCKS * (BLOCK - 1))))
+    return str(path)
+
+
+def write_held_out(folder: Path) -> str:
+    path = folder / "held_out.txt"
+    path.write_text("".join(random.Random(2).choices("abcdefgh ", k=100)))
+    return str(path)
+
+
+def bpe_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of 300 tokens, trained on the texts; its end-of-text token has the last id."""
+    tokenizer = tokenizers.ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=299, show_progress=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
+    fast.add_special_tokens({"eos_token": "<|end|>"})
+    return fast
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run leaves.
+
+
+def tensors(state) -> list[torch.Tensor]:
+    """All tensors in nested containers, numbers among them."""
+    if isinstance(state, dict):
+        return [t for value in state.values() for t in tensors(value)]
+    if isinstance(state, (list, tuple)):
+        return [t for value in state for t in tensors(value)]
+    return [torch.as_tensor(state)] if isinstance(state, (torch.Tensor, int, float, np.ndarray)) else []
+
+
+def final_state(output_dir: Path) -> list[torch.Tensor]:
+    """Weights, optimizer, learning rate and average of the last checkpoint, and the weights of the saved model."""
+    checkpoint = list_checkpoints(output_dir)[-1]
+    found = [torch.load(checkpoint / "custom_checkpoint_0.pkl"), model_weights(output_dir / "model")]
+    found += [torch.load(path) for path in sorted(checkpoint.glob("average*.pt"))]
+    for name in ("pytorch_model", "optimizer"):
+        path = checkpoint / f"{name}.bin"
+        if not path.exists():  # shards, merged here
+            (shards,) = (folder for folder in checkpoint.iterdir() if folder.is_dir() and folder.name.startswith(name))
+            path = output_dir / f"merged-{name}"
+            dcp_to_torch_save(shards, path)
+        found.append(torch.load(path))
+    return tensors(found)
+
+
+def model_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(a: Path, b: Path) -> bool:
+    """Bit for bit."""
+    return all(torch.equal(x, y) for x, y in zip(final_state(a), final_state(b), strict=True))
+
+
+def read_log(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "log.jsonl").read_text().splitlines()]
+
+
+def read_samples(folder: Path, updates: int) -> list[list[str]]:
+    """Which blocks each update trained on, micro-batches and ranks in order; of an update done twice, the last time."""
+    seen: dict[tuple[int, int, int], list[str]] = {}
+    for path in folder.glob("samples-*"):
+        for line in path.read_text().splitlines():
+            record = json.loads(line)
+            seen[record["update"], record["micro_step"], record["rank"]] = record["blocks"]
+    return [[b for key in sorted(seen) if key[0] == update for b in seen[key]] for update in range(1, updates + 1)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run suffers.
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def watch_samples(output_dir: Path, folder: Path) -> None:
+    """Every batch is noted in `folder` before it is used."""
+    make_task = train_clm.make_task
+    rank = os.environ.get("RANK", "0")
+
+    def watched(args, *rest):
+        task = make_task(args, *rest)
+        done = int(list_checkpoints(output_dir)[-1].name.split("-")[1]) if list_checkpoints(output_dir) else 0
+        collate, calls = task.collate, iter(range(done * args.gradient_accumulation_steps, 1 << 30))
+
+        def note(blocks):
+            update, micro_step = divmod(next(calls), args.gradient_accumulation_steps)
+            record = {"update": update + 1, "micro_step": micro_step, "rank": int(rank)}
+            with open(folder / f"samples-{rank}", "a") as file:
+                file.write(json.dumps(record | {"blocks": [bytes(b.astype(np.uint8)).hex() for b in blocks]}) + "\n")
+            return collate(blocks)
+
+        task.collate = note
+        return task
+
+    train_clm.make_task = watched
+
+
+def kill_at_update(update: int) -> None:
+    """The process dies when so many updates are done and the next begins."""
+    make_schedule = train_clm.make_schedule
+
+    class Deadly(SimpleNamespace):
+        def __call__(self, done):
+            return die() if done == update else self.schedule(done)
+
+    def deadly(*args):
+        schedule = make_schedule(*args)
+        return Deadly(schedule=schedule, budgets=schedule.budgets)
+
+    train_clm.make_schedule = deadly
+
+
+def kill_in_file(path: str) -> None:
+    """The process dies when half of the file whose path ends like this is written."""
+    save = torch.save
+
+    def half(state, file, *args, **kwargs):
+        save(state, file, *args, **kwargs)
+        if str(file).endswith(path):
+            os.truncate(file, os.path.getsize(file) // 2)
+            die()
+
+    torch.save = half
+
+
+def kill_at_rename(path: str) -> None:
+    """The process dies when the complete folder should get the name that ends like this."""
+    rename = os.replace
+    os.replace = lambda source, target: die() if str(target).endswith(path) else rename(source, target)
+
+
+def full_disk_at(name: str) -> None:
+    """While the folder of that name is written no file grows beyond 4 KiB: a real error of the operating system."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    guard = engine.complete_or_removed
+
+    @contextlib.contextmanager
+    def limited(path, temporary):
+        with guard(path, temporary):
+            if path.name == name:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    engine.complete_or_removed = checkpoints.complete_or_removed = limited
+
+
+def _apart(
+    arguments: list[str], log: Path, samples: Path | None, fault: tuple | None, environment: dict[str, str]
+) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    if samples is not None:
+        watch_samples(Path(arguments[arguments.index("--output_dir") + 1]), samples)
+    if fault is not None:
+        globals()[fault[0]](*fault[1:])
+    train(arguments)
+
+
+_context = multiprocessing.get_context("forkserver")  # its server imports everything once
+_context.set_forkserver_preload(["training_run"])
+
+
+def train_apart(
+    arguments: list[str],
+    folder: Path,
+    fault: tuple | None = None,
+    ranks: int = 1,
+    samples: bool = True,
+    environment: dict[str, str] | None = None,
+) -> tuple[list[int | None], str]:
+    """`train` in as many processes of its own, which note their samples in `folder`.
+
+    Args:
+        fault: name of a function above, and its argument.
+        environment: set in those processes, beside what `torchrun` sets.
+    Returns:
+        The exit code of every process (-9: killed), and what they wrote.
+    """
+    log = folder / "log"
+    log.unlink(missing_ok=True)
+    environment = dict(environment or {})
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        environment |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = []
+    for rank in range(ranks):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        parts = (arguments, log, folder if samples else None, fault, environment | own)
+        processes.append(_context.Process(target=_apart, args=parts))
+        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for the server, when it starts
+            processes[-1].start()
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes], log.read_text()

@@ -1,0 +1,218 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A trained model on a task at every budget: quality over seeds, retention, speed, peak memory, active parameters.
+
+Language models are judged by bits per byte under the context rule of budget_sweep.py, classifiers by accuracy on the
+test split. Retention is value / full value where higher is better, full value / value otherwise: 1 at the full budget.
+The sweet spot keeps 98% of the quality, the collapse boundary 90%, see budget_sweep.py.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from budget_dropout import BUDGETS, clip_budgets
+from budget_sweep import BudgetSweep, num_scored, sweep_budgets
+from engine import Metric
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from text_data import ByteEncoder, load_text, text_labels
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # for benchmarks/
+from benchmarks.common import peak_memory
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Held-out data of a task.
+
+    Attributes:
+        sweep: (model, budgets) to a BudgetSweep. inputs: one batch of the model's inputs, to measure memory on.
+        load: from a folder to the model. description: for people.
+    """
+
+    sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetSweep]
+    inputs: dict[str, Tensor]
+    load: Callable[[str], PreTrainedModel]
+    description: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of one or more seeds.
+
+    Attributes:
+        budgets: ascending, the last one full. values, tokens_per_second: one list per seed, one entry per budget.
+        peak_bytes, active_parameters: one entry per budget, of the first seed: they do not depend on the weights.
+    """
+
+    metric: Metric
+    budgets: tuple[int, ...]
+    values: tuple[tuple[float, ...], ...]
+    tokens_per_second: tuple[tuple[float, ...], ...]
+    peak_bytes: tuple[int, ...]
+    active_parameters: tuple[int, ...]
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return tuple(statistics.fmean(column) for column in zip(*self.values))
+
+    @property
+    def deviation(self) -> tuple[float, ...]:
+        """Standard deviations over seeds; zeros for one seed."""
+        several = len(self.values) > 1
+        return tuple(statistics.stdev(column) if several else 0.0 for column in zip(*self.values))
+
+    @property
+    def retention(self) -> tuple[float, ...]:
+        full = self.mean[-1]
+        return tuple(v / full if self.metric.higher_is_better else full / v for v in self.mean)
+
+    @property
+    def curve(self) -> BudgetSweep:
+        """The means as one sweep."""
+        speeds = tuple(statistics.fmean(column) for column in zip(*self.tokens_per_second))
+        return BudgetSweep(self.budgets, self.mean, speeds, self.metric)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        marks = {"sweet_spot": self.curve.sweet_spot, "collapse_boundary": self.curve.collapse_boundary}
+        summary = {"mean": self.mean, "deviation": self.deviation, "retention": self.retention}
+        return {**asdict(self), "metric": self.metric._asdict(), "seeds": len(self.values), **summary, **marks}
+
+    def markdown(self) -> str:
+        """The table, in the form of the paper's Table 6."""
+        name = self.metric.name.replace("_", " ")
+        lines = [
+            f"| K | {name} | retention | active parameters | tokens/s | peak memory, MiB | |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        curve = self.curve
+        for i, K in enumerate(self.budgets):
+            spread = f" ± {self.deviation[i]:.4f}" if len(self.values) > 1 else ""
+            marks = "★ sweet spot " * (curve.sweet_spot == K) + "▲ collapse boundary" * (curve.collapse_boundary == K)
+            lines.append(
+                f"| {K} | {self.mean[i]:.4f}{spread} | {self.retention[i]:.1%} | {self.active_parameters[i]:,} "
+                f"({self.active_parameters[i] / self.active_parameters[-1]:.0%}) | {curve.tokens_per_second[i]:,.0f} "
+                f"| {self.peak_bytes[i] / 2**20:.1f} | {marks.strip()} |"
+            )
+        return "\n".join(lines) + "\n"
+
+    def draw(self, title: str) -> Figure:
+        """The budget curve, in the form of the paper's Figure 2."""
+        return draw_curves({title: self})
+
+
+def draw_curves(evaluations: dict[str, Evaluation]) -> Figure:
+    """One panel per task or one curve per variant: mean, deviation as a band, star and triangle."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, evaluation) in enumerate(evaluations.items()):
+        color, curve = f"C{i}", evaluation.curve
+        axes.plot(curve.budgets, curve.values, "o-", color=color, markersize=4, label=label)
+        low, high = ([m + sign * d for m, d in zip(evaluation.mean, evaluation.deviation)] for sign in (-1, 1))
+        axes.fill_between(curve.budgets, low, high, color=color, alpha=0.15)
+        for K, marker, size in ((curve.collapse_boundary, "^", 12), (curve.sweet_spot, "*", 15)):
+            value = curve.values[curve.budgets.index(K)]
+            axes.plot(K, value, marker, color=color, markersize=size, markeredgecolor="black", zorder=3)
+    budgets = sorted({K for evaluation in evaluations.values() for K in evaluation.budgets})
+    axes.set_xscale("log")
+    axes.set_xticks(budgets, [str(K) for K in budgets])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("spectral budget K (star: sweet spot, triangle: collapse boundary)")
+    axes.set_ylabel(next(iter(evaluations.values())).metric.name.replace("_", " "))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def open_language_task(args: Any, description: str) -> TaskData:
+    """Held-out blocks as `train_clm.py` makes them from `CLMArguments`; byte models only."""
+    encoder = ByteEncoder()
+    text = load_text(args, encoder)
+    labels = text_labels(text.held_out, encoder.special_ids)
+
+    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
+        count = num_scored(labels) * text.bytes_per_token
+        return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
+
+    inputs = {"input_ids": text.held_out[: args.per_device_batch_size]}
+    load = lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)  # noqa: E731
+    return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
+
+
+def open_classification_task(args: Any, description: str) -> TaskData:
+    """The test split (or the validation split where there is none) as `train_classification.py` reads it."""
+    from classification_data import load_classification
+    from train_classification import Predictor, sweep_accuracy
+
+    data = load_classification(args)
+    held_out = data.test or data.validation
+    predict = Predictor(Accelerator(), args, data)
+
+    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
+        return sweep_accuracy(model, held_out, predict, lambda K: None, budgets)
+
+    load = lambda folder: AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)  # noqa: E731
+    return TaskData(sweep, predict.batch(held_out.samples), load, f"{description}; {held_out.name}")
+
+
+def open_task(name: str, data_dir: str, scale: str, overrides: dict[str, Any] | None = None) -> TaskData:
+    """The held-out data of a task of tasks/catalog.py.
+
+    Raises:
+        ValueError: unknown task, or one whose script cannot be evaluated here. FileNotFoundError: absent data.
+    """
+    from tasks.catalog import TASKS, task_arguments
+    from train_classification import ClassificationArguments
+    from train_clm import CLMArguments
+
+    arguments = task_arguments(name, data_dir, scale) | (overrides or {})
+    spec = TASKS[name]
+    if spec.script == "train_clm":
+        return open_language_task(CLMArguments(**arguments), spec.title)
+    if spec.script == "train_classification":
+        return open_classification_task(ClassificationArguments(**arguments), spec.title)
+    raise ValueError(f"task {name!r} is evaluated by its own script, train/tasks/{spec.script}.py")
+
+
+def evaluate_models(folders: Sequence[str], task: TaskData, budgets: Sequence[int] = BUDGETS) -> Evaluation:
+    """Sweep every model; memory and active parameters of the first.
+
+    Raises:
+        ValueError: models of different capacity.
+    """
+    sweeps: list[BudgetSweep] = []
+    peaks: tuple[int, ...] = ()
+    active: tuple[int, ...] = ()
+    for folder in folders:
+        model = task.load(folder).eval()
+        if torch.accelerator.is_available():
+            model.to(torch.accelerator.current_accelerator())
+        capacity = model.config.num_spectral_channels
+        wanted = clip_budgets((*budgets, capacity), capacity)
+        if sweeps and wanted != sweeps[0].budgets:
+            raise ValueError(f"{folder} has capacity {capacity}, and {folders[0]} {sweeps[0].budgets[-1]}")
+        if not sweeps:
+            batch = {name: value.to(model.device) for name, value in task.inputs.items()}
+            peaks = tuple(_peak(model, batch, K) for K in wanted)
+            active = tuple(model.num_active_parameters(K) for K in wanted)
+        sweeps.append(task.sweep(model, wanted))
+    values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "tokens_per_second"))
+    return Evaluation(sweeps[0].metric, sweeps[0].budgets, values, speeds, peaks, active)
+
+
+@torch.no_grad()
+def _peak(model: PreTrainedModel, batch: dict[str, Tensor], budget: int) -> int:
+    """Bytes that one forward pass over the batch needs beside the weights."""
+    run = lambda: model(**batch, use_cache=False, spectral_budget=budget)  # noqa: E731
+    run()  # constants made once do not count
+    return peak_memory(run, model.device)
