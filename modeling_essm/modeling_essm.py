@@ -80,6 +80,14 @@ class ESSMSequenceClassifierOutput(ModelOutput):
     spectral_budget: Any = None
 
 
+class ESSMFeatureEmbedding(nn.Linear):
+    """Continuous features to hidden states: (B, L, F) -> (B, L, D).
+
+    Its bias starts as large as its weight: without one, the norm that follows would keep of a single feature nothing
+    but its sign.
+    """
+
+
 class ESSMPrefixLinear(nn.Module):
     """A linear layer that computes its first outputs only: (.., D_in), n -> (.., n), reading n rows of the weight.
 
@@ -288,7 +296,9 @@ class ESSMPreTrainedModel(PreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=std)
-            if module.bias is not None:
+            if isinstance(module, ESSMFeatureEmbedding):
+                init.normal_(module.bias, mean=0.0, std=std)
+            elif module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
             init.normal_(module.weight, mean=0.0, std=std)
@@ -366,7 +376,7 @@ class ESSMModel(ESSMPreTrainedModel):
         if config.num_input_features is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
-            self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
+            self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
         self.layers = nn.ModuleList(ESSMLayer(config) for _ in range(config.num_hidden_layers))
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)

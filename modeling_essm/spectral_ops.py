@@ -360,7 +360,7 @@ def _chunked_backward(
         g = slice(a, a + group)
         inputs = torch.cat([chunks_flat[g], x_flat[g].to(u.dtype)], 1)
         features, dgated, product = buffers[:, : len(inputs)]
-        dy_rows, gate = dy[g].view(-1, E), chunk_gates[g].view(-1, rows * K, 1)
+        dy_rows, gate = dy[g].view(-1, E), chunk_gates[g].reshape(-1, rows * K, 1)  # gates may be expanded
         torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=features)
         torch.mm(dy_rows, M_flat.T, out=dgated.view(-1, K * D))
         torch.sum(torch.mul(dgated, features, out=product), -1, out=dgates[g].view(-1, rows * K))

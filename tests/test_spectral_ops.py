@@ -68,6 +68,23 @@ def test_agrees_with_the_definition(dtype, algorithm, padded, B, L, K):
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
+@pytest.mark.parametrize("L", [64, 128, 130])
+@pytest.mark.parametrize("algorithm", ["chunked", "fft", "step"])
+def test_inputs_of_any_strides(algorithm, L):
+    """Gates that are one row expanded (those of `gating="none"`), transposed inputs and mixing matrices."""
+    operator, K = SpectralOperator(H), 4
+    u, gates, M = make_inputs(2, L, K)
+    strange = [u.mT.contiguous().mT, gates[:1, :1].expand(2, L, K), M.mT.contiguous().mT]
+    assert not any(t.is_contiguous() for t in strange)
+    results = []
+    for tensors in ([t.contiguous() for t in strange], strange):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y, state = operator(*leaves, algorithm=algorithm)
+        results.append([y, state, *torch.autograd.grad(y.square().sum() + state.square().sum(), leaves)])
+    for plain, other in zip(*results):
+        torch.testing.assert_close(other, plain)
+
+
 def test_the_definition_is_eq_7():
     # Written out with loops: y(t) = sum_k g_k(t) (sum_j phi_k(t-j) u(j)) M_k.
     operator = SpectralOperator(64)

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budget_dropout import BUDGETS, clip_budgets
-from engine import Metric
+from engine import Metric, capacity_of, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from text_data import ByteEncoder, evaluation_blocks, read_files, text_labels, to_stream
@@ -175,12 +175,12 @@ def sweep_metric(
     """Evaluate any model at every budget up to its capacity, which is always one of them.
 
     Args:
-        model: takes `spectral_budget` and has config.num_spectral_channels; is left in evaluation mode.
+        model: any; one that knows no budgets has the single budget 1. It is left in evaluation mode.
         evaluate: from K to the metric. inputs: a batch of the model's inputs, to measure its speed on.
         progress: called with each K before its evaluation.
     """
     model.eval()
-    capacity = model.config.num_spectral_channels
+    capacity = capacity_of(model)
     budgets = clip_budgets((*budgets, capacity), capacity)
     values = []
     for K in budgets:
@@ -202,7 +202,7 @@ def sweep_budgets(
     """Evaluate a causal language model at every budget up to its capacity, which is always one of them.
 
     Args:
-        model: takes `spectral_budget` and has config.num_spectral_channels; is left in evaluation mode.
+        model: any; one that knows no budgets has the single budget 1. It is left in evaluation mode.
         input_ids: (n, L) int64 blocks. labels: (n, L), the same before shifting, -100 where a token is not scored.
         num_bytes: bytes that the scored tokens stand for; by default each is one byte.
         batch_size: blocks per forward pass. progress: called with each K before its evaluation.
@@ -227,7 +227,7 @@ def total_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget
     total = 0.0
     for start in range(0, len(input_ids), batch_size):
         rows = slice(start, start + batch_size)
-        logits = model(input_ids=input_ids[rows].to(model.device), use_cache=False, spectral_budget=budget).logits
+        logits = run_at_budget(model, {"input_ids": input_ids[rows].to(model.device)}, budget).logits
         targets = labels[rows, 1:].to(logits.device)
         total += F.cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="sum").item()
     return total
@@ -253,7 +253,7 @@ def tokens_per_second(
         for K in budgets:
             _synchronize(first.device)
             start = time.perf_counter()
-            model(**batch, use_cache=False, spectral_budget=K)
+            run_at_budget(model, batch, K)
             _synchronize(first.device)
             seconds[K].append(time.perf_counter() - start)
     return [num_tokens / statistics.median(seconds[K][1:]) for K in budgets]  # the first round is the warm-up

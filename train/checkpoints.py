@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 
 RUN_STATE = "run_state.json"
 _TEMPORARY = ".tmp-"
+_REPLACED = f"{_TEMPORARY}replaced-"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -44,10 +45,12 @@ def publish(temporary: Path, path: Path) -> None:
     for folder, _, files in os.walk(temporary):
         for name in (*files, "."):
             _sync(Path(folder, name))
+    replaced = path.with_name(_REPLACED + path.name)
     if path.exists():
-        delete_folder(path)
+        os.replace(path, replaced)
     os.replace(temporary, path)
     _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager
@@ -77,6 +80,9 @@ def delete_folder(path: Path) -> None:
 
 def delete_temporary_folders(output_dir: Path) -> None:
     """Clean up after a killed run."""
+    for path in output_dir.glob(f"{_REPLACED}*"):
+        if not (original := path.with_name(path.name.removeprefix(_REPLACED))).exists():
+            os.replace(path, original)  # killed between the two renames of `publish`
     for path in output_dir.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path)
 

@@ -23,10 +23,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -35,7 +36,7 @@ import yaml
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_process
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from budget_dropout import BudgetSchedule, budget_losses, budget_schedule
 from checkpoints import (
     complete_or_removed,
@@ -212,6 +213,17 @@ class Task:
     identity: dict[str, Any]
 
 
+def capacity_of(model: nn.Module) -> int:
+    """The largest budget of a model, wrapped for several processes or not; 1 for one that knows no budgets."""
+    return getattr(getattr(model, "module", model).config, "num_spectral_channels", 1)
+
+
+def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int) -> Any:
+    """Outputs of a model, wrapped or not; one that knows no budgets runs as it is."""
+    elastic = hasattr(getattr(model, "module", model).config, "num_spectral_channels")
+    return model(**batch, use_cache=False, **({"spectral_budget": budget} if elastic else {}))
+
+
 class JsonlTracker(GeneralTracker):
     """log.jsonl: one line per logged update. A resumed run drops the lines of updates it will do again."""
 
@@ -326,7 +338,8 @@ def make_accelerator(args: RunArguments) -> Accelerator:
                 f"log_with must name installed trackers, {known or 'of which there are none'}, got {name!r}"
             )
     trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.log_with or [])]
-    accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir)
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data, sweeps or pushes
+    accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir, kwargs_handlers=[patience])
     if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _shard_on_cpu(accelerator)
     torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
@@ -373,11 +386,13 @@ def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) ->
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay; norms, biases and embeddings (with the tied head) do not."""
+    """AdamW's groups: matrices decay; norms, biases and embeddings (with the tied head) do not, nor what its author
+    marked `_no_weight_decay`, as the state matrices of Mamba."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     parameters = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in embeddings]
-    others = [p for p in parameters if p.ndim < 2 or id(p) in embeddings]
+    exempt = [p.ndim < 2 or id(p) in embeddings or getattr(p, "_no_weight_decay", False) for p in parameters]
+    decayed = [p for p, is_exempt in zip(parameters, exempt) if not is_exempt]
+    others = [p for p, is_exempt in zip(parameters, exempt) if is_exempt]
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
@@ -407,11 +422,8 @@ def save_model(
     """
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        cls, config = type(task.model), task.model.config
-        for candidate in cls.__mro__:  # FSDP2 puts a class of its own in front
-            if candidate.__module__ == type(config).__module__.replace("configuration_essm", "modeling_essm"):
-                cls = candidate
-                break
+        config = task.model.config
+        cls = next(c for c in type(task.model).__mro__ if not c.__module__.startswith("torch."))  # not FSDP2's own
         with torch.device("meta"):  # draws no random numbers
             copy = cls(config)
         copy.load_state_dict({name: value.cpu() for name, value in state.items()}, assign=True)
@@ -440,7 +452,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     """
     output_dir, ranks, batch_size = Path(args.output_dir), accelerator.num_processes, args.per_device_batch_size
     samples_per_update = batch_size * ranks * args.gradient_accumulation_steps
-    validated = eval_budgets(args, schedule, task.model.config.num_spectral_channels)
+    validated = eval_budgets(args, schedule, capacity_of(task.model))
     max_steps = args.max_steps
     if args.num_train_epochs is not None:
         if task.source.num_samples is None:
@@ -462,6 +474,8 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
             for old in (*list_checkpoints(output_dir), output_dir / "model", output_dir / "best"):
                 if old.exists():
                     delete_folder(old)
+            for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
+                (output_dir / name).unlink(missing_ok=True)
     accelerator.wait_for_everyone()
     checkpoint = next(reversed(list_checkpoints(output_dir)), None)
     if checkpoint is not None:
@@ -470,7 +484,8 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     # 2. Optimizer, learning rate, average, and the state of the run found.
     set_seed(args.seed, device_specific=True)  # equal weights exist already; other dropout masks on every process
     if args.gradient_checkpointing:
-        task.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable = getattr(task.model, "activation_checkpointing_enable", None)  # its name since transformers 5.2x
+        (enable or task.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if args.torch_compile:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(schedule.budgets))
         task.model.compile()
@@ -619,7 +634,7 @@ def _accumulate(
         first: list[Any] = []
 
         def forward(K: int, batch: dict[str, Tensor] = batch, first: list[Any] = first) -> Any:
-            outputs = model(**batch, use_cache=False, spectral_budget=K)
+            outputs = run_at_budget(model, batch, K)
             if not first:
                 first.append(task.training_figure(outputs, batch).detach())
             return outputs

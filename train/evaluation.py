@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from budget_dropout import BUDGETS, clip_budgets
 from budget_sweep import BudgetSweep, num_scored, sweep_budgets
-from engine import Metric
+from engine import Metric, capacity_of, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from text_data import ByteEncoder, load_text, text_labels
@@ -197,22 +197,27 @@ def evaluate_models(folders: Sequence[str], task: TaskData, budgets: Sequence[in
         model = task.load(folder).eval()
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
-        capacity = model.config.num_spectral_channels
+        capacity = capacity_of(model)
         wanted = clip_budgets((*budgets, capacity), capacity)
         if sweeps and wanted != sweeps[0].budgets:
             raise ValueError(f"{folder} has capacity {capacity}, and {folders[0]} {sweeps[0].budgets[-1]}")
         if not sweeps:
             batch = {name: value.to(model.device) for name, value in task.inputs.items()}
             peaks = tuple(_peak(model, batch, K) for K in wanted)
-            active = tuple(model.num_active_parameters(K) for K in wanted)
+            active = tuple(_active_parameters(model, K) for K in wanted)
         sweeps.append(task.sweep(model, wanted))
     values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "tokens_per_second"))
     return Evaluation(sweeps[0].metric, sweeps[0].budgets, values, speeds, peaks, active)
 
 
+def _active_parameters(model: PreTrainedModel, budget: int) -> int:
+    elastic = hasattr(model, "num_active_parameters")
+    return model.num_active_parameters(budget) if elastic else model.num_parameters()
+
+
 @torch.no_grad()
 def _peak(model: PreTrainedModel, batch: dict[str, Tensor], budget: int) -> int:
     """Bytes that one forward pass over the batch needs beside the weights."""
-    run = lambda: model(**batch, use_cache=False, spectral_budget=budget)  # noqa: E731
+    run = lambda: run_at_budget(model, batch, budget)  # noqa: E731
     run()  # constants made once do not count
     return peak_memory(run, model.device)

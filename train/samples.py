@@ -19,13 +19,11 @@ import numpy as np
 
 
 class SampleSource(Protocol):
-    """What the training loop needs of data.
+    """What the training loop needs of data."""
 
-    Attributes:
-        num_samples: samples per epoch, or None where only reading to the end would tell.
-    """
-
-    num_samples: int | None
+    @property
+    def num_samples(self) -> int | None:
+        """Samples per epoch, or None where only reading to the end would tell."""
 
     def draw(self, count: int) -> list[Any]:
         """Handles of the next `count` samples; consumes them."""

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
+from budget_dropout import BUDGETS
 from budget_sweep import BudgetSweep, load_metric, sweep_metric
 from classification_data import ClassificationData, Sample, Split, collate, load_classification
 from engine import (
@@ -38,22 +38,22 @@ from engine import (
     make_accelerator,
     make_schedule,
     parse_arguments,
+    run_at_budget,
     train,
     write_json,
 )
+from models import ModelArguments, make_model
 from push_to_hub import PushArguments, check_can_push, push_run
 from samples import even_shares
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from modeling_essm import ESSMConfig, ESSMForSequenceClassification
-
 ACCURACY = Metric("accuracy", higher_is_better=True)
 
 
 @dataclass
-class ClassificationArguments(RunArguments):
+class ClassificationArguments(ModelArguments, RunArguments):
     """Data and model; how to train is in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_classification", "Where everything goes; a run found there is continued.")
@@ -101,12 +101,6 @@ class ClassificationArguments(RunArguments):
     eval_batch_size: int = _arg(32, "Samples per process and forward pass of validation and sweep.")
 
     per_device_batch_size: int = _arg(16, "Samples per process and forward pass.")
-    hidden_size: int = _arg(128, "Model width D.")
-    num_hidden_layers: int = _arg(4, "Number of blocks.")
-    num_spectral_channels: int = _arg(32, "Capacity: the largest budget the model will be able to run.")
-    filter_length: int = _arg(1024, "Longest sequence the filters cover; longer costs nothing.")
-    dropout: float = _arg(0.0, "Dropout rate after each sub-layer.")
-    stochastic_depth: float = _arg(0.0, "Rate of skipping a whole sub-layer.")
     classifier_pooling: str = _arg("mean", "What is classified: the 'mean' over all positions, or the 'last' one.")
 
     RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
@@ -151,19 +145,18 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def make_model(args: ClassificationArguments, data: ClassificationData, budgets: Sequence[int]) -> PreTrainedModel:
+def build_model(args: ClassificationArguments, data: ClassificationData, budgets: Sequence[int]) -> PreTrainedModel:
     """A new model for that data. Raises ValueError for sizes that cannot be."""
-    sizes = "hidden_size num_hidden_layers num_spectral_channels filter_length dropout stochastic_depth"
-    fields = {name: getattr(args, name) for name in (*sizes.split(), "classifier_pooling")} | data.reader.config_fields
     names = data.label_names or [f"LABEL_{i}" for i in range(data.num_labels)]
-    config = ESSMConfig(
-        **fields,
+    return make_model(
+        args,
+        budgets,
+        classifier_pooling=args.classifier_pooling,
         id2label=dict(enumerate(names)),
         label2id={name: i for i, name in enumerate(names)},
         problem_type="single_label_classification",
-        trained_budgets=list(budgets),
+        **data.reader.config_fields,
     )
-    return ESSMForSequenceClassification(config)
 
 
 class Predictor:
@@ -189,7 +182,7 @@ class Predictor:
         found = torch.zeros(len(samples), dtype=torch.int64, device=self.accelerator.device)
         for i in even_shares(len(starts), self.accelerator.process_index, self.accelerator.num_processes):
             start = starts[i or 0]
-            logits = model(**self.batch(samples, start), use_cache=False, spectral_budget=budget).logits
+            logits = run_at_budget(model, self.batch(samples, start), budget).logits
             if i is not None:
                 found[start : start + len(logits)] = logits.argmax(-1) + 1  # 0 where another process predicts
         return self.accelerator.reduce(found, "sum").cpu() - 1
@@ -230,11 +223,11 @@ def main(args: ClassificationArguments) -> None:
     accelerator = make_accelerator(args)
     if args.push_to_hub and accelerator.is_main_process:
         check_can_push(str(args.hub_model_id), private=args.hub_private)
-    schedule = make_schedule(args, args.num_spectral_channels)
+    schedule = make_schedule(args, 1 if args.is_baseline else args.num_spectral_channels)
     with accelerator.main_process_first():
         data = load_classification(args)
     set_seed(args.seed)  # the same weights on every process
-    model = make_model(args, data, schedule.budgets)
+    model = build_model(args, data, schedule.budgets)
     predict = Predictor(accelerator, args, data)
 
     def say(line: str) -> None:
@@ -253,7 +246,8 @@ def main(args: ClassificationArguments) -> None:
         write_json(output_dir / "training.json", record)
     held_out = data.validation if data.test is None else data.test
     trained = args.final_model == "last" and not args.ema_decay and accelerator.distributed_type != DistributedType.FSDP
-    loaded = reload(output_dir / "model", predict.batch(held_out.samples), model if trained else None)
+    cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
+    loaded = reload(output_dir / "model", predict.batch(held_out.samples), cls, model if trained else None)
     say(f"the reloaded {output_dir / 'model'} gives the same logits")
     sweep = sweep_accuracy(loaded, held_out, predict, lambda K: say(f"sweep: K={K}"))
     if accelerator.is_main_process:
@@ -261,22 +255,25 @@ def main(args: ClassificationArguments) -> None:
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out.samples)}
         sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
         say(f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
-        push_run(PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub))
+        if not args.is_baseline:  # which has no remote code
+            push_run(
+                PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub)
+            )
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
-def reload(folder: Path, batch: dict[str, Tensor], trained: PreTrainedModel | None) -> PreTrainedModel:
+def reload(folder: Path, batch: dict[str, Tensor], cls: type, trained: PreTrainedModel | None) -> PreTrainedModel:
     """The saved model as a user gets it, on the device of `batch`, a batch of inputs.
 
     Args:
-        trained: the model in memory that was saved, if there is one.
+        cls: the model's class. trained: the model in memory that was saved, if there is one.
     Raises:
         RuntimeError: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
     """
     device = next(iter(batch.values())).device
     loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).to(device).eval()
-    own = ESSMForSequenceClassification.from_pretrained(folder).to(device).eval()
+    own = cls.from_pretrained(folder).to(device).eval()
     with torch.no_grad():
         expected, got = (model(**batch).logits for model in (own, loaded))
     if not torch.equal(expected, got):
@@ -289,7 +286,13 @@ def reload(folder: Path, batch: dict[str, Tensor], trained: PreTrainedModel | No
     return loaded
 
 
-def sweep_accuracy(model: PreTrainedModel, held_out: Split, predict: Predictor, progress: Any) -> BudgetSweep:
+def sweep_accuracy(
+    model: PreTrainedModel,
+    held_out: Split,
+    predict: Predictor,
+    progress: Callable[[int], object],
+    budgets: Sequence[int] = BUDGETS,
+) -> BudgetSweep:
     """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it."""
     with predict.accelerator.main_process_first():
         metric = load_metric("accuracy")
@@ -299,7 +302,7 @@ def sweep_accuracy(model: PreTrainedModel, held_out: Split, predict: Predictor, 
         return metric.compute(predictions=predictions, references=held_out.labels)["accuracy"]
 
     inputs = predict.batch(held_out.samples)
-    return sweep_metric(model, accuracy, inputs, metric=ACCURACY, progress=progress)
+    return sweep_metric(model, accuracy, inputs, metric=ACCURACY, budgets=budgets, progress=progress)
 
 
 if __name__ == "__main__":

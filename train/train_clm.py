@@ -33,6 +33,7 @@ from engine import (
     RunArguments,
     Task,
     _arg,
+    capacity_of,
     hardware,
     make_accelerator,
     make_schedule,
@@ -40,6 +41,7 @@ from engine import (
     train,
     write_json,
 )
+from models import ModelArguments, make_model
 from push_to_hub import PushArguments, check_can_push, push_run
 from samples import even_shares
 from text_data import ByteEncoder, Encoder, TextData, TokenizerEncoder, load_text, text_labels
@@ -53,7 +55,7 @@ SAMPLE_BUDGETS = (2, 6, 32)
 
 
 @dataclass
-class CLMArguments(RunArguments):
+class CLMArguments(ModelArguments, RunArguments):
     """Text and model; how to train is in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_clm", "Where everything goes; a run found there is continued.")
@@ -76,16 +78,14 @@ class CLMArguments(RunArguments):
     tokenizer_name: str | None = _arg(None, "A tokenizer with an end-of-sequence token; by default bytes are tokens.")
     block_size: int = _arg(512, "Tokens per training sequence; at most filter_length.")
 
-    config_name: str | None = _arg(None, "Folder or Hub name of a configuration, instead of the sizes below.")
+    config_name: str | None = _arg(None, "Folder or Hub name of a configuration, instead of sizes.")
     model_name_or_path: str | None = _arg(None, "Weights to start from, instead of a new model.")
-    hidden_size: int = _arg(128, "Model width D.")
-    num_hidden_layers: int = _arg(4, "Number of blocks.")
-    num_spectral_channels: int = _arg(32, "Capacity: the largest budget the model will be able to run.")
-    filter_length: int = _arg(1024, "Longest sequence the filters cover; longer costs nothing.")
-    dropout: float = _arg(0.0, "Dropout rate after each sub-layer.")
 
     validation_blocks: int = _arg(32, "Held-out blocks that a validation reads.")
     sweep_blocks: int = _arg(128, "Held-out blocks that the final sweep over all budgets reads.")
+
+    # Where the text lies may change; what it says may not, and is compared by its hash.
+    RESUMABLE = RunArguments.RESUMABLE | {"train_file", "validation_file"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,6 +100,11 @@ class CLMArguments(RunArguments):
             raise ValueError("give train_file or dataset_name, not both")
         if self.validation_file and not self.train_file:
             raise ValueError("validation_file needs train_file")
+        if self.is_baseline and (self.push_to_hub or self.config_name or self.model_name_or_path):
+            raise ValueError(
+                f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
+                "from config_name or model_name_or_path, and cannot be pushed"
+            )
         if self.config_name and self.model_name_or_path:
             raise ValueError("give config_name or model_name_or_path, not both")
         if self.config_name is None and self.model_name_or_path is None:
@@ -118,7 +123,7 @@ def make_encoder(args: CLMArguments) -> Encoder:
     return TokenizerEncoder(AutoTokenizer.from_pretrained(args.tokenizer_name), args.tokenizer_name)
 
 
-def make_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
+def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
     """A new model, or the weights that the arguments name. Raises ValueError if it does not fit the text."""
     ids = {"vocab_size": encoder.vocab_size, "pad_token_id": encoder.pad_id}
     if isinstance(encoder, TokenizerEncoder):
@@ -134,15 +139,15 @@ def make_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
     elif args.config_name:
         model = ESSMForCausalLM(ESSMConfig.from_pretrained(args.config_name, **ids))
     else:
-        sizes = "hidden_size num_hidden_layers num_spectral_channels filter_length dropout"
-        model = ESSMForCausalLM(ESSMConfig(**ids, **{name: getattr(args, name) for name in sizes.split()}))
-    args.check_block_size(model.config.filter_length)
+        model = make_model(args, (), **ids)
+    args.check_block_size(model.config.max_position_embeddings)
     return model.float()
 
 
 def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encoder: Encoder) -> Task:
     """Next-token prediction; judged by bits per byte of the held-out text."""
-    held_out = text.held_out[: args.validation_blocks]
+    spread = np.linspace(0, len(text.held_out) - 1, min(len(text.held_out), args.validation_blocks)).round()
+    held_out = text.held_out[spread.astype(int)]
     labels = text_labels(held_out, encoder.special_ids)
     bits_per_nat = 1 / (math.log(2) * text.bytes_per_token)
 
@@ -167,7 +172,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
         evaluate=evaluate,
         metric=Metric("bits/byte", higher_is_better=False),
         tokens_per_sample=args.block_size,
-        save_companions=lambda folder: encoder.save_pretrained(folder, model.config.filter_length),
+        save_companions=lambda folder: encoder.save_pretrained(folder, model.config.max_position_embeddings),
         identity={
             "sha256 of the training text": text.fingerprint,
             "sha256 of the validation blocks": hashlib.sha256(held_out.numpy().tobytes()).hexdigest(),
@@ -189,9 +194,10 @@ def main(args: CLMArguments) -> None:
         check_can_push(args.hub_model_id, private=args.hub_private)
     encoder = make_encoder(args)
     set_seed(args.seed)  # the same weights on every process
-    model = make_model(args, encoder)
-    schedule = make_schedule(args, model.config.num_spectral_channels)
-    model.config.trained_budgets = list(schedule.budgets)
+    model = build_model(args, encoder)
+    schedule = make_schedule(args, capacity_of(model))
+    if not args.is_baseline:
+        model.config.trained_budgets = list(schedule.budgets)
     with accelerator.main_process_first():
         text = load_text(args, encoder)
 
@@ -224,9 +230,12 @@ def main(args: CLMArguments) -> None:
         sweep.save(output_dir, model=str(output_dir / "model"), **context)
         say(f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
-        for K in sorted({min(K, model.config.num_spectral_channels) for K in SAMPLE_BUDGETS}):
-            say(f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
-        push_run(PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub))
+        if not args.is_baseline:  # which cannot generate, and has no remote code
+            for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
+                say(f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
+            push_run(
+                PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub)
+            )
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
