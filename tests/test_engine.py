@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import engine
 import train_clm
-from checkpoints import delete_folder, list_checkpoints, publish, temporary_folder
+from checkpoints import delete_folder, delete_temporary_folders, list_checkpoints, publish, temporary_folder
 from engine import Metric, RunArguments, WeightAverage, eval_budgets, parameter_groups, parse_arguments
 from training_run import (
     NUM_BLOCKS,
