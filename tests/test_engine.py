@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -173,6 +173,12 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine(finished):
     done = range(1, steps + 1)  # the rate of the next update
     cosine = [peak * 0.5 * (1 + math.cos(math.pi * (n - warmup) / (steps - warmup))) for n in done]
     assert rates == pytest.approx([peak * n / warmup if n < warmup else c for n, c in zip(done, cosine)], abs=1e-12)
+
+
+def test_an_earlier_trainer_does_not_stop_the_optimizer(arguments, tmp_path, finished):
+    GradientState().sync_gradients = False  # as Trainer leaves it where accumulation was cut short
+    train(arguments(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(final_state(tmp_path), final_state(finished), strict=True))
 
 
 def test_gradients_are_clipped(arguments, tmp_path):

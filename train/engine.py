@@ -340,6 +340,7 @@ def make_accelerator(args: RunArguments) -> Accelerator:
     trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.log_with or [])]
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data, sweeps or pushes
     accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir, kwargs_handlers=[patience])
+    accelerator.sync_gradients = True  # shared by all Accelerators: a Trainer before may have left it off
     if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _shard_on_cpu(accelerator)
     torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
