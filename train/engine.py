@@ -460,10 +460,6 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
             raise ValueError("num_train_epochs needs a data set of known length; for a stream give max_steps")
         max_steps = max(1, round(args.num_train_epochs * task.source.num_samples / samples_per_update))
 
-    def say(text: str) -> None:
-        if accelerator.is_main_process:
-            tqdm.write(text)
-
     # 1. What defines the run, and the run already in output_dir, if any.
     identity = {k: v for k, v in dataclasses.asdict(args).items() if k not in args.RESUMABLE} | task.identity
     identity |= {"max_steps": max_steps, "eval_budgets": list(validated), "num_processes": ranks}
@@ -500,7 +496,14 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     accelerator.register_for_checkpointing(scheduler)  # not prepared: it steps once per update, on any number of ranks
     model, optimizer = accelerator.prepare(task.model, optimizer)
     average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
-    progress = {"update": 0, "best": None, "best_update": 0, "validations_without_best": 0, "stopped_early": False}
+    progress = {
+        "update": 0,
+        "seconds": 0.0,
+        "best": None,
+        "best_update": 0,
+        "validations_without_best": 0,
+        "stopped_early": False,
+    }
     if checkpoint is not None:
         saved = read_run_state(checkpoint)
         progress = {name: saved[name] for name in progress}
@@ -509,7 +512,9 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         if average is not None:
             average.load_state_dict(states["average"])
         done = progress["update"] == max_steps or progress["stopped_early"]
-        say(f"{'finished already' if done else 'resuming'}: {checkpoint} holds update {progress['update']}")
+        say(
+            accelerator, f"{'finished already' if done else 'resuming'}: {checkpoint} holds update {progress['update']}"
+        )
     accelerator.init_trackers("essm", {**_flat(identity), "first_update": progress["update"]})
 
     # 3. The loop.
@@ -531,7 +536,6 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         mininterval=0.5 if sys.stderr.isatty() else 10,  # seconds between lines in a log file
     )
     next_batches = _Prefetch(fetch) if first_update < max_steps else None
-    train_started = time.perf_counter()
     model.train()
     for update in range(first_update, max_steps):
         started = time.perf_counter()
@@ -559,7 +563,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         bar.set_postfix_str(f"K={shown}, {task.metric.name} {figure:.3f}, {speed:,.0f} tokens/s", refresh=False)
         bar.update()
 
-        progress["update"] = update + 1
+        progress |= {"update": update + 1, "seconds": progress["seconds"] + time.perf_counter() - started}
         last = update + 1 == max_steps
         values: dict[str, Any] = {}
         if (update + 1) % args.log_every == 0 or last:
@@ -575,10 +579,10 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
             values |= {f"validation {task.metric.name} K={K}": value for K, value in figures.items()}
             shown = ", ".join(f"{value:.4f} at K={K}" for K, value in figures.items())
             new = " (best mean so far)" if progress["best_update"] == update + 1 else ""
-            say(f"update {update + 1}: validation {task.metric.name} {shown}{new}")
+            say(accelerator, f"update {update + 1}: validation {task.metric.name} {shown}{new}")
             if 0 < args.early_stopping_patience <= progress["validations_without_best"] and not last:
                 progress["stopped_early"] = last = True
-                say(f"stopped early: no new best since update {progress['best_update']}")
+                say(accelerator, f"stopped early: no new best since update {progress['best_update']}")
         if values:
             accelerator.log(values, step=update + 1)
         if (update + 1) % args.checkpoint_every == 0 or last:
@@ -589,7 +593,6 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
             save_checkpoint(accelerator, output_dir, progress | run_state, args.keep_checkpoints, *parts)
         if last:
             break
-    seconds = time.perf_counter() - train_started
     if next_batches is not None:
         next_batches.close()
     bar.close()
@@ -602,7 +605,10 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     else:
         with weights():
             save_model(accelerator, model, task, output_dir / "model")
-    say(f"saved {output_dir / 'model'} ({args.final_model} weights{', averaged' if average is not None else ''})")
+    say(
+        accelerator,
+        f"saved {output_dir / 'model'} ({args.final_model} weights{', averaged' if average is not None else ''})",
+    )
     return {
         "updates": progress["update"],
         "samples_per_update": samples_per_update,
@@ -610,7 +616,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         "best_update": progress["best_update"],
         "best_validation": progress["best"],
         "stopped_early": progress["stopped_early"],
-        "seconds_of_this_session": round(seconds, 1),
+        "seconds": round(progress["seconds"], 1),
         "processes": ranks,
         "device": str(accelerator.device.type),
         "mixed_precision": accelerator.mixed_precision,
@@ -679,6 +685,29 @@ def copy_model(source: Path, target: Path) -> None:
     shutil.copytree(source, temporary, dirs_exist_ok=True)
     (temporary / "best.json").unlink(missing_ok=True)
     publish(temporary, target)
+
+
+def say(accelerator: Accelerator, text: str) -> None:
+    """One line, from one process, above the progress bar."""
+    if accelerator.is_main_process:
+        tqdm.write(text)
+
+
+def train_and_record(
+    accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule, *, script: str, data: str
+) -> None:
+    """`train`, with a line about model and data before it, and `training.json`, which the model card reads, after it.
+
+    Args:
+        script: its file. data: what it trains on, for people.
+    """
+    parameters = sum(p.numel() for p in task.model.parameters())
+    say(accelerator, f"{parameters:,} parameters on {accelerator.num_processes} x {accelerator.device.type}; {data}")
+    record = train(accelerator, args, task, schedule)
+    record |= {"script": Path(script).name, "data": data, "schedule": args.budget_schedule}
+    record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
+    if accelerator.is_main_process:
+        write_json(Path(args.output_dir) / "training.json", record)
 
 
 def hardware(accelerator: Accelerator) -> str:

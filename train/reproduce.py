@@ -153,7 +153,7 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     evaluation = Evaluation(metric, tuple(first["budgets"]), values, speeds, zeros, zeros)
     keep = ("data", "updates", "samples_per_update", "tokens_per_update", "hardware", "schedule")
     return evaluation, {name: training[0].get(name) for name in keep} | {
-        "seconds": [t.get("seconds_of_this_session") for t in training],
+        "seconds": [t.get("seconds") for t in training],
         "arguments": {
             name: value
             for name, value in training[0]["arguments"].items()

@@ -17,7 +17,6 @@ budget_sweep.json and budget_sweep.png.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,19 +33,17 @@ from engine import (
     RunArguments,
     Task,
     _arg,
-    hardware,
     make_accelerator,
     make_schedule,
     parse_arguments,
     run_at_budget,
-    train,
-    write_json,
+    say,
+    train_and_record,
 )
 from models import ModelArguments, make_model
 from push_to_hub import PushArguments, check_can_push, push_run
 from samples import even_shares
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 ACCURACY = Metric("accuracy", higher_is_better=True)
@@ -230,31 +227,22 @@ def main(args: ClassificationArguments) -> None:
     model = build_model(args, data, schedule.budgets)
     predict = Predictor(accelerator, args, data)
 
-    def say(line: str) -> None:
-        if accelerator.is_main_process:
-            tqdm.write(line)
-
-    processes = f"{accelerator.num_processes} x {accelerator.device.type}"
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {processes}; {data.description}")
-    record = train(accelerator, args, make_task(args, model, data, predict), schedule)
+    task = make_task(args, model, data, predict)
+    train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
     # From here on only what was saved counts.
     output_dir = Path(args.output_dir)
-    if accelerator.is_main_process:
-        record |= {"script": Path(__file__).name, "data": data.description, "schedule": args.budget_schedule}
-        record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
-        write_json(output_dir / "training.json", record)
     held_out = data.validation if data.test is None else data.test
     trained = args.final_model == "last" and not args.ema_decay and accelerator.distributed_type != DistributedType.FSDP
     cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
     loaded = reload(output_dir / "model", predict.batch(held_out.samples), cls, model if trained else None)
-    say(f"the reloaded {output_dir / 'model'} gives the same logits")
-    sweep = sweep_accuracy(loaded, held_out, predict, lambda K: say(f"sweep: K={K}"))
+    say(accelerator, f"the reloaded {output_dir / 'model'} gives the same logits")
+    sweep = sweep_accuracy(loaded, held_out, predict, lambda K: say(accelerator, f"sweep: K={K}"))
     if accelerator.is_main_process:
-        say(f"accuracy on {len(held_out.samples):,} samples: {held_out.name}\n{sweep.table()}")
+        say(accelerator, f"accuracy on {len(held_out.samples):,} samples: {held_out.name}\n{sweep.table()}")
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out.samples)}
         sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
-        say(f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         if not args.is_baseline:  # which has no remote code
             push_run(
                 PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub)

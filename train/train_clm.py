@@ -16,7 +16,6 @@ log.jsonl, training.json, budget_sweep.json and budget_sweep.png.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass, field
@@ -34,19 +33,17 @@ from engine import (
     Task,
     _arg,
     capacity_of,
-    hardware,
     make_accelerator,
     make_schedule,
     parse_arguments,
-    train,
-    write_json,
+    say,
+    train_and_record,
 )
 from models import ModelArguments, make_model
 from push_to_hub import PushArguments, check_can_push, push_run
 from samples import even_shares
 from text_data import ByteEncoder, Encoder, TextData, TokenizerEncoder, load_text, text_labels
 from torch import Tensor, nn
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
@@ -201,20 +198,12 @@ def main(args: CLMArguments) -> None:
     with accelerator.main_process_first():
         text = load_text(args, encoder)
 
-    def say(line: str) -> None:
-        if accelerator.is_main_process:
-            tqdm.write(line)
-
-    processes = f"{accelerator.num_processes} x {accelerator.device.type}"
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {processes}; {text.description}")
-    record = train(accelerator, args, make_task(args, model, text, encoder), schedule)
+    task = make_task(args, model, text, encoder)
+    train_and_record(accelerator, args, task, schedule, script=__file__, data=text.description)
 
     # From here on only what was saved counts.
     if accelerator.is_main_process:
         output_dir = Path(args.output_dir)
-        record |= {"script": Path(__file__).name, "data": text.description, "schedule": args.budget_schedule}
-        record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
-        write_json(output_dir / "training.json", record)
         loaded, tokenizer = reload(output_dir / "model", accelerator.device)
         labels = text_labels(text.held_out, encoder.special_ids)
         sweep = sweep_budgets(
@@ -223,16 +212,16 @@ def main(args: CLMArguments) -> None:
             labels,
             num_bytes=num_scored(labels) * text.bytes_per_token,
             batch_size=args.per_device_batch_size,
-            progress=lambda K: say(f"sweep: K={K}"),
+            progress=lambda K: say(accelerator, f"sweep: K={K}"),
         )
-        say(sweep.table())
+        say(accelerator, sweep.table())
         context = {"block_size": args.block_size, "blocks": len(text.held_out), "data": text.description}
         sweep.save(output_dir, model=str(output_dir / "model"), **context)
-        say(f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
         if not args.is_baseline:  # which cannot generate, and has no remote code
             for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
-                say(f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
+                say(accelerator, f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
             push_run(
                 PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub)
             )

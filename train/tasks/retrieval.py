@@ -20,7 +20,6 @@ is loaded through the class: `from tasks.retrieval import TwoTowerClassifier` (w
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -32,7 +31,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,12 +42,11 @@ from engine import (
     RunArguments,
     Task,
     _arg,
-    hardware,
     make_accelerator,
     make_schedule,
     parse_arguments,
-    train,
-    write_json,
+    say,
+    train_and_record,
 )
 from samples import MapSamples, even_shares
 from transformers.utils.generic import can_return_tuple
@@ -420,20 +417,11 @@ def main(args: RetrievalArguments) -> BudgetSweep:
     model = make_model(args, schedule.budgets)
     predict = Predictor(accelerator, args)
 
-    def say(line: str) -> None:
-        if accelerator.is_main_process:
-            tqdm.write(line)
-
-    processes = f"{accelerator.num_processes} x {accelerator.device.type}"
-    say(f"{sum(p.numel() for p in model.parameters()):,} parameters on {processes}; {data.description}")
-    record = train(accelerator, args, make_task(args, model, data, predict), schedule)
+    task = make_task(args, model, data, predict)
+    train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
     # From here on only what was saved counts.
     output_dir = Path(args.output_dir)
-    if accelerator.is_main_process:
-        record |= {"script": Path(__file__).name, "data": data.description, "schedule": args.budget_schedule}
-        record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
-        write_json(output_dir / "training.json", record)
     loaded = TwoTowerClassifier.from_pretrained(output_dir / "model").to(accelerator.device).eval()
     held_out = data.validation if data.test is None else data.test
     with accelerator.main_process_first():
@@ -442,13 +430,13 @@ def main(args: RetrievalArguments) -> BudgetSweep:
     def accuracy(K: int) -> float:
         return metric.compute(predictions=predict(loaded, held_out, K), references=held_out.labels)["accuracy"]
 
-    progress: Callable[[int], None] = lambda K: say(f"sweep: K={K}")  # noqa: E731
+    progress: Callable[[int], None] = lambda K: say(accelerator, f"sweep: K={K}")  # noqa: E731
     sweep = sweep_metric(loaded, accuracy, predict.batch(held_out), metric=ACCURACY, progress=progress)
     if accelerator.is_main_process:
-        say(f"accuracy on {len(held_out):,} pairs\n{sweep.table()}")
+        say(accelerator, f"accuracy on {len(held_out):,} pairs\n{sweep.table()}")
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out)}
         sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
-        say(f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return sweep
