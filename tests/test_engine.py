@@ -595,3 +595,20 @@ def test_a_row_that_breaks_the_stream_stops_the_run_and_keeps_its_checkpoint(dat
         train([*command_line(tmp_path / "run", **changes, max_steps=500, per_device_batch_size=20), "--streaming"])
     assert list_checkpoints(tmp_path / "run")
     assert os.listdir(tmp_path / "run").count("model") == 0
+
+
+def test_a_config_is_not_mixed_with_sizes(arguments, tmp_path):
+    config = str(Path(__file__).parents[1] / "hub_configs" / "essm-tiny")
+    with pytest.raises(ValueError, match="hidden_size is part of config_name: leave it out, got 77"):
+        parse_arguments(train_clm.CLMArguments, ["--config_name", config, "--hidden_size", "77"])
+    args = parse_arguments(train_clm.CLMArguments, ["--config_name", config, "--dropout", "0.3"])
+    assert train_clm.build_model(args, train_clm.ByteEncoder()).config.dropout == 0.3
+
+
+def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
+    accelerator = engine.make_accelerator(RunArguments(output_dir=str(tmp_path), cpu_threads=1))
+    assert not list(tmp_path.glob(".seen-*"))
+    monkeypatch.setattr(engine.Path, "touch", lambda path: None)  # as on a disk that this process does not see
+    monkeypatch.setattr(engine.Path, "unlink", lambda path: None)
+    with pytest.raises(ValueError, match="is one folder for 0 of 1 processes"):
+        engine._check_shared(accelerator, tmp_path)

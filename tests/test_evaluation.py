@@ -139,6 +139,8 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
     assert reproduce.reproduce("table4", novels())["rows"] == rows
     assert capsys.readouterr().out.count("done before") == 4
+    with pytest.raises(RuntimeError, match="base-seed0 holds the run of another command"):
+        reproduce.reproduce("table4", novels(max_steps=5))
 
 
 def test_runner_errors(novels):

@@ -142,10 +142,11 @@ def test_training_starts_from_a_configuration_or_from_weights(finished, data, tm
     ESSMConfig(hidden_size=8, num_hidden_layers=1, num_spectral_channels=4, filter_length=64).save_pretrained(
         tmp_path / "config"
     )
-    train(command_line(tmp_path / "new", **data, config_name=tmp_path / "config", max_steps=1))
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+    train(command_line(tmp_path / "new", **data, **sizes, config_name=tmp_path / "config", max_steps=1))
     assert AutoConfig.from_pretrained(tmp_path / "new" / "model").hidden_size == 8
     start = {"model_name_or_path": finished / "model", "max_steps": 1, "learning_rate": 0.0, "dropout": None}
-    train(command_line(tmp_path / "continued", **data, **start))
+    train(command_line(tmp_path / "continued", **data, **sizes, **start))
     ours, theirs = (model_weights(folder / "model") for folder in (tmp_path / "continued", finished))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in theirs)
 
@@ -170,7 +171,7 @@ def test_training_starts_from_a_configuration_or_from_weights(finished, data, tm
         ({"dataset_name": "imdb"}, "train_file or dataset_name, not both"),
         ({"validation_blocks": 3}, "validation_blocks must be at most sweep_blocks = 2, got 3"),
         ({"config_name": "a", "model_name_or_path": "b"}, "config_name or model_name_or_path, not both"),
-        ({"train_file": None}, "validation_file needs train_file"),
+        ({"train_file": None}, "validation_file needs train_file or dataset_name"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )

@@ -62,6 +62,9 @@ def complete_or_removed(path: Path, temporary: Path) -> Iterator[None]:
     """
     try:
         yield
+    except (torch.OutOfMemoryError, torch.distributed.DistError):  # RuntimeErrors, but not of a writer
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         last = next(reversed(list_checkpoints(path.parent)), "none")

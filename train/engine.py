@@ -3,7 +3,8 @@
 
 A run is defined by its arguments and its data. Everything an update does is a pure function of its index (budgets),
 of the place in the data, or of state that a checkpoint holds: weights, their average, optimizer, learning rate and the
-random states of every process. So a run that was killed at any moment ends with the bits it would have ended with.
+random states of every process. So a run that was killed at any moment ends with the bits it would have ended with, on
+the same machine and number of threads, and on a GPU with `deterministic`.
 
 Selection rule: the best model is the one with the best mean of the validation metric over `eval_budgets`, the earlier
 one of equals. With `ema_decay`, the averaged weights are what is validated and saved.
@@ -23,6 +24,7 @@ import shutil
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -36,7 +38,7 @@ import yaml
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_process
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
 from budget_dropout import BudgetSchedule, budget_losses, budget_schedule
 from checkpoints import (
     complete_or_removed,
@@ -51,6 +53,7 @@ from checkpoints import (
 )
 from samples import SampleSource, share_of
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
 from transformers.trainer_utils import enable_full_determinism
@@ -343,6 +346,11 @@ def make_accelerator(args: RunArguments) -> Accelerator:
     accelerator.sync_gradients = True  # shared by all Accelerators: a Trainer before may have left it off
     if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _shard_on_cpu(accelerator)
+    if accelerator.is_fsdp2:
+        # Mixed precision is autocast's alone, as under DDP: Accelerate's policy would round residual stream, losses and
+        # the gradients that micro-steps add up.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    _check_shared(accelerator, output_dir)
     torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
     return accelerator
 
@@ -353,6 +361,25 @@ def _shard_on_cpu(accelerator: Accelerator) -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
+
+
+def _check_shared(accelerator: Accelerator, output_dir: Path) -> None:
+    """Raises ValueError on all processes if they do not see the same output_dir: checkpoints would miss parts."""
+    token = [uuid.uuid4().hex]
+    broadcast_object_list(token)
+    proof = output_dir / f".seen-{token[0]}"
+    if accelerator.is_main_process:
+        proof.touch()
+    accelerator.wait_for_everyone()
+    seen = accelerator.reduce(torch.tensor(int(proof.exists()), device=accelerator.device), "sum")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        proof.unlink()
+    if int(seen) != accelerator.num_processes:
+        raise ValueError(
+            f"output_dir {str(output_dir)!r} is one folder for {int(seen)} of {accelerator.num_processes} processes "
+            "only: on several machines it must lie on a file system that they share"
+        )
 
 
 def check_writable(folder: Path) -> None:
@@ -543,8 +570,9 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         assert next_batches is not None
         batches, data_state = next_batches()
         loss, figure = _accumulate(accelerator, model, task, batches, budgets, args.distillation_weight)
-        grad_norm = _full(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-        loss, figure = (float(x) for x in accelerator.reduce(torch.stack([loss, figure]), "mean"))
+        norm = _full(accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm))
+        means = accelerator.reduce(torch.stack([loss, figure]), "mean")
+        loss, figure, grad_norm = torch.cat([means, norm.to(means).view(1)]).tolist()  # one wait for the device
         overflowed = accelerator.scaler is None and not math.isfinite(grad_norm)  # fp16's scaler skips such updates
         if not math.isfinite(loss) or overflowed:
             next_batches.close()
@@ -664,8 +692,8 @@ def _state_names(accelerator: Accelerator, average: WeightAverage | None) -> tup
     return (["data"], names) if sharded else (["data", *names], [])
 
 
-def _full(norm: Tensor) -> float:
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # type: ignore[operator]
+def _full(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
 
 
 def _is_new_best(progress: dict[str, Any], mean: float, metric: Metric) -> bool:

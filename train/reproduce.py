@@ -127,11 +127,15 @@ def run(command: list[str], output_dir: Path) -> float:
     """Run one command into output_dir/output.txt unless its sweep is there; its seconds.
 
     Raises:
-        RuntimeError: it failed; the message holds the end of what it printed.
+        RuntimeError: it failed, and the message holds the end of what it printed; or the folder holds another run.
     """
     if (output_dir / "budget_sweep.json").exists():
+        previous = output_dir / "command.json"
+        if not previous.exists() or json.loads(previous.read_text()) != command[1:]:
+            raise RuntimeError(f"{output_dir} holds the run of another command; delete it or choose another output_dir")
         return 0.0
     output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "command.json").write_text(json.dumps(command[1:]))
     started = time.perf_counter()
     with (output_dir / "output.txt").open("a") as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
@@ -251,10 +255,11 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("--list", "-h", "--help"):
         for name, experiment in EXPERIMENTS.items():
             print(f"{name}: {experiment.question} Rows: {', '.join(experiment.rows)}")
-        if "--list" in sys.argv:
-            return
+        if sys.argv[1:] in (["-h"], ["--help"]):
+            HfArgumentParser(ReproduceArguments).parse_args(["--help"])
+        return
     (args,) = HfArgumentParser(ReproduceArguments).parse_args_into_dataclasses(sys.argv[2:])
-    reproduce(sys.argv[1] if len(sys.argv) > 1 else "", args)
+    reproduce(sys.argv[1], args)
 
 
 if __name__ == "__main__":

@@ -344,7 +344,9 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     elif args.dataset_name:
         splits = load_splits(args.dataset_name, args.dataset_config_name, streaming=False)
         stream, density = to_stream(_split(splits, "train", args), encoder)
-        if "validation" in splits:
+        if args.validation_file:
+            held_out, density = to_stream(read_files(args.validation_file, args.text_column), encoder)
+        elif "validation" in splits:
             held_out, density = to_stream(_split(splits, "validation", args), encoder)
         description = " ".join(filter(None, (args.dataset_name, args.dataset_config_name)))
     else:
@@ -360,7 +362,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         evaluation_blocks(held_out, args.block_size, args.sweep_blocks, encoder.pad_id),
         density,
         f"{description}: {len(stream):,} tokens of {encoder.name}, {len(held_out):,} held out",
-        hashlib.sha256(stream.tobytes()).hexdigest(),
+        hashlib.sha256(stream).hexdigest(),
     )
 
 
@@ -370,21 +372,25 @@ def _split(splits: Any, name: str, args: Any) -> Iterator[Document]:
 
 def _load_stream(args: Any, encoder: Encoder) -> TextData:
     open_train: Callable[[], Any]
+    validation: Iterable[Document]
+    if args.validation_file:
+        validation = read_files(args.validation_file, args.text_column)
     if args.train_file:
         if not args.validation_file:
             raise ValueError("streaming needs validation_file: the end of a stream cannot be held out")
         open_train = lambda: open_table(args.train_file, streaming=True)  # noqa: E731
-        validation: Iterable[Document] = read_files(args.validation_file, args.text_column)
         description = ", ".join(Path(path).name for path in args.train_file)
         sizes = [Path(path).stat().st_size for path in args.train_file if Path(path).is_file()]
     elif args.dataset_name:
         splits = load_splits(args.dataset_name, args.dataset_config_name, streaming=True)
-        if "validation" not in splits:
+        if "validation" not in splits and not args.validation_file:
             raise ValueError(
-                f"streaming needs a split 'validation', and dataset {args.dataset_name!r} has only {sorted(splits)}"
+                f"streaming needs a split 'validation', and dataset {args.dataset_name!r} has only {sorted(splits)}: "
+                "give validation_file"
             )
         open_train = lambda: load_splits(args.dataset_name, args.dataset_config_name, streaming=True)["train"]  # noqa: E731
-        validation = _split(splits, "validation", args)
+        if not args.validation_file:
+            validation = _split(splits, "validation", args)
         description, sizes = args.dataset_name, []
     else:
         raise ValueError("streaming needs train_file (parquet, json, jsonl or csv) or dataset_name")

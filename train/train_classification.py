@@ -235,7 +235,8 @@ def main(args: ClassificationArguments) -> None:
     held_out = data.validation if data.test is None else data.test
     trained = args.final_model == "last" and not args.ema_decay and accelerator.distributed_type != DistributedType.FSDP
     cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
-    loaded = reload(output_dir / "model", predict.batch(held_out.samples), cls, model if trained else None)
+    with accelerator.local_main_process_first():  # or processes copy the model's code at the same time
+        loaded = reload(output_dir / "model", predict.batch(held_out.samples), cls, model if trained else None)
     say(accelerator, f"the reloaded {output_dir / 'model'} gives the same logits")
     sweep = sweep_accuracy(loaded, held_out, predict, lambda K: say(accelerator, f"sweep: K={K}"))
     if accelerator.is_main_process:

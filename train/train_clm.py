@@ -16,6 +16,7 @@ log.jsonl, training.json, budget_sweep.json and budget_sweep.png.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass, field
@@ -95,8 +96,8 @@ class CLMArguments(ModelArguments, RunArguments):
             )
         if self.train_file and self.dataset_name:
             raise ValueError("give train_file or dataset_name, not both")
-        if self.validation_file and not self.train_file:
-            raise ValueError("validation_file needs train_file")
+        if self.validation_file and not (self.train_file or self.dataset_name):
+            raise ValueError("validation_file needs train_file or dataset_name")
         if self.is_baseline and (self.push_to_hub or self.config_name or self.model_name_or_path):
             raise ValueError(
                 f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
@@ -106,6 +107,15 @@ class CLMArguments(ModelArguments, RunArguments):
             raise ValueError("give config_name or model_name_or_path, not both")
         if self.config_name is None and self.model_name_or_path is None:
             self.check_block_size(self.filter_length)
+        else:
+            self.refuse_sizes()
+
+    def refuse_sizes(self) -> None:
+        """Raises ValueError if the model's shape is given beside a configuration that holds it."""
+        source = "config_name" if self.config_name else "model_name_or_path"
+        for f in dataclasses.fields(ModelArguments):
+            if f.name not in ("dropout", "stochastic_depth") and getattr(self, f.name) != f.default:
+                raise ValueError(f"{f.name} is part of {source}: leave it out, got {getattr(self, f.name)!r}")
 
     def check_block_size(self, filter_length: int) -> None:
         """Raises ValueError if the filters do not cover a block."""
@@ -126,15 +136,16 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
     if isinstance(encoder, TokenizerEncoder):
         tokenizer = encoder.tokenizer
         ids |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+    rates = {name: getattr(args, name) for name in ("dropout", "stochastic_depth") if getattr(args, name)}
     if args.model_name_or_path:
-        model = ESSMForCausalLM.from_pretrained(args.model_name_or_path)
+        model = ESSMForCausalLM.from_pretrained(args.model_name_or_path, **rates)
         if model.config.vocab_size < encoder.vocab_size:
             raise ValueError(
                 f"{args.model_name_or_path} has {model.config.vocab_size} token ids, and {encoder.name} needs "
                 f"{encoder.vocab_size}: name its own tokenizer"
             )
     elif args.config_name:
-        model = ESSMForCausalLM(ESSMConfig.from_pretrained(args.config_name, **ids))
+        model = ESSMForCausalLM(ESSMConfig.from_pretrained(args.config_name, **ids, **rates))
     else:
         model = make_model(args, (), **ids)
     args.check_block_size(model.config.max_position_embeddings)
