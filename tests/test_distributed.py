@@ -132,6 +132,22 @@ def test_two_ranks_equal_one_at_the_same_global_batch(one_rank, ddp):
     assert (ddp / "run" / "budget_sweep.json").exists()
 
 
+def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
+    """Losses in fp32 under autocast: with Accelerate's own policy they are multiples of 2^-8, 1e-3 off."""
+    logs = []
+    for name, ranks, environment, batch in (("one", 1, {}, 4), ("fsdp2", 2, FSDP2, 2)):
+        (tmp_path / name).mkdir()
+        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_batch_size": batch}
+        order = command_line(tmp_path / name / "run", **equal | changes)
+        bf16 = environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        codes, log = train_apart(order, tmp_path / name, ranks=ranks, environment=bf16)
+        assert codes == [0] * ranks, log
+        logs.append(read_log(tmp_path / name / "run"))
+    assert len(logs[0]) == 3
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=3e-4)
+
+
 def test_fsdp2_equals_one_rank_and_leaves_a_model_that_loads(one_rank, fsdp2):
     assert_same_model(fsdp2, one_rank)
     assert_same_figures(fsdp2, one_rank)

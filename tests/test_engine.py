@@ -606,9 +606,10 @@ def test_a_config_is_not_mixed_with_sizes(arguments, tmp_path):
 
 
 def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
-    accelerator = engine.make_accelerator(RunArguments(output_dir=str(tmp_path), cpu_threads=1))
+    args = RunArguments(output_dir=str(tmp_path), cpu_threads=1)
+    engine.make_accelerator(args)
     assert not list(tmp_path.glob(".seen-*"))
     monkeypatch.setattr(engine.Path, "touch", lambda path: None)  # as on a disk that this process does not see
     monkeypatch.setattr(engine.Path, "unlink", lambda path: None)
     with pytest.raises(ValueError, match="is one folder for 0 of 1 processes"):
-        engine._check_shared(accelerator, tmp_path)
+        engine.make_accelerator(args)

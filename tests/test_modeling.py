@@ -114,6 +114,16 @@ def test_initial_values(variant):
             assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
 
 
+def test_a_single_feature_keeps_its_size_from_the_start():
+    """Without a bias, LayerNorm(w x) is the same for every x > 0; with one, it is not."""
+    torch.manual_seed(0)
+    model = ESSMModel(tiny_config(num_input_features=1, hidden_size=64))
+    encoder = model.embed_features
+    assert 0.5 < float(encoder.bias.std() / encoder.weight.std()) < 2.0
+    small, large = (model.layers[0].input_norm(encoder(torch.full((1, 1, 1), x))) for x in (0.2, 0.9))
+    assert (small - large).abs().max() > 0.2
+
+
 @pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
 @variants
 def test_every_missing_weight_is_initialised(cls, variant, tmp_path):

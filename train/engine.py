@@ -329,7 +329,7 @@ def make_accelerator(args: RunArguments) -> Accelerator:
     """The Accelerator of a run, its CPU threads, its trackers and, if asked for, deterministic kernels.
 
     Raises:
-        ValueError: output_dir cannot be written, or an unknown tracker.
+        ValueError: output_dir cannot be written, is not the same folder for all processes, or an unknown tracker.
     """
     output_dir = Path(args.output_dir)
     check_writable(output_dir)
@@ -358,6 +358,8 @@ def make_accelerator(args: RunArguments) -> Accelerator:
 def _shard_on_cpu(accelerator: Accelerator) -> None:
     """FSDP2 on CPU ranks: torch has it, Accelerate offers it for accelerators only and would fall back to DDP."""
     plugin = FullyShardedDataParallelPlugin()  # reads the FSDP_* variables of the launcher
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerate does for accelerators
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
