@@ -710,6 +710,11 @@ def test_attention_implementations_are_refused(cls, name, tmp_path):
 # --- Stability: Appendix C
 
 
+def _mixer(**sizes):
+    """A mixer of a model: one built by itself has memory for weights, not yet weights."""
+    return randomise(ESSMModel(tiny_config(**sizes)).layers[0].mixer, seed=3)
+
+
 def _bound(mixer, K, alpha=None):
     """||D|| + sum_k alpha_k sigma_k^{1/4} ||M_k|| ||phi_k||_1; without alpha its largest value over the simplex."""
     basis = spectral_basis(512)
@@ -732,7 +737,7 @@ def _matched_inputs(mixer, K, L=512):
 @torch.no_grad()
 def test_outputs_stay_within_the_bound_at_every_budget():
     """|u(t)|_2 <= U implies |y(t)|_2 <= bound U, at every K, for random, constant and adversarial inputs."""
-    mixer = randomise(ESSMSpectralMixer(tiny_config()), seed=3)
+    mixer = _mixer()
     noise = torch.randn(4, 512, 16, generator=torch.Generator().manual_seed(1))
     constant = noise[:, :1].expand(-1, 512, -1)
     for K in range(1, CAPACITY + 1):
@@ -756,7 +761,7 @@ def test_the_bound_is_not_vacuous(gating, floor):
     """
     ratios = []
     for K in range(1, CAPACITY + 1):
-        mixer = randomise(ESSMSpectralMixer(tiny_config(gating=gating)), seed=3)
+        mixer = _mixer(gating=gating)
         mixer.channel_mixing[K - 1] *= 20.0
         mixer.skip.weight.copy_(0.5 * mixer.channel_mixing[K - 1].T)
         if gating == "softmax":
