@@ -734,7 +734,7 @@ def train_and_record(
     parameters = sum(p.numel() for p in task.model.parameters())
     say(accelerator, f"{parameters:,} parameters on {accelerator.num_processes} x {accelerator.device.type}; {data}")
     record = train(accelerator, args, task, schedule)
-    record |= {"script": Path(script).name, "data": data, "schedule": args.budget_schedule}
+    record |= {"script": Path(script).name, "data": data, "schedule": args.budget_schedule, "parameters": parameters}
     record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
     if accelerator.is_main_process:
         write_json(Path(args.output_dir) / "training.json", record)

@@ -112,18 +112,22 @@ class Evaluation:
 
 
 def draw_curves(evaluations: dict[str, Evaluation]) -> Figure:
-    """One panel per task or one curve per variant: mean, deviation as a band, star and triangle."""
+    """One curve per task or variant: mean, deviation as a band, star and triangle; one budget is a dashed line."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for i, (label, evaluation) in enumerate(evaluations.items()):
         color, curve = f"C{i}", evaluation.curve
+        if len(curve.budgets) == 1:
+            axes.axhline(curve.values[0], linestyle="--", color=color, label=label)
+            continue
         axes.plot(curve.budgets, curve.values, "o-", color=color, markersize=4, label=label)
         low, high = ([m + sign * d for m, d in zip(evaluation.mean, evaluation.deviation)] for sign in (-1, 1))
         axes.fill_between(curve.budgets, low, high, color=color, alpha=0.15)
         for K, marker, size in ((curve.collapse_boundary, "^", 12), (curve.sweet_spot, "*", 15)):
             value = curve.values[curve.budgets.index(K)]
             axes.plot(K, value, marker, color=color, markersize=size, markeredgecolor="black", zorder=3)
-    budgets = sorted({K for evaluation in evaluations.values() for K in evaluation.budgets})
+    elastic = [evaluation for evaluation in evaluations.values() if len(evaluation.budgets) > 1]
+    budgets = sorted({K for evaluation in elastic for K in evaluation.budgets})
     axes.set_xscale("log")
     axes.set_xticks(budgets, [str(K) for K in budgets])
     axes.xaxis.set_minor_locator(NullLocator())

@@ -5,14 +5,16 @@
     python train/reproduce.py exponents --scale small --seeds 3 --data_dir data
     python train/reproduce.py --list
 
-Every run is one call of train_clm.py or train_classification.py in a process of its own, in
-output_dir/<experiment>-<scale>/<run>-seed<n>; a run whose sweep is there is not repeated, an unfinished one goes on
-from its checkpoint. `--jobs 2` runs two at a time, each on `--cpu_threads`. At the end the figures of all runs are
-collected into <experiment>-<scale>.json, .md and .png below --results_dir.
+Every run is one call of a training script in a process of its own, in output_dir/<task>-<scale>/<overrides>-seed<n>:
+experiments share the runs that they have in common. A run whose sweep is there is not repeated, an unfinished one goes
+on from its checkpoint. `--jobs 2` runs two at a time, each on `--cpu_threads`. At the end the figures of all runs are
+collected into <experiment>-<scale>.json, .md and .png below --results_dir. A baseline ("text, transformer") has as many
+parameters as the ES-SSM of its task, to 5%, sees the same data in the same order, and has one budget. Rows whose data
+is absent are left out, and the output says what to fetch.
 
-Small scale is small: narrower models, shorter sequences and few updates, minutes per run on a CPU. Its figures are
-there to compare rows of one table, never to be put beside the paper's. What the paper reports is not in this
-repository; the Markdown says in which ways a run differs from it.
+Small scale is small: narrower models, shorter sequences and few updates, minutes per run on a CPU; the Markdown lists
+every argument in which it departs from full scale. The figures that the paper reports are not in this repository: put
+them into a JSON file, {"text": {"32": 0.9}, ..}, and `--paper_figures file` sets them beside ours.
 """
 
 from __future__ import annotations
@@ -45,15 +47,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 SCHEDULES: dict[str, dict[str, Any]] = {
     "uniform": {"budget_schedule": "uniform"},
-    "discrete": {"budget_schedule": "discrete"},
+    "discrete": {},  # the scripts' default
     "authors": {"budget_schedule": "authors"},
     "sandwich": {"budget_schedule": "sandwich"},
     "sandwich + distillation": {"budget_schedule": "sandwich", "distillation_weight": 1.0},
 }
 EXPONENTS: dict[str, dict[str, Any]] = {
-    f"exponent {name}": {"scaling_exponent": value}
-    for name, value in {"1/4": 0.25, "1/8": 0.125, "1/16": 0.0625, "0": 0.0}.items()
+    "exponent 1/4": {},
+    "exponent 1/8": {"scaling_exponent": 0.125},
+    "exponent 1/16": {"scaling_exponent": 0.0625},
+    "exponent 0": {"scaling_exponent": 0.0},
 }
+# How often a run looks and saves, which changes no figure.
+_NO_DIFFERENCE = frozenset({"validate_every", "checkpoint_every"})
 
 
 @dataclass(frozen=True)
@@ -72,31 +78,44 @@ def _on(task: str, variants: dict[str, dict[str, Any]]) -> dict[str, tuple[str, 
     return {name: (task, overrides) for name, overrides in variants.items()}
 
 
-def _tasks(*names: str) -> dict[str, tuple[str, dict[str, Any]]]:
-    return {name: (name, {}) for name in names}
+def _against(architectures: Sequence[str], *tasks: str) -> dict[str, tuple[str, dict[str, Any]]]:
+    """ES-SSM on every task, and the baselines on those that take `--architecture`."""
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    for task in tasks:
+        rows[task] = (task, {})
+        if TASKS[task].script != "retrieval":
+            rows |= {f"{task}, {name}": (task, {"architecture": name}) for name in architectures}
+    return rows
 
 
 EXPERIMENTS: dict[str, Experiment] = {
     "table1": Experiment(
         "How good is ES-SSM on the Long Range Arena?",
-        _tasks("listops", "text", "image", "pathfinder", "pathx"),
+        _against(("transformer", "mamba", "s4d"), "listops", "text", "retrieval", "image", "pathfinder", "pathx"),
     ),
-    "table2": Experiment("How good is it as a byte-level language model of books?", _tasks("pg19")),
-    "table3": Experiment("How good is it on speech commands?", _tasks("sc10")),
+    "table2": Experiment(
+        "How good is it as a byte-level language model of books?",
+        _against(("transformer", "mamba", "mamba2"), "pg19", "novels"),
+    ),
+    "table3": Experiment(
+        "How good is it on speech commands?",
+        _against(("cnn", "tc_resnet", "transformer", "s4d"), "sc10", "speech4"),
+    ),
     "table4": Experiment("What are gate and budget dropout worth? Novels.", _on("novels", VARIANTS)),
     "table5": Experiment("What do the rules of training cost and bring? Novels.", _on("novels", SCHEDULES)),
     "table6": Experiment(
-        "What does a trained model keep at every budget?", _tasks("text", "smnist", "speech4", "listops", "pathfinder")
+        "What does a trained model keep at every budget?",
+        _against((), "text", "smnist", "speech4", "listops", "pathfinder"),
     ),
     "exponents": Experiment(
         "Does another exponent of sigma make use of the late channels? Novels.",
         _on("novels", EXPONENTS),
     ),
     "filter_length": Experiment(
-        "Should the filters be longer than the training sequences? Novels.",
+        "Should the filters be longer than the training sequences? Novels in blocks of 512 bytes, 4 an update.",
         {
-            "as long": ("novels", {"filter_length": 512}),
-            "8 times": ("novels", {"filter_length": 4096}),
+            "equal": ("novels", {"block_size": 512, "filter_length": 512, "per_device_batch_size": 4}),
+            "8 times": ("novels", {"block_size": 512, "filter_length": 4096, "per_device_batch_size": 4}),
         },
     ),
 }
@@ -105,7 +124,7 @@ EXPERIMENTS: dict[str, Experiment] = {
 def command_of(
     task: str, overrides: dict[str, Any], args: ReproduceArguments, output_dir: Path, seed: int
 ) -> list[str]:
-    """The command line of one run. Raises what `task_arguments` does where the data is absent."""
+    """The command line of one run. Raises FileNotFoundError where its data is absent."""
     values = {**task_arguments(task, args.data_dir, args.scale), **overrides}
     values |= {"output_dir": str(output_dir), "seed": seed, "cpu_threads": args.cpu_threads}
     if args.max_steps:
@@ -118,9 +137,10 @@ def command_of(
     return command
 
 
-def slug(name: str) -> str:
-    """A row's name as a folder."""
-    return "".join(c if c.isalnum() else "_" for c in name.lower())
+def folder_of(task: str, overrides: dict[str, Any], args: ReproduceArguments, seed: int) -> Path:
+    """Where a run goes; the same overrides of a task always mean the same folder."""
+    name = "-".join(f"{key}={value}" for key, value in sorted(overrides.items())) or "default"
+    return Path(args.output_dir) / f"{task}-{args.scale}" / f"{name}-seed{seed}"
 
 
 def run(command: list[str], output_dir: Path) -> float:
@@ -155,7 +175,7 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     speeds = tuple(tuple(sweep["tokens_per_second"]) for sweep in sweeps)
     zeros = (0,) * len(first["budgets"])
     evaluation = Evaluation(metric, tuple(first["budgets"]), values, speeds, zeros, zeros)
-    keep = ("data", "updates", "samples_per_update", "tokens_per_update", "hardware", "schedule")
+    keep = ("data", "updates", "samples_per_update", "tokens_per_update", "parameters", "hardware", "schedule")
     return evaluation, {name: training[0].get(name) for name in keep} | {
         "seconds": [t.get("seconds") for t in training],
         "arguments": {
@@ -166,23 +186,58 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     }
 
 
-def markdown(experiment: Experiment, rows: dict[str, Evaluation]) -> str:
-    """Rows by budgets, mean ± deviation over seeds."""
-    first = next(iter(rows.values()))
-    lines = ["| | " + " | ".join(f"K={K}" for K in first.budgets) + " | sweet spot | collapse | seeds |"]
-    lines.append("|---" * (len(first.budgets) + 4) + "|")
+def markdown(
+    experiment: Experiment,
+    rows: dict[str, Evaluation],
+    parameters: dict[str, int | None],
+    paper: dict[str, dict[str, float]],
+) -> str:
+    """Rows by budgets, mean ± deviation over seeds; the paper's figures below ours. A baseline's stands at the end."""
+    budgets = sorted({K for evaluation in rows.values() if len(evaluation.budgets) > 1 for K in evaluation.budgets})
+    columns = [f"K={K}" for K in budgets] or ["one budget"]
+    lines = ["| | parameters | " + " | ".join(columns) + " | sweet spot | collapse | seeds |"]
+    lines.append("|---" * (len(columns) + 5) + "|")
     for name, evaluation in rows.items():
-        cells = [
-            f"{m:.4f}" + (f" ± {d:.4f}" if len(evaluation.values) > 1 else "")
-            for m, d in zip(evaluation.mean, evaluation.deviation)
-        ]
-        cells += [
-            str(evaluation.curve.sweet_spot),
-            str(evaluation.curve.collapse_boundary),
-            str(len(evaluation.values)),
-        ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        spread = [f" ± {d:.4f}" if len(evaluation.values) > 1 else "" for d in evaluation.deviation]
+        found = {K: f"{m:.4f}{d}" for K, m, d in zip(evaluation.budgets, evaluation.mean, spread)}
+        elastic = len(evaluation.budgets) > 1
+        cells = [found.get(K, "") for K in budgets] if elastic else [""] * (len(columns) - 1) + [*found.values()]
+        marks = (evaluation.curve.sweet_spot, evaluation.curve.collapse_boundary) if elastic else ("", "")
+        size = f"{parameters[name]:,}" if parameters.get(name) else ""
+        lines.append(f"| {name} | {size} | {' | '.join(cells)} | {marks[0]} | {marks[1]} | {len(evaluation.values)} |")
+        if name in paper:
+            cells = [f"{paper[name][str(K)]:g}" if str(K) in paper[name] else "" for K in budgets]
+            lines.append(f"| {name}, the paper's | | {' | '.join(cells or [''])} | | | |")
     return f"{experiment.question}\n\n" + "\n".join(lines) + "\n"
+
+
+def differences(tasks: Sequence[str], scale: str) -> str:
+    """In what a run of each task at that scale departs from the official one, as a Markdown list."""
+    lines = []
+    for name in tasks:
+        spec = TASKS[name]
+        lines.append(f"- {name}: {spec.note}. Arguments of full scale: {spec.origin}.")
+        if scale == "small":
+            changed = {k: v for k, v in spec.small.items() if v != spec.full.get(k) and k not in _NO_DIFFERENCE}
+            shown = ", ".join(
+                f"{k} {v}" + (f" for {spec.full[k]}" if k in spec.full else "") for k, v in changed.items()
+            )
+            lines.append(f"  Small scale: {shown}.")
+    return "\n".join(lines) + "\n"
+
+
+def read_paper_figures(path: str | None, rows: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Row to budget to figure. Raises ValueError if the file is not so, or names a row or budget that is none."""
+    if path is None:
+        return {}
+    try:
+        figures = json.loads(Path(path).read_text())
+        figures = {row: {str(int(K)): float(value) for K, value in row_.items()} for row, row_ in figures.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f'{path} must hold {{"row": {{"budget": figure}}}} as JSON: {error}') from error
+    if unknown := sorted(set(figures) - set(rows)):
+        raise ValueError(f"rows of {path} must be among {tuple(rows)}, got {unknown}")
+    return figures
 
 
 @dataclass
@@ -198,13 +253,17 @@ class ReproduceArguments:
     jobs: int = field(default=1, metadata={"help": "Runs at a time."})
     cpu_threads: int = field(default=1, metadata={"help": "CPU threads of each run."})
     max_steps: int | None = field(default=None, metadata={"help": "Other than the task's number of updates."})
+    paper_figures: str | None = field(
+        default=None, metadata={"help": "JSON file of the figures that the paper reports, to set beside ours."}
+    )
 
 
 def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     """Run and collect one experiment.
 
     Raises:
-        ValueError: unknown experiment, row or scale. FileNotFoundError: absent data. RuntimeError: a run failed.
+        ValueError: unknown experiment, row or scale. FileNotFoundError: every row's data is absent. RuntimeError: a run
+            failed.
     """
     if name not in EXPERIMENTS:
         raise ValueError(f"the experiment must be one of {tuple(EXPERIMENTS)}, got {name!r}")
@@ -214,22 +273,34 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
         raise ValueError(f"rows of {name} must be among {tuple(experiment.rows)}, got {unknown}")
     if args.seeds < 1 or args.jobs < 1:
         raise ValueError(f"seeds and jobs must be at least 1, got {args.seeds} and {args.jobs}")
-    results_dir, root = Path(args.results_dir), Path(args.output_dir) / f"{name}-{args.scale}"
+    results_dir = Path(args.results_dir)
     check_writable(results_dir)
-    folders = {row: [root / f"{slug(row)}-seed{seed}" for seed in range(args.seeds)] for row in wanted}
-    jobs = [  # seed by seed, so that an interrupted table has all rows
-        (command_of(*experiment.rows[row], args, folders[row][seed], seed), folders[row][seed])
-        for seed in range(args.seeds)
-        for row in wanted
-    ]
+    paper = read_paper_figures(args.paper_figures, list(experiment.rows))
+    folders = {row: [folder_of(*experiment.rows[row], args, seed) for seed in range(args.seeds)] for row in wanted}
+    jobs: list[tuple[list[str], Path]] = []
+    absent: dict[str, str] = {}  # task to what to fetch
+    for seed in range(args.seeds):  # seed by seed, so that an interrupted table has all rows
+        for row in wanted:
+            task, overrides = experiment.rows[row]
+            if task not in absent:
+                try:
+                    jobs.append((command_of(task, overrides, args, folders[row][seed], seed), folders[row][seed]))
+                except FileNotFoundError as error:
+                    absent[task] = str(error)
+                    print(f"{task} is left out: {error}", flush=True)
+    wanted = [row for row in wanted if experiment.rows[row][0] not in absent]
+    if not wanted:
+        raise FileNotFoundError("; ".join(absent.values()))
     with ThreadPoolExecutor(args.jobs) as pool:
         for (_, folder), seconds in zip(jobs, pool.map(lambda job: run(*job), jobs)):
             print(f"{folder.name}: {seconds:.0f} s" if seconds else f"{folder.name}: done before", flush=True)
     collected = {row: collect(folders[row]) for row in wanted}
     evaluations = {row: evaluation for row, (evaluation, _) in collected.items()}
-    text = markdown(experiment, evaluations)
+    parameters = {row: training["parameters"] for row, (_, training) in collected.items()}
+    text = markdown(experiment, evaluations, parameters, paper)
     print("\n" + text)
     record = {"experiment": name, "question": experiment.question, "scale": args.scale, "seeds": args.seeds}
+    record |= {"left out": sorted(absent)}
     record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads}
     record["rows"] = {
         row: {"task": experiment.rows[row][0], "overrides": experiment.rows[row][1]}
@@ -239,8 +310,11 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     }
     stem = f"{name}-{args.scale}"
     write_json(results_dir / f"{stem}.json", record)
-    notes = {TASKS[task].note for task, _ in (experiment.rows[row] for row in wanted) if TASKS[task].note}
-    (results_dir / f"{stem}.md").write_text(text + "".join(f"\n{note}\n" for note in sorted(notes)))
+    tasks = list(dict.fromkeys(experiment.rows[row][0] for row in wanted))
+    hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
+    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n{differences(tasks, args.scale)}"
+    text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
+    (results_dir / f"{stem}.md").write_text(text)
     by_metric: dict[str, dict[str, Evaluation]] = {}
     for row, evaluation in evaluations.items():
         by_metric.setdefault(evaluation.metric.name, {})[row] = evaluation
