@@ -4,6 +4,7 @@
 import importlib.util
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import random_model
+from helpers import random_model, randomise
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
@@ -20,6 +21,7 @@ import evaluation
 import reproduce
 from engine import Metric
 from evaluation import Evaluation
+from tasks.retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
 from train_classification import ClassificationArguments
 from train_clm import CLMArguments
 
@@ -98,6 +100,55 @@ def test_a_classifier_is_evaluated_on_the_test_split(tmp_path):
     assert found.values[0] == pytest.approx([float(e.double().mean()) for e in expected])
 
 
+@pytest.fixture
+def pairs(tmp_path) -> Path:
+    """A data folder with the official files of retrieval."""
+    rng = np.random.default_rng(0)
+    (tmp_path / "data").mkdir()
+    for split, count in (("train", 12), ("eval", 5), ("test", 23)):
+        texts = ["".join(rng.choice(list("abc"), rng.integers(5, 40))) for _ in range(2 * count)]
+        lines = [f"{i % 2:.1f}\tP{i}\tQ{i}\tb'{texts[2 * i]}'\tb'{texts[2 * i + 1]}'\n" for i in range(count)]
+        (tmp_path / "data" / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
+    return tmp_path / "data"
+
+
+def test_the_script_evaluates_pairs(pairs, tmp_path):
+    folder = tmp_path / "run" / "model"
+    config = TwoTowerConfig(hidden_size=16, num_hidden_layers=1, num_spectral_channels=8, filter_length=512)
+    model = randomise(TwoTowerClassifier(config)).eval()
+    test = PairFile(pairs / "new_aan_pairs.test.tsv", 512)
+    with torch.no_grad():  # so that predictions differ, and between budgets
+        model.model.layers[0].mixer.channel_mixing.mul_(20)
+        logits = model(**collate(list(test))).logits
+        model.score.bias[1] -= (logits[:, 1] - logits[:, 0]).median()
+    model.save_pretrained(folder)
+    script = Path(evaluation.__file__).with_name("evaluate.py")
+    line = ["--task", "retrieval", "--data_dir", pairs, "--scale", "small", "--models", folder, "--budgets", 2, 5]
+    done = subprocess.run([sys.executable, script, *map(str, line)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "23 pairs of new_aan_pairs.test.tsv" in done.stdout and "| 5 |" in done.stdout
+    found = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
+    for i, K in enumerate((2, 5, 8)):
+        with torch.no_grad():
+            right = model(**collate(list(test)), spectral_budget=K).logits.argmax(-1) == test.labels
+        assert found["budgets"][i] == K and found["values"][0][i] == pytest.approx(float(right.double().mean()))
+        assert found["active_parameters"][i] == model.num_active_parameters(K)
+    assert len(set(found["values"][0])) > 1
+    assert 0 < found["peak_bytes"][0] < found["peak_bytes"][2] and min(found["tokens_per_second"][0]) > 0
+    assert json.loads((tmp_path / "run" / "budget_sweep.json").read_text())["values"] == found["values"][0]
+
+
+def test_open_task_names_what_is_wrong(pairs, tmp_path):
+    random_model().save_pretrained(tmp_path / "lm")
+    task = evaluation.open_task("retrieval", str(pairs), "small")
+    with pytest.raises(ValueError, match=r"lm is not a model of this task: it lacks head\.bias, .*score\.weight"):
+        evaluation.evaluate_models([str(tmp_path / "lm")], task)
+    with pytest.raises(FileNotFoundError, match="new_aan_pairs"):
+        evaluation.open_task("retrieval", str(tmp_path / "run"), "small")
+    with pytest.raises(ValueError, match="got 'pairs'"):
+        evaluation.open_task("pairs", str(pairs), "small")
+
+
 def test_the_script_does_not_hide_the_evaluate_library():
     from budget_sweep import load_metric
 
@@ -139,7 +190,7 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
     assert reproduce.reproduce("table4", novels())["rows"] == rows
     assert capsys.readouterr().out.count("done before") == 4
-    with pytest.raises(RuntimeError, match="base-seed0 holds the run of another command"):
+    with pytest.raises(RuntimeError, match="gating=none-seed0 holds the run of another command"):
         reproduce.reproduce("table4", novels(max_steps=5))
 
 
@@ -152,3 +203,57 @@ def test_runner_errors(novels):
         reproduce.reproduce("table4", novels(seeds=0))
     with pytest.raises(RuntimeError, match="max_steps must be at least 1, got -1"):
         reproduce.reproduce("table4", novels(max_steps=-1, rows=["base"], seeds=1))
+
+
+def test_rows_are_shared_left_out_and_set_beside_the_paper(novels, tmp_path, capsys, monkeypatch):
+    """Table 2 without PG19: one ES-SSM and one baseline, whose single figure stands under the full budget."""
+    tiny = reproduce.task_arguments("novels", "data", "small")
+
+    def arguments(name, data_dir, scale):
+        if name == "pg19":
+            raise FileNotFoundError("no data for task 'pg19': fetch it")
+        return tiny
+
+    monkeypatch.setattr(reproduce, "task_arguments", arguments)
+    rows = ["pg19", "novels", "novels, transformer"]
+    (tmp_path / "paper.json").write_text('{"novels": {"4": 1.25}}')
+    record = reproduce.reproduce("table2", novels(rows=rows, seeds=1, paper_figures=str(tmp_path / "paper.json")))
+    assert list(record["rows"]) == rows[1:] and record["left out"] == ["pg19"]
+    assert "pg19 is left out: no data for task 'pg19': fetch it" in capsys.readouterr().out
+    sizes = [record["rows"][row]["training"]["parameters"] for row in rows[1:]]
+    assert abs(sizes[1] / sizes[0] - 1) < 0.05
+    text = (tmp_path / "results" / "table2-small.md").read_text()
+    table = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
+    assert table[0][3:6] == ["K=2", "K=3", "K=4"]
+    elastic, paper, baseline = table[2:]
+    assert elastic[1] == "novels" and elastic[5] == f"{record['rows']['novels']['values'][0][-1]:.4f}"
+    assert paper[1] == "novels, the paper's" and paper[3:6] == ["", "", "1.25"]
+    assert baseline[1] == rows[2] and baseline[3:5] == ["", ""] and float(baseline[5]) > 0
+    assert "- pg19 was left out, its data was absent." in text and "hidden_size 96" in text
+    # another experiment has the same run in it
+    monkeypatch.setattr(reproduce.subprocess, "run", None)
+    reproduce.reproduce("exponents", novels(rows=["exponent 1/4"], seeds=1))
+    with pytest.raises(FileNotFoundError, match="fetch it"):
+        reproduce.reproduce("table2", novels(rows=["pg19"], seeds=1))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "must hold"),
+        ('{"novels": 3}', "must hold"),
+        ('{"novels": {"x": 3}}', "must hold"),
+        ('{"war": {"4": 3}}', r"among .* got \['war'\]"),
+    ],
+)
+def test_bad_paper_figures(novels, tmp_path, text, message):
+    (tmp_path / "paper.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        reproduce.reproduce("table2", novels(rows=["novels"], paper_figures=str(tmp_path / "paper.json")))
+
+
+def test_every_small_task_says_how_it_differs():
+    text = reproduce.differences(list(reproduce.TASKS), "small")
+    assert text.count("Small scale: ") == len(reproduce.TASKS)
+    assert "max_length 512 for 4096" in text and "validate_every" not in text
+    assert "Small scale" not in reproduce.differences(list(reproduce.TASKS), "full")

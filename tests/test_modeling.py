@@ -19,7 +19,6 @@ from helpers import (
 )
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
-from modeling_essm.modeling_essm import ESSMSpectralMixer
 from modeling_essm.spectral_basis import spectral_basis
 
 ALGORITHMS = ("chunked", "fft", "step", "naive")

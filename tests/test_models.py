@@ -9,13 +9,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import train_classification
 import train_clm
 from engine import parse_arguments
-from models import make_model
+from helpers import random_model
+from models import make_model, read_config
+from safetensors.torch import load_file, save_file
+from tasks.retrieval import TwoTowerClassifier, TwoTowerConfig
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 3}
 TINY |= {"warmup_steps": 1, "validate_every": 3, "checkpoint_every": 2, "per_device_batch_size": 2, "cpu_threads": 1}
@@ -53,8 +59,8 @@ def test_a_baseline_trains_on_the_same_data_with_as_many_parameters(architecture
     train_clm.main(args)  # finished already
     sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
     assert sweep["budgets"] == [1] and 0 < sweep["bits_per_byte"][0] < 8.2
-    own = make_model(parse_arguments(train_clm.CLMArguments, command_line(**values)), (), vocab_size=259)
-    baseline = make_model(args, (), vocab_size=259)
+    own_args = parse_arguments(train_clm.CLMArguments, command_line(**values))
+    own, baseline = (make_model(each, ESSMForCausalLM, vocab_size=259) for each in (own_args, args))
     assert abs(baseline.num_parameters() / own.num_parameters() - 1) <= 0.05
 
 
@@ -72,10 +78,87 @@ def test_a_baseline_classifies_features(tmp_path):
     assert json.loads((tmp_path / "run" / "budget_sweep.json").read_text())["budgets"] == [1]
 
 
-def test_errors(tmp_path):
-    line = command_line(**TINY, architecture="transformer")
-    for extra in ({"config_name": "x"}, {"push_to_hub": True, "hub_model_id": "a/b"}):
+CLASSES = {
+    train_clm.CLMArguments: {},
+    train_classification.ClassificationArguments: {"train_file": "a.jsonl", "text_column": "text"},
+}
+scripts = pytest.mark.parametrize("script", CLASSES, ids=["language model", "classifier"])
+
+
+def parse(script=train_clm.CLMArguments, **values):
+    return parse_arguments(script, command_line(**CLASSES[script], **values))
+
+
+@scripts
+def test_a_configuration_is_read_and_rates_override_it(script, tmp_path):
+    fields = {"hidden_size": 16, "num_spectral_channels": 4, "filter_length": 512}
+    ESSMConfig(**fields, dropout=0.1, stochastic_depth=0.2, gating="none").save_pretrained(tmp_path)
+    config = read_config(parse(script, config_name=tmp_path))
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (config.dropout, config.stochastic_depth, config.gating) == (0.1, 0.2, "none")
+    config = read_config(parse(script, config_name=tmp_path, dropout=0), vocab_size=300)
+    assert (config.dropout, config.stochastic_depth, config.vocab_size) == (0, 0.2, 300)
+    with pytest.raises(ValueError, match=r"dropout must be a number in \[0, 1\), got 1.5"):
+        read_config(parse(script, config_name=tmp_path, dropout=1.5))
+    args = parse(script, **TINY)
+    assert (args.dropout, args.stochastic_depth) == (0.0, 0.0)  # as in runs from before they could be left out
+
+
+@pytest.mark.parametrize("saved", [ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel])
+@pytest.mark.parametrize("cls", [ESSMForCausalLM, ESSMForSequenceClassification])
+def test_weights_are_read_and_a_head_of_another_class_is_new(cls, saved, tmp_path):
+    source = random_model(saved, tie_word_embeddings=False).half()
+    source.save_pretrained(tmp_path)
+    model = make_model(parse(model_name_or_path=tmp_path, dropout=0.3), cls)
+    assert type(model) is cls and model.dtype == torch.float32 and model.config.dropout == 0.3
+    backbone = source if saved is ESSMModel else source.model
+    for name, value in backbone.state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], value.float())
+    head = {ESSMForCausalLM: "lm_head", ESSMForSequenceClassification: "score"}[cls]
+    if saved is cls:
+        assert torch.equal(getattr(model, head).weight, getattr(source, head).weight.float())
+    else:  # a sample of the initial distribution, not whatever memory held
+        assert 0.01 < float(getattr(model, head).weight.detach().std()) < 0.04
+
+
+def test_weights_that_cannot_be_read_are_refused(tmp_path):
+    random_model().save_pretrained(tmp_path / "lm")
+    tensors = load_file(tmp_path / "lm" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "lm" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"the weights of .*lm' lack model\.norm\.weight"):
+        make_model(parse(model_name_or_path=tmp_path / "lm"), ESSMForSequenceClassification)
+    random_model(ESSMForSequenceClassification).save_pretrained(tmp_path / "headless")
+    tensors = load_file(tmp_path / "headless" / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"the weights of .*headless' lack score\.weight"):
+        make_model(parse(model_name_or_path=tmp_path / "headless"), ESSMForSequenceClassification)
+    ESSMConfig().save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match=r"cannot read the weights of .*config'.*no file named model\.safetensors"):
+        make_model(parse(model_name_or_path=tmp_path / "config"), ESSMForCausalLM)
+
+
+def test_what_is_no_configuration_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    TwoTowerClassifier(TwoTowerConfig(hidden_size=8, num_hidden_layers=1)).save_pretrained(tmp_path / "towers")
+    (tmp_path / "empty").mkdir()
+    for folder, found in (("towers", "'essm_two_tower'"), ("empty", "None")):
+        with pytest.raises(ValueError, match=f"{folder}' must hold .* model_type 'essm', got model_type {found}"):
+            read_config(parse(model_name_or_path=tmp_path / folder))
+    with pytest.raises(ValueError, match=r"cannot read the configuration of .*MISSING'"):
+        read_config(parse(config_name=tmp_path / "MISSING"))
+
+
+@scripts
+def test_errors(script):
+    for extra in ({"config_name": "x"}, {"model_name_or_path": "x"}, {"push_to_hub": True, "hub_model_id": "a/b"}):
         with pytest.raises(ValueError, match="'transformer' is there to compare with"):
-            parse_arguments(train_clm.CLMArguments, [*line, *command_line(**extra)])
+            parse(script, **TINY, architecture="transformer", **extra)
+    with pytest.raises(ValueError, match="config_name or model_name_or_path, not both"):
+        parse(script, config_name="x", model_name_or_path="y")
+    for name, value in {"num_spectral_channels": 8, "gating": "none", "ar_order": 2, "scaling_exponent": 0.0}.items():
+        with pytest.raises(ValueError, match=f"{name} is part of model_name_or_path: leave it out, got '?{value}"):
+            parse(script, model_name_or_path="x", **{name: value})
     with pytest.raises(ValueError, match=r"architecture must be one of .* got 'rnn'"):
-        make_model(parse_arguments(train_clm.CLMArguments, command_line(**TINY, architecture="rnn")), ())
+        make_model(parse(**TINY, architecture="rnn"), ESSMForCausalLM)

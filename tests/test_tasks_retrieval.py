@@ -218,11 +218,21 @@ def test_held_out_pairs(files, tmp_path):
         ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
         ({"test_samples": 0}, "test_samples must be at least 1, got 0"),
         ({"push_to_hub": True, "hub_model_id": "a/b"}, "push_to_hub is not possible here"),
+        ({"architecture": "transformer"}, "not used by the HfArgumentParser: .*'--architecture', 'transformer'"),
     ],
 )
 def test_bad_arguments(changes, message, files, tmp_path):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, files, **changes)
+
+
+def test_sizes_make_the_encoder(files, tmp_path):
+    sizes = {"gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "dropout": 0.1, "stochastic_depth": 0.2}
+    model = retrieval.make_model(arguments(tmp_path, files, **sizes, head_hidden_size=24), (2, 8))
+    assert {name: getattr(model.config, name) for name in sizes} == sizes
+    assert (model.config.head_hidden_size, model.config.trained_budgets) == (24, [2, 8])
+    config = retrieval.make_model(arguments(tmp_path, files, filter_length=None), (2, 8)).config
+    assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -151,6 +151,28 @@ def test_training_starts_from_a_configuration_or_from_weights(finished, data, tm
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in theirs)
 
 
+def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
+    bpe_tokenizer(documents()).save_pretrained(tmp_path / "tokenizer")
+    needed = len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+
+    def build(vocab_size: int, **changes):
+        config = ESSMConfig(vocab_size=vocab_size, hidden_size=8, num_hidden_layers=1, pad_token_id=0)
+        ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
+        sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+        line = command_line(tmp_path / "run", **data, **sizes, **changes, model_name_or_path=tmp_path / "model")
+        args = engine.parse_arguments(train_clm.CLMArguments, line)
+        return train_clm.build_model(args, train_clm.make_encoder(args))
+
+    own = {"tokenizer_name": tmp_path / "tokenizer"}
+    with pytest.raises(ValueError, match=f"must be at least {needed} for .*tokenizer, got {needed - 1}: give the"):
+        build(needed - 1, **own)
+    assert build(needed + 7, **own).config.vocab_size == needed + 7  # room to spare
+    with pytest.raises(ValueError, match=r"vocab_size of .*model' must be 259 for bytes, got 300"):
+        build(300)
+    with pytest.raises(ValueError, match=r"block_size must be in \[2, filter_length = 4096\], got 4097"):
+        build(259, block_size=4097)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -19,11 +19,15 @@ import torch
 from accelerate import Accelerator
 from budget_dropout import BUDGETS, clip_budgets
 from budget_sweep import BudgetSweep, num_scored, sweep_budgets
+from classification_data import collate, load_classification
 from engine import Metric, capacity_of, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from tasks import retrieval
+from tasks.catalog import Scale, get_task, make_arguments
 from text_data import ByteEncoder, load_text, text_labels
 from torch import Tensor
+from train_classification import Predictor, sweep_accuracy
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for benchmarks/
@@ -149,43 +153,59 @@ def open_language_task(args: Any, description: str) -> TaskData:
         return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
 
     inputs = {"input_ids": text.held_out[: args.per_device_batch_size]}
-    load = lambda folder: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)  # noqa: E731
+    load = lambda folder: _load(AutoModelForCausalLM, folder, trust_remote_code=True)  # noqa: E731
     return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
 
 
 def open_classification_task(args: Any, description: str) -> TaskData:
     """The test split (or the validation split where there is none) as `train_classification.py` reads it."""
-    from classification_data import load_classification
-    from train_classification import Predictor, sweep_accuracy
-
     data = load_classification(args)
     held_out = data.test or data.validation
-    predict = Predictor(Accelerator(), args, data)
+    predict = Predictor(Accelerator(), lambda samples: collate(data.reader, samples), args.eval_batch_size)
+    load = lambda folder: _load(AutoModelForSequenceClassification, folder, trust_remote_code=True)  # noqa: E731
+    return _accuracy_task(held_out.samples, held_out.labels, predict, load, f"{description}; {held_out.name}")
 
+
+def open_retrieval_task(args: Any, description: str) -> TaskData:
+    """The test pairs (or the validation pairs where there are none) as `tasks/retrieval.py` reads them."""
+    data = retrieval.load_retrieval(args)
+    pairs = data.test or data.validation
+    predict = Predictor(Accelerator(), retrieval.collate, args.eval_batch_size)
+    load = lambda folder: _load(retrieval.TwoTowerClassifier, folder)  # noqa: E731
+    name = f"{description}; {len(pairs):,} pairs of {pairs.pairs.path.name}"
+    return _accuracy_task(pairs, pairs.labels, predict, load, name)
+
+
+def _accuracy_task(
+    samples: Sequence[Any], labels: Tensor, predict: Predictor, load: Callable[[str], PreTrainedModel], name: str
+) -> TaskData:
     def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
-        return sweep_accuracy(model, held_out, predict, lambda K: None, budgets)
+        return sweep_accuracy(model, samples, labels, predict, budgets)
 
-    load = lambda folder: AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)  # noqa: E731
-    return TaskData(sweep, predict.batch(held_out.samples), load, f"{description}; {held_out.name}")
+    return TaskData(sweep, predict.batch(samples), load, name)
 
 
-def open_task(name: str, data_dir: str, scale: str, overrides: dict[str, Any] | None = None) -> TaskData:
+def _load(cls: Any, folder: str, **kwargs: Any) -> PreTrainedModel:
+    """A saved model. Raises ValueError if the class needs weights that it lacks, as the head of another task."""
+    model, found = cls.from_pretrained(folder, output_loading_info=True, **kwargs)
+    if found["missing_keys"]:
+        raise ValueError(f"{folder} is not a model of this task: it lacks {', '.join(sorted(found['missing_keys']))}")
+    return model
+
+
+def open_task(name: str, data_dir: str, scale: Scale, overrides: dict[str, Any] | None = None) -> TaskData:
     """The held-out data of a task of tasks/catalog.py.
 
     Raises:
-        ValueError: unknown task, or one whose script cannot be evaluated here. FileNotFoundError: absent data.
+        ValueError: unknown task or scale, or data that cannot be read. FileNotFoundError: absent data.
     """
-    from tasks.catalog import TASKS, task_arguments
-    from train_classification import ClassificationArguments
-    from train_clm import CLMArguments
-
-    arguments = task_arguments(name, data_dir, scale) | (overrides or {})
-    spec = TASKS[name]
-    if spec.script == "train_clm":
-        return open_language_task(CLMArguments(**arguments), spec.title)
-    if spec.script == "train_classification":
-        return open_classification_task(ClassificationArguments(**arguments), spec.title)
-    raise ValueError(f"task {name!r} is evaluated by its own script, train/tasks/{spec.script}.py")
+    openers = {
+        "train_clm": open_language_task,
+        "train_classification": open_classification_task,
+        "retrieval": open_retrieval_task,
+    }
+    spec = get_task(name)
+    return openers[spec.script](make_arguments(name, data_dir, scale, **(overrides or {})), spec.title)
 
 
 def evaluate_models(folders: Sequence[str], task: TaskData, budgets: Sequence[int] = BUDGETS) -> Evaluation:

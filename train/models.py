@@ -1,30 +1,29 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Which model a script trains: ES-SSM, the paper's variants of it, or a baseline with as many parameters."""
+"""Which model a script trains: ES-SSM, the paper's variants of it, or a baseline with as many parameters.
+
+An ES-SSM is new, from sizes or from a configuration that holds them, or starts from saved weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine import _arg
+from engine import RunArguments, _arg
 from transformers import PreTrainedModel
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
 _SIZES = "hidden_size num_hidden_layers num_spectral_channels filter_length scaling_exponent gating ar_order"
+_RATES = ("dropout", "stochastic_depth")
+_HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
 
 
 @dataclass
-class ModelArguments:
-    """The model's shape."""
+class SizeArguments(RunArguments):
+    """A new ES-SSM's shape; how to train is in engine.RunArguments."""
 
-    architecture: str = _arg(
-        "essm",
-        "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
-        "'mamba', 'mamba2', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
-    )
     hidden_size: int = _arg(128, "Model width D.")
     num_hidden_layers: int = _arg(4, "Number of blocks.")
     num_spectral_channels: int = _arg(32, "Capacity: the largest budget the model will be able to run.")
@@ -32,30 +31,120 @@ class ModelArguments:
     gating: str = _arg("softmax", "The gate: 'softmax' (Eq. 8), or 'none' (Eq. 6).")
     ar_order: int = _arg(0, "2 adds the autoregressive and negative-filter terms of AR-STU.")
     scaling_exponent: float = _arg(0.25, "Power of sigma_k in Eq. (7).")
-    dropout: float = _arg(0.0, "Dropout rate after each sub-layer.")
-    stochastic_depth: float = _arg(0.0, "Rate of skipping a whole sub-layer.")
+    dropout: float | None = field(
+        default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
+    )
+    stochastic_depth: float | None = field(
+        default=None, metadata={"help": "Rate of skipping a whole sub-layer; by default 0, or as configured."}
+    )
+
+    def sizes(self) -> dict[str, Any]:
+        """The fields of ESSMConfig among the arguments, without those left to its defaults."""
+        values = {name: getattr(self, name) for name in (*_SIZES.split(), *_RATES)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass
+class ModelArguments(SizeArguments):
+    """The model: sizes, for ES-SSM or a baseline, or a configuration or weights of ES-SSM instead of them."""
+
+    architecture: str = _arg(
+        "essm",
+        "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
+        "'mamba', 'mamba2', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
+    )
+    config_name: str | None = _arg(None, "Folder or Hub name of a configuration, instead of sizes.")
+    model_name_or_path: str | None = _arg(None, "Weights to start from, instead of a new model.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_baseline and (self.push_to_hub or self.source):
+            raise ValueError(
+                f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
+                "from config_name or model_name_or_path, and cannot be pushed"
+            )
+        if self.config_name and self.model_name_or_path:
+            raise ValueError("give config_name or model_name_or_path, not both")
+        if self.source:
+            self.refuse_sizes()
+        else:
+            self.dropout, self.stochastic_depth = self.dropout or 0.0, self.stochastic_depth or 0.0
 
     @property
     def is_baseline(self) -> bool:
         return self.architecture != "essm"
 
+    @property
+    def source(self) -> str | None:
+        """The folder or Hub name that holds the model's shape; None if the arguments do."""
+        return self.config_name or self.model_name_or_path
 
-def make_model(args: ModelArguments, budgets: Sequence[int], **fields: Any) -> PreTrainedModel:
-    """A new language model or, with `num_labels` among the config's other fields, a new classifier.
+    def refuse_sizes(self) -> None:
+        """Raises ValueError if the model's shape is given beside a configuration that holds it."""
+        source = "config_name" if self.config_name else "model_name_or_path"
+        for name in _SIZES.split():
+            if getattr(self, name) != getattr(ModelArguments, name):
+                raise ValueError(f"{name} is part of {source}: leave it out, got {getattr(self, name)!r}")
+
+
+def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
+    """The configuration that the arguments name, or make from sizes.
 
     Args:
-        budgets: those that will be trained.
+        fields: of the configuration, which override it, as do `dropout` and `stochastic_depth` of the arguments.
     Raises:
-        ValueError: sizes that cannot be, or an unknown architecture.
+        ValueError: sizes or rates that cannot be, or no ES-SSM's configuration where the arguments look for one.
     """
-    config = ESSMConfig(
-        **{name: getattr(args, name) for name in (*_SIZES.split(), "dropout", "stochastic_depth")},
-        trained_budgets=list(budgets),
-        **fields,
-    )
-    cls = ESSMForSequenceClassification if "id2label" in fields else ESSMForCausalLM
+    if args.source is None:
+        return ESSMConfig(**args.sizes(), **fields)
+    try:
+        values, _ = ESSMConfig.get_config_dict(args.source)
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration of {args.source!r}: {error}") from error
+    if values.get("model_type") != ESSMConfig.model_type:
+        raise ValueError(
+            f"{args.source!r} must hold the config.json of an ES-SSM, model_type {ESSMConfig.model_type!r}, "
+            f"got model_type {values.get('model_type')!r}"
+        )
+    rates = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
+    return ESSMConfig.from_dict(values | rates | fields)
+
+
+def holds_head(config: ESSMConfig, cls: type[PreTrainedModel]) -> bool:
+    """Whether the weights saved with that configuration are those of a `cls`, its head among them."""
+    return cls.__name__ in (config.architectures or ())
+
+
+def check_vocabulary(args: Any, config: ESSMConfig, name: str, vocab_size: int) -> None:
+    """Raises ValueError if the weights were not made for these tokens.
+
+    Args:
+        args: ModelArguments with tokenizer_name. name: of the tokens, for people. vocab_size: how many ids they need.
+    """
+    # A tokenizer's model may have room to spare; bytes have one vocabulary.
+    fits = config.vocab_size >= vocab_size if args.tokenizer_name else config.vocab_size == vocab_size
+    if not fits:
+        legal = f"at least {vocab_size}" if args.tokenizer_name else vocab_size
+        raise ValueError(
+            f"vocab_size of {args.model_name_or_path!r} must be {legal} for {name}, got {config.vocab_size}: give the "
+            "tokenizer_name it was trained with, or none for bytes"
+        )
+
+
+def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) -> PreTrainedModel:
+    """A new model in fp32, or one that starts from weights; their head is new if it is not that of `cls`.
+
+    Args:
+        cls: ESSMForCausalLM or ESSMForSequenceClassification, or which of the two a baseline stands for.
+        fields: of the config, that the data asks for.
+    Raises:
+        ValueError: as `read_config`; an unknown architecture; or weights that cannot be read or are not all there.
+    """
+    config = read_config(args, **fields)
+    if args.model_name_or_path:
+        return _load_weights(args.model_name_or_path, cls, config)
     if not args.is_baseline:
-        return cls(config)
+        return cls(config).float()
     from baselines import BaselineForCausalLM, BaselineForSequenceClassification, matched_baseline
 
     with torch.device("meta"):
@@ -72,4 +161,16 @@ def make_model(args: ModelArguments, budgets: Sequence[int], **fields: Any) -> P
             dropout=args.dropout,
             **fields,
         )
-    )
+    ).float()
+
+
+def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> PreTrainedModel:
+    """Saved weights in fp32. Raises ValueError if they cannot be read, or lack more than a head of another class."""
+    may_lack = set() if holds_head(config, cls) else {_HEADS[cls]}
+    try:
+        model, found = cls.from_pretrained(name, config=config, output_loading_info=True)
+    except OSError as error:
+        raise ValueError(f"cannot read the weights of {name!r}: {error}") from error
+    if lacking := sorted(set(found["missing_keys"]) - may_lack):
+        raise ValueError(f"the weights of {name!r} lack {', '.join(lacking)}: fetch or save them again")
+    return model.float()

@@ -6,6 +6,8 @@
     accelerate launch train/train_classification.py --train_file reviews.jsonl --text_column text --max_length 1024
     accelerate launch train/train_classification.py --dataset_name owner/name --text_column text --streaming \\
         --num_labels 4 --tokenizer_name gpt2 --max_steps 20000
+    accelerate launch train/train_classification.py --model_name_or_path runs/books/model --train_file reviews.jsonl \\
+        --text_column text --learning_rate 1e-3                           # fine-tune weights; their head, or a new one
     accelerate launch --mixed_precision bf16 train/train_classification.py arguments.yaml --learning_rate 1e-3
     python train/train_classification.py --help                           # every argument
 
@@ -21,13 +23,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from budget_dropout import BUDGETS
 from budget_sweep import BudgetSweep, load_metric, sweep_metric
-from classification_data import ClassificationData, Sample, Split, collate, load_classification
+from classification_data import ClassificationData, collate, load_classification
 from engine import (
     Metric,
     RunArguments,
@@ -40,18 +43,20 @@ from engine import (
     say,
     train_and_record,
 )
-from models import ModelArguments, make_model
+from models import ModelArguments, check_vocabulary, holds_head, make_model, read_config
 from push_to_hub import PushArguments, check_can_push, push_run
-from samples import even_shares
+from samples import SampleSource, even_shares
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from modeling_essm import ESSMConfig, ESSMForSequenceClassification
 
 ACCURACY = Metric("accuracy", higher_is_better=True)
 
 
 @dataclass
-class ClassificationArguments(ModelArguments, RunArguments):
-    """Data and model; how to train is in engine.RunArguments."""
+class ClassificationArguments(ModelArguments):
+    """Data; the model is in models.ModelArguments, how to train in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_classification", "Where everything goes; a run found there is continued.")
 
@@ -98,7 +103,13 @@ class ClassificationArguments(ModelArguments, RunArguments):
     eval_batch_size: int = _arg(32, "Samples per process and forward pass of validation and sweep.")
 
     per_device_batch_size: int = _arg(16, "Samples per process and forward pass.")
-    classifier_pooling: str = _arg("mean", "What is classified: the 'mean' over all positions, or the 'last' one.")
+    classifier_pooling: str | None = field(
+        default=None,
+        metadata={
+            "help": "What is classified: the 'mean' over all positions, or the 'last' one; by default 'mean', or as "
+            "configured."
+        },
+    )
 
     RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
 
@@ -128,11 +139,17 @@ class ClassificationArguments(ModelArguments, RunArguments):
             raise ValueError("tokenizer_name needs text_column")
         if self.num_labels is not None and self.num_labels < 2:
             raise ValueError(f"num_labels must be at least 2, got {self.num_labels}")
-        self.max_length = self.filter_length if self.max_length is None else self.max_length
-        if self.max_length > self.filter_length:
-            raise ValueError(f"max_length must be in [1, filter_length = {self.filter_length}], got {self.max_length}")
+        if self.source is None:
+            self.classifier_pooling = self.classifier_pooling or "mean"
+            self.set_max_length(self.filter_length)
         if self.feature_scale not in ("auto", "uint8") and not _is_number(self.feature_scale):
             raise ValueError(f"feature_scale must be 'auto', 'uint8' or a number, got {self.feature_scale!r}")
+
+    def set_max_length(self, filter_length: int) -> None:
+        """By default what the filters cover. Raises ValueError if they do not cover it."""
+        self.max_length = filter_length if self.max_length is None else self.max_length
+        if self.max_length > filter_length:
+            raise ValueError(f"max_length must be in [1, filter_length = {filter_length}], got {self.max_length}")
 
 
 def _is_number(text: str) -> bool:
@@ -142,17 +159,60 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def build_model(args: ClassificationArguments, data: ClassificationData, budgets: Sequence[int]) -> PreTrainedModel:
-    """A new model for that data. Raises ValueError for sizes that cannot be."""
-    names = data.label_names or [f"LABEL_{i}" for i in range(data.num_labels)]
+def check_weights(args: ClassificationArguments, config: ESSMConfig, data: ClassificationData) -> None:
+    """Raises ValueError if the weights read other inputs than the data's, or hold a head for other classes."""
+    name, fields = repr(args.model_name_or_path), data.reader.config_fields
+    width = fields.get("num_input_features")
+    if config.num_input_features != width:
+        raise ValueError(
+            f"num_input_features of {name} must be {width} for column {data.reader.column!r}, got "
+            f"{config.num_input_features} (None reads token ids)"
+        )
+    if width is None:
+        check_vocabulary(args, config, data.reader.name, fields["vocab_size"])
+    if not holds_head(config, ESSMForSequenceClassification):
+        return
+    if config.num_labels != data.num_labels:
+        raise ValueError(
+            f"the head of {name} has {config.num_labels} labels, and the data {data.num_labels}: give num_labels "
+            f"{config.num_labels} if the data merely shows fewer, or start from weights without a head"
+        )
+    names = _label_names(config)
+    if data.label_names is not None and names != _unnamed(len(names)) and names != data.label_names:
+        raise ValueError(f"the labels of {name} are {names}, and those of the data {data.label_names}")
+    if args.classifier_pooling not in (None, config.classifier_pooling):
+        raise ValueError(
+            f"classifier_pooling must be {config.classifier_pooling!r}, with which the head of {name} was trained, got "
+            f"{args.classifier_pooling!r}"
+        )
+
+
+def _label_names(config: ESSMConfig) -> list[str]:
+    return [config.id2label[i] for i in range(config.num_labels)]
+
+
+def _unnamed(count: int) -> list[str]:
+    return [f"LABEL_{i}" for i in range(count)]
+
+
+def build_model(args: ClassificationArguments, data: ClassificationData) -> PreTrainedModel:
+    """A model for that data. Raises ValueError as `make_model`, or if the weights do not fit the data."""
+    config = read_config(args)
+    fields = {"num_input_features": None, **data.reader.config_fields}
+    if args.model_name_or_path:
+        check_weights(args, config, data)
+        fields["vocab_size"] = config.vocab_size  # which may have room to spare
+    names = data.label_names
+    if names is None:
+        names = _label_names(config) if config.num_labels == data.num_labels else _unnamed(data.num_labels)
     return make_model(
         args,
-        budgets,
-        classifier_pooling=args.classifier_pooling,
+        ESSMForSequenceClassification,
+        classifier_pooling=args.classifier_pooling or config.classifier_pooling,
         id2label=dict(enumerate(names)),
         label2id={name: i for i, name in enumerate(names)},
         problem_type="single_label_classification",
-        **data.reader.config_fields,
+        **fields,
     )
 
 
@@ -160,20 +220,22 @@ class Predictor:
     """Predicted classes of held-out samples, shared out among the processes.
 
     Every process makes the same number of forward passes, as sharded weights need, and gets all predictions.
+
+    Args:
+        collate: samples to the model's inputs and labels, as CPU tensors. batch_size: samples per forward pass.
     """
 
-    def __init__(self, accelerator: Accelerator, args: ClassificationArguments, data: ClassificationData):
-        self.accelerator, self.batch_size, self.reader = accelerator, args.eval_batch_size, data.reader
-        self.length = args.max_length if args.torch_compile else None  # one shape to compile
+    def __init__(self, accelerator: Accelerator, collate: Callable[[list[Any]], dict[str, Tensor]], batch_size: int):
+        self.accelerator, self.collate, self.batch_size = accelerator, collate, batch_size
 
-    def batch(self, samples: Sequence[Sample], start: int = 0) -> dict[str, Tensor]:
+    def batch(self, samples: Sequence[Any], start: int = 0) -> dict[str, Tensor]:
         """One batch of inputs, without labels, on the device."""
         rows = range(start, min(start + self.batch_size, len(samples)))
-        batch = collate(self.reader, [samples[row] for row in rows], self.length)
+        batch = self.collate([samples[row] for row in rows])
         return {name: value.to(self.accelerator.device) for name, value in batch.items() if name != "labels"}
 
     @torch.no_grad()
-    def __call__(self, model: nn.Module, samples: Sequence[Sample], budget: int) -> Tensor:
+    def __call__(self, model: nn.Module, samples: Sequence[Any], budget: int) -> Tensor:
         """(n,) int64 classes, on the CPU."""
         starts = range(0, len(samples), self.batch_size)
         found = torch.zeros(len(samples), dtype=torch.int64, device=self.accelerator.device)
@@ -186,25 +248,31 @@ class Predictor:
 
 
 def make_task(
-    args: ClassificationArguments, model: PreTrainedModel, data: ClassificationData, predict: Predictor
+    model: PreTrainedModel,
+    source: SampleSource,
+    predict: Predictor,
+    samples: Sequence[Any],
+    labels: Tensor,
+    **rest: Any,
 ) -> Task:
-    """One class per sequence; judged by the accuracy on the validation samples."""
-    validation = data.validation
+    """One class per sample; judged by the accuracy on held-out samples and their labels (n,) int64.
+
+    Args:
+        rest: tokens_per_sample, save_companions and identity of the `Task`.
+    """
 
     def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
-        predictions = predict(accelerator.unwrap_model(module), validation.samples, K)
-        return float((predictions == validation.labels).double().mean())
+        predictions = predict(accelerator.unwrap_model(module), samples, K)
+        return float((predictions == labels).double().mean())
 
     return Task(
         model=model,
-        source=data.source,
-        collate=lambda samples: collate(data.reader, samples, predict.length),
+        source=source,
+        collate=predict.collate,
         training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
         evaluate=evaluate,
         metric=ACCURACY,
-        tokens_per_sample=data.tokens_per_sample,
-        save_companions=data.reader.save_pretrained,
-        identity=data.fingerprints,
+        **rest,
     )
 
 
@@ -220,14 +288,28 @@ def main(args: ClassificationArguments) -> None:
     accelerator = make_accelerator(args)
     if args.push_to_hub and accelerator.is_main_process:
         check_can_push(str(args.hub_model_id), private=args.hub_private)
-    schedule = make_schedule(args, 1 if args.is_baseline else args.num_spectral_channels)
+    config = read_config(args)
+    args.set_max_length(config.filter_length)
+    schedule = make_schedule(args, 1 if args.is_baseline else config.num_spectral_channels)
     with accelerator.main_process_first():
         data = load_classification(args)
     set_seed(args.seed)  # the same weights on every process
-    model = build_model(args, data, schedule.budgets)
-    predict = Predictor(accelerator, args, data)
+    model = build_model(args, data)
+    if not args.is_baseline:
+        model.config.trained_budgets = list(schedule.budgets)
+    length = args.max_length if args.torch_compile else None  # one shape to compile
+    predict = Predictor(accelerator, lambda samples: collate(data.reader, samples, length), args.eval_batch_size)
 
-    task = make_task(args, model, data, predict)
+    task = make_task(
+        model,
+        data.source,
+        predict,
+        data.validation.samples,
+        data.validation.labels,
+        tokens_per_sample=data.tokens_per_sample,
+        save_companions=data.reader.save_pretrained,
+        identity=data.fingerprints,
+    )
     train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
     # From here on only what was saved counts.
@@ -238,7 +320,8 @@ def main(args: ClassificationArguments) -> None:
     with accelerator.local_main_process_first():  # or processes copy the model's code at the same time
         loaded = reload(output_dir / "model", predict.batch(held_out.samples), cls, model if trained else None)
     say(accelerator, f"the reloaded {output_dir / 'model'} gives the same logits")
-    sweep = sweep_accuracy(loaded, held_out, predict, lambda K: say(accelerator, f"sweep: K={K}"))
+    progress = lambda K: say(accelerator, f"sweep: K={K}")  # noqa: E731
+    sweep = sweep_accuracy(loaded, held_out.samples, held_out.labels, predict, progress=progress)
     if accelerator.is_main_process:
         say(accelerator, f"accuracy on {len(held_out.samples):,} samples: {held_out.name}\n{sweep.table()}")
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out.samples)}
@@ -277,21 +360,24 @@ def reload(folder: Path, batch: dict[str, Tensor], cls: type, trained: PreTraine
 
 def sweep_accuracy(
     model: PreTrainedModel,
-    held_out: Split,
+    samples: Sequence[Any],
+    labels: Tensor,
     predict: Predictor,
-    progress: Callable[[int], object],
     budgets: Sequence[int] = BUDGETS,
+    progress: Callable[[int], object] = lambda budget: None,
 ) -> BudgetSweep:
-    """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it."""
+    """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it.
+
+    Args:
+        labels: (n,) int64, of the samples. progress: called with each K before its evaluation.
+    """
     with predict.accelerator.main_process_first():
         metric = load_metric("accuracy")
 
     def accuracy(K: int) -> float:
-        predictions = predict(model, held_out.samples, K)
-        return metric.compute(predictions=predictions, references=held_out.labels)["accuracy"]
+        return metric.compute(predictions=predict(model, samples, K), references=labels)["accuracy"]
 
-    inputs = predict.batch(held_out.samples)
-    return sweep_metric(model, accuracy, inputs, metric=ACCURACY, budgets=budgets, progress=progress)
+    return sweep_metric(model, accuracy, predict.batch(samples), metric=ACCURACY, budgets=budgets, progress=progress)
 
 
 if __name__ == "__main__":

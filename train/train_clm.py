@@ -16,7 +16,6 @@ log.jsonl, training.json, budget_sweep.json and budget_sweep.png.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass, field
@@ -40,21 +39,21 @@ from engine import (
     say,
     train_and_record,
 )
-from models import ModelArguments, make_model
+from models import ModelArguments, check_vocabulary, make_model, read_config
 from push_to_hub import PushArguments, check_can_push, push_run
 from samples import even_shares
 from text_data import ByteEncoder, Encoder, TextData, TokenizerEncoder, load_text, text_labels
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMForCausalLM
 
 SAMPLE_BUDGETS = (2, 6, 32)
 
 
 @dataclass
-class CLMArguments(ModelArguments, RunArguments):
-    """Text and model; how to train is in engine.RunArguments."""
+class CLMArguments(ModelArguments):
+    """Text; the model is in models.ModelArguments, how to train in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_clm", "Where everything goes; a run found there is continued.")
 
@@ -76,9 +75,6 @@ class CLMArguments(ModelArguments, RunArguments):
     tokenizer_name: str | None = _arg(None, "A tokenizer with an end-of-sequence token; by default bytes are tokens.")
     block_size: int = _arg(512, "Tokens per training sequence; at most filter_length.")
 
-    config_name: str | None = _arg(None, "Folder or Hub name of a configuration, instead of sizes.")
-    model_name_or_path: str | None = _arg(None, "Weights to start from, instead of a new model.")
-
     validation_blocks: int = _arg(32, "Held-out blocks that a validation reads.")
     sweep_blocks: int = _arg(128, "Held-out blocks that the final sweep over all budgets reads.")
 
@@ -98,24 +94,8 @@ class CLMArguments(ModelArguments, RunArguments):
             raise ValueError("give train_file or dataset_name, not both")
         if self.validation_file and not (self.train_file or self.dataset_name):
             raise ValueError("validation_file needs train_file or dataset_name")
-        if self.is_baseline and (self.push_to_hub or self.config_name or self.model_name_or_path):
-            raise ValueError(
-                f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
-                "from config_name or model_name_or_path, and cannot be pushed"
-            )
-        if self.config_name and self.model_name_or_path:
-            raise ValueError("give config_name or model_name_or_path, not both")
-        if self.config_name is None and self.model_name_or_path is None:
+        if self.source is None:
             self.check_block_size(self.filter_length)
-        else:
-            self.refuse_sizes()
-
-    def refuse_sizes(self) -> None:
-        """Raises ValueError if the model's shape is given beside a configuration that holds it."""
-        source = "config_name" if self.config_name else "model_name_or_path"
-        for f in dataclasses.fields(ModelArguments):
-            if f.name not in ("dropout", "stochastic_depth") and getattr(self, f.name) != f.default:
-                raise ValueError(f"{f.name} is part of {source}: leave it out, got {getattr(self, f.name)!r}")
 
     def check_block_size(self, filter_length: int) -> None:
         """Raises ValueError if the filters do not cover a block."""
@@ -136,20 +116,12 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
     if isinstance(encoder, TokenizerEncoder):
         tokenizer = encoder.tokenizer
         ids |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    rates = {name: getattr(args, name) for name in ("dropout", "stochastic_depth") if getattr(args, name)}
+    config = read_config(args)
+    args.check_block_size(config.filter_length)
     if args.model_name_or_path:
-        model = ESSMForCausalLM.from_pretrained(args.model_name_or_path, **rates)
-        if model.config.vocab_size < encoder.vocab_size:
-            raise ValueError(
-                f"{args.model_name_or_path} has {model.config.vocab_size} token ids, and {encoder.name} needs "
-                f"{encoder.vocab_size}: name its own tokenizer"
-            )
-    elif args.config_name:
-        model = ESSMForCausalLM(ESSMConfig.from_pretrained(args.config_name, **ids, **rates))
-    else:
-        model = make_model(args, (), **ids)
-    args.check_block_size(model.config.max_position_embeddings)
-    return model.float()
+        check_vocabulary(args, config, encoder.name, encoder.vocab_size)
+        ids = {}  # it has its own
+    return make_model(args, ESSMForCausalLM, **ids)
 
 
 def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encoder: Encoder) -> Task:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -34,21 +34,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
-from budget_sweep import BudgetSweep, load_metric, sweep_metric
-from engine import (
-    Metric,
-    RunArguments,
-    Task,
-    _arg,
-    make_accelerator,
-    make_schedule,
-    parse_arguments,
-    say,
-    train_and_record,
-)
-from samples import MapSamples, even_shares
+from budget_sweep import BudgetSweep
+from engine import RunArguments, _arg, make_accelerator, make_schedule, parse_arguments, say, train_and_record
+from models import SizeArguments
+from samples import MapSamples
+from train_classification import Predictor, make_task, sweep_accuracy
 from transformers.utils.generic import can_return_tuple
 
 from modeling_essm import ESSMConfig, ESSMModel, build_byte_tokenizer
@@ -56,7 +47,6 @@ from modeling_essm.byte_tokenizer import PAD_ID
 from modeling_essm.modeling_essm import ESSMPreTrainedModel, ESSMSequenceClassifierOutput
 from modeling_essm.spectral_budget import SpectralBudget
 
-ACCURACY = Metric("accuracy", higher_is_better=True)
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
 HELD_OUT_FRACTION = 0.1  # of the training pairs, where no validation file is given
 
@@ -255,8 +245,8 @@ def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tenso
 
 
 @dataclass
-class RetrievalArguments(RunArguments):
-    """Pairs and model; how to train is in engine.RunArguments."""
+class RetrievalArguments(SizeArguments):
+    """Pairs and head; the encoder is in models.SizeArguments, how to train in engine.RunArguments."""
 
     output_dir: str = _arg("runs/retrieval", "Where everything goes; a run found there is continued.")
 
@@ -273,12 +263,8 @@ class RetrievalArguments(RunArguments):
     eval_batch_size: int = _arg(16, "Pairs per process and forward pass of validation and sweep.")
 
     per_device_batch_size: int = _arg(8, "Pairs per process and forward pass.")
-    hidden_size: int = _arg(128, "Model width D.")
-    num_hidden_layers: int = _arg(4, "Number of blocks.")
-    num_spectral_channels: int = _arg(32, "Capacity: the largest budget the model will be able to run.")
     filter_length: int = _arg(4096, "Longest document the filters cover; longer costs nothing.")
     head_hidden_size: int | None = field(default=None, metadata={"help": "Width of the head; hidden_size by default."})
-    dropout: float = _arg(0.0, "Dropout rate after each sub-layer.")
 
     RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
 
@@ -341,58 +327,10 @@ def load_retrieval(args: RetrievalArguments) -> RetrievalData:
 
 def make_model(args: RetrievalArguments, budgets: Sequence[int]) -> TwoTowerClassifier:
     """A new model. Raises ValueError for sizes that cannot be."""
-    sizes = "hidden_size num_hidden_layers num_spectral_channels filter_length head_hidden_size dropout"
-    fields = {name: getattr(args, name) for name in sizes.split()}
+    fields = {**args.sizes(), "head_hidden_size": args.head_hidden_size}
     labels = ("unrelated", "related")
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     return TwoTowerClassifier(TwoTowerConfig(**fields, **names, trained_budgets=list(budgets)))
-
-
-class Predictor:
-    """Predicted classes of held-out pairs, shared out among the processes in equally many forward passes."""
-
-    def __init__(self, accelerator: Accelerator, args: RetrievalArguments):
-        self.accelerator, self.batch_size = accelerator, args.eval_batch_size
-        self.length = args.max_length if args.torch_compile else None  # one shape to compile
-
-    def batch(self, part: Part, start: int = 0) -> dict[str, Tensor]:
-        """One batch of inputs, without labels, on the device."""
-        rows = range(start, min(start + self.batch_size, len(part)))
-        batch = collate([part[row] for row in rows], self.length)
-        return {name: value.to(self.accelerator.device) for name, value in batch.items() if name != "labels"}
-
-    @torch.no_grad()
-    def __call__(self, model: nn.Module, part: Part, budget: int) -> Tensor:
-        """(n,) int64 classes, on the CPU."""
-        starts = range(0, len(part), self.batch_size)
-        found = torch.zeros(len(part), dtype=torch.int64, device=self.accelerator.device)
-        for i in even_shares(len(starts), self.accelerator.process_index, self.accelerator.num_processes):
-            start = starts[i or 0]
-            logits = model(**self.batch(part, start), spectral_budget=budget).logits
-            if i is not None:
-                found[start : start + len(logits)] = logits.argmax(-1) + 1  # 0 where another process predicts
-        return self.accelerator.reduce(found, "sum").cpu() - 1
-
-
-def make_task(args: RetrievalArguments, model: TwoTowerClassifier, data: RetrievalData, predict: Predictor) -> Task:
-    """One class per pair; judged by the accuracy on the validation pairs."""
-
-    def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
-        predictions = predict(accelerator.unwrap_model(module), data.validation, K)
-        return float((predictions == data.validation.labels).double().mean())
-
-    lengths = np.minimum(data.train.pairs.lengths[data.train.rows], args.max_length)
-    return Task(
-        model=model,
-        source=MapSamples(data.train, args.seed),
-        collate=lambda pairs: collate(pairs, predict.length),
-        training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
-        evaluate=evaluate,
-        metric=ACCURACY,
-        tokens_per_sample=max(1, round(float(lengths.sum(1).mean()))),
-        save_companions=lambda folder: save_tokenizer(folder, args.max_length),
-        identity=data.fingerprints,
-    )
 
 
 def save_tokenizer(folder: Path, max_length: int) -> None:
@@ -415,23 +353,28 @@ def main(args: RetrievalArguments) -> BudgetSweep:
     data = load_retrieval(args)
     set_seed(args.seed)  # the same weights on every process
     model = make_model(args, schedule.budgets)
-    predict = Predictor(accelerator, args)
+    length = args.max_length if args.torch_compile else None  # one shape to compile
+    predict = Predictor(accelerator, lambda pairs: collate(pairs, length), args.eval_batch_size)
 
-    task = make_task(args, model, data, predict)
+    lengths = np.minimum(data.train.pairs.lengths[data.train.rows], args.max_length)
+    task = make_task(
+        model,
+        MapSamples(data.train, args.seed),
+        predict,
+        data.validation,
+        data.validation.labels,
+        tokens_per_sample=max(1, round(float(lengths.sum(1).mean()))),
+        save_companions=lambda folder: save_tokenizer(folder, args.max_length),
+        identity=data.fingerprints,
+    )
     train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
     # From here on only what was saved counts.
     output_dir = Path(args.output_dir)
     loaded = TwoTowerClassifier.from_pretrained(output_dir / "model").to(accelerator.device).eval()
     held_out = data.validation if data.test is None else data.test
-    with accelerator.main_process_first():
-        metric = load_metric("accuracy")
-
-    def accuracy(K: int) -> float:
-        return metric.compute(predictions=predict(loaded, held_out, K), references=held_out.labels)["accuracy"]
-
-    progress: Callable[[int], None] = lambda K: say(accelerator, f"sweep: K={K}")  # noqa: E731
-    sweep = sweep_metric(loaded, accuracy, predict.batch(held_out), metric=ACCURACY, progress=progress)
+    progress = lambda K: say(accelerator, f"sweep: K={K}")  # noqa: E731
+    sweep = sweep_accuracy(loaded, held_out, held_out.labels, predict, progress=progress)
     if accelerator.is_main_process:
         say(accelerator, f"accuracy on {len(held_out):,} pairs\n{sweep.table()}")
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out)}
