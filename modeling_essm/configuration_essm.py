@@ -26,6 +26,8 @@ class ESSMConfig(PreTrainedConfig):
         intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default.
         hidden_act (`str`): activation of feed-forward layer and gate; "gelu" is the exact GELU of the paper.
         num_spectral_channels (`int`): channel capacity, the largest budget that the weights can run.
+        spectral_capacities (`list[int]`, *optional*): capacity of each layer where they differ; the largest is
+            `num_spectral_channels`.
         filter_length (`int`): H, size of the Hankel matrix and the longest sequence on which the recurrence equals the
             convolution. It costs nothing, so choose it at least as long as any sequence you will see;
             H = training length reproduces the paper.
@@ -58,6 +60,7 @@ class ESSMConfig(PreTrainedConfig):
     intermediate_size: int = None  # type: ignore[assignment]
     hidden_act: str = "gelu"
     num_spectral_channels: int = 32
+    spectral_capacities: list[int] | None = None
     filter_length: int = 4096
     state_margin: int = 16
     scaling_exponent: float = 0.25
@@ -130,6 +133,7 @@ class ESSMConfig(PreTrainedConfig):
                 f"filter_length {self.filter_length} resolves at most {resolved} spectral channels, "
                 f"got num_spectral_channels={self.num_spectral_channels}; use a longer filter (512 resolves 32)"
             )
+        self._validate_capacities()
         if not isinstance(self.budget_presets, (dict, type(None))):
             raise ValueError(f"budget_presets must be a dict of names and budgets, got {self.budget_presets!r}")
         if not isinstance(self.trained_budgets, (list, tuple, type(None))):
@@ -138,12 +142,31 @@ class ESSMConfig(PreTrainedConfig):
         for budget in budgets:
             self.resolve_budget(budget)
 
+    def _validate_capacities(self) -> None:
+        value, highest, layers = self.spectral_capacities, self.num_spectral_channels, self.num_hidden_layers
+        if value is None:
+            return
+        if (
+            not isinstance(value, (list, tuple))
+            or len(value) != layers
+            or any(type(held) is not int or not 1 <= held <= highest for held in value)
+            or max(value) != highest
+        ):
+            raise ValueError(
+                f"spectral_capacities must be {layers} integers in [1, num_spectral_channels = {highest}], the largest "
+                f"of them {highest}, got {value!r}"
+            )
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        """Channels that each layer holds."""
+        return tuple(self.spectral_capacities or (self.num_spectral_channels,) * self.num_hidden_layers)
+
     def resolve_budget(self, value: Any = None, batch_size: int | None = None):
         """The `ResolvedBudget` that `value` means for this model; see `spectral_budget.resolve_budget`."""
         return resolve_budget(
             value,
-            capacity=self.num_spectral_channels,
-            num_layers=self.num_hidden_layers,
+            capacities=self.capacities,
             presets=self.budget_presets,
             default=self.spectral_budget,
             batch_size=batch_size,

@@ -7,8 +7,11 @@ means in `spectral_budget`; what is kept between calls in `cache_essm`. Letters:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,16 +19,26 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
+from .budget_allocation import allocate_spectral_budget
+from .budget_profile import BudgetProfile, choose_budget, load_profile
 from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room
 from .configuration_essm import ESSMConfig
-from .spectral_budget import SpectralBudget
+from .prefix_loading import (
+    HUB_ARGUMENTS,
+    SpectralCapacity,
+    budget_fits,
+    read_prefix,
+    resolve_capacity,
+    truncated_config,
+)
+from .spectral_budget import SpectralBudget, StepBudgets
 from .spectral_ops import SpectralOperator, state_dtype
 
 logger = logging.get_logger(__name__)
@@ -110,9 +123,9 @@ class ESSMSpectralMixer(nn.Module):
     negative filters (-1)^tau phi_k, direct terms in u(t-0..2) and feedback of y(t-1), y(t-2).
     """
 
-    def __init__(self, config: ESSMConfig):
+    def __init__(self, config: ESSMConfig, capacity: int):
         super().__init__()
-        D, K, D_g = config.hidden_size, config.num_spectral_channels, config.gate_hidden_size
+        D, K, D_g = config.hidden_size, capacity, config.gate_hidden_size
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
@@ -127,14 +140,24 @@ class ESSMSpectralMixer(nn.Module):
             self.input_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # u(t-1), u(t-2); u(t) is the skip term
             self.output_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # y(t-1), y(t-2)
 
+    def channel_parameters(self) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+        """Weights whose first dimension is the channel: (module, attribute, value)."""
+        yield self, "channel_mixing", self.channel_mixing
+        if self.gated:
+            yield self.gate_out, "weight", self.gate_out.weight
+            yield self.gate_out, "bias", self.gate_out.bias
+        if self.ar_order:
+            yield self, "channel_mixing_negative", self.channel_mixing_negative
+
     def num_parameters_per_channel(self) -> int:
         """Weights that only one spectral channel reads."""
-        per_channel = [self.channel_mixing]
-        if self.gated:
-            per_channel += [self.gate_out.weight, self.gate_out.bias]
-        if self.ar_order:
-            per_channel.append(self.channel_mixing_negative)
-        return sum(tensor[0].numel() for tensor in per_channel)
+        return sum(value[0].numel() for _, _, value in self.channel_parameters())
+
+    def truncate(self, capacity: int) -> None:
+        """Keep the first channels only, and free the others."""
+        for module, name, value in list(self.channel_parameters()):
+            kept = value.detach()[:capacity].clone()
+            setattr(module, name, nn.Parameter(kept, requires_grad=value.requires_grad))
 
     def gates(self, u: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
         """alpha_k(t) sigma_k^{1/4} of Eq. (7-8), normalised over the active prefix only.
@@ -250,10 +273,10 @@ class ESSMFeedForward(nn.Module):
 class ESSMLayer(GradientCheckpointingLayer):
     """Pre-norm residual block: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
 
-    def __init__(self, config: ESSMConfig):
+    def __init__(self, config: ESSMConfig, capacity: int):
         super().__init__()
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.mixer = ESSMSpectralMixer(config)
+        self.mixer = ESSMSpectralMixer(config, capacity)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.ffn = ESSMFeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -290,6 +313,7 @@ class ESSMPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["ESSMLayer"]
     _is_stateful = True
+    _budget_profile: BudgetProfile | None = None
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -324,39 +348,166 @@ class ESSMPreTrainedModel(PreTrainedModel):
         return "eager"
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any):
-        """As in transformers; a damaged checkpoint is refused with a ValueError that names it."""
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        spectral_capacity: SpectralCapacity | None = None,
+        **kwargs: Any,
+    ):
+        """As in transformers, or the first channels alone.
+
+        Args:
+            spectral_capacity: an int, or one per layer: of every channel tensor only that many slices are read. The
+                result is an ordinary model of that capacity, equal to the whole one at that budget.
+        Raises:
+            ValueError: a damaged checkpoint, or a capacity above the checkpoint's.
+        """
+        source = pretrained_model_name_or_path
         try:
-            loaded = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+            if spectral_capacity is None:
+                loaded = super().from_pretrained(source, *args, **kwargs)
+            else:
+                loaded = cls._load_prefix(source, spectral_capacity, *args, **kwargs)
         except SafetensorError as error:
             raise ValueError(
-                f"a safetensors file of {str(pretrained_model_name_or_path)!r} is truncated or corrupt ({error}); "
+                f"a safetensors file of {str(source)!r} is truncated or corrupt ({error}); "
                 "fetch or save the checkpoint again"
             ) from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name, tensor in model.state_dict().items():
             if not tensor.is_meta and tensor.is_floating_point() and not torch.isfinite(tensor).all():
                 raise ValueError(
-                    f"{name} of checkpoint {str(pretrained_model_name_or_path)!r} contains NaN or infinite values; "
+                    f"{name} of checkpoint {str(source)!r} contains NaN or infinite values; "
                     "use a checkpoint from before the training diverged"
                 )
         return loaded
+
+    @classmethod
+    def _load_prefix(cls, source: Any, spectral_capacity: SpectralCapacity, *args: Any, **kwargs: Any):
+        if kwargs.get("state_dict") is not None or source is None:
+            raise ValueError("spectral_capacity reads a prefix of a checkpoint: give its folder or name, no state_dict")
+        where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        config = kwargs.pop("config", None)
+        if not hasattr(config, "capacities"):  # none, or where it is
+            fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
+            given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
+            config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"{str(source)!r} is quantised: load it whole and call model.truncate({spectral_capacity})"
+            )
+        capacities = resolve_capacity(spectral_capacity, config.capacities)
+        files = {"variant": kwargs.pop("variant", None)}
+        weights = read_prefix(source, capacities, where | files)
+        for name in HUB_ARGUMENTS:
+            kwargs.pop(name, None)
+        config = truncated_config(config, capacities)
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model.name_or_path = model.config._name_or_path = str(source)
+        if model.can_generate():
+            with contextlib.suppress(OSError):  # it has none
+                model.generation_config = GenerationConfig.from_pretrained(source, **where)
+            model._forget_generation_budget()
+        return loaded
+
+    def truncate(self, spectral_capacity: SpectralCapacity):
+        """Keep the first channels only, in memory; the model equals the former one at that budget.
+
+        Optimizers and caches made before hold the former weights and states.
+        Args:
+            spectral_capacity: an int, or one per layer, at most what a layer holds.
+        Returns:
+            this model.
+        Raises:
+            ValueError: a capacity out of range.
+        """
+        capacities = resolve_capacity(spectral_capacity, self.config.capacities)
+        mixers = [module for module in self.modules() if isinstance(module, ESSMSpectralMixer)]
+        for mixer, capacity in zip(mixers, capacities):
+            mixer.truncate(capacity)
+        config = truncated_config(self.config, capacities)
+        for module in self.modules():
+            if isinstance(module, ESSMPreTrainedModel):
+                module.config = config
+        self._forget_generation_budget()
+        self._budget_profile = None
+        return self
+
+    def allocate_spectral_budget(
+        self,
+        total: int,
+        method: str | None = None,
+        calibration: Iterable[Mapping[str, Tensor]] | None = None,
+        min_budget: int = 2,
+    ) -> list[int]:
+        """Distribute `total` channels over the layers, and make the list the default budget of this model's config.
+
+        See `budget_allocation.allocate_spectral_budget` for arguments and errors.
+        """
+        budgets = allocate_spectral_budget(self, total, method, calibration, min_budget)
+        self.config.spectral_budget = budgets
+        return budgets
+
+    @property
+    def budget_profile(self) -> BudgetProfile | None:
+        """Quality, speed and memory at every budget, as measured by train/calibrate.py; None if that was not done.
+
+        Read once from where the model was loaded from. Raises ValueError for a damaged profile or another model's.
+        """
+        if self._budget_profile is None:
+            self._budget_profile = load_profile(self)
+        return self._budget_profile
+
+    def choose_budget(
+        self,
+        *,
+        max_latency_ms: float | None = None,
+        max_quality_drop: float | None = None,
+        phase: str | None = None,
+        batch_size: int = 1,
+        device: str | torch.device | None = None,
+    ) -> int:
+        """The budget that keeps to limits of time, quality or both, by `budget_profile`.
+
+        See `budget_profile.choose_budget` for arguments and errors.
+        """
+        limits = {"max_latency_ms": max_latency_ms, "max_quality_drop": max_quality_drop}
+        return choose_budget(
+            self, profile=self.budget_profile, phase=phase, batch_size=batch_size, device=device, **limits
+        )
+
+    def _forget_generation_budget(self) -> None:
+        """Drop a budget of generation_config that is beyond the capacity."""
+        budget = getattr(getattr(self, "generation_config", None), "spectral_budget", None)
+        if budget is not None and not budget_fits(budget, self.config):
+            self.generation_config.spectral_budget = None
 
     def num_active_parameters(self, spectral_budget: SpectralBudget = None) -> int:
         """Parameters that a call at that budget reads (of (B,) budgets, the largest). ValueError for a bad one."""
         budgets = self.config.resolve_budget(spectral_budget)
         mixers = [module for module in self.modules() if isinstance(module, ESSMSpectralMixer)]
         idle = sum(
-            (self.config.num_spectral_channels - K) * mixer.num_parameters_per_channel()
-            for K, mixer in zip(budgets.layers, mixers)
+            (held - K) * mixer.num_parameters_per_channel()
+            for K, held, mixer in zip(budgets.layers, self.config.capacities, mixers)
         )
         return sum(parameter.numel() for parameter in self.parameters()) - idle
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, which only logs that the folder is a file and saves nothing."""
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """As in transformers, with the budget profile; a file in the place of the folder is an error."""
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory must be a folder, got the file {str(save_directory)!r}")
-        super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if not is_main_process:
+            return
+        try:
+            profile = self.budget_profile
+        except ValueError as error:  # trained on, perhaps
+            logger.warning_once(f"no budget profile is saved: {error}")
+            return
+        if profile is not None:
+            profile.save(save_directory)
 
 
 def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
@@ -377,7 +528,7 @@ class ESSMModel(ESSMPreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
-        self.layers = nn.ModuleList(ESSMLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(ESSMLayer(config, capacity) for capacity in config.capacities)
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
@@ -420,7 +571,7 @@ class ESSMModel(ESSMPreTrainedModel):
         config = self.config
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if past_key_values is not None:
-            check_cache(past_key_values, len(self.layers), B)
+            check_cache(past_key_values, config, B)
         self._warn_once(budget, L if past_key_values is None else L + past_key_values.get_seq_length())
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
@@ -434,8 +585,7 @@ class ESSMModel(ESSMPreTrainedModel):
         if use_cache and past_key_values is None:
             past_key_values = ESSMCache(config)
         if past_key_values is not None:
-            for i, (layer, K) in enumerate(zip(past_key_values.layers, budget.layers)):
-                check_room(layer, K, self.operator.num_states(K), i)
+            check_room(past_key_values, budget.layers, budget.rows, self.operator)
 
         padding, lengths = None, None
         if attention_mask is not None:
@@ -454,7 +604,9 @@ class ESSMModel(ESSMPreTrainedModel):
         all_hidden_states: tuple[Tensor, ...] | None = (hidden_states,) if output_hidden_states else None
         for i, layer in enumerate(self.layers):
             cache = None if past_key_values is None else past_key_values.layers[i]
-            hidden_states = layer(hidden_states, budget.layers[i], rows, padding, lengths, cache)
+            K = budget.layers[i]
+            own = rows if rows is None or config.spectral_capacities is None else rows.clamp(max=K)
+            hidden_states = layer(hidden_states, K, own, padding, lengths, cache)
             if all_hidden_states is not None and i + 1 < len(self.layers):
                 all_hidden_states += (hidden_states,)
         hidden_states = self.norm(hidden_states)
@@ -590,9 +742,20 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         )
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict]:
-        """Let the call's budget win over GenerationConfig's, and pass whichever is set on to `forward`."""
-        called = kwargs.pop("spectral_budget", None)
+        """Let the call's budget win over GenerationConfig's, and pass whichever is set on to `forward`.
+
+        `generate(.., step_budgets=..)` takes a budget per step instead of `spectral_budget`: a list, whose last entry
+        holds for all further steps, or a function of the step. Step 0 reads the prompt and gives the first token. The
+        cache has room for the largest entry of a list; of a function it has that of step 0, as always.
+        """
+        called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if steps is not None:
+            if called is not None:
+                raise ValueError(f"give spectral_budget or step_budgets, not both, got {called!r} and {steps!r}")
+            if generation_config.prefill_chunk_size is not None:
+                raise ValueError("step_budgets cannot be combined with prefill_chunk_size, whose calls are not steps")
+            called = StepBudgets(steps, self.config)
         budget = called if called is not None else getattr(generation_config, "spectral_budget", None)
         if budget is not None:
             model_kwargs["spectral_budget"] = budget
@@ -607,6 +770,8 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> dict:
         """As in transformers; after the prompt every position is real, and a step without a mask is cheaper."""
+        if isinstance(budget := kwargs.get("spectral_budget"), StepBudgets):
+            kwargs["spectral_budget"] = budget.at(input_ids, bool(is_first_iteration))
         inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length,
@@ -626,7 +791,9 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
                 "the state of an ES-SSM has a constant size"
             )
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = ESSMCache(self.config)
+            budget = model_kwargs.get("spectral_budget")
+            room = budget.room() if isinstance(budget, StepBudgets) else None
+            model_kwargs["past_key_values"] = ESSMCache(self.config, state_budget=room)
 
 
 class ESSMForSequenceClassification(ESSMPreTrainedModel):

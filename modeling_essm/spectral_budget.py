@@ -2,15 +2,16 @@
 """The spectral budget K: one name and one meaning from the config to the command line.
 
 None means the config's default, then the full capacity. An int holds for every layer, a list names one budget per
-layer, a (B,) integer tensor one per row of the batch, a str a preset of the config. Everything else is refused with
-the value and the legal range, before any compute.
+layer, a (B,) integer tensor one per row of the batch, a str a preset of the config. Where layers differ in capacity, an
+int or a row's budget means all that a layer has if it has less. Everything else is refused with the value and the legal
+range, before any compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ class ResolvedBudget:
 
     Attributes:
         layers: K of each layer; with `rows`, the largest row's K in every layer.
-        rows: (B,) int64 budgets, or None when all rows share `layers`.
+        rows: (B,) int64 budgets, or None when all rows share `layers`; a layer with less capacity runs all it has.
     """
 
     layers: tuple[int, ...]
@@ -38,8 +39,7 @@ class ResolvedBudget:
 def resolve_budget(
     value: SpectralBudget,
     *,
-    capacity: int,
-    num_layers: int,
+    capacities: Sequence[int],
     presets: Mapping[str, int | Sequence[int]] | None = None,
     default: SpectralBudget = None,
     batch_size: int | None = None,
@@ -48,7 +48,7 @@ def resolve_budget(
 
     Args:
         value: what the caller asked for. default: what the config says, used when value is None.
-        capacity: number of channels the weights hold. num_layers, batch_size: legal lengths of a list and a tensor.
+        capacities: number of channels that each layer holds. batch_size: legal length of a tensor.
         presets: names a str may take.
     Returns:
         ResolvedBudget.
@@ -58,23 +58,27 @@ def resolve_budget(
     if value is None:
         value = default
     if value is None:
-        return ResolvedBudget((capacity,) * num_layers)
+        return ResolvedBudget(tuple(capacities))
     if isinstance(value, str):
         presets = presets or {}
         if value not in presets:
             known = ", ".join(map(repr, presets)) or "none are stored in config.budget_presets"
             raise ValueError(f"unknown spectral_budget preset {value!r}; known presets: {known}")
-        return resolve_budget(presets[value], capacity=capacity, num_layers=num_layers)
+        return resolve_budget(presets[value], capacities=capacities)
     if isinstance(value, torch.Tensor) and value.ndim > 0:
-        return _resolve_rows(value, capacity, num_layers, batch_size)
+        return _resolve_rows(value, capacities, batch_size)
     if isinstance(value, (list, tuple)):
-        if len(value) != num_layers:
+        if len(value) != len(capacities):
             raise ValueError(
-                f"spectral_budget as a list needs one integer for each of the {num_layers} layers, "
+                f"spectral_budget as a list needs one integer for each of the {len(capacities)} layers, "
                 f"got {len(value)}: {list(value)!r}"
             )
-        return ResolvedBudget(tuple(_check(k, capacity) for k in value))
-    return ResolvedBudget((_check(value, capacity),) * num_layers)
+        return ResolvedBudget(tuple(_check(K, held) for K, held in zip(value, capacities)))
+    return _everywhere(_check(value, max(capacities)), capacities)
+
+
+def _everywhere(budget: int, capacities: Sequence[int], rows: torch.Tensor | None = None) -> ResolvedBudget:
+    return ResolvedBudget(tuple(min(budget, held) for held in capacities), rows)
 
 
 def _check(value: object, capacity: int) -> int:
@@ -86,7 +90,8 @@ def _check(value: object, capacity: int) -> int:
     return tuple(range(capacity + 1))[value]  # an index is a constant to torch.compile: one graph per budget
 
 
-def _resolve_rows(value: torch.Tensor, capacity: int, num_layers: int, batch_size: int | None) -> ResolvedBudget:
+def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: int | None) -> ResolvedBudget:
+    capacity = max(capacities)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         raise ValueError(f"spectral_budget as a tensor must hold integers in [1, {capacity}], got dtype {value.dtype}")
     if value.ndim != 1 or (batch_size is not None and value.shape[0] != batch_size):
@@ -95,5 +100,37 @@ def _resolve_rows(value: torch.Tensor, capacity: int, num_layers: int, batch_siz
     low, high = (int(x) for x in torch.aminmax(value))
     if low < 1 or high > capacity:
         raise ValueError(f"spectral_budget must hold integers in [1, {capacity}], got values from {low} to {high}")
-    rows_differ = low != high
-    return ResolvedBudget((high,) * num_layers, value.long() if rows_differ else None)
+    return _everywhere(high, capacities, value.long() if low != high else None)
+
+
+class StepBudgets:
+    """A budget for every step of `generate`; step 0 reads the prompt.
+
+    Args:
+        steps: a list of budgets in any of their forms, the last of which holds for all further steps, or a function
+            from the step to a budget. config: what resolves a budget.
+    Raises:
+        ValueError: an empty list, or a bad budget in it.
+    """
+
+    def __init__(self, steps: Callable[[int], SpectralBudget] | Sequence[SpectralBudget], config: Any):
+        if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
+            raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
+        self.steps, self.prompt_length = steps, 0
+        self.resolved = [] if callable(steps) else [config.resolve_budget(step) for step in steps]
+
+    def room(self) -> list[int] | None:
+        """The largest budget of each layer; None of a function, which nobody knows."""
+        if not self.resolved:
+            return None
+        return [max(layer) for layer in zip(*(step.layers for step in self.resolved))]
+
+    def at(self, input_ids: torch.Tensor, is_first: bool) -> SpectralBudget:
+        """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
+        if is_first:
+            self.prompt_length = input_ids.shape[1]
+        step = input_ids.shape[1] - self.prompt_length
+        budget = self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
+        if isinstance(budget, torch.Tensor) and budget.ndim == 1 and len(budget) and len(input_ids) % len(budget) == 0:
+            budget = budget.repeat_interleave(len(input_ids) // len(budget))
+        return budget

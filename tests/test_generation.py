@@ -444,3 +444,71 @@ def test_a_cache_does_not_hold_the_graph():
     model, ids = random_model(), random_ids(2, 9)
     cache = model(ids, use_cache=True).past_key_values
     assert not any(tensor.requires_grad for layer in cache.layers for tensor in layer.tensors.values())
+
+
+# --- A budget for every step
+
+
+def test_step_budgets_are_those_of_a_loop_by_hand():
+    """Step 0 reads the prompt; the state is kept, and room is made for the largest budget of a list."""
+    model, ids, plan = random_model(), random_ids(2, 19), [4, 20, [2, 9], 7]
+    actual = model.generate(ids, **GREEDY, step_budgets=plan, return_dict_in_generate=True)
+    cache, tokens = ESSMCache(model.config, state_budget=20), ids
+    with torch.no_grad():
+        for t in range(NEW):
+            new = tokens if t == 0 else tokens[:, -1:]
+            logits = model(new, past_key_values=cache, spectral_budget=plan[min(t, 3)]).logits[:, -1]
+            logits[:, 258] = -torch.inf
+            tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(actual.sequences, tokens)
+    assert actual.past_key_values.num_bytes == cache.num_bytes
+    assert not torch.equal(tokens, model.generate(ids, **GREEDY, spectral_budget=4))
+
+
+@pytest.mark.parametrize(
+    "strategy", [GREEDY, BEAMS, {**BEAMS, "num_return_sequences": 2}], ids=["greedy", "beams", "2"]
+)
+def test_step_budgets_as_a_function(strategy):
+    model, ids, steps = random_model(), random_ids(2, 19), []
+
+    def falling(step):
+        steps.append(step)
+        return [9, 5, 2][min(step, 2)]
+
+    actual = generate(model, ids, step_budgets=falling, **strategy)
+    assert steps == list(range(NEW))
+    assert torch.equal(actual, generate(model, ids, step_budgets=[9, 5, 2], **strategy))
+    assert torch.equal(
+        generate(model, ids, step_budgets=lambda step: 5, **strategy),
+        generate(model, ids, spectral_budget=5, **strategy),
+    )
+    rows = torch.tensor([2, 9])
+    assert torch.equal(
+        generate(model, ids, step_budgets=[rows], **strategy), generate(model, ids, spectral_budget=rows, **strategy)
+    )
+
+
+def test_a_rising_function_needs_room():
+    model, ids = random_model(), random_ids(2, 19)
+    with pytest.raises(ValueError, match=r"spectral_budget 3 needs .*ESSMCache\(config, state_budget=3\)"):
+        model.generate(ids, **GREEDY, step_budgets=lambda step: 2 + step)
+    cache = ESSMCache(model.config, state_budget=20)
+    rising = model.generate(ids, **GREEDY, step_budgets=lambda step: 2 + step, past_key_values=cache)
+    assert torch.equal(rising, model.generate(ids, **GREEDY, step_budgets=list(range(2, 2 + NEW))))
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"step_budgets": []}, "a function of the step or a list of budgets, got"),
+        ({"step_budgets": 6}, "a function of the step or a list of budgets, got 6"),
+        ({"step_budgets": [4, 33]}, r"\[1, 32\], got 33"),
+        ({"step_budgets": [4, [1, 2, 3]]}, "each of the 2 layers, got 3"),
+        ({"step_budgets": [4], "spectral_budget": 4}, "spectral_budget or step_budgets, not both, got 4"),
+        ({"step_budgets": [4], "prefill_chunk_size": 4}, "prefill_chunk_size"),
+        ({"step_budgets": lambda step: 40}, r"\[1, 32\], got 40"),
+    ],
+)
+def test_bad_step_budgets(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        random_model().generate(random_ids(2, 9), **GREEDY, **kwargs)

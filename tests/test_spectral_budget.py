@@ -12,7 +12,7 @@ from modeling_essm.spectral_budget import resolve_budget
 
 
 def resolve(value, **kwargs):
-    return resolve_budget(value, **{"capacity": 32, "num_layers": 2, **kwargs})
+    return resolve_budget(value, **{"capacities": (32, 32), **kwargs})
 
 
 ACCEPTED = {

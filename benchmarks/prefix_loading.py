@@ -1,0 +1,110 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What does it cost to load a part of a large checkpoint: bytes read, peak resident memory and time against K?
+
+    python -m benchmarks.prefix_loading                  writes a checkpoint of 1.4 GB into a temporary folder
+
+Every load is `from_pretrained(folder, spectral_capacity=K)` in a process of its own, which first imports everything
+and drops the checkpoint's pages from the page cache. Bytes read are those that the process made the disk deliver
+(read_bytes of /proc/self/io, read-ahead included), memory is the peak resident set above the one before the load
+(pages of the mapped file included), time is of that one call. Once, the small model's logits are compared with those
+of the large one at that budget. "whole" is an ordinary load. Linux only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+from . import common
+
+_LOAD = """
+import json, os, re, resource, sys, time
+import torch
+from modeling_essm import ESSMForCausalLM
+folder, K = sys.argv[1], json.loads(sys.argv[2])
+for name in os.listdir(folder):
+    with open(os.path.join(folder, name), "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+def read_bytes():
+    return int(re.search(r"^read_bytes: (\\d+)", open("/proc/self/io").read(), re.M)[1])
+def resident(name):
+    return 1024 * int(re.search(rf"^{name}:\\s+(\\d+) kB", open("/proc/self/status").read(), re.M)[1])
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # the peak starts from here
+memory, read, start = resident("VmRSS"), read_bytes(), time.perf_counter()
+model = ESSMForCausalLM.from_pretrained(folder, **({} if K is None else {"spectral_capacity": K}))
+seconds, read, memory = time.perf_counter() - start, read_bytes() - read, resident("VmHWM") - memory
+held = sum(p.nbytes for p in model.parameters())
+ids = torch.arange(64)[None]
+with torch.no_grad():
+    logits = model(ids).logits[0, -1, :4].tolist()
+print(json.dumps({"seconds": seconds, "read": read, "memory": memory, "held": held, "logits": logits}))
+"""
+
+
+def load(folder: Path, K: int | None) -> dict[str, Any]:
+    """One load in a fresh process."""
+    command = [sys.executable, "-c", _LOAD, str(folder), json.dumps(K)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"loading at K = {K} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    p = common.parser(__doc__)
+    p.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
+    args = p.parse_args(argv)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2} if args.quick else {"hidden_size": 1024, "num_hidden_layers": 8}
+    budgets: list[int | None] = [2, 32, None] if args.quick else [2, 4, 6, 8, 16, 32, None]
+    rounds = 1 if args.quick else min(args.rounds, 3)
+    args.device = "cpu"
+    device, report = common.start("prefix_loading", args, **sizes, budgets=budgets, rounds=rounds)
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder = Path(temporary)
+        torch.manual_seed(0)
+        model = ESSMForCausalLM(ESSMConfig(**sizes)).eval()
+        model.save_pretrained(folder)
+        os.sync()  # pages that are not on the disk yet cannot be dropped
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        report["settings"]["checkpoint_bytes"] = size
+        print(f"checkpoint: {size / 1e9:.2f} GB, {model.num_parameters():,} parameters")
+        with torch.no_grad():
+            ids = torch.arange(64)[None]
+            expected = {K: model(ids, spectral_budget=K).logits[0, -1, :4].tolist() for K in budgets}
+        del model
+        samples: dict[int | None, list[dict[str, Any]]] = {K: [] for K in budgets}
+        for _ in range(rounds):
+            for K in budgets:
+                samples[K].append(load(folder, K))
+                if samples[K][-1]["logits"] != expected[K]:
+                    raise RuntimeError(f"the model loaded at K = {K} is not the large one at that budget")
+    rows, report["results"] = [], []
+    for K, found in samples.items():
+        row = {"K": K or "whole", "held": found[0]["held"]}
+        row |= {name: common.spread([sample[name] for sample in found]) for name in ("read", "memory", "seconds")}
+        report["results"].append(row)
+        medians = [row[name]["median"] for name in ("read", "memory", "seconds")]
+        rows.append([row["K"], row["held"] / 1e6, medians[0] / 1e6, medians[1] / 1e6, medians[2]])
+    common.table("K weights/MB read/MB peak/MB seconds", rows)
+    by_budget = {row["K"]: row for row in report["results"]}
+    small, whole = by_budget[budgets[0]], by_budget["whole"]
+    report["targets"] = [
+        common.target(f"{name} at K = {budgets[0]} : whole", small[name]["median"] / whole[name]["median"], most=0.5)
+        for name in ("read", "memory")
+        if whole[name]["median"]
+    ]
+    return common.finish(report, args, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Complete text in the terminal, byte by byte, and change the budget while it runs.
+
+    python examples/byte_terminal.py runs/train_clm/model [bytes per completion]
+
+Type some text and Enter to have it continued. A number and Enter sets the budget, also while text is coming; an empty
+line stops a completion, and at the prompt it leaves. After each completion, and at each change, it says how fast it was
+and what it held in memory.
+"""
+
+import codecs
+import queue
+import sys
+import threading
+import time
+
+import torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+length = int(sys.argv[2]) if len(sys.argv) > 2 else 400
+capacity = budget = model.config.num_spectral_channels
+lines: queue.Queue = queue.Queue()
+threading.Thread(target=lambda: [*map(lines.put, sys.stdin), lines.put("")], daemon=True).start()
+
+
+def report(K: int, tokens: int, seconds: float, cache) -> None:
+    if not tokens:
+        return
+    weights = model.num_active_parameters(K) * model.dtype.itemsize
+    held = f"{weights / 2**20:.1f} MiB of weights read per token, {cache.num_bytes / 2**10:.0f} KiB of state"
+    print(f"\n[K = {K}: {tokens / seconds:.0f} tokens/s, {held}]", flush=True)
+
+
+@torch.inference_mode()
+def complete(text: str) -> None:
+    global budget
+    decoder, ids = codecs.getincrementaldecoder("utf-8")("replace"), torch.tensor([list(text.encode())])
+    outputs = model(ids, use_cache=True, spectral_budget=capacity)  # room for every budget
+    cache, running, tokens, start = outputs.past_key_values, budget, 0, time.perf_counter()
+    for _ in range(length):
+        token = torch.multinomial((outputs.logits[:, -1, :256] / 0.7).softmax(-1), 1)
+        print(decoder.decode(bytes(token[0].tolist())), end="", flush=True)
+        if not lines.empty():
+            if not (typed := lines.get().strip()).isdigit():
+                break
+            report(running, tokens, time.perf_counter() - start, cache)
+            running = budget = max(1, min(int(typed), capacity))
+            tokens, start = 0, time.perf_counter()
+        outputs = model(token, past_key_values=cache, use_cache=True, spectral_budget=running)
+        tokens += 1
+    report(running, tokens, time.perf_counter() - start, cache)
+
+
+while True:
+    print(f"K = {budget} of {capacity}> ", end="", flush=True)
+    typed = lines.get().rstrip("\n")
+    if not typed.strip():
+        break
+    if typed.strip().isdigit():
+        budget = max(1, min(int(typed), capacity))
+    else:
+        complete(typed)

@@ -1,0 +1,310 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A model of fewer channels, cut in memory or read from a part of a checkpoint, is the large one at that budget."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import random_ids, random_model
+from safetensors import safe_open
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from modeling_essm import (
+    ESSMCache,
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForSequenceClassification,
+    ESSMModel,
+    prefix_loading,
+)
+
+CAPACITIES = pytest.mark.parametrize("capacity", [1, 6, 31, 32, [3, 20]], ids=str)
+VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
+CLASSES = pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+
+
+@torch.no_grad()
+def outputs(model, budget=None, ids=None):
+    ids = random_ids(3, 40) if ids is None else ids
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    return model(ids, attention_mask=mask, spectral_budget=budget)[0]
+
+
+@CAPACITIES
+@VARIANTS
+@CLASSES
+def test_a_truncated_model_is_the_large_one_at_that_budget(cls, variant, capacity, tmp_path):
+    large = random_model(cls, **variant)
+    expected = outputs(large, capacity)
+    large.save_pretrained(tmp_path / "large")
+    read = cls.from_pretrained(tmp_path / "large", spectral_capacity=capacity)
+    cut = copy.deepcopy(large).truncate(capacity)
+    cut.save_pretrained(tmp_path / "small")
+    again = cls.from_pretrained(tmp_path / "small")
+    for model in (read, cut, again):
+        assert torch.equal(outputs(model), expected)
+        assert torch.equal(outputs(model, 1), outputs(large, 1))
+        assert model.config.capacities == ((capacity,) * 2 if isinstance(capacity, int) else tuple(capacity))
+        assert model.num_parameters() == large.num_active_parameters(capacity) == model.num_active_parameters()
+        assert not model.training
+    assert {n: p.shape for n, p in read.named_parameters()} == {n: p.shape for n, p in cut.named_parameters()}
+
+
+def test_generation_and_row_budgets(tmp_path):
+    large, ids = random_model(), random_ids(2, 11)
+    large.save_pretrained(tmp_path)
+    small = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=[20, 3])
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 256}
+    assert torch.equal(small.generate(ids, **greedy), large.generate(ids, **greedy, spectral_budget=[20, 3]))
+    rows = torch.tensor([2, 20])  # in a layer that holds 3, the second row runs 3
+    batch = small.generate(ids, **greedy, spectral_budget=rows)
+    for i, budget in enumerate(([2, 2], [20, 3])):
+        assert torch.equal(batch[i : i + 1], large.generate(ids[i : i + 1], **greedy, spectral_budget=budget))
+    with torch.no_grad():
+        assert small(ids, spectral_budget=7).spectral_budget == (7, 3)
+
+
+@pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])
+def test_sharded_half_precision_and_auto_classes(auto, tmp_path):
+    large = random_model()
+    large.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").exists() and not (tmp_path / "model.safetensors").exists()
+    for options in ({}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}):
+        small = auto.from_pretrained(tmp_path, trust_remote_code=True, spectral_capacity=6, **options)
+        whole = auto.from_pretrained(tmp_path, trust_remote_code=True, **options)
+        assert small.dtype == whole.dtype == options.get("dtype", torch.float32)
+        assert torch.equal(outputs(small), outputs(whole, 6))
+
+
+def test_a_checkpoint_loads_as_another_head(tmp_path):
+    random_model(ESSMForSequenceClassification).save_pretrained(tmp_path)
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, spectral_capacity=6, output_loading_info=True, trust_remote_code=True
+    )
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    body = AutoModel.from_pretrained(tmp_path, spectral_capacity=6, trust_remote_code=True)
+    assert torch.equal(body.layers[0].mixer.channel_mixing, loaded.model.layers[0].mixer.channel_mixing)
+
+
+def test_the_small_folder_loads_without_the_package(tmp_path):
+    large = random_model()
+    large.save_pretrained(tmp_path / "large")
+    expected = outputs(large, 6)
+    code = (
+        "import sys, torch; sys.modules['modeling_essm'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "torch.set_num_threads(1)\n"
+        "ids, mask = torch.load(sys.argv[3])\n"
+        "load = lambda folder, **k: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **k)\n"
+        "model = load(sys.argv[1], spectral_capacity=6)\n"
+        "model.save_pretrained(sys.argv[2])\n"
+        "model = load(sys.argv[2])\n"
+        "torch.save(model(ids, attention_mask=mask).logits, sys.argv[3])\n"
+        "try:\n    model(ids, spectral_budget=7)\nexcept ValueError as error:\n    print(error)\n"
+    )
+    ids = random_ids(3, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :7] = 0
+    torch.save((ids, mask), tmp_path / "data.pt")
+    arguments = [tmp_path / "large", tmp_path / "small", tmp_path / "data.pt"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "spectral_budget must be an integer in [1, 6], got 7" in done.stdout
+    assert torch.equal(torch.load(tmp_path / "data.pt"), expected)
+
+
+def test_only_the_prefix_is_read(tmp_path, monkeypatch):
+    """Every byte that safetensors hands out is counted: with K channels, K slices of a channel tensor."""
+    random_model().save_pretrained(tmp_path)
+    counted: dict[str, int] = {}
+
+    class Counting:
+        def __init__(self, *args, **kwargs):
+            self.file = safe_open(*args, **kwargs)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *args):
+            return self.file.__exit__(*args)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_tensor(self, name):
+            return self._count(name, self.file.get_tensor(name))
+
+        def get_slice(self, name):
+            whole = self.file.get_slice(name)
+            return type("Slice", (), {"__getitem__": lambda _, index: self._count(name, whole[index])})()
+
+        def _count(self, name, tensor):
+            counted[name] = tensor.nbytes
+            return tensor
+
+    monkeypatch.setattr(prefix_loading, "safe_open", Counting)
+    sizes = {}
+    for K in (2, 6, 32):
+        counted.clear()
+        model = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=K)
+        sizes[K] = sum(counted.values())
+        assert sizes[K] == sum(p.nbytes for p in model.parameters())
+        assert counted["model.layers.1.mixer.channel_mixing"] == K * 16 * 16 * 4
+    assert sizes[2] < sizes[6] < 0.5 * sizes[32]
+
+
+def test_the_config_follows(tmp_path):
+    fields = {
+        "trained_budgets": [2, 4, 8, 32],
+        "budget_presets": {"phone": 4, "full": 32, "both": [6, 3], "no": [3, 7]},
+    }
+    large = random_model(**fields, spectral_budget="full")
+    large.generation_config.spectral_budget = 8
+    large.save_pretrained(tmp_path)
+    cut = copy.deepcopy(large).truncate(6)
+    for model in (cut, ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6)):
+        config = model.config
+        assert config.num_spectral_channels == 6 and config.spectral_capacities is None
+        assert config.trained_budgets == [2, 4] and config.budget_presets == {"phone": 4, "both": [6, 3]}
+        assert config.spectral_budget is None and model.generation_config.spectral_budget is None
+        assert model.model.config is config or model.model.config.num_spectral_channels == 6
+        assert model(random_ids(1, 5)).spectral_budget == (6, 6)
+    assert large.config.num_spectral_channels == 32  # not a view
+    kept = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6, spectral_budget="phone")
+    assert kept(random_ids(1, 5)).spectral_budget == (4, 4)
+    kept = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=[20, 9])
+    assert kept.generation_config.spectral_budget == 8 and kept.config.spectral_capacities == [20, 9]
+    assert str(tmp_path) in (kept.name_or_path, kept.config._name_or_path)
+
+
+def test_a_given_config_is_used_and_left_alone(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    config = ESSMConfig.from_pretrained(tmp_path, dropout=0.5)
+    small = ESSMForCausalLM.from_pretrained(tmp_path, config=config, spectral_capacity=6)
+    assert small.config.dropout == 0.5 and config.num_spectral_channels == 32
+    small = ESSMForCausalLM.from_pretrained(tmp_path, dropout=0.25, spectral_capacity=6)
+    assert small.config.dropout == 0.25
+
+
+def test_truncating_in_steps_and_training_on(tmp_path):
+    large = random_model()
+    expected = outputs(large, 4)
+    small = copy.deepcopy(large).truncate([9, 12]).truncate(7)
+    assert small.config.capacities == (7, 7)
+    small = small.truncate(4)
+    assert torch.equal(outputs(small), expected)
+    weight = small.model.layers[0].mixer.channel_mixing
+    assert weight.untyped_storage().nbytes() == 4 * 16 * 16 * 4  # the rest is freed
+    small.train()
+    small(random_ids(2, 9), labels=random_ids(2, 9)).loss.backward()
+    assert weight.grad is not None and weight.grad.shape == (4, 16, 16)
+    frozen = copy.deepcopy(large)
+    frozen.model.layers[0].mixer.channel_mixing.requires_grad_(False)
+    frozen.truncate(3)
+    assert not frozen.model.layers[0].mixer.channel_mixing.requires_grad
+
+
+def test_caches_of_uneven_layers():
+    model = random_model().truncate([20, 3])
+    cache = model(random_ids(2, 9), use_cache=True).past_key_values
+    assert [layer.num_states for layer in cache.layers] == [36, 3 + 10]
+    assert ESSMCache(model.config, state_budget=20).layers[1].state_budget == 3
+
+
+BAD = {
+    "above": (33, r"spectral_capacity must be an integer in \[1, 32\], got 33"),
+    "zero": (0, r"\[1, 32\], got 0"),
+    "bool": (True, r"\[1, 32\], got True"),
+    "float": (6.0, r"\[1, 32\], got 6.0"),
+    "text": ("6", r"\[1, 32\], got '6'"),
+    "short": ([6], r"one integer for each of the 2 layers, got 1: \[6\]"),
+    "layer": ([6, 40], r"\[1, 32\] in layer 1, got 40"),
+}
+
+
+@pytest.mark.parametrize("value, message", BAD.values(), ids=BAD.keys())
+def test_bad_capacities(value, message, tmp_path):
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    before = outputs(model)
+    with pytest.raises(ValueError, match=message):
+        model.truncate(value)
+    with pytest.raises(ValueError, match=message):
+        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=value)
+    assert torch.equal(outputs(model), before)
+
+
+def test_a_small_model_refuses_more(tmp_path):
+    random_model().truncate([6, 3]).save_pretrained(tmp_path)
+    model = ESSMForCausalLM.from_pretrained(tmp_path)
+    for budget, message in ((7, r"\[1, 6\], got 7"), ([6, 4], r"\[1, 3\], got 4"), (torch.tensor([1, 9]), "to 9")):
+        with pytest.raises(ValueError, match=message):
+            model(random_ids(2, 5), spectral_budget=budget)
+    with pytest.raises(ValueError, match=r"\[1, 6\], got 8"):
+        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=8)
+    with pytest.raises(ValueError, match=r"in layer 1, got 6"):
+        model.truncate([6, 6])
+    assert ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5).config.capacities == (5, 3)
+
+
+@pytest.mark.parametrize("value", [[6], [6, 7], [0, 6], [5, 5], "66", [6, 6.0]], ids=str)
+def test_bad_capacities_in_a_config(value):
+    with pytest.raises(ValueError, match=r"spectral_capacities must be 2 integers in \[1, num_spectral_channels = 6\]"):
+        ESSMConfig(num_hidden_layers=2, num_spectral_channels=6, spectral_capacities=value)
+
+
+def test_damaged_checkpoints(tmp_path):
+    model = random_model()
+    model.save_pretrained(tmp_path / "one")
+    path = tmp_path / "one" / "model.safetensors"
+    whole = path.read_bytes()
+    for damaged in (whole[:-5000], whole[:100], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="truncated or corrupt"):
+            ESSMForCausalLM.from_pretrained(tmp_path / "one", spectral_capacity=6)
+    path.unlink()
+    torch.save(model.state_dict(), tmp_path / "one" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds no model.safetensors; load it whole"):
+        ESSMForCausalLM.from_pretrained(tmp_path / "one", spectral_capacity=6)
+
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    index = tmp_path / "many" / "model.safetensors.index.json"
+    shard = tmp_path / "many" / sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]
+    kept = shard.read_bytes()
+    shard.write_bytes(kept[:-10])
+    with pytest.raises(ValueError, match="truncated or corrupt"):
+        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)
+    shard.unlink()
+    with pytest.raises(OSError, match=shard.name):
+        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)
+    shard.write_bytes(kept)
+    index.write_text("[1]")
+    with pytest.raises(ValueError, match="is not an index of a sharded checkpoint"):
+        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)
+
+
+def test_what_cannot_be_a_prefix(tmp_path):
+    model = random_model()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="give its folder or name, no state_dict"):
+        ESSMForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict(), spectral_capacity=6)
+    with torch.no_grad():
+        model.model.layers[0].mixer.channel_mixing[9, 0, 0] = torch.nan
+    model.save_pretrained(tmp_path)
+    ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=9)  # the damage is in the tenth
+    with pytest.raises(ValueError, match=r"channel_mixing .* contains NaN"):
+        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=10)
