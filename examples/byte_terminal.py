@@ -52,11 +52,7 @@ def complete(text: str) -> None:
     report(running, tokens, time.perf_counter() - start, cache)
 
 
-while True:
-    print(f"K = {budget} of {capacity}> ", end="", flush=True)
-    typed = lines.get().rstrip("\n")
-    if not typed.strip():
-        break
+while print(f"K = {budget} of {capacity}> ", end="", flush=True) or (typed := lines.get().rstrip("\n")):
     if typed.strip().isdigit():
         budget = max(1, min(int(typed), capacity))
     else:
