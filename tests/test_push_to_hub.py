@@ -478,6 +478,20 @@ def test_card_of_a_language_model(run):
     assert text == write(run / "model")
 
 
+def test_card_of_a_calibrated_model(run):
+    """Presets and the profile are told of where they are, and nowhere else."""
+    folder = run / "model"
+
+    def loading() -> str:
+        return " ".join(write(folder).split("## How to load it")[1].split("\n## ")[0].split())
+
+    assert "spectral_capacity=" in loading() and "sweet-spot" not in loading() and "choose_budget" not in loading()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"budget_presets": {"sweet-spot": 3, "full": 8}}))
+    (folder / "budget_profile.json").write_text("{}")
+    assert "the names `sweet-spot` (3), `full` (8)." in loading() and "model.choose_budget(max_" in loading()
+
+
 def test_card_tells_no_secrets(run):
     text = write(run / "model")
     assert "somebody" not in text and "hf_secret" not in text

@@ -409,7 +409,22 @@ Read its `*.py` files, then pin it:
 
 `spectral_budget` is an integer from 1 to {config["num_spectral_channels"]}, one per layer as a list, or one per row of
 the batch as a tensor; without it the model runs at its full budget. `from_pretrained(..., spectral_budget={budget})`
-makes a budget the default."""
+makes a budget the default; `from_pretrained(..., spectral_capacity={budget})` loads the first {budget} channels alone, a
+smaller model that equals this one at that budget.{_profile_note(folder, config)}"""
+
+
+def _profile_note(folder: Path, config: dict[str, Any]) -> str:
+    """What a calibrated model offers besides."""
+    notes = ""
+    if presets := config.get("budget_presets"):
+        named = ", ".join(f"`{name}` ({budget})" for name, budget in presets.items())
+        notes += f" `spectral_budget` also takes the names {named}."
+    if (folder / "budget_profile.json").exists():
+        notes += (
+            " `budget_profile.json` holds quality, latency and memory as measured: "
+            "`model.choose_budget(max_quality_drop=0.02)`, `model.choose_budget(max_latency_ms=5)`."
+        )
+    return notes
 
 
 def _limits_section(config: dict[str, Any]) -> str:
@@ -417,7 +432,6 @@ def _limits_section(config: dict[str, Any]) -> str:
         'There is no attention: `attn_implementation` other than "eager" is refused.',
         f"Beyond {config['filter_length']:,} positions (`filter_length`) the recurrence is no longer the trained "
         "convolution; the model warns once.",
-        'TF32 matrix products (`torch.set_float32_matmul_precision("high")`) lose the late channels: leave them off.',
         "Packed sequences (`seq_idx`, `cu_seqlens`) are refused, restarting `position_ids` ignored; padding is exact.",
         "`nn.DataParallel`, quantised weights, and serving engines that bring their own model code.",
         "A budget per row inside `torch.compile(fullgraph=True)`; `torch.export` in strict mode.",
