@@ -82,9 +82,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(
-                f"{str(source)!r} is quantised: load it whole and call model.truncate({spectral_capacity})"
-            )
+            raise ValueError(f"spectral_capacity cannot cut a quantised checkpoint; load {str(source)!r} whole")
         capacities = resolve_capacity(spectral_capacity, config.capacities)
         files = {"variant": kwargs.pop("variant", None)}
         weights = read_prefix(source, capacities, where | files)

@@ -73,3 +73,12 @@ def test_script(tmp_path, monkeypatch, capsys):
     assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
     assert "largest mean gates" in capsys.readouterr().out
+
+
+def test_layers_of_different_capacity():
+    model, ids = random_model(ESSMModel), random_ids(2, 20)
+    bounds = [stability_bounds(model, K)[i] for i, K in enumerate((8, 3))]
+    model.truncate([8, 3])
+    assert stability_bounds(model, 8) == bounds
+    mean = gate_statistics(model, {"input_ids": ids}, 8).mean
+    assert mean.shape == (2, 8) and (mean[1, 3:] == 0).all() and (mean[1, :3] > 0).all()

@@ -36,7 +36,7 @@ class GateStatistics:
     """Of one budget K.
 
     Attributes:
-        mean: (layers, K) mean of alpha_k. entropy: (layers,) mean entropy of alpha(t) in nats, at most log K.
+        mean: (layers, K) mean of alpha_k, zero for channels that a layer does not hold. entropy: (layers,) mean entropy of alpha(t) in nats, at most log K.
     """
 
     budget: int
@@ -64,11 +64,12 @@ def gate_statistics(model: PreTrainedModel, batch: Mapping[str, Tensor], budget:
     entropies: list[Tensor] = []
 
     def record(mixer: Any, args: tuple[Any, ...]) -> None:
-        u = args[0]
-        alpha = (mixer.gates(u, budget) / mixer.operator.sigma(budget, mixer.scaling_exponent, u)).double()
+        u, K = args[0], min(budget, len(mixer.channel_mixing))
+        alpha = (mixer.gates(u, K) / mixer.operator.sigma(K, mixer.scaling_exponent, u)).double()
         weight = torch.ones(u.shape[:2], dtype=torch.float64, device=u.device) if mask is None else mask.double()
         weight = weight / weight.sum()
-        means.append(torch.einsum("blk,bl->k", alpha, weight).cpu())
+        mean = torch.einsum("blk,bl->k", alpha, weight).cpu()
+        means.append(torch.nn.functional.pad(mean, (0, budget - K)))
         entropy = -(alpha * alpha.clamp(min=1e-300).log()).sum(-1)
         entropies.append((entropy * weight).sum().cpu())
 
@@ -88,10 +89,10 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
     for mixer in mixers_of(model):
         if mixer.ar_order:
             raise ValueError("the bound of Appendix C does not cover the feedback of ar_order = 2")
-        basis = spectral_basis(mixer.operator.filter_length)
-        phi_1 = torch.from_numpy(abs(basis.filters(budget)).sum(0))
-        sigma = torch.from_numpy(basis.sigma[:budget] ** mixer.scaling_exponent)
-        gains = phi_1 * sigma * torch.linalg.matrix_norm(mixer.channel_mixing[:budget].double().cpu(), 2)
+        basis, K = spectral_basis(mixer.operator.filter_length), min(budget, len(mixer.channel_mixing))
+        phi_1 = torch.from_numpy(abs(basis.filters(K)).sum(0))
+        sigma = torch.from_numpy(basis.sigma[:K] ** mixer.scaling_exponent)
+        gains = phi_1 * sigma * torch.linalg.matrix_norm(mixer.channel_mixing[:K].double().cpu(), 2)
         skip = torch.linalg.matrix_norm(mixer.skip.weight.double().cpu(), 2)
         bounds.append(float(skip + (gains.max() if mixer.gated else gains.sum())))
     return bounds
