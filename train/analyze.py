@@ -36,7 +36,8 @@ class GateStatistics:
     """Of one budget K.
 
     Attributes:
-        mean: (layers, K) mean of alpha_k, zero for channels that a layer does not hold. entropy: (layers,) mean entropy of alpha(t) in nats, at most log K.
+        mean: (layers, K) mean of alpha_k, zero for channels that a layer does not hold.
+        entropy: (layers,) mean entropy of alpha(t) in nats, at most log K.
     """
 
     budget: int

@@ -409,8 +409,8 @@ Read its `*.py` files, then pin it:
 
 `spectral_budget` is an integer from 1 to {config["num_spectral_channels"]}, one per layer as a list, or one per row of
 the batch as a tensor; without it the model runs at its full budget. `from_pretrained(..., spectral_budget={budget})`
-makes a budget the default; `from_pretrained(..., spectral_capacity={budget})` loads the first {budget} channels alone, a
-smaller model that equals this one at that budget.{_profile_note(folder, config)}"""
+makes a budget the default; `from_pretrained(..., spectral_capacity={budget})` loads the first {budget} channels
+alone, a smaller model that equals this one at that budget.{_profile_note(folder, config)}"""
 
 
 def _profile_note(folder: Path, config: dict[str, Any]) -> str:
