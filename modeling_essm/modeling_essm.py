@@ -25,6 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room
 from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
+from .packing import PACKING_ARGUMENTS, Packing, read_packing
 from .spectral_budget import SpectralBudget, StepBudgets
 from .spectral_ops import SpectralOperator, state_dtype
 
@@ -277,11 +278,16 @@ class ESSMLayer(GradientCheckpointingLayer):
         padding: Tensor | None = None,
         lengths: Tensor | None = None,
         cache: ESSMCacheLayer | None = None,
+        packing: Packing | None = None,
     ) -> Tensor:
         u = self.input_norm(hidden_states)
         if padding is not None:  # after the norm and its bias, so that padding is silence to the operator
             u = u.masked_fill(padding, 0.0)
-        hidden_states = hidden_states + self._drop(self.mixer(u, budget, rows, lengths, cache))
+        if packing is None:
+            mixed = self.mixer(u, budget, rows, lengths, cache)
+        else:
+            mixed = packing.apply(self.mixer, u, budget, rows)
+        hidden_states = hidden_states + self._drop(mixed)
         return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
 
     def _drop(self, branch: Tensor) -> Tensor:
@@ -339,8 +345,8 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if "budget" in name or name.startswith("spectral"):
             raise TypeError(f"unknown argument {name!r}; the budget of a call is spectral_budget")
-        if value is not None and name.startswith(("seq_idx", "cu_seq")):
-            raise ValueError(f"{name}: packed sequences with state resets are not supported; pad them instead")
+        if value is not None and name.startswith(("seq_", "cu_seq")) and name not in PACKING_ARGUMENTS:
+            raise ValueError(f"unknown argument {name!r}; packed sequences are described by {PACKING_ARGUMENTS}")
 
 
 class ESSMModel(ESSMPreTrainedModel):
@@ -383,11 +389,14 @@ class ESSMModel(ESSMPreTrainedModel):
             attention_mask: (B, L) or (B, past + L), 1 for real positions; left and right padding are exact.
             past_key_values: ESSMCache to continue from; updated in place.
             spectral_budget: K: int in [1, capacity], one int per layer, a (B,) integer tensor or a preset name.
+            position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
+                say it, see `read_packing`; each is computed as if it were alone, without a cache.
         Returns:
             ESSMModelOutput.
         Raises:
             ValueError: a bad budget, token ids out of range (not checked on an accelerator in training and single
-                steps, where the check would wait for the device), not exactly one input, or a cache without room.
+                steps, where the check would wait for the device), not exactly one input, a cache without room or for
+                packed sequences, or a bad description of these.
         """
         _refuse_unsupported(kwargs)
         hidden_states = self._embed(input_ids, inputs_embeds, input_features)
@@ -396,7 +405,18 @@ class ESSMModel(ESSMPreTrainedModel):
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if past_key_values is not None:
             check_cache(past_key_values, config, B)
-        self._warn_once(budget, L if past_key_values is None else L + past_key_values.get_seq_length())
+        packing = None
+        if kwargs:
+            mask = None if attention_mask is None else attention_mask[:, -L:].bool()
+            packing = read_packing(kwargs, B, L, mask)
+        if packing is not None:
+            if use_cache or past_key_values is not None:
+                raise ValueError(
+                    "packed sequences leave no single state: call with use_cache=False, without past_key_values"
+                )
+            use_cache = False
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        self._warn_once(budget, past + L if packing is None else packing.longest)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
         if use_cache is None:
@@ -413,7 +433,6 @@ class ESSMModel(ESSMPreTrainedModel):
 
         padding, lengths = None, None
         if attention_mask is not None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
             if tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
                 raise ValueError(
                     f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
@@ -430,7 +449,7 @@ class ESSMModel(ESSMPreTrainedModel):
             cache = None if past_key_values is None else past_key_values.layers[i]
             K = budget.layers[i]
             own = rows if rows is None or config.spectral_capacities is None else rows.clamp(max=K)
-            hidden_states = layer(hidden_states, K, own, padding, lengths, cache)
+            hidden_states = layer(hidden_states, K, own, padding, lengths, cache, packing)
             if all_hidden_states is not None and i + 1 < len(self.layers):
                 all_hidden_states += (hidden_states,)
         hidden_states = self.norm(hidden_states)
@@ -534,13 +553,15 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
     ) -> ESSMCausalLMOutput:
         """
         Args:
-            labels: (B, L) int64 next-token targets before shifting, -100 to ignore.
+            labels: (B, L) int64 next-token targets before shifting, -100 to ignore (in packed rows also the first of
+                every sequence, which collators see to).
             logits_to_keep: only the last that many positions (0: all), or (T,) positions.
             The rest as in `ESSMModel.forward`.
         Returns:
             ESSMCausalLMOutput.
         """
         _refuse_unsupported(kwargs)
+        packing = {name: kwargs.pop(name) for name in PACKING_ARGUMENTS if name in kwargs}
         outputs: ESSMModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -550,6 +571,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
             output_hidden_states=output_hidden_states,
             spectral_budget=spectral_budget,
             return_dict=True,
+            **packing,
         )
         assert outputs.last_hidden_state is not None
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -663,6 +685,9 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
             return_dict=True,
         )
         assert outputs.last_hidden_state is not None
+        B, L = outputs.last_hidden_state.shape[:2]
+        if read_packing(kwargs, B, L, None if attention_mask is None else attention_mask.bool()) is not None:
+            raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")
         logits = self.score(self._pool(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:

@@ -224,6 +224,6 @@ def test_a_misspelt_budget_is_refused(name):
         random_model()(random_ids(1, 4), **{name: 3})
 
 
-def test_packed_sequences_are_refused_until_they_are_supported():
-    with pytest.raises(ValueError, match="packed sequences with state resets are not supported"):
-        random_model()(random_ids(1, 4), seq_idx=torch.zeros(1, 4, dtype=torch.int32))
+def test_an_unknown_description_of_packing_is_refused():
+    with pytest.raises(ValueError, match="unknown argument 'seq_lengths'; packed sequences are described by"):
+        random_model()(random_ids(1, 4), seq_lengths=[1, 3])

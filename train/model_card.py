@@ -432,7 +432,7 @@ def _limits_section(config: dict[str, Any]) -> str:
         'There is no attention: `attn_implementation` other than "eager" is refused.',
         f"Beyond {config['filter_length']:,} positions (`filter_length`) the recurrence is no longer the trained "
         "convolution; the model warns once.",
-        "Packed sequences (`seq_idx`, `cu_seqlens`) are refused, restarting `position_ids` ignored; padding is exact.",
+        "Packed sequences with a cache; without one, and with padding, each sequence is computed as if alone.",
         "`nn.DataParallel`, quantised weights, and serving engines that bring their own model code.",
         "A budget per row inside `torch.compile(fullgraph=True)`; `torch.export` in strict mode.",
     ]

@@ -1,0 +1,105 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Packed input: several sequences one after another in a row, each of which must not see the one before it.
+
+Only the spectral mixer looks along the sequence. It runs on the sequences apart, those of similar length side by side,
+padded by less than their own length; everything else of a layer runs on the packed row as it is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Names under which collators say where sequences begin. Lengths and key offsets add nothing to them.
+PACKING_ARGUMENTS = (
+    *("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
+    *("cu_seq_lens_k", "max_length_q", "max_length_k"),
+)
+_OFFSETS = ("cu_seqlens", "cu_seq_lens_q")
+
+
+class Packing:
+    """Where the sequences of a packed (B, L) batch lie.
+
+    Args:
+        starts: (B, L) bool, true at the first position of every sequence; column 0 is taken to be.
+    Attributes:
+        longest: positions of the longest sequence.
+    """
+
+    def __init__(self, starts: Tensor):
+        B, L = starts.shape
+        starts = starts.clone()
+        starts[:, 0] = True
+        first = starts.flatten().nonzero().flatten().cpu()
+        length = torch.diff(first, append=torch.tensor([B * L]))
+        self.longest = int(length.max())
+        size_class = length.double().log2().floor()  # 1, 2-3, 4-7, ..: less than half is padding
+        self.groups: list[tuple[Tensor, Tensor]] = []  # (n, longest) positions, B L where there is none; (n,) rows
+        place = torch.empty(B * L, dtype=torch.int64)
+        offset = 0
+        for k in size_class.unique():
+            own, lengths = first[size_class == k], length[size_class == k]
+            steps = torch.arange(int(lengths.max()))
+            index = torch.where(steps < lengths[:, None], own[:, None] + steps, B * L)
+            real = index < B * L
+            place[index[real]] = offset + torch.arange(index.numel()).view_as(index)[real]
+            offset += index.numel()
+            self.groups.append((index.to(starts.device), own.div(L, rounding_mode="floor").to(starts.device)))
+        self.place = place.to(starts.device)
+
+    def apply(self, mixer: Callable[..., Tensor], u: Tensor, budget: int, rows: Tensor | None) -> Tensor:
+        """mixer(u, budget, rows) of every sequence by itself: (B, L, D) -> (B, L, D); rows (B,) or None."""
+        B, L, D = u.shape
+        flat = F.pad(u.reshape(B * L, D), (0, 0, 0, 1))  # the last row is silence
+        outputs = []
+        for index, row in self.groups:
+            sequences = flat.index_select(0, index.flatten()).view(*index.shape, D)
+            outputs.append(mixer(sequences, budget, None if rows is None else rows[row]).reshape(-1, D))
+        return torch.cat(outputs).index_select(0, self.place).view(B, L, D)
+
+
+def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | None) -> Packing | None:
+    """The packing that a collator's arguments describe; None where every row is one sequence.
+
+    Args:
+        arguments: any of PACKING_ARGUMENTS: position_ids (B, L) or (1, L), a sequence begins where they do not go on
+            by one; seq_idx (B, L), where they change; cu_seqlens or cu_seq_lens_q (n + 1,), offsets in the one row.
+        mask: (B, L) bool, true at real positions, or None: next to padding position_ids mean nothing.
+    Raises:
+        ValueError: a bad shape, offsets that are not ascending from 0 to L, or descriptions that disagree.
+    """
+    found: dict[str, Tensor] = {}
+    for name, step in (("position_ids", 1), ("seq_idx", 0)):
+        value = arguments.get(name)
+        if value is None:
+            continue
+        if tuple(value.shape) not in ((B, L), (1, L)):
+            raise ValueError(f"{name} must have shape ({B}, {L}), got {tuple(value.shape)}")
+        changes = value[:, 1:] != value[:, :-1] + step
+        if mask is not None and name == "position_ids":
+            changes = changes & (mask[:, 1:] & mask[:, :-1]).to(changes.device)
+        found[name] = F.pad(changes, (1, 0)).expand(B, L)
+    for name in _OFFSETS:
+        value = arguments.get(name)
+        if value is None:
+            continue
+        offsets = value.tolist()
+        ascending = all(a < b for a, b in itertools.pairwise(offsets))
+        if B != 1 or value.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != L or not ascending:
+            raise ValueError(f"{name} must ascend from 0 to {L} in a batch of one row, got {offsets} for {B} rows")
+        starts = torch.zeros(1, L, dtype=torch.bool)
+        starts[0, offsets[1:-1]] = True
+        found[name] = starts
+    if not found:
+        return None
+    (name, starts), *others = found.items()
+    for other, also in others:
+        if not torch.equal(starts.cpu(), also.cpu()):
+            raise ValueError(f"{name} and {other} describe different sequences")
+    return Packing(starts) if bool(starts.any()) else None

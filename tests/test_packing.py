@@ -1,0 +1,197 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Packed equals separate: outputs, losses and gradients, however the boundaries are told and wherever they fall."""
+
+import copy
+
+import pytest
+import torch
+from helpers import assert_close, random_ids, random_model
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+from modeling_essm import ESSMCache, ESSMForSequenceClassification
+from modeling_essm.packing import Packing, read_packing
+
+VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
+# chunk_size is 8: lengths that end before, on and after a chunk, and starts at every offset in one
+LENGTHS = [[1], [8, 8], [7, 9, 1, 1, 16, 23, 40], [3, 8, 64, 2], [17, 1, 5, 5, 5, 31], list(range(1, 14))]
+
+
+def described(how: str, lengths: list[int]) -> dict[str, torch.Tensor]:
+    """The boundaries of one packed row, as collators tell them."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    if how == "position_ids":
+        return {how: torch.cat([torch.arange(n) for n in lengths])[None]}
+    if how == "seq_idx":
+        return {how: torch.cat([torch.full((n,), i % 2) for i, n in enumerate(lengths)])[None].int()}
+    return {how: offsets.int()}
+
+
+WAYS = pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"])
+
+
+@VARIANTS
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_packed_equals_separate(lengths, variant):
+    model, ids = random_model(**variant), random_ids(1, sum(lengths))
+    for K in (3, [5, 20]):
+        with torch.no_grad():
+            packed = model(ids, spectral_budget=K, **described("cu_seqlens", lengths)).logits
+            separate = [model(part, spectral_budget=K, use_cache=False).logits for part in ids.split(lengths, 1)]
+        assert_close(packed, torch.cat(separate, 1))
+
+
+@WAYS
+def test_every_way_of_telling(how):
+    model, lengths = random_model(), [7, 9, 1, 23]
+    ids = random_ids(1, 40)
+    with torch.no_grad():
+        packed = model(ids, **described(how, lengths)).logits
+        assert_close(packed, torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1))
+        assert (packed - model(ids).logits).abs().max() > 0.01  # the boundaries matter
+        together = {**described(how, lengths), **described("cu_seq_lens_q", lengths), "max_length_q": 23}
+        assert torch.equal(model(ids, **together).logits, packed)
+
+
+@VARIANTS
+def test_gradients(variant):
+    model, lengths = random_model(**variant), [7, 9, 1, 1, 16, 6]
+    ids = random_ids(1, 40)
+    labels = ids.clone()
+    labels[0, torch.tensor([0, *lengths[:-1]]).cumsum(0)] = -100
+    packed, separate = copy.deepcopy(model), copy.deepcopy(model)
+    loss = packed(ids, labels=labels, spectral_budget=6, **described("position_ids", lengths)).loss
+    loss.backward()
+    count = sum(n - 1 for n in lengths)
+    total = 0.0
+    for part in ids.split(lengths, 1):
+        if part.shape[1] > 1:
+            part_loss = separate(part, labels=part, spectral_budget=6).loss * (part.shape[1] - 1) / count
+            part_loss.backward()
+            total += part_loss.item()
+    assert loss.item() == pytest.approx(total, abs=1e-5)
+    for (name, p), q in zip(packed.named_parameters(), separate.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_nothing_leaks_from_one_sequence_to_another():
+    model, lengths = random_model(), [7, 9, 16]
+    embeds = model.get_input_embeddings()(random_ids(1, 32)).detach()
+    with torch.no_grad():
+        clean = model(inputs_embeds=embeds, **described("seq_idx", lengths)).logits
+        embeds[0, 7:16] = torch.nan
+        dirty = model(inputs_embeds=embeds, **described("seq_idx", lengths)).logits
+    assert torch.equal(dirty[0, :7], clean[0, :7]) and torch.equal(dirty[0, 16:], clean[0, 16:])
+    assert dirty[0, 7:16].isnan().all()
+
+
+def test_several_rows_budgets_and_padding():
+    """Rows with boundaries of their own, a budget each, and one padded on the left."""
+    model, ids = random_model(), random_ids(3, 24)
+    lengths = [[5, 19], [24], [4, 8, 12]]  # the last row: 4 of padding
+    mask = torch.ones(3, 24, dtype=torch.long)
+    mask[2, :4] = 0
+    position_ids = torch.stack([described("position_ids", n)["position_ids"][0] for n in lengths])
+    position_ids[2, :4] = 1  # what clients write next to padding
+    rows = torch.tensor([2, 32, 7])
+    with torch.no_grad():
+        packed = model(ids, attention_mask=mask, position_ids=position_ids, spectral_budget=rows).logits
+        for i, K in enumerate(rows.tolist()):
+            alone = [model(part, spectral_budget=K).logits for part in ids[i : i + 1].split(lengths[i], 1)]
+            start = 4 if i == 2 else 0
+            assert_close(packed[i : i + 1, start:], torch.cat(alone, 1)[:, start:])
+
+
+def test_ordinary_position_ids_change_nothing():
+    model, ids = random_model(), random_ids(2, 19)
+    with torch.no_grad():
+        plain = model(ids).logits
+        assert torch.equal(model(ids, position_ids=torch.arange(19)[None]).logits, plain)
+        assert torch.equal(model(ids, position_ids=torch.arange(5, 24)[None].expand(2, -1)).logits, plain)
+        assert torch.equal(model(ids, seq_idx=torch.zeros(2, 19)).logits, plain)
+        cache = ESSMCache(model.config)
+        model(ids, past_key_values=cache, position_ids=torch.arange(19)[None])
+        step = model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[19]])).logits
+        assert_close(step, model(torch.cat([ids, ids[:, :1]], 1)).logits[:, -1:])
+
+
+def test_the_work_stays_in_bounds():
+    """Sequences of similar length share a call, and less than half of what is computed is padding."""
+    lengths = torch.randint(1, 300, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    starts = torch.zeros(1, sum(lengths), dtype=torch.bool)
+    starts[0, torch.tensor(lengths[:-1]).cumsum(0)] = True
+    packing = Packing(starts)
+    assert len(packing.groups) <= 9 and packing.longest == max(lengths)
+    computed = sum(index.numel() for index, _ in packing.groups)
+    assert sum(lengths) <= computed < 2 * sum(lengths)
+    assert sum(len(index) for index, _ in packing.groups) == 200
+    u = torch.randn(1, sum(lengths), 3)
+    assert torch.equal(packing.apply(lambda x, K, rows: 2 * x, u, 1, None), 2 * u)
+
+
+def test_gradient_checkpointing():
+    model, ids, lengths = random_model().train(), random_ids(1, 40), [7, 9, 24]
+    grads = []
+    for on in (False, True):
+        if on:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False, **described("seq_idx", lengths)).loss.backward()
+        grads.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=str)
+def test_the_librarys_collator_in_trainer(options, tmp_path):
+    """A step of padding-free training equals one on the padded batch."""
+    texts = [random_ids(1, n, seed=n)[0].tolist() for n in (5, 19, 8, 8)]
+    collator = DataCollatorWithFlattening(return_tensors="pt", **options)
+    model = random_model()
+    padded, mask = torch.full((4, 19), 256), torch.zeros(4, 19, dtype=torch.long)
+    for i, text in enumerate(texts):
+        padded[i, : len(text)], mask[i, : len(text)] = torch.tensor(text), 1
+    with torch.no_grad():
+        expected = model(padded, attention_mask=mask, labels=padded.masked_fill(mask == 0, -100)).loss
+        batch = collator([{"input_ids": text} for text in texts])
+        assert_close(model(**batch).loss, expected)
+    arguments = TrainingArguments(
+        tmp_path, max_steps=1, per_device_train_batch_size=4, report_to="none", use_cpu=True, logging_steps=1
+    )
+    trainer = Trainer(model, arguments, train_dataset=[{"input_ids": text} for text in texts], data_collator=collator)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(expected.item(), abs=1e-4)
+
+
+BAD = {
+    "shape": ({"position_ids": torch.zeros(2, 5)}, r"position_ids must have shape \(2, 8\), got \(2, 5\)"),
+    "rows": ({"cu_seqlens": torch.tensor([0, 8])}, r"ascend from 0 to 8 in a batch of one row, got \[0, 8\] for 2"),
+    "disagree": (
+        {"seq_idx": torch.tensor([[0] * 4 + [1] * 4] * 2), "position_ids": torch.arange(8).repeat(2, 1)},
+        "position_ids and seq_idx describe different sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize("arguments, message", BAD.values(), ids=BAD.keys())
+def test_bad_descriptions(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        random_model()(random_ids(2, 8), **arguments)
+
+
+@pytest.mark.parametrize("offsets", [[0, 4], [1, 8], [0, 4, 4, 8], [0, 5, 3, 8], [8], [0, 9]], ids=str)
+def test_bad_offsets(offsets):
+    with pytest.raises(ValueError, match=r"cu_seqlens must ascend from 0 to 8 in a batch of one row"):
+        random_model()(random_ids(1, 8), cu_seqlens=torch.tensor(offsets))
+
+
+def test_a_cache_and_a_classifier_are_refused():
+    model, ids, packed = random_model(), random_ids(1, 8), described("seq_idx", [3, 5])
+    for kept in ({"use_cache": True}, {"past_key_values": ESSMCache(model.config)}):
+        with pytest.raises(ValueError, match="packed sequences leave no single state"):
+            model(ids, **packed, **kept)
+    assert model(ids, **packed).past_key_values is None
+    with pytest.raises(ValueError, match="a classifier pools whole rows"):
+        random_model(ESSMForSequenceClassification)(ids, **packed)
+
+
+def test_read_packing_of_nothing():
+    assert read_packing({}, 2, 8, None) is None and read_packing({"max_length_q": 8}, 1, 8, None) is None
