@@ -28,6 +28,7 @@ from .deployment import ElasticPreTrainedModel
 from .packing import PACKING_ARGUMENTS, Packing, read_packing
 from .spectral_budget import SpectralBudget, StepBudgets
 from .spectral_ops import SpectralOperator, state_dtype
+from .speculative import Speculation, check_speculation, speculative_decode
 
 logger = logging.get_logger(__name__)
 
@@ -84,8 +85,8 @@ class ESSMSequenceClassifierOutput(ModelOutput):
 class ESSMFeatureEmbedding(nn.Linear):
     """Continuous features to hidden states: (B, L, F) -> (B, L, D).
 
-    Its bias starts as large as its weight: without one, the norm that follows would keep of a single feature nothing
-    but its sign.
+    Of a single feature the bias starts as large as the weight: without one, the norm that follows would keep nothing
+    of it but its sign. Several features tell more by their ratios, and start without a bias.
     """
 
 
@@ -312,7 +313,7 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, mean=0.0, std=std)
-            if isinstance(module, ESSMFeatureEmbedding):
+            if isinstance(module, ESSMFeatureEmbedding) and module.in_features == 1:
                 init.normal_(module.bias, mean=0.0, std=std)
             elif module.bias is not None:
                 init.zeros_(module.bias)
@@ -381,6 +382,7 @@ class ESSMModel(ESSMPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         spectral_budget: SpectralBudget = None,
+        state_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> ESSMModelOutput:
         """
@@ -389,6 +391,7 @@ class ESSMModel(ESSMPreTrainedModel):
             attention_mask: (B, L) or (B, past + L), 1 for real positions; left and right padding are exact.
             past_key_values: ESSMCache to continue from; updated in place.
             spectral_budget: K: int in [1, capacity], one int per layer, a (B,) integer tensor or a preset name.
+            state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
                 say it, see `read_packing`; each is computed as if it were alone, without a cache.
         Returns:
@@ -442,6 +445,13 @@ class ESSMModel(ESSMPreTrainedModel):
             padding = ~real[..., None]
             if past_key_values is not None:
                 lengths = (real * torch.arange(1, L + 1, device=real.device)).amax(1)
+        if state_lengths is not None:
+            if attention_mask is not None or past_key_values is None or state_lengths.shape != (B,):
+                raise ValueError(
+                    f"state_lengths must have shape ({B},) and come with a cache and without attention_mask, "
+                    f"got shape {tuple(state_lengths.shape)}"
+                )
+            lengths = state_lengths.to(hidden_states.device)
         rows = None if budget.rows is None else budget.rows.to(hidden_states.device)
 
         all_hidden_states: tuple[Tensor, ...] | None = (hidden_states,) if output_hidden_states else None
@@ -456,7 +466,7 @@ class ESSMModel(ESSMPreTrainedModel):
         if all_hidden_states is not None:
             all_hidden_states += (hidden_states,)
         if past_key_values is not None:
-            past_key_values.advance(L)
+            past_key_values.advance(L if state_lengths is None else int(state_lengths.max()))
         return ESSMModelOutput(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values if use_cache else None,
@@ -549,6 +559,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         spectral_budget: SpectralBudget = None,
         logits_to_keep: int | Tensor = 0,
+        state_lengths: Tensor | None = None,
         **kwargs: Any,
     ) -> ESSMCausalLMOutput:
         """
@@ -570,6 +581,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             spectral_budget=spectral_budget,
+            state_lengths=state_lengths,
             return_dict=True,
             **packing,
         )
@@ -593,8 +605,12 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         `generate(.., step_budgets=..)` takes a budget per step instead of `spectral_budget`: a list, whose last entry
         holds for all further steps, or a function of the step. Step 0 reads the prompt and gives the first token. The
         cache has room for the largest entry of a list; of a function it has that of step 0, as always.
+
+        `generate(.., draft_budget=..)` drafts at that budget and verifies at `spectral_budget`, see `speculative`;
+        `draft_length` fixes the tokens of a draft, which else adapts. The dictionary output tells the acceptance rate.
         """
         called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
+        draft, draft_length = kwargs.pop("draft_budget", None), kwargs.pop("draft_length", None)
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if steps is not None:
             if called is not None:
@@ -603,9 +619,30 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
                 raise ValueError("step_budgets cannot be combined with prefill_chunk_size, whose calls are not steps")
             called = StepBudgets(steps, self.config)
         budget = called if called is not None else getattr(generation_config, "spectral_budget", None)
+        if draft is not None:
+            if steps is not None:
+                raise ValueError("give draft_budget or step_budgets, not both")
+            check_speculation(generation_config)
+            budget = Speculation(budget, draft, draft_length)
+        elif draft_length is not None:
+            raise ValueError(f"draft_length={draft_length!r} needs draft_budget")
         if budget is not None:
             model_kwargs["spectral_budget"] = budget
         return generation_config, model_kwargs
+
+    def _sample(self, input_ids: Tensor, **kwargs: Any):
+        """As in transformers, or speculative decoding where there is a draft_budget."""
+        speculation = kwargs.get("spectral_budget")
+        if not isinstance(speculation, Speculation):
+            return super()._sample(input_ids, **kwargs)
+        if kwargs["past_key_values"].get_seq_length() or kwargs.get("inputs_embeds") is not None:
+            raise ValueError(
+                "draft_budget starts from input_ids: give the whole text, no past_key_values, no inputs_embeds"
+            )
+        names = ("logits_processor", "stopping_criteria", "generation_config", "attention_mask", "streamer")
+        arguments = {name: kwargs[name] for name in names if name in kwargs}
+        output = speculative_decode(self, input_ids, speculation, **arguments)
+        return output if kwargs["generation_config"].return_dict_in_generate else output.sequences
 
     def prepare_inputs_for_generation(
         self,

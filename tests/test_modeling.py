@@ -121,6 +121,7 @@ def test_a_single_feature_keeps_its_size_from_the_start():
     assert 0.5 < float(encoder.bias.std() / encoder.weight.std()) < 2.0
     small, large = (model.layers[0].input_norm(encoder(torch.full((1, 1, 1), x))) for x in (0.2, 0.9))
     assert (small - large).abs().max() > 0.2
+    assert (ESSMModel(tiny_config(num_input_features=2)).embed_features.bias == 0).all()
 
 
 @pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
