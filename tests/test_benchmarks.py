@@ -14,6 +14,7 @@ TINY = {  # report: arguments
     "spectral_layer": ["--lengths", "128", "--budgets", "2", "--threads", "1"],
     "decoding": ["--contexts", "16", "80"],
     "prefix_loading": [],
+    "speculative": ["--tokens", "8"],
     "training_step": ["--table", "models", "--length", "64"],
     "training_step_essm": ["--table", "essm", "--lengths", "64", "32", "--batches", "1", "2"],
     "training_step_dropout": ["--table", "dropout", "--length", "64"],
