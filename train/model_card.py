@@ -439,5 +439,8 @@ def _limits_section(config: dict[str, Any]) -> str:
     if config.get("num_input_features") is not None:
         points.append("`pipeline`: its audio and image tasks look for other classes; load the model as shown above.")
     if "CausalLM" in _architecture(config):
-        points.insert(1, "The library's assisted generation, which rolls states back; `generate(..., draft_budget=4)` does without.")
+        assisted = (
+            "The library's assisted generation, which rolls states back; `generate(.., draft_budget=4)` does without."
+        )
+        points.insert(1, assisted)
     return "## What is not supported\n\n" + "\n".join(f"- {point}" for point in points)
