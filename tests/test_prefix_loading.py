@@ -126,6 +126,25 @@ def test_the_small_folder_loads_without_the_package(tmp_path):
     assert torch.equal(torch.load(tmp_path / "data.pt"), expected)
 
 
+def test_by_the_name_of_a_repository(tmp_path):
+    """From a Hub cache as a download leaves it, offline: revision, subfolder and generation config are found."""
+    large = random_model()
+    large.generation_config.spectral_budget, large.generation_config.max_new_tokens = 4, 11
+    sha = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--org--elastic"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(sha)
+    large.save_pretrained(repository / "snapshots" / sha)
+    large.save_pretrained(repository / "snapshots" / sha / "deep" / "er")
+    where = {"cache_dir": tmp_path, "local_files_only": True}
+    for options in ({}, {"revision": sha}, {"subfolder": "deep/er"}):
+        small = ESSMForCausalLM.from_pretrained("org/elastic", spectral_capacity=6, **where, **options)
+        assert torch.equal(outputs(small, 6), outputs(large, 6))
+        assert small.generation_config.max_new_tokens == 11 and small.name_or_path == "org/elastic"
+    with pytest.raises(OSError, match="find them in the cached files"):
+        ESSMForCausalLM.from_pretrained("org/absent", spectral_capacity=6, **where)
+
+
 def test_only_the_prefix_is_read(tmp_path, monkeypatch):
     """Every byte that safetensors hands out is counted: with K channels, K slices of a channel tensor."""
     random_model().save_pretrained(tmp_path)
