@@ -168,7 +168,8 @@ def run(command: list[str], output_dir: Path) -> float:
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     """The seeds of one row, and how they were trained."""
     sweeps = [json.loads((folder / "budget_sweep.json").read_text()) for folder in folders]
-    training = [json.loads((folder / "training.json").read_text()) for folder in folders]
+    here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
+    training = [json.loads((folder / "training.json").read_text().replace(here, "")) for folder in folders]
     first = sweeps[0]
     metric = Metric(**first["metric"]) if "metric" in first else Metric("bits_per_byte", higher_is_better=False)
     values = tuple(tuple(sweep.get("values", sweep.get("bits_per_byte"))) for sweep in sweeps)
