@@ -881,6 +881,7 @@ def test_a_smaller_model_carries_what_it_can_run(tmp_path):
     for i, small in enumerate((read, whole.truncate(8))):
         small.save_pretrained(tmp_path / str(i))
         again = ESSMForCausalLM.from_pretrained(tmp_path / str(i))
+        assert read_profile(tmp_path / str(i)).quality.budgets == (2, 4, 8)
         assert again.budget_profile.quality.budgets == (2, 4, 8)
         assert again.choose_budget(max_quality_drop=0.0) == 8  # the full budget, now
         assert again(torch.tensor([[1, 2]]), spectral_budget="sweet-spot").spectral_budget == (8, 8)

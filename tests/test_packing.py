@@ -108,6 +108,11 @@ def test_ordinary_position_ids_change_nothing():
         assert torch.equal(model(ids, position_ids=torch.arange(19)[None]).logits, plain)
         assert torch.equal(model(ids, position_ids=torch.arange(5, 24)[None].expand(2, -1)).logits, plain)
         assert torch.equal(model(ids, seq_idx=torch.zeros(2, 19)).logits, plain)
+        mask = (torch.arange(19) >= 3).long().expand(2, -1)  # next to padding, position_ids say nothing
+        beside = torch.where(mask.bool(), torch.arange(19) - 3, 1)
+        padded = model(ids, attention_mask=mask, position_ids=beside, use_cache=True)
+        assert padded.past_key_values is not None
+        assert torch.equal(padded.logits, model(ids, attention_mask=mask, use_cache=True).logits)
         cache = ESSMCache(model.config)
         model(ids, past_key_values=cache, position_ids=torch.arange(19)[None])
         step = model(ids[:, :1], past_key_values=cache, position_ids=torch.tensor([[19]])).logits

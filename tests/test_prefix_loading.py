@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import random_ids, random_model
+from helpers import assert_close, random_ids, random_model
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -67,6 +67,9 @@ def test_generation_and_row_budgets(tmp_path):
         assert torch.equal(batch[i : i + 1], large.generate(ids[i : i + 1], **greedy, spectral_budget=budget))
     with torch.no_grad():
         assert small(ids, spectral_budget=7).spectral_budget == (7, 3)
+        logits = small(ids, spectral_budget=rows).logits
+        for i, budget in enumerate(([2, 2], [20, 3])):
+            assert_close(logits[i : i + 1], large(ids[i : i + 1], spectral_budget=budget).logits, atol=1e-6)
 
 
 @pytest.mark.parametrize("auto", [AutoModel, AutoModelForCausalLM])

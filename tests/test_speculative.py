@@ -81,6 +81,29 @@ def test_what_is_reported():
     assert isinstance(plain, torch.Tensor)
 
 
+@VARIANTS
+def test_the_drafter_returns_to_the_last_accepted_token(variant):
+    """Counts of a loop of full forward passes, which has no states to get wrong."""
+    model, ids, length = random_model(**variant), random_ids(1, 9), 3
+    plain = decode(model, ids, spectral_budget=32, eos_token_id=None)
+    drafts, accepted, known = 0, 0, 9
+    with torch.no_grad():
+        while known < 9 + NEW:
+            n, prefix = max(1, min(length, 9 + NEW - known - 1)), plain[:, :known]
+            for _ in range(n):
+                token = model(prefix, spectral_budget=4, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+                prefix = torch.cat([prefix, token], 1)
+            end = min(known + n, 9 + NEW)
+            same = (prefix[0, known:end] == plain[0, known:end]).long().cumprod(0).sum().item()
+            drafts, accepted = drafts + min(same + 1, n), accepted + same
+            known = known + same + 1
+    found = decode(
+        model, ids, spectral_budget=32, draft_budget=4, draft_length=3, eos_token_id=None, return_dict_in_generate=True
+    )
+    assert 0 < accepted < drafts
+    assert (found.num_drafts, found.num_accepted) == (drafts, accepted)
+
+
 def test_drafts_get_longer_while_they_are_right_and_shorter_when_not():
     model, ids, lengths = random_model(), random_ids(1, 9), []
 
@@ -188,13 +211,14 @@ def test_a_state_from_before_is_refused():
 def test_state_lengths(variant):
     """Outputs of all positions, the state of the first: as if the rest had not been read."""
     model, ids = random_model(**variant), random_ids(3, 12)
-    lengths = torch.tensor([1, 12, 5])
+    lengths = torch.tensor([1, 7, 5])
     with torch.no_grad():
         cache = ESSMCache(model.config)
         model(ids[:, :4], past_key_values=cache)
-        whole = model(ids[:, 4:], past_key_values=cache, state_lengths=lengths - torch.tensor([0, 4, 0])).logits
+        whole = model(ids[:, 4:], past_key_values=cache, state_lengths=lengths).logits
+        assert cache.get_seq_length() == 4 + 7
         helpers.assert_close(whole, model(ids, use_cache=False).logits[:, 4:])
-        for row, read in enumerate((5, 12, 9)):
+        for row, read in enumerate((5, 11, 9)):
             alone = model(ids[row : row + 1, :read], use_cache=True).past_key_values
             for layer, own in zip(cache.layers, alone.layers):
                 for name, tensor in own.tensors.items():
