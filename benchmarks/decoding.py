@@ -2,17 +2,24 @@
 """How fast are tokens decoded, is it the same after 1k and 64k tokens of context, and what does a small budget save?
 
     python -m benchmarks.decoding
+    python -m benchmarks.decoding --table limit          time per token against the reading of the weights
     python -m benchmarks.decoding --profile              operators of one step at batch 1, K = 4 and K = 32
 
 The paper's 21M-parameter model with random weights and filter_length 131072, so that every context is legal. A context
 is read once, in pieces, at batch 1, its state repeated for larger batches; then every round decodes greedily from each
 (budget, context) in turn, so that a busy machine slows them alike. Times are of one model forward call with its
 argmax, under inference_mode; fp32 on the CPU, bf16 on a GPU, eager.
+
+`--table limit`: no step at batch 1 can be faster than its weights are read. The fraction of that limit reached is the
+bytes of the weights that a budget reads, over the memory bandwidth, over the time of a step, eager and compiled; the
+bandwidth (a sum over memory many times larger than the caches) is measured within every round, beside the steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -24,6 +31,7 @@ from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 from . import common
 
 PIECE = 2048  # tokens of one prefill call
+MEMORY_BYTES = 256 << 20  # read to measure the bandwidth
 
 
 @torch.inference_mode()
@@ -99,8 +107,12 @@ def main(argv: list[str] | None = None) -> dict:
     p.add_argument("--contexts", type=int, nargs="+", default=None)
     p.add_argument("--batches", type=int, nargs="+", default=None)
     p.add_argument("--steps", type=int, default=64, help="decoded tokens of one sample")
+    p.add_argument("--table", choices=("contexts", "limit"), default="contexts")
+    p.add_argument("--backend", default="inductor", help="of the compiled steps")
     p.add_argument("--profile", action="store_true", help="also print one step's operators")
     args = p.parse_args(argv)
+    if args.table == "limit":
+        return main_limit(args)
     contexts = args.contexts or ([256, 1024] if args.quick else [1024, 16384, 65536])
     batches = args.batches or ([1] if args.quick else [1, 16])
     budgets = [4, 32] if args.quick else [2, 4, 8, 32]
@@ -183,6 +195,73 @@ def measure(
     )
     print(f"step(K=4) / step(K=32) at context {relative}")
     print("slowest / fastest context: " + ", ".join(f"K={K} {r:.3f}" for K, r in ratios["flatness"].items()))
+
+
+def main_limit(args: argparse.Namespace) -> dict:
+    """Fraction of the memory-bound speed that a step reaches at batch 1."""
+    budgets = [2, 4, 8, 16, 32]
+    config = ESSMConfig(**({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
+    settings = {"batch": 1, "budgets": budgets, "layers": config.num_hidden_layers, "width": config.hidden_size}
+    device, report = common.start("decoding_limit", args, **settings, backend=args.backend)
+    gpu = device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    torch.manual_seed(0)
+    eager = ESSMForCausalLM(config).eval().to(device, dtype)
+    report["settings"] |= {"parameters": eager.num_parameters(), "dtype": str(dtype)[6:]}
+    memory = torch.ones((MEMORY_BYTES >> (8 if args.quick else 0)) // 4 * (8 if gpu else 1), device=device)
+    report["results"] = []
+    counts = sorted({1, torch.get_num_threads()}) if not gpu else [torch.get_num_threads()]
+    for count in counts:
+        with common.threads(count):
+            compiled = copy.deepcopy(eager).compile_decoding(budgets, backend=args.backend)
+            for K in budgets:
+                report["results"].append(measure_limit(eager, compiled, memory, K, count, args.rounds))
+    header = "threads K MiB GB/s limit_ms eager_ms compiled_ms eager_fraction compiled_fraction"
+    rows = []
+    for r in report["results"]:
+        bandwidth = r["bytes_per_second"]["median"]
+        row = [
+            r["threads"],
+            r["budget"],
+            r["weight_bytes"] / 2**20,
+            bandwidth / 1e9,
+            r["weight_bytes"] / bandwidth * 1e3,
+        ]
+        row += [r[f"{kind}_seconds"]["median"] * 1e3 for kind in ("eager", "compiled")]
+        rows.append(row + [r[f"{kind}_fraction"]["median"] for kind in ("eager", "compiled")])
+    common.table(header, rows)
+    report["targets"] = [
+        common.target(f"K = {r['budget']}, {r['threads']} threads: fraction of the limit, compiled", value, least=0.5)
+        for r in report["results"]
+        for value in [r["compiled_fraction"]["median"]]
+    ]
+    return common.finish(report, args, device)
+
+
+@torch.inference_mode()
+def measure_limit(
+    eager: ESSMForCausalLM, compiled: ESSMForCausalLM, memory: Tensor, K: int, count: int, rounds: int
+) -> dict:
+    """One budget and thread count; raises RuntimeError where the compiled step differs."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
+    models = {"eager": eager, "compiled": compiled}
+    caches, logits = {}, {}
+    for kind, model in models.items():
+        caches[kind] = prefill(model, token.expand(1, 8), [8], K)[8]
+        logits[kind] = model(token, past_key_values=copy.deepcopy(caches[kind]), spectral_budget=K).logits
+    tolerance = 1e-4 if logits["eager"].dtype == torch.float32 else 5e-2
+    error = common.require_close(f"compiled step, K = {K}", logits["compiled"], logits["eager"], tolerance)
+    calls: dict[str, Callable] = {"memory": lambda: memory.sum()}
+    calls |= {kind: functools.partial(decode, model, caches[kind], token, K, 1) for kind, model in models.items()}
+    seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
+    read = eager.num_active_parameters(K) * eager.lm_head.weight.element_size()
+    row = {"threads": count, "budget": K, "weight_bytes": read, "relative_error": error}
+    row["bytes_per_second"] = common.spread([memory.nbytes / s for s in seconds["memory"]])
+    limit = [read / memory.nbytes * s for s in seconds["memory"]]
+    for kind in models:
+        row[f"{kind}_seconds"] = common.spread(seconds[kind])
+        row[f"{kind}_fraction"] = common.ratio(limit, seconds[kind])
+    return row
 
 
 def targets(report: dict) -> list[dict]:

@@ -7,6 +7,7 @@ from .byte_tokenizer import build_byte_tokenizer
 from .cache_essm import ESSMCache
 from .configuration_essm import ESSMConfig
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from .quantization import essm_quantization
 
 # With the package imported, the Auto classes need no trust_remote_code; save_pretrained copies the code either way.
 AutoConfig.register("essm", ESSMConfig, exist_ok=True)
@@ -25,5 +26,6 @@ __all__ = [
     "ESSMForSequenceClassification",
     "ESSMModel",
     "build_byte_tokenizer",
+    "essm_quantization",
 ]
 __version__ = "0.1.0"

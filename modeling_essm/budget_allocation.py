@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .quantization import dequantize, is_quantized
 from .spectral_basis import spectral_basis
 from .spectral_ops import state_dtype
 
@@ -199,6 +200,7 @@ def channel_energies(mixer: Any, u: Tensor | None = None, real: Tensor | None = 
         (C,) fp64 on the CPU.
     """
     M, basis = mixer.channel_mixing, spectral_basis(mixer.operator.filter_length)
+    M = dequantize(M) if is_quantized(M) else M
     power = M.double().square().sum((1, 2))
     if u is not None:
         L, dtype = u.shape[1], state_dtype(u.dtype)

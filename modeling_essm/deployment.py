@@ -6,14 +6,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 
 from .budget_allocation import allocate_spectral_budget, spectral_mixers
 from .budget_profile import BudgetProfile, choose_budget, load_profile
@@ -21,10 +23,12 @@ from .prefix_loading import (
     HUB_ARGUMENTS,
     SpectralCapacity,
     budget_fits,
+    read_metadata,
     read_prefix,
     resolve_capacity,
     truncated_config,
 )
+from .quantization import INSTALL, dequantize, is_quantized, register_int4, resolve_quantization, weight_bytes
 from .spectral_budget import SpectralBudget
 
 logger = logging.get_logger(__name__)
@@ -41,17 +45,24 @@ class ElasticPreTrainedModel(PreTrainedModel):
         pretrained_model_name_or_path: Any,
         *args: Any,
         spectral_capacity: SpectralCapacity | None = None,
+        quantization_config: Any = None,
         **kwargs: Any,
     ):
-        """As in transformers, or the first channels alone.
+        """As in transformers, or the first channels alone, or with small weights.
 
         Args:
             spectral_capacity: an int, or one per layer: of every channel tensor only that many slices are read. The
                 result is an ordinary model of that capacity, equal to the whole one at that budget.
+            quantization_config: "int8" or "int4", see `quantization`, or a config as in transformers. A checkpoint
+                that was saved quantised loads without it.
         Raises:
-            ValueError: a damaged checkpoint, or a capacity above the checkpoint's.
+            ValueError: a damaged checkpoint, a capacity above the checkpoint's, or an unknown name.
+            ImportError: quantised weights without torchao.
         """
         source = pretrained_model_name_or_path
+        if quantization_config is not None:
+            kwargs["quantization_config"] = resolve_quantization(quantization_config)
+        register_int4()  # which a checkpoint may hold
         try:
             if spectral_capacity is None:
                 loaded = super().from_pretrained(source, *args, **kwargs)
@@ -62,9 +73,24 @@ class ElasticPreTrainedModel(PreTrainedModel):
                 f"a safetensors file of {str(source)!r} is truncated or corrupt ({error}); "
                 "fetch or save the checkpoint again"
             ) from error
+        except RuntimeError as error:
+            if "conversion" not in str(error):
+                raise
+            raise ValueError(
+                f"the quantised weights of {str(source)!r} do not fit {cls.__name__}: load them as the class that was "
+                "saved, and take its .model for the part without a head"
+            ) from error
+        except ModuleNotFoundError as error:
+            if str(error.name).partition(".")[0] == "torchao":
+                raise ImportError(INSTALL) from error
+            raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for parameter in filter(is_quantized, model.parameters()):
+            parameter.requires_grad_(False)
         for name, tensor in model.state_dict().items():
-            if not tensor.is_meta and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            if tensor.is_meta or not tensor.is_floating_point():
+                continue
+            if not torch.isfinite(dequantize(tensor) if is_quantized(tensor) else tensor).all():
                 raise ValueError(
                     f"{name} of checkpoint {str(source)!r} contains NaN or infinite values; "
                     "use a checkpoint from before the training diverged"
@@ -81,15 +107,19 @@ class ElasticPreTrainedModel(PreTrainedModel):
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
-        if getattr(config, "quantization_config", None) is not None:
-            raise ValueError(f"spectral_capacity cannot cut a quantised checkpoint; load {str(source)!r} whole")
         capacities = resolve_capacity(spectral_capacity, config.capacities)
-        files = {"variant": kwargs.pop("variant", None)}
-        weights = read_prefix(source, capacities, where | files)
+        files = where | {"variant": kwargs.pop("variant", None)}
+        weights = read_prefix(source, capacities, files)
         for name in HUB_ARGUMENTS:
             kwargs.pop(name, None)
         config = truncated_config(config, capacities)
-        loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
+        if getattr(config, "quantization_config", None) is None:
+            loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
+        else:  # transformers reads what the tensors mean from the file alone
+            with tempfile.TemporaryDirectory() as folder:
+                save_file(weights, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata=read_metadata(source, files))
+                config.to_json_file(os.path.join(folder, CONFIG_NAME))
+                loaded = super().from_pretrained(folder, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(source)
         if model.can_generate():
@@ -107,10 +137,15 @@ class ElasticPreTrainedModel(PreTrainedModel):
         Returns:
             this model.
         Raises:
-            ValueError: a capacity out of range.
+            ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them.
         """
         capacities = resolve_capacity(spectral_capacity, self.config.capacities)
-        for mixer, capacity in zip(spectral_mixers(self), capacities):
+        mixers = spectral_mixers(self)
+        if any(hasattr(module, "parameter_name") for module in self.modules()):  # PEFT's layer around raw weights
+            raise ValueError("an adapter of channel weights cannot be cut: call merge_and_unload() first")
+        if any(value.is_meta for mixer in mixers for _, _, value in mixer.channel_parameters()):
+            raise ValueError("offloaded weights cannot be cut in memory: load the checkpoint with spectral_capacity")
+        for mixer, capacity in zip(mixers, capacities):
             mixer.truncate(capacity)
         config = truncated_config(self.config, capacities)
         for module in self.modules():
@@ -119,6 +154,19 @@ class ElasticPreTrainedModel(PreTrainedModel):
         self._forget_generation_budget()
         self._budget_profile = None
         return self
+
+    def train(self, mode: bool = True):
+        """As in torch; ValueError for quantised weights, of which only norms, biases and embeddings would learn."""
+        if mode and getattr(self, "is_quantized", False):
+            raise ValueError(
+                "a quantised model cannot be trained: train in full precision, save, and load the result with "
+                "quantization_config"
+            )
+        return super().train(mode)
+
+    def get_memory_footprint(self, return_buffers: bool = True) -> int:
+        """Bytes of the weights as they are held, quantised or not; there are no buffers."""
+        return sum(weight_bytes(parameter) for parameter in self.parameters())
 
     def allocate_spectral_budget(
         self,
@@ -179,10 +227,22 @@ class ElasticPreTrainedModel(PreTrainedModel):
         return sum(parameter.numel() for parameter in self.parameters()) - idle
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """As in transformers, with the budget profile; a file in the place of the folder is an error."""
+        """As in transformers, with the budget profile; a file in the place of the folder, or adapters, are an error."""
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory must be a folder, got the file {str(save_directory)!r}")
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if not getattr(self, "_hf_peft_config_loaded", False) and any(hasattr(m, "base_layer") for m in self.modules()):
+            raise ValueError(
+                "PEFT's adapters are still in this model: save the PeftModel, or merge them. merge_and_unload() leaves "
+                "those inside a mixer that has one itself: call it a second time"
+            )
+        if getattr(self, "is_quantized", False):  # transformers cannot undo what it did to load torchao's tensors
+            kwargs["save_original_format"] = False
+        wrapped = type(self)  # under FSDP2 a class of torch, whose code would be saved in the place of this one's
+        self.__class__ = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
+        try:
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        finally:
+            self.__class__ = wrapped
         if not is_main_process:
             return
         try:

@@ -8,7 +8,7 @@ means in `spectral_budget`; what is kept between calls in `cache_essm`. Letters:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
 from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room
+from .compiled_decoding import BACKENDS, CompiledSteps
 from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
 from .packing import PACKING_ARGUMENTS, Packing, read_packing
@@ -140,7 +141,7 @@ class ESSMSpectralMixer(nn.Module):
 
     def num_parameters_per_channel(self) -> int:
         """Weights that only one spectral channel reads."""
-        return sum(value[0].numel() for _, _, value in self.channel_parameters())
+        return sum(value.numel() // len(value) for _, _, value in self.channel_parameters())
 
     def truncate(self, capacity: int) -> None:
         """Keep the first channels only, and free the others."""
@@ -216,7 +217,8 @@ class ESSMSpectralMixer(nn.Module):
             y = y + u_all[:, p - i : p - i + L] @ self.input_mixing[i - 1]
         y_past = past.get("outputs", y.new_zeros(y.shape[0], p, y.shape[2]))
         # A symbolic length cannot bound a loop; an export covers every length up to H instead.
-        reach = self.operator.filter_length if torch.compiler.is_exporting() else L
+        symbolic = torch.compiler.is_exporting() and not isinstance(L, int)
+        reach = self.operator.filter_length if symbolic else L
         y_all = _linear_feedback(y, y_past, self.output_mixing, reach)
         recent = last[:, None] + torch.arange(p, device=u.device)  # the p positions up to each row's last step
         state = {
@@ -408,6 +410,12 @@ class ESSMModel(ESSMPreTrainedModel):
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if past_key_values is not None:
             check_cache(past_key_values, config, B)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if attention_mask is not None and tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
+            raise ValueError(
+                f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
+                f"got {tuple(attention_mask.shape)}"
+            )
         packing = None
         if kwargs:
             mask = None if attention_mask is None else attention_mask[:, -L:].bool()
@@ -418,7 +426,6 @@ class ESSMModel(ESSMPreTrainedModel):
                     "packed sequences leave no single state: call with use_cache=False, without past_key_values"
                 )
             use_cache = False
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
         self._warn_once(budget, past + L if packing is None else packing.longest)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
@@ -436,11 +443,6 @@ class ESSMModel(ESSMPreTrainedModel):
 
         padding, lengths = None, None
         if attention_mask is not None:
-            if tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
-                raise ValueError(
-                    f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
-                    f"got {tuple(attention_mask.shape)}"
-                )
             real = attention_mask[:, -L:].to(hidden_states.device).bool()
             padding = ~real[..., None]
             if past_key_values is not None:
@@ -509,10 +511,9 @@ class ESSMModel(ESSMPreTrainedModel):
             return
         if input_ids.device.type == "cpu" or (input_ids.shape[1] > 1 and not self.training):
             low, high = torch.aminmax(input_ids)
-            if low < 0 or high >= self.embed_tokens.num_embeddings:
+            if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
-                    f"input_ids must be in [0, {self.embed_tokens.num_embeddings - 1}], "
-                    f"got values from {int(low)} to {int(high)}"
+                    f"input_ids must be in [0, {self.config.vocab_size - 1}], got values from {int(low)} to {int(high)}"
                 )
 
     def _warn_once(self, budget: Any, num_tokens: int) -> None:
@@ -546,6 +547,38 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
         self.generation_config._from_model_config = False  # or loading it again would drop a spectral_budget set on it
+        self._compiled_steps = CompiledSteps()
+
+    def compile_decoding(
+        self,
+        budgets: Sequence[SpectralBudget] = (None,),
+        batch_size: int = 1,
+        state_budget: SpectralBudget = None,
+        backend: str = "inductor",
+    ) -> ESSMForCausalLM:
+        """Compile single decoding steps ahead, for `forward` and `generate` to use; half a minute a budget.
+
+        Args:
+            budgets: those to compile, each as in `spectral_budget` (but no rows); others go on running eagerly.
+            batch_size: B of the steps. state_budget: that of the caches, if larger than the budget that runs.
+            backend: of torch.compile: "inductor", or "aot_eager" and "eager", which need no compiler and save little.
+        Returns:
+            this model.
+        Raises:
+            ValueError: a bad budget, batch size or backend. RuntimeError: no C++ compiler.
+        """
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
+        resolved = [self.config.resolve_budget(budget) for budget in budgets]
+        if any(budget.rows is not None for budget in resolved):
+            raise ValueError("a compiled step has one budget for all rows: compile those that rows differ in eagerly")
+        if self.training:
+            raise ValueError("decoding is compiled in evaluation mode: call model.eval() first")
+        for budget in resolved:
+            self._compiled_steps.add(self, budget.layers, batch_size, state_budget, backend)
+        return self
 
     @can_return_tuple
     def forward(
@@ -573,6 +606,12 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         """
         _refuse_unsupported(kwargs)
         packing = {name: kwargs.pop(name) for name in PACKING_ARGUMENTS if name in kwargs}
+        if self._compiled_steps and not packing and input_ids is not None and past_key_values is not None:
+            others = (attention_mask, inputs_embeds, labels, output_hidden_states, state_lengths)
+            if all(argument is None or argument is False for argument in others):
+                output = self._compiled_step(input_ids, past_key_values, spectral_budget)
+                if output is not None:
+                    return output
         outputs: ESSMModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -598,6 +637,27 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             spectral_budget=outputs.spectral_budget,
         )
+
+    def _compiled_step(
+        self, input_ids: Tensor, cache: ESSMCache, spectral_budget: SpectralBudget
+    ) -> ESSMCausalLMOutput | None:
+        """One token by a compiled step, after the checks of the eager one; None where none fits."""
+        if input_ids.ndim != 2 or input_ids.shape[1] != 1 or not cache.get_seq_length():
+            return None
+        if self.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        B = input_ids.shape[0]
+        budget = self.config.resolve_budget(spectral_budget, batch_size=B)
+        if budget.rows is not None:
+            return None
+        check_cache(cache, self.config, B)
+        self.model._check_token_ids(input_ids)
+        logits = self._compiled_steps.run(self, input_ids, cache, budget.layers)
+        if logits is None:
+            return None
+        self.model._warn_once(budget, cache.get_seq_length() + 1)
+        cache.advance(1)
+        return ESSMCausalLMOutput(logits=logits, past_key_values=cache, spectral_budget=budget.report())
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict]:
         """Let the call's budget win over GenerationConfig's, and pass whichever is set on to `forward`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
@@ -27,6 +28,7 @@ HUB_ARGUMENTS = (
 )
 # Tensors of a mixer whose first dimension is the channel.
 _PER_CHANNEL = ("channel_mixing", "channel_mixing_negative", "gate_out.weight", "gate_out.bias")
+_QUANTIZED_PER_CHANNEL = re.compile("_channel_mixing_(qdata|scale|zero_point)")
 
 
 def resolve_capacity(value: Any, capacities: Sequence[int]) -> tuple[int, ...]:
@@ -81,7 +83,10 @@ def budget_fits(budget: Any, config: Any) -> bool:
 def channel_capacity(name: str, capacities: Sequence[int]) -> int | None:
     """How many slices of the tensor of that name stay; None for one that is not divided into channels."""
     parts = name.split(".")
-    if "mixer" not in parts or ".".join(parts[parts.index("mixer") + 1 :]) not in _PER_CHANNEL:
+    if "mixer" not in parts:
+        return None
+    own = ".".join(parts[parts.index("mixer") + 1 :])
+    if own not in _PER_CHANNEL and not _QUANTIZED_PER_CHANNEL.fullmatch(own):
         return None
     return capacities[int(parts[parts.index("mixer") - 1])]
 
@@ -104,6 +109,15 @@ def read_prefix(source: Any, capacities: Sequence[int], where: Mapping[str, Any]
                 kept = channel_capacity(name, capacities)
                 weights[name] = file.get_tensor(name) if kept is None else file.get_slice(name)[:kept]
     return weights
+
+
+def read_metadata(source: Any, where: Mapping[str, Any]) -> dict[str, str]:
+    """What the safetensors files say of their tensors; arguments as in `read_prefix`."""
+    metadata: dict[str, str] = {}
+    for path in _weight_files(source, dict(where)):
+        with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata() or {}
+    return metadata
 
 
 def _weight_files(source: Any, where: dict[str, Any]) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from .quantization import dequantize, is_quantized, quantized_product
 from .spectral_basis import chunk_operators, num_states, spectral_basis
 
 ALGORITHMS = ("chunked", "fft", "step", "naive")
@@ -31,6 +33,7 @@ ALGORITHMS = ("chunked", "fft", "step", "naive")
 # that reading M dominates; large on an accelerator, where launches cost more than memory.
 _GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256
 _GROUP_BYTES_ACCELERATOR = 128 << 20
+_CACHED_BYTES_CPU = 1 << 18  # a matrix smaller than this stays in a core's cache from one step to the next
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class SpectralOperator:
         Args:
             u: (B, L, D) inputs, L >= 1, fp32, bf16, fp16 or fp64; zero wherever a position is padding.
             gates: (B, L, K) g_k(t).
-            channel_mixing: (>= K, D, E) weights M_k.
+            channel_mixing: (>= K, D, E) weights M_k, which may be quantised.
             initial_state: (B, >= N, D) state before u, or None for zero.
             lengths: (B,) int64 in [0, L], steps after which each row's state is taken (right padding); None for L.
             algorithm: one of ALGORITHMS. `chunked` takes `step` for a single step.
@@ -90,7 +93,10 @@ class SpectralOperator:
         if autocast:
             u = u.to(torch.get_autocast_dtype(u.device.type))
         gates = gates.to(u.dtype)
-        if channel_mixing.dtype != u.dtype:
+        if is_quantized(channel_mixing):
+            if u.shape[1] > 1 or algorithm not in ("chunked", "step"):
+                channel_mixing = dequantize(channel_mixing, K, u.dtype)
+        elif channel_mixing.dtype != u.dtype:
             channel_mixing = channel_mixing[:K].to(u.dtype)
         if algorithm == "step" or (u.shape[1] == 1 and algorithm == "chunked"):
             run = _step
@@ -222,7 +228,41 @@ def _step(op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0:
         x = torch.addcmul(_state_matmul(A_T, x), phi0, u[:, t : t + 1].to(dtype))
         state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
         gated.append(x[:, :K].to(u.dtype) * gates[:, t, :, None])
-    return torch.stack(gated, 1).view(B, L, K * D) @ M[:K].reshape(K * D, -1), state
+    features = torch.stack(gated, 1).view(B * L, K * D)
+    if is_quantized(M):
+        return quantized_product(features, M).view(B, L, -1), state
+    M_flat = M[:K].reshape(K * D, -1)
+    if _is_memory_bound(features, M_flat):
+        y = _weighted_row_sum(features, M_flat)
+    else:
+        y = features @ M_flat
+    return y.view(B, L, -1), state
+
+
+def _is_memory_bound(features: Tensor, M_flat: Tensor) -> bool:
+    """Whether the product waits for M, on a CPU, with no gradient wanted of it."""
+    if torch.is_grad_enabled() or torch.compiler.is_exporting():  # first: an export must not look at the batch
+        return False
+    if M_flat.device.type != "cpu" or features.shape[0] > 4 or M_flat.dtype == torch.float64:
+        return False
+    return M_flat.nbytes >= _CACHED_BYTES_CPU or M_flat.dtype == torch.float16  # BLAS is slow in fp16 at any size
+
+
+def _weighted_row_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """weights (n, R) @ rows (R, E): an embedding bag streams rows at the memory's speed, BLAS at half of it.
+
+    Each row of weights is split into bags, one for every thread.
+    """
+    n, R = weights.shape
+    bags = math.gcd(R, max(1, _num_threads() // n))
+    indices = torch.arange(R).view(bags, -1).repeat(n, 1)
+    sums = F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights.view(n * bags, -1))
+    return sums.view(n, bags, -1).sum(1) if bags > 1 else sums
+
+
+@torch.compiler.assume_constant_result
+def _num_threads() -> int:
+    return torch.get_num_threads()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

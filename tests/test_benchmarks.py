@@ -8,18 +8,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import tiny_config
+
+from modeling_essm import ESSMForCausalLM
 
 TINY = {  # report: arguments
     "spectral_basis": ["--lengths", "64", "512"],
     "spectral_layer": ["--lengths", "128", "--budgets", "2", "--threads", "1"],
     "decoding": ["--contexts", "16", "80"],
+    "decoding_limit": ["--table", "limit", "--backend", "eager"],
+    "long_prompt": [],
     "prefix_loading": [],
+    "quantization": [],
     "speculative": ["--tokens", "8"],
     "training_step": ["--table", "models", "--length", "64"],
     "training_step_essm": ["--table", "essm", "--lengths", "64", "32", "--batches", "1", "2"],
     "training_step_dropout": ["--table", "dropout", "--length", "64"],
 }
-MODULES = {"training_step_essm": "training_step", "training_step_dropout": "training_step"}
+MODULES = {
+    "decoding_limit": "decoding",
+    "training_step_essm": "training_step",
+    "training_step_dropout": "training_step",
+}
 
 
 @pytest.fixture
@@ -44,6 +54,26 @@ def test_benchmark_writes_its_report(benchmark_module, tmp_path, name):
     assert all(isinstance(t["met"], bool) and t["value"] >= 0 for t in report["targets"])
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no partial file stays
     assert torch.get_num_threads() == 1  # left as found
+
+
+def test_length_extrapolation(benchmark_module, tmp_path):
+    ESSMForCausalLM(tiny_config(filter_length=64, num_spectral_channels=8)).save_pretrained(tmp_path / "equal")
+    ESSMForCausalLM(tiny_config(filter_length=512, num_spectral_channels=8)).save_pretrained(tmp_path / "above")
+    (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 10)
+    arguments = ["--training_length", "64", "--text_files", str(tmp_path / "text.txt"), "--budgets", "2", "8"]
+    models = [f"equal={tmp_path / 'equal'},{tmp_path / 'equal'}", f"above={tmp_path / 'above'}"]
+    report = quick_report(benchmark_module("length_extrapolation"), tmp_path, *arguments, "--models", *models)
+    runs = {(r["name"], r["algorithm"]): r for r in report["results"]}
+    assert list(runs) == [("equal", "chunked"), ("equal", "fft"), ("above", "chunked")]
+    assert [r["seeds"] for r in runs.values()] == [2, 2, 1] and str(tmp_path) not in json.dumps(report)
+    for run in runs.values():
+        for K in ("2", "8"):
+            contexts, positions = run["by_context"][K], run["by_position"][K]
+            assert len(contexts) == 4 and len(positions) == 8 and all(entry["deviation"] == 0 for entry in contexts)
+            assert abs(contexts[-1]["mean"] - sum(entry["mean"] for entry in positions) / 8) < 1e-4
+    short, long = (runs["equal", name]["by_context"]["8"] for name in ("chunked", "fft"))
+    assert abs(short[0]["mean"] - long[0]["mean"]) < 1e-4  # within the filters both are the same operator
+    assert (tmp_path / "report.png").stat().st_size > 0
 
 
 def quick_report(module, tmp_path, *arguments):

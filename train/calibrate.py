@@ -287,7 +287,7 @@ def measure_device(
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         prompt_length=prompt_length,
         rounds=rounds,
-        weight_bytes=sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
+        weight_bytes=model.get_memory_footprint(),
         rows=tuple(rows),
     )
 

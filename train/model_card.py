@@ -433,7 +433,7 @@ def _limits_section(config: dict[str, Any]) -> str:
         f"Beyond {config['filter_length']:,} positions (`filter_length`) the recurrence is no longer the trained "
         "convolution; the model warns once.",
         "Packed sequences with a cache; without one, and with padding, each sequence is computed as if alone.",
-        "`nn.DataParallel`, quantised weights, and serving engines that bring their own model code.",
+        "`nn.DataParallel`, training quantised weights, and serving engines that bring their own model code.",
         "A budget per row inside `torch.compile(fullgraph=True)`; `torch.export` in strict mode.",
     ]
     if config.get("num_input_features") is not None:

@@ -1,0 +1,242 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Small weights: the matrices of an ES-SSM in 8 or 4 bits, everything else as it was, through torchao.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, quantization_config="int8")
+
+Scales belong to a row of a matrix or to a part of one, in channel_mixing (K, D, E) to a row of one M_k. So nothing of
+channel k depends on another channel, and the first channels of a quantised model are the quantised first channels: a
+budget stays a prefix, in memory and on disk.
+
+"int8" is torchao's Int8Tensor, one scale a row M_k[d, :] or output of a linear layer. "int4" is a tensor class of its
+own, because those of torchao pack only for GPUs: what one input gives to up to 64 outputs is a group of entries q in
+0..15 with an fp16 scale s and an fp16 bias b, value s q + b, laid out as torch's 4-bit embedding rows.
+
+Kept in full precision: embedding and head, norms, biases, the gate's output layer, and what AR-STU adds: its feedback
+amplifies errors, and files of torchao 0.18 confuse names that begin alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+FORMATS = ("int8", "int4")
+GROUP_SIZE = 64  # of int4: 4.5 bits a weight, scales included
+_LEAST_GROUP = 16  # smaller ones would spend more on scales than they save
+
+# Parameters of a layer that are quantised, as torchao matches names.
+_MATRICES = (
+    r"re:(.+\.)?layers\.\d+\.mixer\.channel_mixing",
+    r"re:(.+\.)?layers\.\d+\.(mixer\.(skip|gate_in)|ffn\.(up|down))\.weight",
+)
+INSTALL = "quantised weights need torchao: pip install 'torchao>=0.18'"
+
+
+def essm_quantization(name: str) -> Any:
+    """The `TorchAoConfig` of a format, for `from_pretrained(.., quantization_config=..)`, which takes the name as well.
+
+    Args:
+        name: one of FORMATS.
+    Raises:
+        ValueError: another name. ImportError: no torchao, saying what to install.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"quantization_config as a name must be one of {FORMATS}, got {name!r}")
+    register_int4()
+    from transformers import TorchAoConfig
+
+    try:
+        from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
+    except ImportError as error:
+        raise ImportError(INSTALL) from error
+    # The recommended inductor settings of torchao are global: not for a library to set.
+    config = Int8WeightOnlyConfig(set_inductor_config=False) if name == "int8" else globals()["ESSMInt4Config"]()
+    return TorchAoConfig(FqnToConfig({key: config for key in _MATRICES}), modules_to_not_convert=["lm_head", "score"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the model does with quantised weights.
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether it is one of the tensor classes of quantised weights."""
+    return hasattr(weight, "qdata")
+
+
+def dequantize(weight: Any, num_channels: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """An ordinary tensor of the first `num_channels` slices of a quantised weight (all by default).
+
+    Nothing behind them is read. Works under `torch.inference_mode`, where slicing a quantised tensor does not.
+    """
+    dtype = weight.dtype if dtype is None else dtype
+    qdata = weight.qdata[:num_channels]
+    if type(weight).__name__ == "ESSMInt4Tensor":
+        values = unpack_rows(qdata, dtype)
+        return values if weight.ndim == 3 else values.T
+    if type(weight).__name__ != "Int8Tensor" or weight.scale.shape != (*weight.shape[:-1], 1):
+        raise ValueError(f"channel_mixing must be quantised as {FORMATS}, got {type(weight).__name__}")
+    return (qdata.to(weight.scale.dtype) * weight.scale[:num_channels]).to(dtype)
+
+
+def quantized_product(x: Tensor, weight: Any) -> Tensor:
+    """x (.., K D) times the first K channels of a quantised weight (>= K, D, E), flattened to (K D, E): (.., E).
+
+    For the few rows of a decoding step: not the int8 weights are scaled but x; a single row on a CPU reads int4 weights
+    as they are stored.
+    """
+    K = x.shape[-1] // weight.shape[1]
+    if hasattr(weight, "scale"):
+        scaled = x * weight.scale[:K].to(x.dtype).view(-1)
+        return scaled @ weight.qdata[:K].to(x.dtype).flatten(0, 1)
+    if _is_single(x):
+        return _row_sum(x, weight.qdata[:K].flatten(0, 1))
+    return x @ dequantize(weight, K, x.dtype).flatten(0, 1)
+
+
+def _is_single(x: Tensor) -> bool:
+    """Whether x is one row that torch's kernel for 4-bit rows takes."""
+    if x.shape[-1] != x.numel() or x.dtype != torch.float32 or x.device.type != "cpu" or _BAG is None:
+        return False
+    return not (x.requires_grad or torch.compiler.is_compiling() or torch.compiler.is_exporting())
+
+
+def _row_sum(x: Tensor, rows: Tensor) -> Tensor:
+    """x (.., R), a single row, times packed rows (R, G, b): (.., E). Each group is a bag of its own."""
+    R, G, _ = rows.shape
+    indices, offsets = _bags(R, G)
+    weights = x.reshape(1, R).expand(G, R).flatten()
+    return _BAG(rows.flatten(0, 1), indices, offsets, False, 0, False, weights, None, False).view(*x.shape[:-1], -1)
+
+
+@functools.lru_cache(maxsize=256)
+def _bags(num_rows: int, num_groups: int) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # cached for the life of the process; group j of row r stands at r G + j
+        indices = torch.arange(num_rows * num_groups, dtype=torch.int32).view(num_rows, num_groups).T.flatten()
+        return indices, torch.arange(num_groups, dtype=torch.int32) * num_rows
+
+
+_BAG: Any = getattr(torch.ops.quantized, "embedding_bag_4bit_rowwise_offsets", None)
+
+
+def weight_bytes(weight: Tensor) -> int:
+    """Bytes that a weight occupies, with its scales; `nbytes` of a quantised one tells those of its logical dtype."""
+    return sum(part.nbytes for part in parts(weight))
+
+
+def parts(weight: Any) -> Iterator[Tensor]:
+    """The ordinary tensors of which a weight consists."""
+    if not is_quantized(weight):
+        yield weight
+        return
+    for name in weight.__tensor_flatten__()[0]:
+        yield getattr(weight, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# int4: the arithmetic, and its place in torchao.
+
+
+def pack_rows(weight: Tensor, group_size: int) -> Tensor:
+    """(.., E) weights to (.., E / g, g / 2 + 4) uint8 groups: g entries, low half first, fp16 scale, fp16 bias."""
+    groups = weight.detach().float().unflatten(-1, (-1, group_size))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    bias = low.half()
+    scale = ((high - bias.float()) / 15).half()
+    step = torch.where(scale > 0, scale, 1.0).float()
+    q = ((groups - bias.float()) / step).round().clamp(0, 15).to(torch.uint8)
+    return torch.cat([q[..., ::2] | q[..., 1::2] << 4, torch.cat([scale, bias], -1).view(torch.uint8)], -1)
+
+
+def unpack_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights (.., E) that `pack_rows` stored, in a floating dtype; computed in fp32."""
+    q, (scale, bias) = qdata[..., :-4], qdata[..., -4:].contiguous().view(torch.float16).float().split(1, -1)
+    entries = torch.stack([q & 15, q >> 4], -1).flatten(-2).float()
+    return torch.addcmul(bias, entries, scale).flatten(-2).to(dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def register_int4() -> None:
+    """Make ESSMInt4Tensor and ESSMInt4Config known to torchao and to files; does nothing without torchao."""
+    try:
+        from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
+        from torchao.prototype.safetensors import safetensors_utils
+        from torchao.quantization.transform_module import register_quantize_module_handler
+        from torchao.utils import TorchAOBaseTensor, fill_defaults
+    except ImportError:
+        return
+
+    class ESSMInt4Tensor(TorchAOBaseTensor):
+        """Weights in 4 bits: (K, D, E), or (E, D) of a linear layer, whose transpose is stored.
+
+        qdata: (K, D, E / g, g / 2 + 4) or (D, E / g, g / 2 + 4) uint8, as `pack_rows` makes it.
+        """
+
+        tensor_data_names: ClassVar = ["qdata"]
+        tensor_attribute_names: ClassVar = ["dtype"]
+
+        def __new__(cls, qdata: Tensor, dtype: torch.dtype):
+            shape = (*qdata.shape[:-2], qdata.shape[-2] * 2 * (qdata.shape[-1] - 4))
+            shape = shape if len(shape) == 3 else shape[::-1]
+            return torch.Tensor._make_wrapper_subclass(
+                cls, shape, dtype=dtype, device=qdata.device, requires_grad=False
+            )
+
+        def __init__(self, qdata: Tensor, dtype: torch.dtype):
+            super().__init__()
+            self.qdata = qdata
+
+        def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
+            return dequantize(self, dtype=output_dtype)
+
+    @dataclass
+    class ESSMInt4Config(AOBaseConfig):
+        """Weight-only int4 of ES-SSM, in groups of at most that size; where 16 does not divide a row it stays."""
+
+        group_size: int = GROUP_SIZE
+
+    @ESSMInt4Tensor.implements_torch_function(F.linear)
+    def _(func, types, args, kwargs):
+        x, weight, *bias = args
+        if _is_single(x):
+            y, bias = _row_sum(x, weight.qdata), [*bias, *(kwargs or {}).values(), None][0]
+            return y if bias is None else y + bias
+        return func(x, dequantize(weight, dtype=x.dtype), *bias, **(kwargs or {}))
+
+    @ESSMInt4Tensor.implements(torch.ops.aten.slice.Tensor)
+    def _(func, types, args, kwargs):
+        weight, dim, start, end, step = fill_defaults(args, 5, [0, None, None, 1])
+        if dim != 0 or weight.ndim != 3:
+            raise NotImplementedError(f"int4 weights can be sliced by channels only, got dimension {dim}")
+        return ESSMInt4Tensor(func(weight.qdata, 0, start, end, step), weight.dtype)
+
+    @register_quantize_module_handler(ESSMInt4Config)
+    def _(module, config, *, parameter_name: str = "weight"):
+        weight = getattr(module, parameter_name)
+        rows = weight if weight.ndim == 3 else weight.T
+        group_size = math.gcd(rows.shape[-1], config.group_size)
+        if group_size >= _LEAST_GROUP:
+            packed = ESSMInt4Tensor(pack_rows(rows, group_size), weight.dtype)
+            setattr(module, parameter_name, torch.nn.Parameter(packed, requires_grad=False))
+        return module
+
+    # Where torchao looks for the classes named in config.json and in safetensors files. Each copy of this module, in
+    # the package and beside a model, has classes of its own; files name no copy, so the first one reads them all.
+    for cls in (ESSMInt4Tensor, ESSMInt4Config):
+        cls.__qualname__ = cls.__name__
+        globals()[cls.__name__] = cls
+    ALLOWED_AO_MODULES.add(__name__)
+    if "ESSMInt4Tensor" not in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES:
+        safetensors_utils.ALLOWED_TENSORS_SUBCLASSES.append("ESSMInt4Tensor")
+    safetensors_utils.ALLOWED_CLASSES.setdefault("ESSMInt4Tensor", ESSMInt4Tensor)
+
+
+def resolve_quantization(value: Any) -> Any:
+    """What `from_pretrained` is given as quantization_config: a name becomes the config that it means."""
+    return essm_quantization(value) if isinstance(value, str) else value

@@ -1,0 +1,242 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Compiled steps: the logits, states and tokens of eager steps, wherever they are taken, and never after a change."""
+
+import copy
+import pickle
+import shutil
+
+import pytest
+import torch
+from helpers import assert_close, captured_warnings, random_ids, random_model
+
+from modeling_essm import ESSMCache, compiled_decoding
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Budgets of the compiled steps that were taken, in order."""
+    calls: list[tuple[int, ...]] = []
+    call = compiled_decoding._call
+
+    def spy(step, model, layers, *rest):
+        calls.append(layers)
+        return call(step, model, layers, *rest)
+
+    monkeypatch.setattr(compiled_decoding, "_call", spy)
+    return calls
+
+
+def compiled_model(budgets, taken=None, **fields):
+    arguments = {name: fields.pop(name) for name in ("batch_size", "state_budget") if name in fields}
+    model = random_model(**fields).compile_decoding(budgets, backend="eager", **arguments)
+    if taken is not None:
+        taken.clear()
+    return model
+
+
+@torch.no_grad()
+def decode(model, ids, budget, cache=None):
+    """Logits of every position after the first, one call each."""
+    cache = ESSMCache(model.config) if cache is None else cache
+    model(ids[:, :1], past_key_values=cache, spectral_budget=budget)
+    steps = [model(ids[:, t : t + 1], past_key_values=cache, spectral_budget=budget) for t in range(1, ids.shape[1])]
+    return torch.cat([step.logits for step in steps], 1), cache
+
+
+@pytest.mark.parametrize(
+    ("variant", "budget"),
+    [({}, 5), ({}, [3, 17]), ({"gating": "none"}, 5), ({"ar_order": 2}, None)],
+    ids=["gated", "per layer", "sum", "ar"],
+)
+def test_steps_equal_eager_ones(variant, budget, taken):
+    model = compiled_model([budget], taken, batch_size=2, **variant)
+    ids = random_ids(2, 9)
+    logits, cache = decode(model, ids, budget)
+    expected, expected_cache = decode(random_model(**variant), ids, budget)
+    layers = model.config.resolve_budget(budget).layers
+    assert taken == [layers] * 8
+    assert_close(logits, expected)
+    assert cache.get_seq_length() == expected_cache.get_seq_length() == 9
+    for layer, other in zip(cache.layers, expected_cache.layers):
+        assert layer.tensors.keys() == other.tensors.keys()
+        for name in layer.tensors:
+            assert_close(layer.tensors[name], other.tensors[name])
+
+
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_inductor(taken):
+    model = random_model(num_hidden_layers=1).compile_decoding([4, 32])
+    taken.clear()
+    for budget in (4, 32):
+        logits, _ = decode(model, random_ids(1, 6), budget)
+        assert_close(logits, decode(random_model(num_hidden_layers=1), random_ids(1, 6), budget)[0])
+    assert taken == [(4,)] * 5 + [(32,)] * 5
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}, {"draft_budget": 2}], ids=str
+)
+def test_generate(arguments, taken):
+    batch = 3 if "num_beams" in arguments else 1
+    model, eager = compiled_model([2, 6], taken, batch_size=batch), random_model()
+    arguments = {"max_new_tokens": 12, "spectral_budget": 6, **arguments}
+    torch.manual_seed(0)
+    tokens = model.generate(random_ids(1, 7), **arguments)
+    assert set(taken) == ({(2, 2)} if "draft_budget" in arguments else {(6, 6)}) and len(taken) >= 5
+    torch.manual_seed(0)
+    assert torch.equal(tokens, eager.generate(random_ids(1, 7), **arguments))
+
+
+def test_what_was_not_compiled_runs_eagerly(taken):
+    model, eager, ids = compiled_model([6], taken), random_model(), random_ids(2, 8)
+    for budget, rows in ((5, 1), (6, 2), ([6, 5], 1), (torch.tensor([6, 2]), 2)):
+        assert_close(decode(model, ids[:rows], budget)[0], decode(eager, ids[:rows], budget)[0])
+    assert taken == []
+    mask = torch.ones(1, 1, dtype=torch.long)
+    _, cache = decode(model, ids[:1], 6)
+    taken.clear()
+    with torch.no_grad():
+        model(ids[:1, :2], past_key_values=cache, spectral_budget=6)
+        model(ids[:1, :1], past_key_values=cache, spectral_budget=6, attention_mask=mask)
+        model(ids[:1, :1], past_key_values=cache, spectral_budget=6, labels=ids[:1, :1])
+        assert len(
+            model(ids[:1, :1], past_key_values=cache, spectral_budget=6, output_hidden_states=True).hidden_states
+        )
+        model(ids[:1, :1], spectral_budget=6)
+    assert taken == []
+
+
+def test_gradients_are_those_of_the_eager_step(taken):
+    model = compiled_model([6], taken)
+    _, cache = decode(model, random_ids(1, 4), 6)
+    taken.clear()
+    model(random_ids(1, 1), past_key_values=cache, spectral_budget=6).logits.sum().backward()
+    assert taken == [] and model.model.layers[0].mixer.channel_mixing.grad.abs().sum() > 0
+
+
+def test_room_for_more_than_the_budget(taken):
+    model = compiled_model([4], taken, state_budget=32)
+    ids, room = random_ids(1, 6), ESSMCache(model.config, state_budget=32)
+    logits, _ = decode(model, ids, 4, room)
+    assert taken == [(4, 4)] * 5
+    assert_close(logits, decode(random_model(), ids, 4)[0])
+    taken.clear()
+    decode(model, ids, 4)
+    assert taken == []  # a smaller state than was compiled
+
+
+def test_merged_caches_of_different_room_are_still_checked():
+    model = compiled_model([8], batch_size=2)
+    small, large = (decode(model, random_ids(1, 3), K)[1] for K in (4, 8))
+    merged = ESSMCache.merge([small, large])
+    with torch.no_grad(), pytest.raises(ValueError, match="row 0 of layer 0"):
+        model(random_ids(2, 1), past_key_values=merged, spectral_budget=8)
+
+
+def test_states_are_not_written_into(taken):
+    model = compiled_model([6], taken)
+    _, cache = decode(model, random_ids(1, 4), 6)
+    kept = cache.layers[0].tensors["features"]
+    before = kept.clone()
+    with torch.no_grad():
+        model(random_ids(1, 1), past_key_values=cache, spectral_budget=6)
+    assert torch.equal(kept, before) and not torch.equal(cache.layers[0].tensors["features"], before)
+
+
+def truncated(model):
+    model.truncate(20)
+
+
+def new_parameter(model):
+    model.model.layers[1].ffn.up.weight = torch.nn.Parameter(2 * model.model.layers[1].ffn.up.weight.detach())
+
+
+def new_module(model):
+    model.model.layers[0].ffn.down = torch.nn.Linear(64, 16)
+
+
+def new_dtype(model):
+    model.double()
+
+
+@pytest.mark.parametrize("change", [truncated, new_parameter, new_module, new_dtype])
+def test_a_changed_model_decodes_eagerly_and_says_so(change, taken):
+    model, ids = compiled_model([6], taken), random_ids(1, 6)
+    torch.manual_seed(0)
+    change(model)
+    with captured_warnings("compiled_decoding") as messages:
+        logits, _ = decode(model, ids, 6)
+    assert taken == [] and any("compile_decoding" in message for message in messages)
+    eager = random_model()
+    torch.manual_seed(0)
+    change(eager)
+    assert_close(logits, decode(eager, ids, 6)[0])
+
+
+def test_compiling_again_after_a_change(taken):
+    model, ids = compiled_model([6], num_hidden_layers=1), random_ids(1, 4)
+    model.truncate(20)
+    expected, _ = decode(model, ids, 6)
+    model.compile_decoding([6], backend="eager")
+    taken.clear()
+    assert_close(decode(model, ids, 6)[0], expected)
+    assert len(taken) == 3
+
+
+def test_new_values_in_the_same_weights_count(taken):
+    model, eager, ids = compiled_model([6], taken), random_model(), random_ids(1, 6)
+    with torch.no_grad():
+        for changed in (model, eager):
+            changed.model.layers[0].mixer.channel_mixing.mul_(-2.0)
+    assert_close(decode(model, ids, 6)[0], decode(eager, ids, 6)[0])
+    assert len(taken) == 5
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_start_uncompiled(duplicate, taken):
+    model = compiled_model([6], taken)
+    other = duplicate(model)
+    assert_close(decode(other, random_ids(1, 5), 6)[0], decode(random_model(), random_ids(1, 5), 6)[0])
+    assert taken == []
+
+
+def test_checks_of_the_eager_step_hold():
+    model = compiled_model([6])
+    _, cache = decode(model, random_ids(1, 4), 6)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="input_ids must be in"):
+            model(torch.tensor([[999]]), past_key_values=cache, spectral_budget=6)
+        with pytest.raises(ValueError, match="spectral_budget must be an integer"):
+            model(random_ids(1, 1), past_key_values=cache, spectral_budget=0)
+        with pytest.raises(ValueError, match="holds 1 rows"):
+            model(random_ids(2, 1), past_key_values=cache, spectral_budget=6)
+        output = model(random_ids(1, 1), past_key_values=cache, spectral_budget=6)
+        assert output.spectral_budget == (6, 6) and output.past_key_values is cache
+        assert isinstance(model(random_ids(1, 1), past_key_values=cache, return_dict=False, spectral_budget=6), tuple)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budgets": [33]}, "33"),
+        ({"budgets": ["unknown"]}, "unknown"),
+        ({"budgets": [torch.tensor([2, 3])], "batch_size": 2}, "one budget for all rows"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"backend": "onnx"}, "backend must be one of"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        random_model().compile_decoding(**{"backend": "eager", **arguments})
+    with pytest.raises(ValueError, match="evaluation mode"):
+        random_model().train().compile_decoding(backend="eager")
+
+
+def test_without_a_compiler(monkeypatch):
+    from torch._inductor import config
+    from torch._inductor.utils import fresh_cache
+
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), fresh_cache():
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(RuntimeError, match="needs a C"):
+            random_model(num_hidden_layers=1, hidden_size=24).compile_decoding([4])
