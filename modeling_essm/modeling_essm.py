@@ -565,7 +565,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         Returns:
             this model.
         Raises:
-            ValueError: a bad budget, batch size or backend. RuntimeError: no C++ compiler.
+            ValueError: a bad budget, batch size or backend, or quantised weights. RuntimeError: no C++ compiler.
         """
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
@@ -574,6 +574,8 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         resolved = [self.config.resolve_budget(budget) for budget in budgets]
         if any(budget.rows is not None for budget in resolved):
             raise ValueError("a compiled step has one budget for all rows: compile those that rows differ in eagerly")
+        if getattr(self, "is_quantized", False):
+            raise ValueError("quantised weights are not compiled: a quantised model decodes eagerly")
         if self.training:
             raise ValueError("decoding is compiled in evaluation mode: call model.eval() first")
         for budget in resolved:

@@ -230,6 +230,10 @@ def test_bad_arguments(arguments, message):
         random_model().compile_decoding(**{"backend": "eager", **arguments})
     with pytest.raises(ValueError, match="evaluation mode"):
         random_model().train().compile_decoding(backend="eager")
+    quantised = random_model()
+    quantised.is_quantized = True
+    with pytest.raises(ValueError, match="quantised weights are not compiled"):
+        quantised.compile_decoding(backend="eager")
 
 
 def test_without_a_compiler(monkeypatch):

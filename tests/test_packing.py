@@ -169,6 +169,10 @@ def test_the_librarys_collator_in_trainer(options, tmp_path):
 BAD = {
     "shape": ({"position_ids": torch.zeros(2, 5)}, r"position_ids must have shape \(2, 8\), got \(2, 5\)"),
     "rows": ({"cu_seqlens": torch.tensor([0, 8])}, r"ascend from 0 to 8 in a batch of one row, got \[0, 8\] for 2"),
+    "mask": (
+        {"position_ids": torch.arange(8).repeat(2, 1), "attention_mask": torch.ones(2, 5, dtype=torch.long)},
+        r"attention_mask must have shape \(2, 8\), .* got \(2, 5\)",
+    ),
     "disagree": (
         {"seq_idx": torch.tensor([[0] * 4 + [1] * 4] * 2), "position_ids": torch.arange(8).repeat(2, 1)},
         "position_ids and seq_idx describe different sequences",
