@@ -639,7 +639,7 @@ def test_a_loss_that_is_not_finite_is_refused():
 
 def test_the_hub_finds_its_imports():
     found = get_relative_imports(budget_allocation.__file__)
-    assert sorted(found) == ["spectral_basis", "spectral_ops"]
+    assert sorted(found) == ["quantization", "spectral_basis", "spectral_ops"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
