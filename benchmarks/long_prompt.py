@@ -5,7 +5,7 @@
 
 The paper's 21M-parameter model with random weights and filter_length 2^20 reads prompts of growing length through
 `generate(prefill_chunk_size=..)` and writes one byte; short ones also in one piece. Peak memory is that of the tensors
-of the whole call above those held before (the prompt's token ids, 8 bytes each, are), beside the growth of the process's
+of the whole call above those held before (such as the prompt's ids, 8 bytes each), beside the growth of the process's
 largest resident set, which a former length may have raised already. The state after chunks must be that after one
 piece. Without --text_files the bytes are random.
 """
