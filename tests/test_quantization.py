@@ -19,6 +19,7 @@ from modeling_essm import quantization as q
 
 pytest.importorskip("torchao", reason="quantised weights need torchao")
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 SIZES = {"hidden_size": 128, "gate_hidden_size": 32}  # two groups of int4 in a row of channel_mixing
 FORMATS = pytest.mark.parametrize("name", q.FORMATS)
 # Rounding to the nearest of n levels is off by half a step at most: of a row scaled by its largest value, of a group by
@@ -401,7 +402,7 @@ def test_without_torchao_everything_else_works(folders, tmp_path):
     assert done.stdout.count("refused: quantised weights need torchao: pip install 'torchao>=") == 5, done.stdout
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 cannot compile the basis, quantised or not")
+@pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 cannot compile the basis, quantised or not")
 @FORMATS
 @pytest.mark.parametrize("shape", [(2, 20), (1, 1)])
 def test_compiled_models_agree(models, name, shape):

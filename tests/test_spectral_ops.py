@@ -4,6 +4,7 @@
 import pytest
 import torch
 
+from modeling_essm import spectral_ops
 from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator, state_dtype
 
 H = 1024
@@ -350,3 +351,27 @@ def test_late_states_survive_tf32_on_cuda(algorithm):
     finally:
         torch.set_float32_matmul_precision("highest")
     assert relative_error(state, expected[:, :8]) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_step_that_waits_for_memory(dtype, batch, threads, monkeypatch):
+    """Without gradients, large M and few rows: read by an embedding bag, with the result of the product."""
+    taken = []
+    row_sum = spectral_ops._weighted_row_sum
+    monkeypatch.setattr(spectral_ops, "_num_threads", lambda: threads)
+    monkeypatch.setattr(spectral_ops, "_weighted_row_sum", lambda *args: taken.append(1) or row_sum(*args))
+    generator = torch.Generator().manual_seed(0)
+    op, D, K = SpectralOperator(512), 128, 12
+    u = torch.randn(batch, 1, D, generator=generator).to(dtype)
+    gates = torch.rand(batch, 1, K, generator=generator).to(dtype)
+    M, state = torch.randn(K + 2, D, D, generator=generator).to(dtype), torch.randn(batch, 40, D, generator=generator)
+    with torch.no_grad():
+        y, _ = op(u, gates, M, state, num_states=40)
+    assert taken == [1]
+    with torch.enable_grad():  # the product
+        expected, _ = op(u, gates, M, state, num_states=40)
+    assert taken == [1]
+    error = (y.double() - expected.double()).norm() / expected.double().norm()
+    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
