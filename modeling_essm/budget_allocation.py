@@ -345,7 +345,9 @@ def read_calibration(
             raise ValueError(f"calibration must hold input_ids, input_features or inputs_embeds, got only {[*given]}")
         mask = inputs.get("attention_mask")
         shape = data.shape if "input_ids" in inputs else data.shape[:-1]
-        real = (torch.ones(shape) if mask is None else mask).bool().flatten(0, -2).cpu()  # pairs become rows
+        real = (
+            (torch.ones(shape, device="cpu") if mask is None else mask).bool().flatten(0, -2).cpu()
+        )  # pairs become rows
         labels = given.get("labels") if has_loss else None
         if labels is None and generates and "input_ids" in inputs:
             predicted = real & real.roll(1, 1)  # not from padding

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .fingerprint import Fingerprint, fingerprint
 from .spectral_budget import SpectralBudget
@@ -106,35 +106,55 @@ class ESSMCacheLayer(CacheLayerMixin):
         return -1
 
 
-class ESSMCache(Cache):
-    """Constant-size cache of an ES-SSM, for `past_key_values`.
+class ESSMStaticCacheLayer(ESSMCacheLayer):
+    """The same, written in place once it is filled: compiled steps and CUDA graphs find states where they were."""
 
-    Args:
-        config: the model's ESSMConfig.
-        state_budget: the largest budget the cache must serve (an int, a list per layer, or a preset); by default the
-            budget of the first forward pass.
-    Raises:
-        ValueError: state_budget out of range.
-    """
+    is_compileable = True
+
+    def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
+        if self.tensors:
+            self._write(tensors)
+            return
+        super().update(**{name: tensor.clone() for name, tensor in tensors.items()})
+        if not torch.compiler.is_compiling():
+            for tensor in self.tensors.values():
+                torch._dynamo.mark_static_address(tensor)
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        self._write({name: function(tensor) for name, tensor in self.tensors.items()})
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            held = self.tensors[name]
+            if held.shape == tensor.shape and held.device == tensor.device:
+                held.copy_(tensor.detach())
+            else:  # other rows or another device
+                self.tensors[name] = tensor.detach().clone()
+
+
+class ElasticCache(Cache):
+    """What the two kinds of cache share; arguments and errors as of `ESSMCache`."""
+
+    _layer_class: type[ESSMCacheLayer] = ESSMCacheLayer
 
     def __init__(self, config: Any, state_budget: SpectralBudget = None):
         if state_budget is None:
             budgets: tuple[int | None, ...] = (None,) * config.num_hidden_layers
         else:
             budgets = config.resolve_budget(state_budget).layers
-        super().__init__(layers=[ESSMCacheLayer(budget) for budget in budgets])
+        Cache.__init__(self, layers=[self._layer_class(budget) for budget in budgets])
         self.config = config
-        self._seen_tokens = 0
+        self._seen_tokens: int | Tensor = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._seen_tokens
+        return int(self._seen_tokens)
 
     def advance(self, num_tokens: int) -> None:
         """Count tokens that every layer has read."""
         self._seen_tokens += num_tokens
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return self._seen_tokens > 0
+        return self.get_seq_length() > 0
 
     @property
     def num_bytes(self) -> int:
@@ -173,7 +193,7 @@ class ESSMCache(Cache):
         indices = torch.as_tensor(rows, dtype=torch.int64).flatten().cpu()
         if len(indices) == 0 or not 0 <= int(indices.min()) <= int(indices.max()) < held:
             raise ValueError(f"rows must be integers in [0, {held - 1}], at least one, got {indices.tolist()}")
-        selected = self._like(self._seen_tokens)
+        selected = self._like(self.get_seq_length())
         for new, old in zip(selected.layers, self.layers):
             new.update(**old.tensors)
             new.room = old.room
@@ -197,7 +217,7 @@ class ESSMCache(Cache):
             cache._require_states("merge")
             if cache._shape() != first._shape():
                 raise ValueError(f"caches of different models cannot be merged: {first._shape()} and {cache._shape()}")
-        merged = first._like(max(cache._seen_tokens for cache in caches))
+        merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             parts = [cache.layers[i] for cache in caches]
             rooms = [part.room or [part.num_states] * len(part.tensors["features"]) for part in parts]
@@ -240,7 +260,7 @@ class ESSMCache(Cache):
             for name, tensor in layer.tensors.items()
         }
         record: dict[str, Any] = {"shape": self._shape(), "model": dataclasses.asdict(fingerprint(model))}
-        record |= {"seen_tokens": self._seen_tokens, "layers": [[x.state_budget, x.room] for x in self.layers]}
+        record |= {"seen_tokens": self.get_seq_length(), "layers": [[x.state_budget, x.room] for x in self.layers]}
         path = Path(path)
         partial = path.with_name(f".partial-{path.name}")
         try:
@@ -297,6 +317,36 @@ class ESSMCache(Cache):
         """What two models must share for one to read the other's states."""
         names = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
         return {name: getattr(self.config, name) for name in names}
+
+
+class ESSMCache(ElasticCache, DynamicCache):
+    """Constant-size cache of an ES-SSM, for `past_key_values`: to the library a dynamic one, never compiled by itself.
+
+    Args:
+        config: the model's ESSMConfig.
+        state_budget: the largest budget the cache must serve (an int, a list per layer, or a preset); by default the
+            budget of the first forward pass.
+    Raises:
+        ValueError: state_budget out of range.
+    """
+
+
+class ESSMStaticCache(ElasticCache):
+    """An `ESSMCache` whose tensors stay where they are, for torch.compile: what `cache_implementation="static"` makes.
+
+    `generate` compiles its steps by itself with such a cache, on accelerators or as its compile_config says. One batch
+    size; `select`, `merge` and `load` give ordinary caches. Arguments and errors as of `ESSMCache`.
+    """
+
+    _layer_class = ESSMStaticCacheLayer
+
+    def advance(self, num_tokens: int) -> None:
+        if isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
+            self._seen_tokens += num_tokens
+        else:
+            device = self.layers[0].tensors["features"].device
+            self._seen_tokens = torch.tensor(self._seen_tokens + num_tokens, device=device)
+            torch._dynamo.mark_static_address(self._seen_tokens)
 
 
 def _operator(config: Any) -> SpectralOperator:

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
-from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room
+from .cache_essm import ESSMCache, ESSMCacheLayer, ESSMStaticCache, check_cache, check_room
 from .compiled_decoding import BACKENDS, CompiledSteps
 from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
 from .packing import PACKING_ARGUMENTS, Packing, read_packing
-from .spectral_budget import SpectralBudget, StepBudgets
+from .spectral_budget import SpectralBudget, StepBudgets, rows_of_samples
 from .spectral_ops import SpectralOperator, state_dtype
 from .speculative import Speculation, check_speculation, speculative_decode
 
@@ -37,8 +38,15 @@ _GATE_EPS = 1e-6  # eps of Eq. (8)
 _GATE_BIAS = 1.0  # any nonzero constant starts the gate at equal weights; zero would amplify noise to unit scale
 
 
+class _ElasticOutput(ModelOutput):
+    """`items()` leaves spectral_budget out: Trainers gather and concatenate all items, which must be tensors then."""
+
+    def items(self):
+        return [(name, value) for name, value in super().items() if name != "spectral_budget"]
+
+
 @dataclass
-class ESSMModelOutput(ModelOutput):
+class ESSMModelOutput(_ElasticOutput):
     """
     Args:
         last_hidden_state: (B, L, D).
@@ -54,7 +62,7 @@ class ESSMModelOutput(ModelOutput):
 
 
 @dataclass
-class ESSMCausalLMOutput(ModelOutput):
+class ESSMCausalLMOutput(_ElasticOutput):
     """
     Args:
         loss: () mean cross-entropy in nats, with labels.
@@ -70,7 +78,7 @@ class ESSMCausalLMOutput(ModelOutput):
 
 
 @dataclass
-class ESSMSequenceClassifierOutput(ModelOutput):
+class ESSMSequenceClassifierOutput(_ElasticOutput):
     """
     Args:
         loss: () with labels. logits: (B, num_labels).
@@ -309,6 +317,7 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["ESSMLayer"]
     _is_stateful = True
+    _can_compile_fullgraph = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -410,8 +419,9 @@ class ESSMModel(ESSMPreTrainedModel):
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if past_key_values is not None:
             check_cache(past_key_values, config, B)
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if attention_mask is not None and tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
+        compiling = torch.compiler.is_compiling()  # then the count of tokens, which each step changes, is not read
+        past = 0 if past_key_values is None or compiling else past_key_values.get_seq_length()
+        if attention_mask is not None and tuple(attention_mask.shape) not in ((B, L), (B, past + L)) and not compiling:
             raise ValueError(
                 f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
                 f"got {tuple(attention_mask.shape)}"
@@ -431,7 +441,8 @@ class ESSMModel(ESSMPreTrainedModel):
             output_hidden_states = config.output_hidden_states
         if use_cache is None:
             use_cache = config.use_cache and not self.training
-        if self.training and self.gradient_checkpointing and (use_cache or past_key_values is not None):
+        recomputing = self.training and self.gradient_checkpointing and torch.is_grad_enabled()
+        if recomputing and (use_cache or past_key_values is not None):
             raise ValueError(
                 "gradient checkpointing runs layers twice, which would advance the cache twice: "
                 "train with use_cache=False and without past_key_values"
@@ -692,6 +703,15 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
             model_kwargs["spectral_budget"] = budget
         return generation_config, model_kwargs
 
+    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any):
+        """As in transformers; guidance, whose processor calls the model by itself, does so at the step's budget."""
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        budget = (kwargs.get("model_kwargs") or {}).get("spectral_budget")
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                processor.model = _AtBudget(self, budget)
+        return processors
+
     def _sample(self, input_ids: Tensor, **kwargs: Any):
         """As in transformers, or speculative decoding where there is a draft_budget."""
         speculation = kwargs.get("spectral_budget")
@@ -729,16 +749,39 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
-        """An ESSMCache whatever `cache_implementation` says: it is static in size already."""
-        if generation_config.cache_implementation is not None:
-            logger.warning_once(
-                f"cache_implementation={generation_config.cache_implementation!r} is ignored: "
-                "the state of an ES-SSM has a constant size"
-            )
+        """An ESSMStaticCache, which steps are compiled with, for `cache_implementation="static"`; else an ESSMCache."""
+        kind = generation_config.cache_implementation
+        if kind not in (None, "static"):
+            logger.warning_once(f"cache_implementation={kind!r} is ignored: the state of an ES-SSM has a constant size")
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             budget = model_kwargs.get("spectral_budget")
             room = budget.room() if isinstance(budget, StepBudgets) else None
-            model_kwargs["past_key_values"] = ESSMCache(self.config, state_budget=room)
+            cache_class = ESSMStaticCache if kind == "static" else ESSMCache
+            model_kwargs["past_key_values"] = cache_class(self.config, state_budget=room)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The (B, L) mask itself: there is no attention to make a 4-D one for."""
+        return attention_mask
+
+
+class _AtBudget:
+    """A model as classifier-free guidance calls it, once a step; `budget` as the calls of `generate` have it."""
+
+    def __init__(self, model: ESSMForCausalLM, budget: SpectralBudget | StepBudgets):
+        self.model, self.budget, self.step = model, budget, 0
+
+    def __call__(self, input_ids: Tensor, use_cache: bool, past_key_values: ESSMCache | None, **kwargs: Any):
+        budget = self.budget
+        if isinstance(budget, StepBudgets):
+            if use_cache and past_key_values is None:
+                past_key_values = ESSMCache(self.model.config, state_budget=budget.room())
+            budget = budget.of_step(self.step)
+        self.step += 1
+        budget = rows_of_samples(budget, len(input_ids))
+        return self.model(
+            input_ids, use_cache=use_cache, past_key_values=past_key_values, spectral_budget=budget, **kwargs
+        )
 
 
 class ESSMForSequenceClassification(ESSMPreTrainedModel):

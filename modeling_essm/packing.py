@@ -37,18 +37,18 @@ class Packing:
         starts = starts.clone()
         starts[:, 0] = True
         first = starts.flatten().nonzero().flatten().cpu()
-        length = torch.diff(first, append=torch.tensor([B * L]))
+        length = torch.diff(first, append=first.new_tensor([B * L]))
         self.longest = int(length.max())
         size_class = length.double().log2().floor()  # 1, 2-3, 4-7, ..: less than half is padding
         self.groups: list[tuple[Tensor, Tensor]] = []  # (n, longest) positions, B L where there is none; (n,) rows
-        place = torch.empty(B * L, dtype=torch.int64)
+        place = first.new_empty(B * L)
         offset = 0
         for k in size_class.unique():
             own, lengths = first[size_class == k], length[size_class == k]
-            steps = torch.arange(int(lengths.max()))
+            steps = torch.arange(int(lengths.max()), device=first.device)
             index = torch.where(steps < lengths[:, None], own[:, None] + steps, B * L)
             real = index < B * L
-            place[index[real]] = offset + torch.arange(index.numel()).view_as(index)[real]
+            place[index[real]] = offset + torch.arange(index.numel(), device=first.device).view_as(index)[real]
             offset += index.numel()
             self.groups.append((index.to(starts.device), own.div(L, rounding_mode="floor").to(starts.device)))
         self.place = place.to(starts.device)
@@ -93,7 +93,7 @@ def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | No
         ascending = all(a < b for a, b in itertools.pairwise(offsets))
         if B != 1 or value.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != L or not ascending:
             raise ValueError(f"{name} must ascend from 0 to {L} in a batch of one row, got {offsets} for {B} rows")
-        starts = torch.zeros(1, L, dtype=torch.bool)
+        starts = torch.zeros(1, L, dtype=torch.bool, device=value.device)
         starts[0, offsets[1:-1]] = True
         found[name] = starts
     if not found:

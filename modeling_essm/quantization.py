@@ -118,8 +118,10 @@ def _row_sum(x: Tensor, rows: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _bags(num_rows: int, num_groups: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # cached for the life of the process; group j of row r stands at r G + j
-        indices = torch.arange(num_rows * num_groups, dtype=torch.int32).view(num_rows, num_groups).T.flatten()
-        return indices, torch.arange(num_groups, dtype=torch.int32) * num_rows
+        indices = (
+            torch.arange(num_rows * num_groups, dtype=torch.int32, device="cpu").view(num_rows, num_groups).T.flatten()
+        )
+        return indices, torch.arange(num_groups, dtype=torch.int32, device="cpu") * num_rows
 
 
 _BAG: Any = getattr(torch.ops.quantized, "embedding_bag_4bit_rowwise_offsets", None)

@@ -129,8 +129,15 @@ class StepBudgets:
         """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
         if is_first:
             self.prompt_length = input_ids.shape[1]
-        step = input_ids.shape[1] - self.prompt_length
-        budget = self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
-        if isinstance(budget, torch.Tensor) and budget.ndim == 1 and len(budget) and len(input_ids) % len(budget) == 0:
-            budget = budget.repeat_interleave(len(input_ids) // len(budget))
-        return budget
+        return rows_of_samples(self.of_step(input_ids.shape[1] - self.prompt_length), len(input_ids))
+
+    def of_step(self, step: int) -> SpectralBudget:
+        """The budget of a step as it was given."""
+        return self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
+
+
+def rows_of_samples(budget: SpectralBudget, B: int) -> SpectralBudget:
+    """A (b,) tensor for every one of the B / b beams or samples of its row; anything else as it is."""
+    if isinstance(budget, torch.Tensor) and budget.ndim == 1 and len(budget) and B % len(budget) == 0:
+        return budget.repeat_interleave(B // len(budget))
+    return budget

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import forward_ad
 
 from .quantization import dequantize, is_quantized, quantized_product
 from .spectral_basis import chunk_operators, num_states, spectral_basis
@@ -81,8 +82,14 @@ class SpectralOperator:
         Returns:
             y (B, L, E) in u's dtype, and the state (B, N, D) after each row's last step in fp32 (fp64 for fp64).
         Raises:
-            ValueError: unknown algorithm, or an initial state of fewer than N rows.
+            ValueError: unknown algorithm, an initial state of fewer than N rows, or an export for any length of
+                another algorithm than `chunked`.
         """
+        if torch.compiler.is_exporting() and not isinstance(u.shape[1], int) and algorithm != "chunked":
+            raise ValueError(
+                f"spectral_algorithm={algorithm!r} cannot be exported for any length: set config.spectral_algorithm = "
+                '"chunked", which computes the same, or export a fixed length'
+            )
         K = gates.shape[-1]
         N = max(self.num_states(K), num_states or 0)
         if initial_state is not None:
@@ -120,6 +127,11 @@ class SpectralOperator:
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """States need fp32 or better: rounded to bf16, channel 32 is lost."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _feature_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp16 ends at 65504, which states reach beyond the filter length: features are made and gated in fp32 there."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _state_matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -227,7 +239,8 @@ def _step(op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0:
     for t in range(L):
         x = torch.addcmul(_state_matmul(A_T, x), phi0, u[:, t : t + 1].to(dtype))
         state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
-        gated.append(x[:, :K].to(u.dtype) * gates[:, t, :, None])
+        wide = _feature_dtype(u.dtype)
+        gated.append((x[:, :K].to(wide) * gates[:, t, :, None].to(wide)).to(u.dtype))
     features = torch.stack(gated, 1).view(B * L, K * D)
     if is_quantized(M):
         return quantized_product(features, M).view(B, L, -1), state
@@ -255,7 +268,7 @@ def _weighted_row_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """
     n, R = weights.shape
     bags = math.gcd(R, max(1, _num_threads() // n))
-    indices = torch.arange(R).view(bags, -1).repeat(n, 1)
+    indices = torch.arange(R, device=rows.device).view(bags, -1).repeat(n, 1)
     sums = F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights.view(n * bags, -1))
     return sums.view(n, bags, -1).sum(1) if bags > 1 else sums
 
@@ -273,10 +286,20 @@ def _num_threads() -> int:
 def _chunked(
     op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None
 ):
-    if torch.compiler.is_exporting():
+    if torch.compiler.is_exporting() or _is_transformed(u, gates, M, x0):
         return _chunked_traceable(op, N, u, gates, M, x0, lengths)
     y, state, _ = _chunked_forward(u, gates, M, x0, lengths, op.filter_length, N, op.chunk_size)
     return y, state
+
+
+def _is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch.func or forward-mode AD looks at the operator, which the opaque one would answer with zeros."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    level = forward_ad._current_level
+    return level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, powers: Tensor) -> Tensor:
@@ -340,13 +363,13 @@ def _chunked_forward(
     chunks_flat, x_flat, M_flat = chunks.reshape(B * n, C, D), x.view(B * n, N, D), M[:K].reshape(K * D, E)
     y = u.new_empty(B * n, rows, E)
     group = _chunks_per_group(torch.Size((rows, K, D)), u)
-    buffer = u.new_empty(min(group, B * n), rows * K, D)
+    buffer = W.new_empty(min(group, B * n), rows * K, D)
     for a in range(0, B * n, group):
         g = slice(a, a + group)
-        inputs = torch.cat([chunks_flat[g], x_flat[g].to(u.dtype)], 1)
+        inputs = torch.cat([chunks_flat[g].to(W.dtype), x_flat[g].to(W.dtype)], 1)
         features = torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=buffer[: len(inputs)])
         features.view(-1, rows, K, D).mul_(chunk_gates[g])
-        torch.mm(features.view(-1, K * D), M_flat, out=y[g].view(-1, E))
+        torch.mm(features.view(-1, K * D).to(u.dtype), M_flat, out=y[g].view(-1, E))
     y = y.view(B, n * rows, E)[:, :L].contiguous()
     # 4. The state after each row's last step is one more readout of its last chunk.
     c, read = _last_chunk(lengths, L, C, readout)
@@ -392,23 +415,27 @@ def _chunked_backward(
     # 1. Transposes of forward step 3, group by group.
     dM = torch.zeros(M.shape, dtype=x.dtype, device=M.device)
     dM_flat = dM[:K].view(K * D, E)
-    dgates = gates.new_empty(B * n, rows, K)
+    dgates = W.new_empty(B * n, rows, K)
     dchunks, dx = x.new_empty(B * n, C, D), x.new_empty(B * n, N, D)
     group = _chunks_per_group(torch.Size((rows, K, D)), u)
-    buffers = u.new_empty(3, min(group, B * n), rows * K, D)
+    buffers = W.new_empty(3, min(group, B * n), rows * K, D)
     for a in range(0, B * n, group):
         g = slice(a, a + group)
-        inputs = torch.cat([chunks_flat[g], x_flat[g].to(u.dtype)], 1)
+        inputs = torch.cat([chunks_flat[g].to(W.dtype), x_flat[g].to(W.dtype)], 1)
         features, dgated, product = buffers[:, : len(inputs)]
         dy_rows, gate = dy[g].view(-1, E), chunk_gates[g].reshape(-1, rows * K, 1)  # gates may be expanded
         torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=features)
-        torch.mm(dy_rows, M_flat.T, out=dgated.view(-1, K * D))
+        if W.dtype == u.dtype:
+            torch.mm(dy_rows, M_flat.T, out=dgated.view(-1, K * D))
+        else:
+            dgated.view(-1, K * D).copy_(torch.mm(dy_rows, M_flat.T))
         torch.sum(torch.mul(dgated, features, out=product), -1, out=dgates[g].view(-1, rows * K))
         features.mul_(gate)
+        gated = features.view(-1, K * D).to(u.dtype)
         if dM.dtype == u.dtype:
-            dM_flat.addmm_(features.view(-1, K * D).T, dy_rows)
+            dM_flat.addmm_(gated.T, dy_rows)
         else:
-            dM_flat += torch.mm(features.view(-1, K * D).T, dy_rows)
+            dM_flat += torch.mm(gated.T, dy_rows)
         dinputs = torch.bmm(W.T.expand(len(inputs), -1, -1), dgated.mul_(gate))
         dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
     # 2. The final state reads one chunk of each row.
@@ -424,7 +451,7 @@ def _chunked_backward(
     if n > 1:
         dchunks[:, :-1] += _state_matmul(readout[-1, :, :C].T, dx[:, 1:])
     du = dchunks.view(B, n * C, D)[:, :L].to(u.dtype).contiguous()
-    dgates = dgates.view(B, n * rows, K)[:, :L].contiguous()
+    dgates = dgates.view(B, n * rows, K)[:, :L].to(gates.dtype).contiguous()
     return du, dgates, dM.to(M.dtype), dx[:, 0].clone()
 
 
@@ -436,6 +463,17 @@ def _(dy, dstate, u, gates, M, x, lengths, H, N, C):
         torch.empty_like(M, memory_format=torch.contiguous_format),
         x.new_empty(x.shape[0], N, x.shape[-1]),
     )
+
+
+def _no_second_backward(ctx, *grads):
+    raise NotImplementedError(
+        "the chunked operator is differentiable once in reverse mode; for second derivatives set "
+        'config.spectral_algorithm = "step" or "fft", or use torch.func (hessian, jvp), which differentiates plain '
+        "tensor operations"
+    )
+
+
+_chunked_backward.register_autograd(_no_second_backward)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -463,7 +501,10 @@ _chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
 def _chunked_traceable(
     op: SpectralOperator, N: int, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None
 ):
-    """The same for torch.export: no branch, loop or slice depends on L <= H, which may be symbolic."""
+    """The same in plain tensor operations, for torch.func, forward-mode AD and torch.export.
+
+    In an export no branch, loop or slice depends on L <= H, which may be symbolic.
+    """
     B, L, D = u.shape
     K, C = gates.shape[-1], op.chunk_size
     readout, powers, W = _chunk_tensors(op.filter_length, N, C, K, u)
@@ -474,11 +515,13 @@ def _chunked_traceable(
     chunk_gates = gates[:, source][..., None]  # (B, n, C, K, 1)
     first = u.new_zeros(B, N, D, dtype=readout.dtype) if x0 is None else x0.to(readout.dtype)
     x = torch.cat([first[:, None], _state_matmul(readout[-1, :, :C], chunks.to(readout.dtype))], 1)
-    for j in range((op.filter_length // C).bit_length()):
+    longest = op.filter_length if torch.compiler.is_exporting() else L
+    for j in range((longest // C).bit_length()):
         x = x + _state_matmul(powers[j], F.pad(x, (0, 0, 0, 0, 1 << j, 0))[:, : n + 1])
     x = x[:, :n]
-    features = torch.matmul(W, torch.cat([chunks, x.to(u.dtype)], 2)).view(B, n, C, K, D)
-    y = torch.matmul((features * chunk_gates).flatten(3), M[:K].reshape(1, K * D, -1))  # (B, n, C, E)
+    features = torch.matmul(W, torch.cat([chunks.to(W.dtype), x.to(W.dtype)], 2)).view(B, n, C, K, D)
+    gated = (features * chunk_gates).to(u.dtype).flatten(3)
+    y = torch.matmul(gated, M[:K].reshape(1, K * D, -1))  # (B, n, C, E)
     t = torch.arange(L, device=u.device)
     last = (torch.full((B,), L, device=u.device) if lengths is None else lengths) - 1
     row = torch.arange(B, device=u.device)
@@ -546,6 +589,6 @@ def _channel_readout(H: int, N: int, C: int, K: int, device: str, dtype: torch.d
 
 
 def _chunk_tensors(H: int, N: int, C: int, K: int, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """readout and carry powers in the state's dtype, W in the operands' dtype, all where u is."""
+    """readout and carry powers in the state's dtype, W in the features' dtype, all where u is."""
     readout, powers = _chunk_constants(H, N, C, str(u.device), state_dtype(u.dtype))
-    return readout, powers, _channel_readout(H, N, C, K, str(u.device), u.dtype)
+    return readout, powers, _channel_readout(H, N, C, K, str(u.device), _feature_dtype(u.dtype))

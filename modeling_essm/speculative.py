@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from .cache_essm import ESSMCache
-from .spectral_budget import SpectralBudget
+from .spectral_budget import SpectralBudget, rows_of_samples
 
 FIRST_DRAFT_LENGTH, LONGEST_DRAFT = 4, 16
 
@@ -64,6 +64,8 @@ def check_speculation(generation_config: Any) -> None:
         raise ValueError(f"draft_budget works with greedy decoding and sampling, got num_beams={beams}")
     if generation_config.use_cache is False:
         raise ValueError("draft_budget needs the states that use_cache=False forbids")
+    if generation_config.guidance_scale not in (None, 1):
+        raise ValueError(f"draft_budget cannot be combined with guidance_scale, got {generation_config.guidance_scale}")
     for name in ("output_scores", "output_logits", "output_hidden_states"):
         if getattr(generation_config, name, None):
             raise ValueError(f"draft_budget cannot be combined with {name}")
@@ -95,7 +97,7 @@ def speculative_decode(
     """
     B, prompt = input_ids.shape
     device, sampling = input_ids.device, generation_config.do_sample
-    budgets = [_for_rows(K, B) for K in (speculation.budget, speculation.draft_budget)]
+    budgets = [rows_of_samples(K, B) for K in (speculation.budget, speculation.draft_budget)]
     verifier, drafter = (ESSMCache(model.config) for _ in range(2))
     for cache, K in zip((verifier, drafter), budgets):
         if prompt > 1:
@@ -175,13 +177,6 @@ def speculative_decode(
         output[i, : len(row.ids)] = row.ids
     rate = accepted / drafted if drafted else None
     return ESSMSpeculativeOutput(output, rate, drafted, accepted, calls)
-
-
-def _for_rows(budget: SpectralBudget, B: int) -> SpectralBudget:
-    """A (b,) tensor for every sample of its row."""
-    if isinstance(budget, Tensor) and budget.ndim == 1 and len(budget) and B % len(budget) == 0:
-        return budget.repeat_interleave(B // len(budget))
-    return budget
 
 
 def _pick(scores: Tensor, sampling: bool) -> Tensor:

@@ -380,6 +380,19 @@ def test_trainer_runs_each_update_at_its_budget(tmp_path):
     assert not model._forward_hooks and not model._forward_pre_hooks
 
 
+def test_trainer_compiles_every_budget(tmp_path):
+    """Beyond its limit of recompilations, which one budget each would meet, torch goes on uncompiled."""
+    torch._dynamo.reset()
+    schedule = budget_schedule("discrete", 32, seed=4)
+    trained = {K for update in range(3) for K in schedule(update)}
+    assert len(trained) == 3
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 1}
+        make_trainer(tmp_path, random_model(), [BudgetDropoutCallback(schedule)], max_steps=3, **compiled).train()
+        assert torch._dynamo.config.recompile_limit >= len(schedule.budgets)
+    torch._dynamo.reset()
+
+
 def test_evaluation_and_generation_during_training_run_at_the_models_default(tmp_path):
     model = random_model(spectral_budget=7)
     recorder = Recorder(model)

@@ -117,6 +117,16 @@ def test_trainer_from_training_to_generation(tmp_path):
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize("ignored", [["past_key_values"], ["past_key_values", "hidden_states"]], ids=str)
+def test_predictions_with_keys_to_ignore(ignored, tmp_path):
+    """The user's keys take the place of the config's, so the budget that ran must be no prediction."""
+    trainer = Trainer(random_model(), arguments(tmp_path, max_steps=2), train_dataset=rows(8), eval_dataset=rows(8))
+    assert trainer.predict(rows(8), ignore_keys=ignored).predictions.shape == (8, LENGTH, 259)
+    trainer.args.eval_strategy, trainer.args.eval_steps = "steps", 1
+    trainer.train(ignore_keys_for_eval=ignored)
+    assert any("eval_loss" in entry for entry in trainer.state.log_history)
+
+
 # --- TRL
 
 

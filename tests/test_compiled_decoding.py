@@ -8,8 +8,10 @@ import shutil
 import pytest
 import torch
 from helpers import assert_close, captured_warnings, random_ids, random_model
+from transformers import CompileConfig
 
 from modeling_essm import ESSMCache, compiled_decoding
+from modeling_essm.cache_essm import ESSMStaticCache
 
 
 @pytest.fixture
@@ -244,3 +246,86 @@ def test_without_a_compiler(monkeypatch):
         monkeypatch.setenv("PATH", "")
         with pytest.raises(RuntimeError, match="needs a C"):
             random_model(num_hidden_layers=1, hidden_size=24).compile_decoding([4])
+
+
+# --- Steps that generate compiles by itself, with a static cache
+
+
+def compile_config(backend="eager", **fields):
+    config = CompileConfig(**{"fullgraph": True, "dynamic": False, "backend": backend, "mode": None, **fields})
+    config._compile_all_devices = True  # else accelerators only
+    return config
+
+
+@pytest.mark.parametrize("fields", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["gated", "sum", "ar"])
+@pytest.mark.parametrize("start", ["ids", "padded", "embeddings"])
+def test_generate_with_a_static_cache_is_one_graph(start, fields):
+    """What the library asks of a static cache: no graph break, and one graph for all steps of all calls of a shape."""
+    torch._dynamo.reset()
+    model, ids = random_model(**fields), random_ids(2, 9)
+    wanted = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    wanted |= {"output_logits": True, "output_hidden_states": True, "spectral_budget": 5}
+    calls = []
+    for prompt in (ids, ids.flip(0)):
+        mask = torch.ones_like(prompt)
+        if start == "padded":
+            mask[0, :4] = 0
+        prompts = {"input_ids": prompt}
+        if start == "embeddings":
+            prompts["inputs_embeds"] = model.get_input_embeddings()(prompt).detach()
+        calls.append(prompts | {"attention_mask": mask} | wanted)
+    expected = [model.generate(**call) for call in calls]
+    assert type(expected[0].past_key_values) is ESSMCache and not expected[0].past_key_values.is_compileable
+    assert not hasattr(model, "_compiled_call")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for call, eager in zip(calls, expected):
+        actual = model.generate(**call, cache_implementation="static", compile_config=compile_config())
+        cache = actual.past_key_values
+        assert type(cache) is ESSMStaticCache and cache.is_compileable
+        assert cache.get_seq_length() == eager.past_key_values.get_seq_length()
+        assert torch.equal(actual.sequences, eager.sequences)
+        for name in ("scores", "logits"):
+            for step, other in zip(actual[name], eager[name], strict=True):
+                assert_close(step, other)
+        assert [len(states) for states in actual.hidden_states] == [3] * 5  # embeddings and two layers a step
+        for layer, other in zip(cache.layers, eager.past_key_values.layers):
+            for name in other.tensors:
+                assert_close(layer.tensors[name], other.tensors[name], atol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_generate_with_a_static_cache_and_inductor():
+    torch._dynamo.reset()
+    model, ids = random_model(num_hidden_layers=1), random_ids(2, 9)
+    settings = {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
+    actual = model.generate(
+        ids, cache_implementation="static", compile_config=compile_config("inductor", mode="default"), **settings
+    )
+    assert torch.equal(actual, model.generate(ids, **settings)) and hasattr(model, "_compiled_call")
+    torch._dynamo.reset()
+
+
+def test_a_static_cache_stays_where_it_is():
+    """Compiled steps and CUDA graphs know their states by address."""
+    model, ids = random_model(), random_ids(2, 12)
+    cache, expected = ESSMStaticCache(model.config, state_budget=9), ESSMCache(model.config, state_budget=9)
+    where = None
+    with torch.no_grad():
+        for a, b in ((0, 9), (9, 10), (10, 12)):
+            model(ids[:, a:b], past_key_values=cache, spectral_budget=5)
+            model(ids[:, a:b], past_key_values=expected, spectral_budget=5)
+            held = cache.layers[1].tensors["features"]
+            where = where or held.data_ptr()
+            assert held.data_ptr() == where
+            assert torch.equal(held, expected.layers[1].tensors["features"])
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert cache.layers[1].tensors["features"].data_ptr() == where
+    assert torch.equal(held[0], held[1]) and cache.get_seq_length() == 12
+    assert type(cache.select([0])) is ESSMCache and cache.select([0]).get_seq_length() == 12
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.batch_size is None
+    with torch.no_grad():  # another batch, after a reset
+        logits = model(ids[:1], past_key_values=cache, spectral_budget=5).logits
+        assert_close(logits, model(ids[:1], spectral_budget=5).logits)

@@ -3,6 +3,7 @@
 
 import copy
 import io
+import itertools
 import threading
 from contextlib import redirect_stdout
 
@@ -155,13 +156,31 @@ def test_a_misspelled_budget_is_refused():
         random_model().generate(random_ids(1, 9), **GREEDY, spectral_bugdet=3)
 
 
-@pytest.mark.parametrize("name", ["static", "dynamic", "quantized"])
+@pytest.mark.parametrize("name", ["offloaded", "dynamic", "quantized"])
 def test_cache_implementation_is_ignored_with_a_warning(name):
     model, ids = random_model(), random_ids(1, 9)
     with captured_warnings() as messages:
         actual = generate(model, ids, **GREEDY, cache_implementation=name)
     assert torch.equal(actual, generate(model, ids, **GREEDY))
     assert sum("cache_implementation" in message for message in messages) == 1
+
+
+@strategies
+@variants
+def test_a_static_cache_changes_nothing(strategy, variant):
+    model = random_model(**variant)
+    ids, mask = left_pad(random_ids(2, 9), [9, 5])
+    expected = generate(model, ids, attention_mask=mask, **strategy)
+    actual = generate(model, ids, attention_mask=mask, cache_implementation="static", **strategy)
+    assert torch.equal(actual, expected)
+
+
+def test_generating_in_training_mode_with_gradient_checkpointing():
+    model, ids = random_model(), random_ids(2, 9)
+    expected = generate(model, ids, **GREEDY)
+    model.train()
+    model.gradient_checkpointing_enable()
+    assert torch.equal(generate(model, ids, **GREEDY), expected)
 
 
 # --- The budget by every route
@@ -253,6 +272,34 @@ def test_call_beats_generation_config_beats_config():
     assert torch.equal(generate(model, ids, generation_config=passed), expected[32])
     assert torch.equal(generate(model, ids, generation_config=passed, spectral_budget=8), expected[8])
     assert model.config.spectral_budget == 1 and model.generation_config.spectral_budget == 3  # nothing is left behind
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "uncached"])
+@pytest.mark.parametrize(
+    "budget",
+    [{}, {"spectral_budget": 2}, {"spectral_budget": torch.tensor([2, 9])}, {"step_budgets": [2, 9, 4]}],
+    ids=["full", "K2", "rows", "steps"],
+)
+def test_guidance_runs_both_halves_at_the_budget(budget, use_cache):
+    """Classifier-free guidance calls the model by itself: its unconditional half starts from the last token alone."""
+    model, ids = random_model(), random_ids(2, 9)
+    actual = generate(model, ids, **GREEDY, guidance_scale=3.0, use_cache=use_cache, **budget)
+    expected = ids
+    for step in range(NEW):
+        steps = budget.get("step_budgets", [budget.get("spectral_budget")])
+        halves = []
+        for tokens in (expected, expected[:, 8:]):
+            cache = ESSMCache(model.config, state_budget=32)  # earlier tokens were read at the budgets of their steps
+            cuts = [0, *range(tokens.shape[1] - step, tokens.shape[1] + 1)] if use_cache else [0, tokens.shape[1]]
+            for i, (a, b) in enumerate(itertools.pairwise(cuts)):
+                K = steps[min(i if use_cache else step, len(steps) - 1)]
+                with torch.no_grad():
+                    outputs = model(tokens[:, a:b], past_key_values=cache, spectral_budget=K)
+            halves.append(outputs.logits[:, -1].log_softmax(-1))
+        scores = halves[1] + 3.0 * (halves[0] - halves[1])
+        scores[:, 258] = -torch.inf  # eos, of which FIXED allows none
+        expected = torch.cat([expected, scores.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("bad", [0, 33, "x", 2.5])

@@ -605,6 +605,14 @@ def test_export_with_any_batch_and_length(masked, variant):
             assert_close(actual[:, real], expected[:, real])
 
 
+@pytest.mark.parametrize("algorithm", ["fft", "step", "naive"])
+def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
+    model, ids = random_model(spectral_algorithm=algorithm), random_ids(2, 21)
+    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=512)}, "use_cache": None}
+    with pytest.raises(ValueError, match=f"spectral_algorithm='{algorithm}' cannot be exported for any length"):
+        torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
+
+
 # --- Saving and loading
 
 

@@ -202,5 +202,15 @@ def test_a_cache_and_a_classifier_are_refused():
         random_model(ESSMForSequenceClassification)(ids, **packed)
 
 
+@WAYS
+def test_another_default_device(how):
+    model, ids, lengths = random_model(), random_ids(1, 40), [7, 9, 1, 23]
+    described_here = described(how, lengths)
+    with torch.no_grad():
+        expected = model(ids, **described_here).logits
+        with torch.device("meta"):  # as torch.set_default_device
+            assert torch.equal(model(ids, **described_here).logits, expected)
+
+
 def test_read_packing_of_nothing():
     assert read_packing({}, 2, 8, None) is None and read_packing({"max_length_q": 8}, 1, 8, None) is None

@@ -286,6 +286,70 @@ def test_a_backward_pass_inside_autocast_keeps_the_state_in_fp32():
     assert relative_error(gradients[1], gradients[0]) < 1e-6
 
 
+def test_fp16_beyond_the_filter_length():
+    """States pass 65504 there. The chunked operator stays finite where single steps do, and agrees with them."""
+    operator, K = SpectralOperator(64, chunk_size=8), 22
+    u, _, M = make_inputs(2, 192, K)
+    gates = (operator.sigma(K, 0.25, u) / K).expand(2, 192, K).clone()
+    half = [t.half().requires_grad_() for t in (u, gates, M)]
+    y, state = operator(*half)
+    assert state.abs().max() > 65504
+    single = operator(*half, algorithm="step")[0]
+    assert single.isfinite().all()
+    expected = [t.detach().double().requires_grad_() for t in half]
+    exact = operator(*expected)[0]
+    size = float(exact.detach().abs().max())
+    # Half a unit of fp16's last place, 2^-11, for each of u, gates, M, the gated feature and y; sums are of fp32.
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=5 * 2**-11 * size)
+    torch.testing.assert_close(single.double(), exact, rtol=0, atol=5 * 2**-11 * size)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) / size
+    (y.double() * weights).sum().backward()
+    (exact * weights).sum().backward()
+    for name, low, high in zip(("du", "dgates", "dM"), half, expected):
+        within = high.grad.abs() < 65504  # gradients of gates are as large as features
+        assert within.double().mean() > 0.9
+        error = (low.grad.double() - high.grad)[within].norm() / high.grad[within].norm()
+        assert error < TOLERANCE[torch.bfloat16], name
+
+
+TRANSFORMS = {
+    "jvp": lambda f, u: torch.func.jvp(f, (u,), (torch.cos(u),))[1],
+    "dual numbers": lambda f, u: _tangent(f, u),
+    "grad": lambda f, u: torch.func.grad(f)(u),
+    "vmap of grad": lambda f, u: torch.func.vmap(torch.func.grad(f))(torch.stack([u, 2 * u])),
+    "jacfwd": lambda f, u: torch.func.jacfwd(f)(u),
+    "hessian": lambda f, u: torch.func.hessian(f)(u),
+}
+
+
+def _tangent(f, u):
+    with torch.autograd.forward_ad.dual_level():
+        output = f(torch.autograd.forward_ad.make_dual(u, torch.cos(u)))
+        return torch.autograd.forward_ad.unpack_dual(output).tangent
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_other_derivatives_are_those_of_the_definition(transform):
+    operator = SpectralOperator(64, chunk_size=4)
+    u, gates, M = make_inputs(1, 11, 3, D=2, E=2)
+
+    def energy(algorithm):
+        return lambda u: operator(u, gates, M, algorithm=algorithm)[0].pow(2).sum()
+
+    actual, expected = (TRANSFORMS[transform](energy(algorithm), u) for algorithm in ("chunked", "naive"))
+    assert expected.abs().max() > 0.01
+    assert relative_error(actual, expected) < TOLERANCE[torch.float64]
+
+
+def test_a_second_derivative_in_reverse_mode_says_what_to_do():
+    u, gates, M = make_inputs(1, 11, 3)
+    u.requires_grad_()
+    energy = SpectralOperator(H)(u, gates, M)[0].pow(2).sum()
+    (gradient,) = torch.autograd.grad(energy, u, create_graph=True)
+    with pytest.raises(NotImplementedError, match="spectral_algorithm"):
+        gradient.pow(2).sum().backward()
+
+
 def test_errors():
     operator = SpectralOperator(H)
     u, gates, M = make_inputs(1, 10, 8)

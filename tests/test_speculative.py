@@ -189,6 +189,7 @@ def test_streaming(capsys):
         ({"draft_budget": 4, "use_cache": False}, "use_cache=False"),
         ({"draft_budget": 4, "draft_length": 0}, "draft_length must be None or an integer >= 1, got 0"),
         ({"draft_length": 3}, "draft_length=3 needs draft_budget"),
+        ({"draft_budget": 4, "guidance_scale": 2.0}, "guidance_scale, got 2.0"),
         ({"draft_budget": 4, "step_budgets": [4]}, "draft_budget or step_budgets, not both"),
         ({"draft_budget": 4, "output_scores": True, "return_dict_in_generate": True}, "output_scores"),
     ],

@@ -227,6 +227,17 @@ def _check_weight(weight: float) -> None:
 # --- Trainer and SFTTrainer -------------------------------------------------------------------------------------------
 
 
+def allow_compiled_budgets(count: int) -> None:
+    """Raise torch.compile's limit, 8 graphs by default, to a graph for each of that many budgets.
+
+    Beyond the limit torch goes on uncompiled. A budget takes up to four: in training and evaluation, of full and last
+    batches.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 4 * count)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * count)
+
+
 class BudgetDropoutCallback(TrainerCallback):
     """Makes transformers' Trainer and TRL's SFTTrainer train with a schedule: `Trainer(.., callbacks=[this])`.
 
@@ -259,6 +270,7 @@ class BudgetDropoutCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.detach()
         self._check_model(model)
+        allow_compiled_budgets(len(self.schedule.budgets))
         is_sft = any(cls.__name__ == "SFTConfig" for cls in type(args).__mro__)
         self._plain_likelihood = is_sft and getattr(args, "loss_type", "nll") == "nll"
         self._hooks = [

@@ -39,7 +39,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_process
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
-from budget_dropout import BudgetSchedule, budget_losses, budget_schedule
+from budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
 from checkpoints import (
     complete_or_removed,
     delete_folder,
@@ -513,7 +513,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         enable = getattr(task.model, "activation_checkpointing_enable", None)  # its name since transformers 5.2x
         (enable or task.model.gradient_checkpointing_enable)({"use_reentrant": False})
     if args.torch_compile:
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * len(schedule.budgets))
+        allow_compiled_budgets(len(schedule.budgets))
         task.model.compile()
     optimizer = torch.optim.AdamW(
         parameter_groups(task.model, args.weight_decay),
