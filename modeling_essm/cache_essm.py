@@ -6,13 +6,16 @@ then on, so that the budget may fall and rise again up to that one. Ask for more
 `ESSMCache(config, state_budget=K)`; give room back with `cache.shrink(K)`.
 
 A server takes rows out with `cache.select` and puts rows together with `ESSMCache.merge`, whatever their budgets: each
-row keeps its own stamp. `cache.save` and `ESSMCache.load` carry a conversation from one process to another.
+row keeps its own stamp. `cache.save` and `ESSMCache.load` carry a conversation from one process to another, in a file
+with a checksum; what is loaded is checked whole before a model reads it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +31,8 @@ from .fingerprint import Fingerprint, fingerprint
 from .spectral_budget import SpectralBudget
 from .spectral_ops import SpectralOperator
 
-_FORMAT = "essm-cache-1"
+_FORMAT, _FORMAT_WITHOUT_CHECKSUM = "essm-cache-2", "essm-cache-1"
+_SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")  # what states mean depends on these alone
 _PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
 
 
@@ -183,16 +187,25 @@ class ElasticCache(Cache):
             layer.apply(lambda t: t.to(device))
         return self
 
-    def select(self, rows: Sequence[int] | Tensor) -> ESSMCache:
+    def select(self, rows: Sequence[int] | Sequence[bool] | Tensor) -> ESSMCache:
         """A new cache of these rows, in this order; also to evict the others.
 
+        Args:
+            rows: integers, or a boolean for each of the B rows, true for those to keep.
         Raises:
-            ValueError: an empty cache, no rows, or rows out of range.
+            ValueError: an empty cache, no rows, rows out of range, fractions, or a mask of another length.
         """
         held = self._require_states("select rows of")
-        indices = torch.as_tensor(rows, dtype=torch.int64).flatten().cpu()
-        if len(indices) == 0 or not 0 <= int(indices.min()) <= int(indices.max()) < held:
-            raise ValueError(f"rows must be integers in [0, {held - 1}], at least one, got {indices.tolist()}")
+        indices = torch.as_tensor(rows).flatten().cpu()
+        if indices.dtype == torch.bool and len(indices) == held:
+            indices = indices.nonzero().flatten()
+        integers = indices.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+        if not integers or not len(indices) or not 0 <= int(indices.min()) <= int(indices.max()) < held:
+            raise ValueError(
+                f"rows must be integers in [0, {held - 1}], at least one, or a mask of {held} booleans, "
+                f"got {torch.as_tensor(rows).tolist()}"
+            )
+        indices = indices.long()
         selected = self._like(self.get_seq_length())
         for new, old in zip(selected.layers, self.layers):
             new.update(**old.tensors)
@@ -236,12 +249,13 @@ class ElasticCache(Cache):
         """Give back the states that a smaller budget does not read; larger ones are refused from now on. This cache.
 
         Raises:
-            ValueError: a bad budget. Layers that hold less already stay as they are.
+            ValueError: a bad budget. Layers of less room already, held or asked for, stay as they are.
         """
         budgets = self.config.resolve_budget(spectral_budget).layers
         operator = _operator(self.config)
         for layer, K in zip(self.layers, budgets):
-            layer.state_budget = K
+            if layer.state_budget is not None:
+                layer.state_budget = min(layer.state_budget, K)
             layer.shrink(operator.num_states(K))
         return self
 
@@ -251,20 +265,26 @@ class ElasticCache(Cache):
         Args:
             model: the ES-SSM that made them; the file remembers which it was.
         Raises:
-            ValueError: an empty cache, or one of a model of another shape.
+            ValueError: an empty cache, one of a model of another shape, or states that are not finite.
         """
         check_cache(self, model.config, self._require_states("save"))
+        try:
+            _check_states(self.layers, model.config)
+        except ValueError as error:
+            raise ValueError(f"this cache would not be read again: {error}") from error
         tensors = {
-            f"{i}.{name}": tensor.contiguous()
+            f"{i}.{name}": tensor.cpu().contiguous()
             for i, layer in enumerate(self.layers)
             for name, tensor in layer.tensors.items()
         }
         record: dict[str, Any] = {"shape": self._shape(), "model": dataclasses.asdict(fingerprint(model))}
         record |= {"seen_tokens": self.get_seq_length(), "layers": [[x.state_budget, x.room] for x in self.layers]}
+        text = json.dumps(record)
+        metadata = {"format": _FORMAT, "cache": text, "sha256": _checksum(text, tensors)}
         path = Path(path)
         partial = path.with_name(f".partial-{path.name}")
         try:
-            save_file(tensors, partial, metadata={"format": _FORMAT, "cache": json.dumps(record)})
+            save_file(tensors, partial, metadata=metadata)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -276,29 +296,55 @@ class ElasticCache(Cache):
         Args:
             model: the ES-SSM that will read on: the one that saved it, cast or truncated perhaps.
         Raises:
-            FileNotFoundError: no such file. ValueError: not a cache, damaged, or of another model.
+            FileNotFoundError: no such file. ValueError: not a cache, damaged, of another model, or of contents that no
+                model could have saved: the message begins with the file's name.
         """
         cache = ESSMCache(model.config)
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-            if metadata.get("format") != _FORMAT:
-                raise ValueError(f"{path} is not a cache of this version, {_FORMAT}, but {metadata.get('format')!r}")
-            record = json.loads(metadata["cache"])
-            shape, made_by = record["shape"], Fingerprint(**record["model"])
-            layers, seen_tokens = record["layers"], record["seen_tokens"]
-        except (SafetensorError, json.JSONDecodeError, KeyError, TypeError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is truncated or corrupt ({error!r})") from error
+        written = metadata.get("format")
+        if written not in (_FORMAT, _FORMAT_WITHOUT_CHECKSUM):
+            raise ValueError(f"{path} is not a cache of this version, {_FORMAT}, but {written!r}")
+        text = metadata.get("cache", "")
+        if written == _FORMAT and metadata.get("sha256") != _checksum(text, tensors):
+            raise ValueError(f"{path} is truncated or corrupt: its contents do not match its checksum")
+        try:
+            record = json.loads(text)
+            shape, seen_tokens, layers = record["shape"], record["seen_tokens"], record["layers"]
+            difference = _check_fingerprint(record["model"]).difference(fingerprint(model))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{path} is truncated or corrupt ({error!r})") from error
         if shape != cache._shape():
             raise ValueError(f"{path} is of another model: {shape}, and this one has {cache._shape()}")
-        if difference := made_by.difference(fingerprint(model)):
+        if difference:
             raise ValueError(f"{path} is of another model: {difference}")
-        for i, (layer, (state_budget, room)) in enumerate(zip(cache.layers, layers)):
-            layer.state_budget, layer.room = state_budget, room
-            layer.update(**{name.split(".")[1]: t for name, t in tensors.items() if name.startswith(f"{i}.")})
-        cache._seen_tokens = seen_tokens
+        try:
+            if type(seen_tokens) is not int or not 0 <= seen_tokens < 1 << 63:
+                raise ValueError(f"its count of tokens must be an integer in [0, 2^63), got {seen_tokens!r}")
+            cache._seen_tokens = seen_tokens
+            cache._fill(layers, tensors)
+            _check_states(cache.layers, model.config)
+        except ValueError as error:
+            raise ValueError(f"{path} is not a whole cache: {error}") from error
         return cache
+
+    def _fill(self, layers: Any, tensors: dict[str, Tensor]) -> None:
+        """Take over what a file holds. Raises ValueError for a record or names of tensors of another structure."""
+        num_layers, names = len(self.layers), _state_names(self.config)
+        if not isinstance(layers, list) or len(layers) != num_layers:
+            raise ValueError(f"its record must describe {num_layers} layers, got {layers!r:.100}")
+        expected = {f"{i}.{name}" for i in range(num_layers) for name in names}
+        if tensors.keys() != expected:
+            raise ValueError(f"tensors missing or not expected: {sorted(tensors.keys() ^ expected)[:10]}")
+        for i, (layer, described) in enumerate(zip(self.layers, layers)):
+            if not isinstance(described, list) or len(described) != 2:
+                raise ValueError(f"layer {i} must be described by [state_budget, room], got {described!r:.100}")
+            layer.state_budget, layer.room = described
+            layer.update(**{name: tensors[f"{i}.{name}"] for name in names})
 
     def _require_states(self, what: str) -> int:
         if self.batch_size is None:
@@ -315,8 +361,7 @@ class ElasticCache(Cache):
 
     def _shape(self) -> dict[str, int]:
         """What two models must share for one to read the other's states."""
-        names = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
-        return {name: getattr(self.config, name) for name in names}
+        return {name: getattr(self.config, name) for name in _SHAPE}
 
 
 class ESSMCache(ElasticCache, DynamicCache):
@@ -351,6 +396,65 @@ class ESSMStaticCache(ElasticCache):
 
 def _operator(config: Any) -> SpectralOperator:
     return SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
+
+
+def _state_names(config: Any) -> tuple[str, ...]:
+    """Names of a layer's tensors, in the order in which the mixer makes them."""
+    return ("features", "negative", "inputs", "outputs") if config.ar_order else ("features",)
+
+
+def _checksum(record: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over a record and over names, dtypes, shapes and bytes of (contiguous, CPU) tensors."""
+    digest = hashlib.sha256(record.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_fingerprint(record: dict[str, Any]) -> Fingerprint:
+    """The fingerprint of a record. Raises ValueError or TypeError for one that no model has."""
+    made_by = Fingerprint(**record)
+    values = [value for sample in made_by.samples.values() for value in sample]
+    if not all(math.isfinite(value) for value in values):  # NaN would equal every model's
+        raise ValueError("a sample of the model is not finite")
+    return made_by
+
+
+def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
+    """Raises ValueError unless all layers hold what one call of a model of this shape leaves, finite throughout."""
+    D, p, B = config.hidden_size, config.ar_order, 0
+    operator = _operator(config)
+    least, most = operator.num_states(1), operator.num_states(config.filter_length)
+    for i, layer in enumerate(layers):
+        features = layer.tensors.get("features")
+        if features is None or features.ndim != 3 or not least <= features.shape[1] <= most or not len(features):
+            got = "none" if features is None else tuple(features.shape)
+            raise ValueError(f"features of layer {i} must have shape (B, N in [{least}, {most}], {D}), got {got}")
+        B, N = B or len(features), features.shape[1]
+        for name in _state_names(config):
+            tensor, shape = layer.tensors.get(name), (B, N if name in _PER_STATE else p, D)
+            if tensor is None or tuple(tensor.shape) != shape:
+                got = "none" if tensor is None else tuple(tensor.shape)
+                raise ValueError(f"{name} of layer {i} must have shape {shape}, got {got}")
+            dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+            if name not in _PER_STATE:
+                dtypes += (torch.bfloat16, torch.float16)
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{name} of layer {i} must be of one of {dtypes}, got {tensor.dtype}")
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} of layer {i} is not finite")
+        K, room = layer.state_budget, layer.room
+        if K is not None and (type(K) is not int or not 1 <= K <= config.filter_length):
+            raise ValueError(
+                f"state_budget of layer {i} must be None or in [1, {config.filter_length}], got {K!r:.100}"
+            )
+        if room is not None and (
+            not isinstance(room, list)
+            or len(room) != B
+            or any(type(held) is not int or not least <= held <= N for held in room)
+        ):
+            raise ValueError(f"room of layer {i} must be None or {B} integers in [{least}, {N}], got {room!r:.100}")
 
 
 def _widened(name: str, tensor: Tensor, num_states: int) -> Tensor:
@@ -391,10 +495,9 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     num_layers = config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
+    for name in _SHAPE:
+        made_for, own = getattr(cache.config, name), getattr(config, name)
+        if made_for != own:
+            raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {own}")
     if cache.batch_size not in (None, batch_size):
         raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")
-    features = cache.layers[0].tensors.get("features")
-    if features is not None and features.shape[2] != config.hidden_size:
-        raise ValueError(
-            f"past_key_values is of a model of hidden_size {features.shape[2]}, but this one has {config.hidden_size}"
-        )

@@ -27,7 +27,7 @@ from .cache_essm import ESSMCache, ESSMCacheLayer, ESSMStaticCache, check_cache,
 from .compiled_decoding import BACKENDS, CompiledSteps
 from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
-from .packing import PACKING_ARGUMENTS, Packing, read_packing
+from .packing import PACKING_ARGUMENTS, Packing, close_up, read_packing, reorder
 from .spectral_budget import SpectralBudget, StepBudgets, rows_of_samples
 from .spectral_ops import SpectralOperator, state_dtype
 from .speculative import Speculation, check_speculation, speculative_decode
@@ -43,6 +43,9 @@ class _ElasticOutput(ModelOutput):
 
     def items(self):
         return [(name, value) for name, value in super().items() if name != "spectral_budget"]
+
+    def __getitem__(self, key):  # which the library reads from items()
+        return self.spectral_budget if key == "spectral_budget" else super().__getitem__(key)
 
 
 @dataclass
@@ -399,7 +402,11 @@ class ESSMModel(ESSMPreTrainedModel):
         """
         Args:
             input_ids: (B, L) int64 in [0, vocab_size). Or inputs_embeds: (B, L, D). Or input_features: (B, L, F).
-            attention_mask: (B, L) or (B, past + L), 1 for real positions; left and right padding are exact.
+            attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist, wherever it
+                stands and wherever pieces are cut: real ones come out as if they alone made up the row, and the state
+                does not advance on others. The output there is that of the last real position before it in this call;
+                where there is none, it means nothing. What is said of cached positions is not read: a state does not
+                forget them.
             past_key_values: ESSMCache to continue from; updated in place.
             spectral_budget: K: int in [1, capacity], one int per layer, a (B,) integer tensor or a preset name.
             state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
@@ -452,12 +459,18 @@ class ESSMModel(ESSMPreTrainedModel):
         if past_key_values is not None:
             check_room(past_key_values, budget.layers, budget.rows, self.operator)
 
-        padding, lengths = None, None
+        padding, lengths, place = None, None, None
+        embeddings = hidden_states
         if attention_mask is not None:
             real = attention_mask[:, -L:].to(hidden_states.device).bool()
+            closed = close_up(real, keep_leading=past_key_values is None or past_key_values.batch_size is None)
+            kept = torch.full((B,), L, device=real.device)
+            if closed is not None:
+                order, place, kept = closed
+                hidden_states, real = reorder(hidden_states, order), real.gather(1, order)
             padding = ~real[..., None]
             if past_key_values is not None:
-                lengths = (real * torch.arange(1, L + 1, device=real.device)).amax(1)
+                lengths = kept
         if state_lengths is not None:
             if attention_mask is not None or past_key_values is None or state_lengths.shape != (B,):
                 raise ValueError(
@@ -467,15 +480,17 @@ class ESSMModel(ESSMPreTrainedModel):
             lengths = state_lengths.to(hidden_states.device)
         rows = None if budget.rows is None else budget.rows.to(hidden_states.device)
 
-        all_hidden_states: tuple[Tensor, ...] | None = (hidden_states,) if output_hidden_states else None
+        all_hidden_states: tuple[Tensor, ...] | None = (embeddings,) if output_hidden_states else None
         for i, layer in enumerate(self.layers):
             cache = None if past_key_values is None else past_key_values.layers[i]
             K = budget.layers[i]
             own = rows if rows is None or config.spectral_capacities is None else rows.clamp(max=K)
             hidden_states = layer(hidden_states, K, own, padding, lengths, cache, packing)
             if all_hidden_states is not None and i + 1 < len(self.layers):
-                all_hidden_states += (hidden_states,)
+                all_hidden_states += (hidden_states if place is None else reorder(hidden_states, place),)
         hidden_states = self.norm(hidden_states)
+        if place is not None:
+            hidden_states = reorder(hidden_states, place)
         if all_hidden_states is not None:
             all_hidden_states += (hidden_states,)
         if past_key_values is not None:
@@ -541,6 +556,18 @@ class ESSMModel(ESSMPreTrainedModel):
             unseen = sorted(ran - set(trained))
             if unseen:
                 logger.warning_once(f"spectral_budget {unseen} was never trained; trained budgets: {sorted(trained)}")
+
+
+def _check_prompt_mask(generation_config: Any, model_kwargs: dict) -> None:
+    """Raises ValueError where a prompt padded on the right would be read in pieces: its last may hold no real token."""
+    mask, in_pieces = model_kwargs.get("attention_mask"), None
+    if generation_config.prefill_chunk_size is not None:
+        in_pieces = "prefill_chunk_size"
+    elif isinstance(model_kwargs.get("spectral_budget"), Speculation):
+        in_pieces = "draft_budget"
+    if mask is not None and in_pieces and not bool(mask[:, -1].all()):
+        rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+        raise ValueError(f"{in_pieces} needs prompts padded on the left, but attention_mask ends with 0 in rows {rows}")
 
 
 class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
@@ -750,6 +777,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """An ESSMStaticCache, which steps are compiled with, for `cache_implementation="static"`; else an ESSMCache."""
+        _check_prompt_mask(generation_config, model_kwargs)
         kind = generation_config.cache_implementation
         if kind not in (None, "static"):
             logger.warning_once(f"cache_implementation={kind!r} is ignored: the state of an ES-SSM has a constant size")

@@ -1,8 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Packed input: several sequences one after another in a row, each of which must not see the one before it.
+"""Where sequences lie in a batch: packed ones one after another in a row, and masked positions anywhere among them.
 
-Only the spectral mixer looks along the sequence. It runs on the sequences apart, those of similar length side by side,
-padded by less than their own length; everything else of a layer runs on the packed row as it is.
+Of packed sequences each must not see the one before it. Only the spectral mixer looks along the sequence. It runs on
+the sequences apart, those of similar length side by side, padded by less than their own length; everything else of a
+layer runs on the packed row as it is.
+
+A masked position does not exist. Zeros as inputs are not enough for that: they let a state decay. So the model runs on
+rows whose real positions have been closed up.
 """
 
 from __future__ import annotations
@@ -64,27 +68,56 @@ class Packing:
         return torch.cat(outputs).index_select(0, self.place).view(B, L, D)
 
 
+def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+    """How to move real positions of each row together, before the masked ones; None where all stand so already.
+
+    Args:
+        real: (B, L) bool. keep_leading: leave masked positions before the first real one where they are: in front of
+            an empty state silence changes nothing.
+    Returns:
+        order (B, L), the position that comes to stand at each place; place (B, L), where the output for each position
+        is then found, for a masked one that of the last position before it; lengths (B,), places before the masked.
+    """
+    kept = real | (real.long().cumsum(1) == 0) if keep_leading else real
+    if real.device.type == "cpu" and not torch.compiler.is_compiling() and bool(kept.all()):
+        return None
+    rank, lengths = kept.long().cumsum(1), kept.long().sum(1)
+    target = torch.where(kept, rank, lengths[:, None] + (~kept).long().cumsum(1)) - 1
+    positions = torch.arange(real.shape[1], device=real.device).expand_as(target)
+    return torch.zeros_like(target).scatter(1, target, positions), (rank - 1).clamp(min=0), lengths
+
+
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """(B, L, D): in each row the positions (B, L) in this order."""
+    return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+
+
 def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | None) -> Packing | None:
     """The packing that a collator's arguments describe; None where every row is one sequence.
 
     Args:
         arguments: any of PACKING_ARGUMENTS: position_ids (B, L) or (1, L), a sequence begins where they do not go on
             by one; seq_idx (B, L), where they change; cu_seqlens or cu_seq_lens_q (n + 1,), offsets in the one row.
-        mask: (B, L) bool, true at real positions, or None: next to padding position_ids mean nothing.
+        mask: (B, L) bool, true at real positions, or None. Between real positions with masked ones in between, a
+            sequence begins where position_ids do not rise; next to other padding they mean nothing.
+    Returns:
+        Where sequences begin once `close_up` has moved the real positions together.
     Raises:
         ValueError: a bad shape, offsets that are not ascending from 0 to L, or descriptions that disagree.
     """
     found: dict[str, Tensor] = {}
+    closed = None if mask is None else close_up(mask, keep_leading=True)
     for name, step in (("position_ids", 1), ("seq_idx", 0)):
         value = arguments.get(name)
         if value is None:
             continue
         if tuple(value.shape) not in ((B, L), (1, L)):
             raise ValueError(f"{name} must have shape ({B}, {L}), got {tuple(value.shape)}")
-        changes = value[:, 1:] != value[:, :-1] + step
         if mask is not None and name == "position_ids":
-            changes = changes & (mask[:, 1:] & mask[:, :-1]).to(changes.device)
-        found[name] = F.pad(changes, (1, 0)).expand(B, L)
+            found[name] = _starts_beside_padding(value.expand(B, L).to(mask.device), mask, closed)
+            continue
+        changes = value[:, 1:] != value[:, :-1] + step
+        found[name] = _moved(F.pad(changes, (1, 0)).expand(B, L), closed)
     for name in _OFFSETS:
         value = arguments.get(name)
         if value is None:
@@ -95,7 +128,7 @@ def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | No
             raise ValueError(f"{name} must ascend from 0 to {L} in a batch of one row, got {offsets} for {B} rows")
         starts = torch.zeros(1, L, dtype=torch.bool, device=value.device)
         starts[0, offsets[1:-1]] = True
-        found[name] = starts
+        found[name] = _moved(starts, closed)
     if not found:
         return None
     (name, starts), *others = found.items()
@@ -103,3 +136,23 @@ def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | No
         if not torch.equal(starts.cpu(), also.cpu()):
             raise ValueError(f"{name} and {other} describe different sequences")
     return Packing(starts) if bool(starts.any()) else None
+
+
+def _moved(starts: Tensor, closed: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+    """(B, L) starts of sequences among closed-up positions; a sequence of masked positions only is gone."""
+    if closed is None:
+        return starts
+    order, _, lengths = closed
+    sequence = starts.to(order.device).long().cumsum(1).gather(1, order)
+    changes = F.pad(sequence[:, 1:] != sequence[:, :-1], (1, 0))
+    return changes & (torch.arange(starts.shape[1], device=order.device) < lengths[:, None])
+
+
+def _starts_beside_padding(position_ids: Tensor, mask: Tensor, closed: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
+    """(B, L) starts of sequences among closed-up positions, as position_ids (B, L) tell them."""
+    B, L = position_ids.shape
+    order = torch.arange(L, device=mask.device).expand(B, L) if closed is None else closed[0]
+    ids, real = position_ids.gather(1, order), mask.gather(1, order)
+    adjacent = order[:, 1:] == order[:, :-1] + 1
+    changes = torch.where(adjacent, ids[:, 1:] != ids[:, :-1] + 1, ids[:, 1:] <= ids[:, :-1])
+    return F.pad(changes & real[:, 1:] & real[:, :-1], (1, 0))

@@ -2,11 +2,13 @@
 """What a server does with states: take rows out, put rows together, give room back, keep them on disk."""
 
 import copy
+import json
 import os
 
 import pytest
 import torch
 from helpers import assert_close, random_ids, random_model
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache
@@ -70,6 +72,14 @@ def test_select_leaves_the_original_alone():
     assert all(torch.equal(a, b) for a, b in zip(states(cache), before)) and cache.get_seq_length() == 9
 
 
+@pytest.mark.parametrize(
+    "mask", [[True, False, True], torch.tensor([True, False, True]), torch.tensor([[True], [False], [True]])], ids=str
+)
+def test_select_by_a_mask(mask):
+    cache = filled(random_model(), random_ids(3, 9), 8)
+    assert all(torch.equal(a, b) for a, b in zip(states(cache.select(mask)), states(cache.select([0, 2]))))
+
+
 def test_every_row_keeps_its_own_stamp():
     model = random_model()
     merged = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 5), 20)])
@@ -112,6 +122,23 @@ def test_shrinking_a_running_cache(variant):
         step(model, merged, random_ids(4, 1), torch.tensor([3, 4, 8, 8]))
     with pytest.raises(ValueError, match=r"\[1, 32\], got 33"):
         whole.shrink(33)
+
+
+def test_shrinking_makes_nothing_larger():
+    """A budget above the room that a cache has, or has been asked to make, changes nothing; nor after a reset."""
+    model, ids = random_model(), random_ids(2, 9)
+    fresh = ESSMCache(model.config, state_budget=4).shrink(8)
+    ran, plain = filled(model, ids, 4).shrink(8), ESSMCache(model.config).shrink(8)
+    merged = ESSMCache.merge([filled(model, ids, 4), filled(model, ids, 8)]).shrink(20)
+    step(model, merged, random_ids(4, 1), torch.tensor([4, 4, 8, 8]))
+    ran.reset()
+    for cache in (fresh, ran, plain):
+        with torch.no_grad():
+            model(ids, past_key_values=cache, spectral_budget=4)
+        assert cache.num_bytes == filled(model, ids, 4).num_bytes
+    roomy = ESSMCache(model.config, state_budget=20).shrink(8)
+    step(model, roomy, ids[:, :1], 4)
+    assert roomy.num_bytes == filled(model, ids, 8).num_bytes
 
 
 def test_moving_between_devices():
@@ -159,10 +186,26 @@ def test_a_saved_cache_of_another_model_is_refused(tmp_path):
     assert ESSMCache.load(path, random_model(seed=0)).batch_size == 2
 
 
-def test_a_running_cache_of_another_model_is_refused():
-    cache = filled(random_model(), random_ids(2, 9), 5)
-    with pytest.raises(ValueError, match="of a model of hidden_size 16, but this one has 24"):
-        step(random_model(hidden_size=24), cache, random_ids(2, 1), 5)
+@pytest.mark.parametrize(
+    "made, own",
+    [
+        ({}, {"hidden_size": 24}),
+        ({"filter_length": 512}, {"filter_length": 1024}),
+        ({}, {"ar_order": 2}),
+        ({"ar_order": 2}, {"ar_order": 0}),
+    ],
+    ids=str,
+)
+def test_a_running_cache_of_another_model_is_refused(made, own):
+    model, other = random_model(**made), random_model(**own)
+    cache = filled(model, random_ids(2, 9), 5)
+    before = [t.clone() for t in states(cache)]
+    ((name, value),) = own.items()
+    was = getattr(model.config, name)
+    with pytest.raises(ValueError, match=f"of a model of {name} {was}, but this one has {value}"):
+        step(other, cache, random_ids(2, 1), 5)
+    assert all(torch.equal(a, b) for a, b in zip(states(cache), before))
+    step(random_model(state_margin=10, **made), cache, random_ids(2, 1), 5)  # more states than it needs: as good
 
 
 def test_damaged_files(tmp_path):
@@ -183,6 +226,158 @@ def test_damaged_files(tmp_path):
         ESSMCache.load(path, model)
 
 
+def written(path):
+    """Metadata and tensors of a saved cache."""
+    with safe_open(path, framework="pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def without_checksum(path):
+    """Rewrite a file as versions before the checksum wrote it: (record, tensors)."""
+    metadata, tensors = written(path)
+    return json.loads(metadata["cache"]), tensors
+
+
+def write_without_checksum(path, record, tensors):
+    save_file(tensors, path, metadata={"format": "essm-cache-1", "cache": json.dumps(record)})
+
+
+@VARIANTS
+def test_files_without_a_checksum_still_load(variant, tmp_path):
+    model, path = random_model(**variant), tmp_path / "cache"
+    cache = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 9), 20)])
+    cache.save(path, model)
+    write_without_checksum(path, *without_checksum(path))
+    loaded = ESSMCache.load(path, model)
+    token, budgets = random_ids(3, 1), torch.tensor([2, 20, 5])
+    assert torch.equal(step(model, loaded, token, budgets), step(model, cache, token, budgets))
+
+
+def test_any_flipped_bit_is_found(tmp_path):
+    """Bits of the whole file, drawn at random, and all of the words that say what it is."""
+    model, path = random_model(num_hidden_layers=1), tmp_path / "cache"
+    filled(model, random_ids(1, 9), 2).save(path, model)
+    whole = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(0, 8 * len(whole), (300,), generator=generator).tolist()
+    for word in (b"essm-cache", b"seen_tokens", b"sha256"):
+        bits += range(8 * whole.index(word), 8 * (whole.index(word) + len(word) + 6))
+    for bit in bits:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=str(path)):
+            ESSMCache.load(path, model)
+    path.write_bytes(whole)
+    ESSMCache.load(path, model)
+
+
+def _rename(record, tensors):
+    tensors["1.feature"] = tensors.pop("1.features")
+
+
+def _cut(record, tensors):
+    tensors["1.features"] = tensors["1.features"][:, :3].clone()
+
+
+def _grow(record, tensors):
+    tensors["0.features"] = torch.zeros(2, 500, 16)
+
+
+def _nan(record, tensors):
+    tensors["1.features"][1, 2, 3] = torch.nan
+
+
+def _inf(record, tensors):
+    tensors["0.inputs"][0, 1, 2] = torch.inf
+
+
+def _replace(name, change):
+    return lambda record, tensors: tensors.update({name: change(tensors[name]).clone()})
+
+
+def _record(**fields):
+    return lambda record, tensors: record.update(fields)
+
+
+DAMAGE = {
+    "missing-layer": lambda record, tensors: [tensors.pop(x) for x in sorted(tensors) if x.startswith("1.")],
+    "no-tensors": lambda record, tensors: [tensors.pop(x) for x in sorted(tensors)],
+    "foreign-tensor": lambda record, tensors: tensors.update(extra=torch.zeros(2)),
+    "third-layer": lambda record, tensors: tensors.update({"2.features": tensors["1.features"].clone()}),
+    "fewer-layers": lambda record, tensors: record["layers"].pop(),
+    "renamed": _rename,
+    "other-rows": _replace("1.features", lambda t: t[:1]),
+    "other-width": _replace("1.features", lambda t: t[:, :, :8]),
+    "too-few-states": _cut,
+    "too-many-states": _grow,
+    "other-states": _replace("1.negative", lambda t: t[:, :-1]),
+    "other-order": _replace("1.outputs", lambda t: t[:, :1]),
+    "no-rows": lambda record, tensors: tensors.update({name: t[:0].clone() for name, t in tensors.items()}),
+    "scalar": _replace("0.features", lambda t: t[0, 0, 0]),
+    "integers": _replace("0.features", lambda t: t.long()),
+    "half-states": _replace("0.features", lambda t: t.half()),
+    "booleans": _replace("0.inputs", lambda t: t > 0),
+    "nan": _nan,
+    "inf": _inf,
+    "negative-tokens": _record(seen_tokens=-1),
+    "text-tokens": _record(seen_tokens="9"),
+    "float-tokens": _record(seen_tokens=9.0),
+    "true-tokens": _record(seen_tokens=True),
+    "huge-tokens": _record(seen_tokens=10**30),
+    "layers-null": _record(layers=None),
+    "layers-text": _record(layers="ab"),
+    "entries": _record(layers=[1, 2]),
+    "room-of-one": _record(layers=[[None, [17]], [None, None]]),
+    "room-text": _record(layers=[[None, "17"], [None, None]]),
+    "room-nested": _record(layers=[[None, [[17], [17]]], [None, None]]),
+    "room-above": _record(layers=[[None, [17, 99]], [None, None]]),
+    "room-zero": _record(layers=[[None, [0, 17]], [None, None]]),
+    "state-budget-text": _record(layers=[["5", None], [None, None]]),
+    "state-budget-zero": _record(layers=[[0, None], [None, None]]),
+    "state-budget-list": _record(layers=[[[5], None], [None, None]]),
+    "model-null": _record(model=None),
+    "model-capacities": lambda record, tensors: record["model"].update(capacities=5),
+    "model-nan": lambda record, tensors: record["model"]["samples"].update({"the norms": [float("nan")] * 32}),
+    "model-text": lambda record, tensors: record["model"]["samples"].update({"the norms": ["a"] * 32}),
+    "samples-list": lambda record, tensors: record["model"].update(samples=[1]),
+    "shape": _record(shape=None),
+    "missing-key": lambda record, tensors: record.pop("layers"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_contents_that_no_model_saves_are_refused(damage, tmp_path):
+    """Of a file without a checksum, or of one made on purpose, the structure is all there is to check."""
+    model, path = random_model(ar_order=2), tmp_path / "cache"
+    filled(model, random_ids(2, 9), 5).save(path, model)
+    record, tensors = without_checksum(path)
+    write_without_checksum(path, record, tensors)
+    ESSMCache.load(path, model)
+    damage(record, tensors)
+    write_without_checksum(path, record, tensors)
+    with pytest.raises(ValueError, match=str(path)):
+        ESSMCache.load(path, model)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", "[" * 100_000], ids=lambda text: text[:4])
+def test_records_that_are_none(text, tmp_path):
+    model, path = random_model(), tmp_path / "cache"
+    filled(model, random_ids(2, 9), 5).save(path, model)
+    save_file(written(path)[1], path, metadata={"format": "essm-cache-1", "cache": text})
+    with pytest.raises(ValueError, match=f"{path} is truncated or corrupt"):
+        ESSMCache.load(path, model)
+
+
+def test_states_that_are_not_finite_are_not_saved(tmp_path):
+    model, path = random_model(), tmp_path / "cache"
+    cache = filled(model, random_ids(2, 9), 5)
+    cache.layers[1].apply(lambda t: t * torch.nan)
+    with pytest.raises(ValueError, match="features of layer 1 is not finite"):
+        cache.save(path, model)
+    assert not os.listdir(tmp_path)
+
+
 def test_saving_is_atomic(tmp_path, monkeypatch):
     model, path = random_model(), tmp_path / "cache"
     filled(model, random_ids(2, 9), 5).save(path, model)
@@ -199,8 +394,9 @@ def test_saving_is_atomic(tmp_path, monkeypatch):
 def test_bad_rows_and_caches():
     model = random_model()
     cache = filled(model, random_ids(2, 9), 5)
-    for rows in ([2], [-1], [], torch.tensor([0, 5])):
-        with pytest.raises(ValueError, match=r"rows must be integers in \[0, 1\], at least one"):
+    masks = ([True], [True, False, True], [False, False], torch.tensor([False, False]))
+    for rows in ([2], [-1], [], torch.tensor([0, 5]), [0.5, 1.0], torch.tensor([0.0, 1.0]), *masks):
+        with pytest.raises(ValueError, match=r"rows must be integers in \[0, 1\], at least one, or a mask of 2"):
             cache.select(rows)
     empty = ESSMCache(model.config)
     with pytest.raises(ValueError, match="cannot select rows of an empty cache"):

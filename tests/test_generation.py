@@ -104,6 +104,45 @@ def test_chunked_prefill(chunk, variant):
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"prefill_chunk_size": 7}, {"num_beams": 3}], ids=str)
+@variants
+def test_prompts_with_holes_equal_solo_prompts(options, variant):
+    """Masked positions anywhere: in the middle, on the left and, where the prompt is read at once, on the right."""
+    model, ids = random_model(**variant), random_ids(4, 19)
+    mask = torch.rand(4, 19, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask[:, -1] = True
+    if "prefill_chunk_size" not in options:
+        mask[1, 11:], mask[2] = False, torch.arange(19) < 6
+    batch = generate(model, ids, attention_mask=mask.long(), **GREEDY, **options)
+    for i in range(4):
+        alone = generate(model, ids[i : i + 1, mask[i]], **GREEDY, num_beams=options.get("num_beams", 1))
+        assert torch.equal(batch[i, -NEW:], alone[0, -NEW:])
+
+
+@pytest.mark.parametrize("options", [{"prefill_chunk_size": 7}, {"draft_budget": 2}], ids=str)
+def test_right_padding_is_refused_where_it_cannot_be_read(options):
+    model, ids = random_model(), random_ids(2, 19)
+    mask = torch.ones(2, 19, dtype=torch.long)
+    mask[1, -1] = 0
+    with pytest.raises(ValueError, match=rf"{next(iter(options))} needs prompts padded on the left.*rows \[1\]"):
+        model.generate(ids, attention_mask=mask, **GREEDY, **options)
+    model.generate(ids, attention_mask=mask.flip(1), **GREEDY, **options)
+
+
+@variants
+def test_a_turn_padded_on_the_left_continues_a_conversation(variant):
+    model, ids, turns = random_model(**variant), random_ids(2, 12), random_ids(2, 6, seed=1)
+    first = model.generate(ids, **GREEDY, return_dict_in_generate=True)
+    cache = first.past_key_values
+    text = torch.cat([first.sequences, turns], 1)
+    mask = torch.ones_like(text)
+    mask[1, -6:-2] = 0
+    continued = model.generate(text, attention_mask=mask, past_key_values=cache, **GREEDY)
+    for i in range(2):
+        alone = greedy_without_cache(model, text[i : i + 1, mask[i].bool()])
+        assert torch.equal(continued[i, -NEW:], alone[0, -NEW:])
+
+
 def test_inputs_embeds():
     model, ids = random_model(), random_ids(2, 19)
     expected = generate(model, ids, **GREEDY, spectral_budget=6)

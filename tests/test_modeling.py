@@ -328,6 +328,66 @@ def test_cached_pieces_equal_the_whole_with_padding(side, algorithm, variant, pi
     assert cache.get_seq_length() == 13
 
 
+def _random_masks(B, L, generator):
+    """(B, L) bool: holes anywhere, a left-padded row, a right-padded one, one of a single token; none all masked."""
+    mask = torch.rand(B, L, generator=generator) < torch.rand(B, 1, generator=generator)
+    n = int(torch.randint(1, L, (), generator=generator))
+    mask[0], mask[1], mask[2] = torch.arange(L) >= n, torch.arange(L) < n, torch.arange(L) == n
+    mask[:, int(torch.randint(L, (), generator=generator))] |= ~mask.any(1)
+    return mask[torch.randperm(B, generator=generator)]
+
+
+@variants
+@pytest.mark.parametrize("seed", range(6))
+def test_masked_positions_do_not_exist(variant, seed):
+    """Random masks and cuts: as if every row had been run alone on its real tokens, with a cache and without."""
+    generator = torch.Generator().manual_seed(seed)
+    B, L, algorithm = 6, 20, ("chunked", "step", "chunked", "fft", "chunked", "naive")[seed]
+    model = random_model(spectral_algorithm=algorithm, **variant)
+    ids, mask = random_ids(B, L, seed=seed), _random_masks(B, L, generator)
+    rows = torch.randint(1, 33, (B,), generator=generator)
+    cuts = torch.randperm(L - 1, generator=generator)[: 1 + seed].add(1).sort().values.tolist()
+    cache, pieces = ESSMCache(model.config, state_budget=32), []
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, spectral_budget=rows, use_cache=False).logits
+        for a, b in zip([0, *cuts], [*cuts, L]):
+            own = mask[:, a:b] if seed % 2 else mask[:, :b].long()
+            piece = model(ids[:, a:b], attention_mask=own, past_key_values=cache, spectral_budget=rows)
+            pieces.append(piece.logits)
+        for i in range(B):
+            solo = ESSMCache(model.config, state_budget=32)
+            tokens, K = ids[i : i + 1, mask[i]], int(rows[i])
+            alone = model(tokens, past_key_values=solo, spectral_budget=K).logits[0]
+            assert_close(whole[i, mask[i]], alone)
+            assert_close(torch.cat(pieces, 1)[i, mask[i]], alone)
+            if mask[i, cuts[-1] :].any():  # so that the last position speaks for its row
+                assert_close(whole[i, -1], alone[-1])
+                assert_close(pieces[-1][i, -1], alone[-1])
+            for layer, expected in zip(cache.layers, solo.layers):
+                for name, tensor in expected.tensors.items():
+                    states = K if algorithm in ("fft", "naive") and name in ("features", "negative") else None
+                    assert_close(layer.tensors[name][i, :states], tensor[0, :states])
+    assert cache.get_seq_length() == L
+
+
+def test_masked_positions_have_no_gradient():
+    """Nor do they change that of others; hidden states stand where their positions stand."""
+    model, ids = random_model(ar_order=2).train(), random_ids(2, 20)
+    mask = torch.rand(2, 20, generator=torch.Generator().manual_seed(1)) < 0.5
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    labels = ids.masked_fill(~mask | (mask.cumsum(1) == 1), -100)  # nothing real stands before a first token
+    outputs = model(inputs_embeds=embeds, attention_mask=mask, labels=labels, output_hidden_states=True)
+    outputs.loss.backward()
+    assert (embeds.grad[~mask] == 0).all() and embeds.grad.isfinite().all()
+    loss = 0.0
+    for i in range(2):
+        alone = model(ids[i : i + 1, mask[i]], labels=ids[i : i + 1, mask[i]], output_hidden_states=True)
+        for actual, expected in zip(outputs.hidden_states, alone.hidden_states):
+            assert_close(actual[i, mask[i]], expected[0])
+        loss += alone.loss * (mask[i].sum() - 1)
+    assert_close(outputs.loss, loss / (mask.sum() - 2))  # the token after a hole is told by the one before it
+
+
 @variants
 def test_algorithms_agree(variant):
     ids, models = random_ids(2, 37), {}
@@ -553,6 +613,9 @@ def test_compiled_forward_with_cache_mask_and_layer_budgets():
     with torch.no_grad():
         for kwargs in ({"spectral_budget": [3, 9]}, {"attention_mask": mask}):
             assert_close(compiled(padded, use_cache=False, **kwargs).logits, model(padded, **kwargs).logits)
+        holes = _random_masks(4, 21, torch.Generator().manual_seed(2))[:2]
+        actual = compiled(padded, use_cache=False, attention_mask=holes).logits
+        assert_close(actual, model(padded, attention_mask=holes).logits)
         cache, expected = ESSMCache(model.config), ESSMCache(model.config)
         for a, b in ((0, 12), (12, 20), (20, 21)):
             actual = compiled(ids[:, a:b], past_key_values=cache).logits

@@ -101,6 +101,36 @@ def test_several_rows_budgets_and_padding():
             assert_close(packed[i : i + 1, start:], torch.cat(alone, 1)[:, start:])
 
 
+@WAYS
+@VARIANTS
+def test_masked_positions_inside_packed_sequences(how, variant):
+    """They do not exist: each sequence is what its real tokens alone are; one without any is gone."""
+    model, lengths = random_model(**variant), [9, 3, 12, 16]
+    ids, mask = random_ids(1, 40), torch.rand(1, 40, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask[0, [0, 8, 11, 12, 39]] = False  # at ends of sequences too
+    if how != "position_ids":
+        mask[0, 9:12] = False
+    with torch.no_grad():
+        packed = model(ids, attention_mask=mask.long(), **described(how, lengths)).logits
+        parts = zip(ids.split(lengths, 1), mask.split(lengths, 1))
+        alone = [model(part[:, own[0]]).logits for part, own in parts if own.any()]
+        assert_close(packed[mask], torch.cat(alone, 1)[0])
+
+
+@pytest.mark.parametrize("beside", ["counted", "by-mask", "ones"])
+def test_position_ids_that_go_on_over_masked_positions(beside):
+    """One sequence with a hole, however a client counts over it: nothing begins there."""
+    model, ids = random_model(), random_ids(1, 20)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    mask[0, :2] = mask[0, 8:11] = mask[0, 18:] = 0
+    position_ids = torch.arange(20)[None] if beside == "counted" else mask.cumsum(1) - 1
+    if beside == "ones":
+        position_ids = position_ids.masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        actual = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=True).logits
+        assert_close(actual[mask.bool()], model(ids[:, mask[0].bool()]).logits[0])
+
+
 def test_ordinary_position_ids_change_nothing():
     model, ids = random_model(), random_ids(2, 19)
     with torch.no_grad():
