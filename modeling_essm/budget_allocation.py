@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from .quantization import dequantize, is_quantized
 from .spectral_basis import spectral_basis
-from .spectral_ops import state_dtype
+from .spectral_constants import state_dtype
 
 METHODS = ("loss", "distortion", "aire")
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # budgets at which "loss" measures a curve

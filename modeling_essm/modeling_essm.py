@@ -29,7 +29,8 @@ from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
 from .packing import PACKING_ARGUMENTS, Packing, close_up, read_packing, reorder
 from .spectral_budget import SpectralBudget, StepBudgets, rows_of_samples
-from .spectral_ops import SpectralOperator, state_dtype
+from .spectral_constants import state_dtype
+from .spectral_ops import SpectralOperator
 from .speculative import Speculation, check_speculation, speculative_decode
 
 logger = logging.get_logger(__name__)

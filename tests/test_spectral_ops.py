@@ -4,8 +4,9 @@
 import pytest
 import torch
 
-from modeling_essm import spectral_ops
-from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator, state_dtype
+from modeling_essm import spectral_step
+from modeling_essm.spectral_constants import state_dtype
+from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator
 
 H = 1024
 # The recurrence reproduces the filters to 4e-6 (tests/test_spectral_basis.py), which bounds fp64. fp32 adds rounding
@@ -37,7 +38,7 @@ def run(operator, algorithm, u, gates, M, x0, lengths):
     leaves = [t.clone().requires_grad_() for t in (u, gates, M)]
     x0 = None if x0 is None else x0.clone().requires_grad_()
     y, state = operator(*leaves, x0, lengths, algorithm=algorithm)
-    K = gates.shape[-1]
+    K = gates.shape[2]
     generator = torch.Generator().manual_seed(2)
     wy = torch.randn(y.shape, generator=generator, dtype=torch.float64)
     ws = torch.randn(state[:, :K].shape, generator=generator, dtype=torch.float64)
@@ -67,6 +68,76 @@ def test_agrees_with_the_definition(dtype, algorithm, padded, B, L, K):
     for name in expected:
         error = relative_error(actual[name], expected[name])
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+HEADS = {  # D, heads h, widths d and e, gates a channel G
+    "diagonal": (12, 12, 1, 1, 3),
+    "diagonal-one-gate": (12, 12, 1, 1, 1),
+    "narrow-to-wide": (12, 6, 2, 3, 6),
+    "gates-shared": (12, 4, 3, 3, 2),
+    "one-head": (12, 1, 12, 8, 1),
+}
+
+
+def make_heads(shape, B, L, K, dtype=torch.float64, capacity=None, seed=0):
+    D, h, d, e, G = shape
+    generator = torch.Generator().manual_seed(seed)
+    u = torch.randn(B, L, D, generator=generator, dtype=torch.float64).to(dtype)
+    gates = torch.rand(B, L, K, G, generator=generator, dtype=torch.float64).to(dtype)
+    M = (0.3 * torch.randn(capacity or K, h, d, e, generator=generator, dtype=torch.float64)).to(dtype)
+    return u, gates, M
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("algorithm", ["chunked", "fft", "step"])
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "state-and-right-padding"])
+@pytest.mark.parametrize(("B", "L", "K"), [(2, 1, 4), (2, 63, 3), (3, 200, 32), (2, 321, 2)])
+@pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+def test_heads_agree_with_the_definition(dtype, algorithm, padded, B, L, K, shape):
+    operator = SpectralOperator(H)
+    u, gates, M = make_heads(shape, B, L, K, dtype, capacity=K + 1)
+    x0, lengths = None, None
+    if padded:
+        x0 = reachable_state(operator, K, u.shape[-1], B, dtype)
+        lengths = torch.arange(L, L - B, -1).clamp(min=1)
+        for row, length in enumerate(lengths):
+            u[row, length:] = 0
+    expected = run(operator, "naive", u, gates, M, x0, lengths)
+    actual = run(operator, algorithm, u, gates, M, x0, lengths)
+    assert not expected["dM"][K:].any()
+    for name in expected:
+        error = relative_error(actual[name], expected[name])
+        assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+def test_heads_are_blocks_of_dense_matrices(shape, algorithm):
+    """Each gate's heads alone, as dense matrices that are zero elsewhere."""
+    D, h, d, e, G = shape
+    operator, K = SpectralOperator(H, chunk_size=16), 5
+    u, gates, M = make_heads(shape, 2, 40, K)
+    expected, states = 0, None
+    for gate in range(G):
+        dense = torch.zeros(K, D, h * e, dtype=torch.float64)
+        for j in range(gate * h // G, (gate + 1) * h // G):
+            dense[:, j * d : (j + 1) * d, j * e : (j + 1) * e] = M[:, j]
+        y, states = operator(u, gates[..., gate], dense, algorithm=algorithm)
+        expected = expected + y
+    y, state = operator(u, gates, M, algorithm=algorithm)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(state, states)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((12, 5, 2, 2, 1), "5 heads of width 2 do not make up D = 12"), ((12, 4, 3, 3, 3), "must divide the 4 heads, got 3")],
+    ids=str,
+)
+def test_heads_that_do_not_fit(shape, message):
+    u, gates, M = make_heads(shape, 1, 9, 2)
+    with pytest.raises(ValueError, match=message):
+        SpectralOperator(H)(u, gates, M)
 
 
 @pytest.mark.parametrize("L", [64, 128, 130])
@@ -423,9 +494,9 @@ def test_late_states_survive_tf32_on_cuda(algorithm):
 def test_a_step_that_waits_for_memory(dtype, batch, threads, monkeypatch):
     """Without gradients, large M and few rows: read by an embedding bag, with the result of the product."""
     taken = []
-    row_sum = spectral_ops._weighted_row_sum
-    monkeypatch.setattr(spectral_ops, "_num_threads", lambda: threads)
-    monkeypatch.setattr(spectral_ops, "_weighted_row_sum", lambda *args: taken.append(1) or row_sum(*args))
+    row_sum = spectral_step._weighted_row_sum
+    monkeypatch.setattr(spectral_step, "_num_threads", lambda: threads)
+    monkeypatch.setattr(spectral_step, "_weighted_row_sum", lambda *args: taken.append(1) or row_sum(*args))
     generator = torch.Generator().manual_seed(0)
     op, D, K = SpectralOperator(512), 128, 12
     u = torch.randn(batch, 1, D, generator=generator).to(dtype)

@@ -1,0 +1,255 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""(R) unrolled over chunks of C steps, so that everything is a matrix product; the default algorithm.
+
+The state before every chunk comes from a scan over chunks, x_{c+1} = carry x_c + inject u_c, as a tree: n products in
+log2(n) levels. `spectral_groups` does the work inside the chunks. One opaque operator forward and one backward, so that
+torch.compile neither unrolls the loop over groups nor stores features; torch.export, torch.func and forward-mode AD get
+plain tensor operations instead. Shapes as in `SpectralOperator.__call__`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .spectral_constants import Realization, channel_readout, chunk_constants, feature_dtype, state_dtype, state_matmul
+from .spectral_groups import mix_dense, mix_heads, unmix_dense, unmix_heads
+
+
+def chunked(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
+    """Outputs and final state, see the module."""
+    if torch.compiler.is_exporting() or _is_transformed(u, gates, M, x0):
+        return _chunked_traceable(basis, u, gates, M, x0, lengths)
+    if M.ndim == 4 and gates.ndim == 3:
+        gates = gates[..., None]
+    y, state, _ = _chunked_forward(u, gates, M, x0, lengths, *basis)
+    return y, state
+
+
+def _is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch.func or forward-mode AD looks at the operator, which the opaque one would answer with zeros."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    level = forward_ad._current_level
+    return level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def _scan(v: Tensor, powers: Tensor) -> None:
+    """In place, s_i = carry s_{i-1} + v_i for all i: pairs become one step of carry^2, and so on up.
+
+    Args:
+        v: (B, n, N, D). powers: (J, N, N), carry^(2^j).
+    """
+    if v.shape[1] < 2:
+        return
+    odd = v[:, 1::2]
+    odd += state_matmul(powers[0], v[:, : 2 * odd.shape[1] : 2])
+    _scan(odd, powers[1:])
+    even = v[:, 2::2]
+    if even.shape[1]:
+        even += state_matmul(powers[0], odd[:, : even.shape[1]])
+
+
+def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, powers: Tensor) -> Tensor:
+    """The state before every chunk: (B, n, N, D) in the dtype of readout.
+
+    Args:
+        chunks: (B, n, C, D) inputs. x0: (B, N, D). readout: (C, N, C + N). powers: as in `_scan`.
+    """
+    B, n, C, D = chunks.shape
+    x = readout.new_zeros(B, n, readout.shape[1], D)
+    if x0 is not None:
+        x[:, 0] = x0
+    if n > 1:
+        x[:, 1:] = state_matmul(readout[-1, :, :C], chunks[:, :-1].to(x.dtype))
+    _scan(x, powers)
+    return x
+
+
+def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Tensor | int, Tensor]:
+    """Where each row's last step lies: its chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
+    if lengths is None:
+        return (L - 1) // C, readout[(L - 1) % C]
+    return (lengths - 1) // C, readout[(lengths - 1) % C]
+
+
+def _pad_length(t: Tensor, length: int) -> Tensor:
+    """Zeros appended to dimension 1; the tensor itself (F.pad would copy) where nothing is missing."""
+    return t if t.shape[1] == length else F.pad(t, (0, 0) * (t.ndim - 2) + (0, length - t.shape[1]))
+
+
+def _cut(u: Tensor, gates: Tensor, C: int) -> tuple[Tensor, Tensor]:
+    """(B, n, C, D) chunks of u, and gates (B n, R, K[, G]): a sequence shorter than a chunk has R = L steps in it."""
+    B, L, D = u.shape
+    n, R = -(-L // C), min(L, C)
+    chunk_gates = _pad_length(gates, n * R).reshape(B * n, R, *gates.shape[2:])
+    return _pad_length(u, n * C).view(B, n, C, D), chunk_gates
+
+
+# Each copy of this module registers its own operators: the package and remote code may live in one process.
+_NAMESPACE = "essm_" + hashlib.sha1(__name__.encode()).hexdigest()[:8]
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::chunked", mutates_args=())
+def _chunked_forward(
+    u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None, H: int, N: int, C: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y (B, L, E), the final state (B, N, D) and, for the backward pass, the state before every chunk."""
+    B, L, _ = u.shape
+    basis = Realization(H, N, C)
+    readout, powers = chunk_constants(basis, u)
+    chunks, chunk_gates = _cut(u, gates, C)
+    x = _states_before_chunks(chunks, x0, readout, powers)
+    mix = mix_heads if M.ndim == 4 else mix_dense
+    y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
+    y = y.view(B, -1, y.shape[-1])[:, :L].contiguous()
+    # The state after each row's last step is one more readout of its last chunk.
+    c, read = _last_chunk(lengths, L, C, readout)
+    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
+    state = state_matmul(read, torch.cat([chunks[row, c].to(x.dtype), x[row, c]], 1))
+    return y, state, x
+
+
+@_chunked_forward.register_fake
+def _(u, gates, M, x0, lengths, H, N, C):
+    B, L, D = u.shape
+    dtype = state_dtype(u.dtype)
+    return (
+        u.new_empty(B, L, M.shape[-1] if M.ndim == 3 else M.shape[1] * M.shape[3]),
+        u.new_empty(B, N, D, dtype=dtype),
+        u.new_empty(B, (L + C - 1) // C, N, D, dtype=dtype),
+    )
+
+
+@torch.library.custom_op(f"{_NAMESPACE}::chunked_backward", mutates_args=())
+def _chunked_backward(
+    dy: Tensor,
+    dstate: Tensor,
+    u: Tensor,
+    gates: Tensor,
+    M: Tensor,
+    x: Tensor,
+    lengths: Tensor | None,
+    H: int,
+    N: int,
+    C: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns du, dgates, dM (zero beyond the budget) and dx0; features are made again, group by group."""
+    B, L, _ = u.shape
+    basis = Realization(H, N, C)
+    readout, powers = chunk_constants(basis, u)
+    chunks, chunk_gates = _cut(u, gates, C)
+    n, R = chunks.shape[1], chunk_gates.shape[1]
+    # 1. Inside the chunks.
+    dy = _pad_length(dy, n * R).reshape(B * n, R, dy.shape[2])
+    unmix = unmix_heads if M.ndim == 4 else unmix_dense
+    dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
+    # 2. The final state reads one chunk of each row.
+    dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)
+    c, read = _last_chunk(lengths, L, C, readout)
+    dlast = state_matmul(read.mT, dstate)
+    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
+    dchunks[row, c] += dlast[:, :C]
+    dx[row, c] += dlast[:, C:]
+    # 3. The scan over chunks, backwards.
+    dx = dx.flip(1)
+    _scan(dx, powers.mT)
+    dx = dx.flip(1)
+    if n > 1:
+        dchunks[:, :-1] += state_matmul(readout[-1, :, :C].T, dx[:, 1:])
+    du = dchunks.flatten(1, 2)[:, :L].to(u.dtype).contiguous()
+    dgates = dgates.reshape(B, n * R, *gates.shape[2:])[:, :L].to(gates.dtype).contiguous()
+    return du, dgates, dM.to(M.dtype), dx[:, 0].clone()
+
+
+@_chunked_backward.register_fake
+def _(dy, dstate, u, gates, M, x, lengths, H, N, C):
+    return (
+        torch.empty_like(u, memory_format=torch.contiguous_format),
+        torch.empty_like(gates, memory_format=torch.contiguous_format),
+        torch.empty_like(M, memory_format=torch.contiguous_format),
+        x.new_empty(x.shape[0], N, x.shape[-1]),
+    )
+
+
+def _no_second_backward(ctx, *grads):
+    raise NotImplementedError(
+        "the chunked operator is differentiable once in reverse mode; for second derivatives set "
+        'config.spectral_algorithm = "step" or "fft", or use torch.func (hessian, jvp), which differentiates plain '
+        "tensor operations"
+    )
+
+
+_chunked_backward.register_autograd(_no_second_backward)
+
+
+def _save_for_backward(ctx, inputs, output):
+    u, gates, M, x0, lengths, *ctx.spec = inputs
+    ctx.has_x0, ctx.has_lengths = x0 is not None, lengths is not None
+    ctx.save_for_backward(u, gates, M, output[2], *([lengths] if ctx.has_lengths else []))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, dstate, _dx):
+    u, gates, M, x, *lengths = ctx.saved_tensors
+    if dy is None:
+        dy = u.new_zeros(*u.shape[:2], M.shape[-1] if M.ndim == 3 else M.shape[1] * M.shape[3])
+    if dstate is None:
+        dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3])
+    lengths = lengths[0] if ctx.has_lengths else None
+    with torch.autocast(u.device.type, enabled=False):  # or a backward pass inside an autocast block scans in bf16
+        du, dgates, dM, dx0 = _chunked_backward(dy.contiguous(), dstate, u, gates, M, x, lengths, *ctx.spec)
+    return du, dgates, dM, dx0 if ctx.has_x0 else None, None, None, None, None
+
+
+_chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _chunked_traceable(
+    basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None
+):
+    """The same in plain tensor operations, for torch.func, forward-mode AD and torch.export.
+
+    In an export no branch, loop or slice depends on L <= H, which may be symbolic.
+    """
+    B, L, D = u.shape
+    H, N, C = basis
+    K = gates.shape[2]
+    readout, powers = chunk_constants(basis, u)
+    W = channel_readout(basis, K, u)
+    n = (L - 1) // C + 2  # one more than needed: never 1, which would be a case of its own
+    position = torch.arange(n, device=u.device)[:, None] * C + torch.arange(C, device=u.device)
+    source = position.clamp(max=L - 1)
+    chunks = u[:, source] * (position < L)[..., None]  # (B, n, C, D)
+    first = u.new_zeros(B, N, D, dtype=readout.dtype) if x0 is None else x0.to(readout.dtype)
+    x = torch.cat([first[:, None], state_matmul(readout[-1, :, :C], chunks.to(readout.dtype))], 1)
+    longest = H if torch.compiler.is_exporting() else L
+    for j in range((longest // C).bit_length()):
+        x = x + state_matmul(powers[j], F.pad(x, (0, 0, 0, 0, 1 << j, 0))[:, : n + 1])
+    x = x[:, :n]
+    features = torch.matmul(W, torch.cat([chunks.to(W.dtype), x.to(W.dtype)], 2)).view(B, n, C, K, D)
+    y = _mix_traceable(features, gates[:, source].to(feature_dtype(u.dtype)), M[:K])  # (B, n, C, E)
+    t = torch.arange(L, device=u.device)
+    last = (torch.full((B,), L, device=u.device) if lengths is None else lengths) - 1
+    row = torch.arange(B, device=u.device)
+    inputs = torch.cat([chunks[row, last // C].to(x.dtype), x[row, last // C]], 1)
+    return y[:, t // C, t % C], state_matmul(readout[last % C], inputs)
+
+
+def _mix_traceable(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M (K, D, E) or (K, h, d, e): (B, n, C, E)."""
+    if M.ndim == 3:
+        return torch.matmul((features * gates[..., None]).to(M.dtype).flatten(3), M.reshape(1, -1, M.shape[2]))
+    _, h, d, e = M.shape
+    B, n, C, K, D = features.shape
+    gates = gates if gates.ndim == 5 else gates[..., None]
+    gated = (features.unflatten(4, (gates.shape[4], -1)) * gates[..., None]).to(M.dtype)
+    by_head = gated.reshape(B, n, C, K, h, d).permute(0, 1, 4, 2, 3, 5).flatten(4)  # (B, n, h, C, K d)
+    y = torch.matmul(by_head, M.permute(1, 0, 2, 3).reshape(h, K * d, e))
+    return y.transpose(2, 3).reshape(B, n, C, h * e)

@@ -1,0 +1,128 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The tensors that all algorithms of Eq. (7) share, made once per process and device, and the dtypes they come in.
+
+They are pure functions of filter length H, number of states N, chunk length C and budget K, computed in fp64 by
+`spectral_basis` and kept in caches: no buffer of a module, so that casting, moving and loading a model leave them alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from .spectral_basis import chunk_operators, num_states, spectral_basis
+
+
+class Realization(NamedTuple):
+    """The recurrence that stands for the filters.
+
+    Attributes:
+        H: filter length. N: states carried. C: steps that one matrix product covers.
+    """
+
+    H: int
+    N: int
+    C: int
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """States need fp32 or better: rounded to bf16, channel 32 is lost."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def feature_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp16 ends at 65504, which states reach beyond the filter length: features are made and gated in fp32 there."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def state_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, in fp64 where the user lets fp32 products run in TF32 or bf16: states would lose the late channels."""
+    if a.dtype == torch.float32 and _has_reduced_products(a.device.type):
+        return torch.matmul(a.double(), b.double()).float()
+    return torch.matmul(a, b)
+
+
+@torch.compiler.assume_constant_result
+def _has_reduced_products(device_type: str) -> bool:
+    """Whether fp32 products may be rounded there; reads what both of torch's interfaces to that setting write."""
+    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    return backend.matmul.fp32_precision not in ("none", "ieee")
+
+
+def _to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
+    # Cached for the life of the process, so never an inference tensor nor a fake one of a running export.
+    with torch.inference_mode(False), unset_fake_temporarily():
+        return torch.tensor(array, dtype=dtype, device=device)
+
+
+@functools.lru_cache(maxsize=1024)
+def _states_needed_cached(H: int, K: int, state_margin: int) -> int:
+    return min(num_states(K, state_margin), len(spectral_basis(H).sigma))
+
+
+@functools.lru_cache(maxsize=1024)
+def _sigma_power_cached(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
+    return _to_device(spectral_basis(H).sigma ** exponent, device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _recurrence_cached(H: int, device: str, dtype: torch.dtype) -> Tensor:
+    return _to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
+
+
+# torch.compile takes these results as constants. It names them after the function, so that within one graph each must
+# return one tensor: hence all states and channels, of which a budget uses the leading ones.
+
+
+@torch.compiler.assume_constant_result
+def states_needed(H: int, K: int, state_margin: int) -> int:
+    """N, the number of states that a budget K reads and writes."""
+    return _states_needed_cached(H, K, state_margin)
+
+
+@torch.compiler.assume_constant_result
+def sigma_power(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
+    """sigma^exponent of all states of the basis."""
+    return _sigma_power_cached(H, exponent, device, dtype)
+
+
+@torch.compiler.assume_constant_result
+def recurrence(H: int, device: str, dtype: torch.dtype) -> Tensor:
+    """(N, N + 1) for all states of the basis: A^T and phi(0)^T side by side."""
+    return _recurrence_cached(H, device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chunk_constants(H: int, N: int, C: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    operators = chunk_operators(H, N, C)
+    return _to_device(operators.readout, device, dtype), _to_device(operators.carry_powers, device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _channel_readout(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
+    return _to_device(chunk_operators(H, N, C).readout[:, :K].reshape(C * K, C + N), device, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _readout_by_channel(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
+    return _to_device(chunk_operators(H, N, C).readout[:, :K].transpose(2, 1, 0).copy(), device, dtype)
+
+
+def chunk_constants(basis: Realization, like: Tensor) -> tuple[Tensor, Tensor]:
+    """readout (C, N, C + N) and carry^(2^j) (24, N, N) in the state's dtype, see `ChunkOperators`; where `like` is."""
+    return _chunk_constants(*basis, str(like.device), state_dtype(like.dtype))
+
+
+def channel_readout(basis: Realization, K: int, like: Tensor) -> Tensor:
+    """W (C K, C + N), the rows of readout that are channels, step by step, in the features' dtype."""
+    return _channel_readout(*basis, K, str(like.device), feature_dtype(like.dtype))
+
+
+def readout_by_channel(basis: Realization, K: int, like: Tensor) -> Tensor:
+    """The same transposed, (C + N, K, C): for each channel all steps of a chunk."""
+    return _readout_by_channel(*basis, K, str(like.device), feature_dtype(like.dtype))

@@ -1,0 +1,169 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The work inside chunks: features F = W [u; x], gates, mixing with M_k; forward, and backward with F made again.
+
+Chunks are taken in groups whose features fit a cache, so that only a group's features ever exist. With dense M_k a
+group is two large products. With heads, features are laid out by head and channel, (head, d, K, step), so that one
+product makes the features of all heads and a small one for each head mixes them.
+
+Letters: m chunks of all rows, C steps, N states, D width, K budget, h heads of width d (in) and e (out), G gates a
+channel (each for h / G heads), R the steps of a chunk that exist, C unless the sequence is shorter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .spectral_constants import Realization, channel_readout, readout_by_channel, state_dtype
+
+# Features of one group, the working set: cache-sized on a CPU, but never so few rows that reading M dominates; large on
+# an accelerator, where launches cost more than memory.
+_GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256
+_GROUP_BYTES_ACCELERATOR = 128 << 20
+
+
+def _chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
+    """How many chunks whose features have that shape, steps first, make a group."""
+    chunk_bytes = torch.Size(shape).numel() * like.element_size()
+    if like.device.type == "cpu":
+        return max(1, _GROUP_BYTES_CPU // chunk_bytes, _GROUP_ROWS_CPU // shape[0])
+    return max(1, _GROUP_BYTES_ACCELERATOR // chunk_bytes)
+
+
+def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """y of all chunks.
+
+    Args:
+        chunks: (m, C, D). x: (m, N, D) state before each. gates: (m, R, K). M: (>= K, D, E).
+    Returns:
+        (m, R, E).
+    """
+    m, _, D = chunks.shape
+    R, K = gates.shape[1:]
+    W = channel_readout(basis, K, chunks)[: R * K]
+    M_flat = M[:K].reshape(K * D, -1)
+    gates = gates.unsqueeze(-1)
+    y = chunks.new_empty(m, R, M.shape[2])
+    group = _chunks_per_group((R, K, D), chunks)
+    buffer = W.new_empty(min(group, m), R * K, D)
+    for a in range(0, m, group):
+        g = slice(a, a + group)
+        inputs = torch.cat([chunks[g].to(W.dtype), x[g].to(W.dtype)], 1)
+        features = torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=buffer[: len(inputs)])
+        features.view(-1, R, K, D).mul_(gates[g])
+        torch.mm(features.view(-1, K * D).to(y.dtype), M_flat, out=y[g].view(-1, M.shape[2]))
+    return y
+
+
+def unmix_dense(
+    basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `mix_dense` by chunks (m, C, D) and x (m, N, D), both in the state's dtype, gates and M.
+
+    Args:
+        dy: (m, R, E). The rest as there.
+    """
+    m, C, D = chunks.shape
+    R, K = gates.shape[1:]
+    W = channel_readout(basis, K, chunks)[: R * K]
+    M_flat = M[:K].reshape(K * D, -1)
+    dM = torch.zeros(M.shape, dtype=state_dtype(M.dtype), device=M.device)
+    dM_flat = dM[:K].view(K * D, -1)
+    dgates = W.new_empty(m, R, K)
+    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    group = _chunks_per_group((R, K, D), chunks)
+    buffers = W.new_empty(3, min(group, m), R * K, D)
+    for a in range(0, m, group):
+        g = slice(a, a + group)
+        inputs = torch.cat([chunks[g].to(W.dtype), x[g].to(W.dtype)], 1)
+        features, dgated, product = buffers[:, : len(inputs)]
+        dy_rows, gate = dy[g].reshape(-1, dy.shape[2]), gates[g].reshape(-1, R * K, 1)  # gates may be expanded
+        torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=features)
+        if W.dtype == dy.dtype:
+            torch.mm(dy_rows, M_flat.T, out=dgated.view(-1, K * D))
+        else:
+            dgated.view(-1, K * D).copy_(torch.mm(dy_rows, M_flat.T))
+        torch.sum(torch.mul(dgated, features, out=product), -1, out=dgates[g].view(-1, R * K))
+        gated = features.mul_(gate).view(-1, K * D).to(dy.dtype)
+        if dM.dtype == dy.dtype:
+            dM_flat.addmm_(gated.T, dy_rows)
+        else:
+            dM_flat += torch.mm(gated.T, dy_rows)
+        dinputs = torch.bmm(W.T.expand(len(inputs), -1, -1), dgated.mul_(gate))
+        dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
+    return dchunks, dx, dgates, dM
+
+
+def _head_matrices(M: Tensor, K: int) -> Tensor:
+    """(>= K, h, d, e) -> (h, e, d K): what multiplies a head's features from the left."""
+    _, h, d, e = M.shape
+    return M[:K].permute(1, 3, 2, 0).reshape(h, e, d * K)
+
+
+def _head_inputs(chunks: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """(m, C, D) and (m, N, D) -> (m D, C + N), a row for each channel of the width."""
+    m, C, D = chunks.shape
+    inputs = torch.empty(m, D, C + x.shape[1], dtype=dtype, device=x.device)
+    inputs[:, :, :C], inputs[:, :, C:] = chunks.mT, x.mT
+    return inputs.view(m * D, -1)
+
+
+def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """As `mix_dense`, of gates (m, R, K, G) and M (>= K, h, d, e); returns (m, R, h e)."""
+    m, _, D = chunks.shape
+    R, K, G = gates.shape[1:]
+    h, d, e = M.shape[1:]
+    W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
+    gates, matrices = gates.permute(0, 3, 2, 1).unsqueeze(2), _head_matrices(M, K)  # (m, G, 1, K, R)
+    y = chunks.new_empty(m, R, h * e)
+    group = _chunks_per_group((R, K, D), chunks)
+    buffer = W.new_empty(min(group, m), D, K * R)
+    for a in range(0, m, group):
+        g = slice(a, a + group)
+        inputs = _head_inputs(chunks[g], x[g], W.dtype)
+        count = len(inputs) // D
+        features = torch.mm(inputs, W, out=buffer[:count].view(-1, K * R))
+        gated = features.view(count, G, D // G, K, R).mul_(gates[g]).to(y.dtype)
+        y[g] = _mix_group(gated, matrices, h, d).mT
+    return y
+
+
+def _mix_group(gated: Tensor, matrices: Tensor, h: int, d: int) -> Tensor:
+    """(m, .., K, R) gated features, D in the middle, by (h, e, d K): (m, h e, R)."""
+    m, (K, R) = len(gated), gated.shape[-2:]
+    if d == matrices.shape[1] == 1:
+        return torch.einsum("mhkr,hk->mhr", gated.view(m, h, K, R), matrices[:, 0])
+    return torch.matmul(matrices, gated.view(m, h, d * K, R)).flatten(1, 2)
+
+
+def unmix_heads(
+    basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `mix_heads`, as `unmix_dense` gives them."""
+    m, C, D = chunks.shape
+    R, K, G = gates.shape[1:]
+    h, d, e = M.shape[1:]
+    W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
+    gates, matrices = gates.permute(0, 3, 2, 1).unsqueeze(2), _head_matrices(M, K)
+    dmatrices = torch.zeros(h, e, d * K, dtype=state_dtype(M.dtype), device=M.device)
+    dgates = W.new_empty(m, G, K, R)
+    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    group = _chunks_per_group((R, K, D), chunks)
+    buffers = W.new_empty(2, min(group, m), D, K * R)
+    for a in range(0, m, group):
+        g = slice(a, a + group)
+        inputs = _head_inputs(chunks[g], x[g], W.dtype)
+        count = len(inputs) // D
+        features, dgated = buffers[:, :count]
+        torch.mm(inputs, W, out=features.view(-1, K * R))
+        dy_t = dy[g].mT.reshape(count, h, e, R)
+        dgated.view(count, h, d * K, R).copy_(torch.matmul(matrices.mT, dy_t))
+        split = (count, G, D // G, K, R)
+        torch.sum(dgated.view(split) * features.view(split), 2, out=dgates[g])
+        gated = features.view(split).mul_(gates[g]).view(count, h, d * K, R).to(dy.dtype)
+        dmatrices += torch.matmul(dy_t, gated.mT).sum(0, dtype=dmatrices.dtype)
+        dinputs = torch.mm(dgated.view(split).mul_(gates[g]).view(-1, K * R), W.T).view(count, D, -1)
+        dchunks[g], dx[g] = dinputs[..., :C].mT, dinputs[..., C:].mT
+    dM = torch.zeros(M.shape, dtype=dmatrices.dtype, device=M.device)
+    dM[:K] = dmatrices.view(h, e, d, K).permute(3, 0, 2, 1)
+    return dchunks, dx, dgates.permute(0, 3, 2, 1), dM
