@@ -344,7 +344,7 @@ def reload(folder: Path, batch: dict[str, Tensor], cls: type, trained: PreTraine
         RuntimeError: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
     """
     device = next(iter(batch.values())).device
-    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).to(device).eval()
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False).to(device).eval()
     own = cls.from_pretrained(folder).to(device).eval()
     with torch.no_grad():
         expected, got = (model(**batch).logits for model in (own, loaded))

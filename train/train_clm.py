@@ -214,8 +214,8 @@ def main(args: CLMArguments) -> None:
 
 def reload(folder: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer as a user of the saved folder gets them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> str:
