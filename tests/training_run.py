@@ -72,7 +72,7 @@ def train(arguments: list[str], whole: bool = False) -> None:
     with contextlib.ExitStack() as patches:
         if not whole:
             sweep = SimpleNamespace(table=lambda: "", save=lambda *args, **kwargs: None)
-            for name, value in {"sweep_budgets": sweep, "sample": "", "push_run": None}.items():
+            for name, value in {"sweep_budgets": sweep, "sample": "", "write_card_and_push": None}.items():
                 patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
             patches.enter_context(mock.patch.object(train_clm, "reload", return_value=(None, mock.Mock())))
         train_clm.main(train_clm.parse_arguments(train_clm.CLMArguments, arguments))
