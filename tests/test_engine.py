@@ -22,6 +22,7 @@ import engine
 import train_clm
 from checkpoints import delete_folder, delete_temporary_folders, list_checkpoints, publish, temporary_folder
 from engine import Metric, RunArguments, WeightAverage, eval_budgets, parameter_groups, parse_arguments
+from finiteness import non_finite
 from training_run import (
     NUM_BLOCKS,
     command_line,
@@ -686,7 +687,7 @@ def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys
 
 
 def test_a_finished_run_is_extended(arguments, finished, tmp_path, capsys):
-    """To the weights of a run whose learning rate was planned so from the start, and bit for bit when killed."""
+    """Its learning rate rises and falls once more; killed and resumed, it ends with the same bits."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     for folder in (whole, killed):
         shutil.copytree(finished, folder / "run")
@@ -795,6 +796,19 @@ def test_training_stops_when_it_diverges(broken, arguments, tmp_path, monkeypatc
         train(arguments(tmp_path))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003"]
     assert not (tmp_path / "model").exists()
+
+
+def test_infinity_that_is_meant_is_not_broken():
+    """A mask, computed anew by every model; running statistics are saved with the weights."""
+    accelerator, model = engine.Accelerator(), nn.BatchNorm1d(3)
+    model.register_buffer("mask", torch.full((3,), -math.inf), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert non_finite(accelerator, model, optimizer, []) == []
+    model.running_var[1] = math.inf
+    assert non_finite(accelerator, model, optimizer, [torch.tensor([math.nan])]) == [
+        "the weights",
+        "the averaged weights",
+    ]
 
 
 @pytest.mark.parametrize("update", [6, 8], ids=["at a checkpoint", "at the end"])

@@ -505,6 +505,8 @@ def _find_run(
     if checkpoint is not None:
         check_same_run(checkpoint, identity, args)
     if accelerator.is_main_process:
+        if checkpoint is None:
+            (output_dir / "training.json").unlink(missing_ok=True)  # of a run whose checkpoints were deleted
         for path, damage in damaged.items():
             aside = path.with_name(DAMAGED + path.name)
             say(accelerator, f"{path} is damaged: {damage}; now {aside.name}, and the run goes on from {checkpoint}")

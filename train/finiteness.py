@@ -26,9 +26,15 @@ def non_finite(
     Args:
         average: tensors of the weights' average, shard by shard; empty without one.
     """
+    buffers = [  # those that are saved: the others may well hold -inf, as masks do
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     parts = {
-        "the weights": [*model.parameters(), *model.buffers()],
+        "the weights": [*model.parameters(), *buffers],
         "the averaged weights": [*average],
         "the optimizer's state": states,
     }
