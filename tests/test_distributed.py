@@ -2,6 +2,7 @@
 """train/engine.py on two CPU ranks, under DDP and FSDP2: the same as one rank, and resumed exactly."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -198,6 +199,18 @@ def test_another_number_of_ranks_is_refused_with_the_reason(ddp, equal):
         train(command_line(ddp / "run", **equal))
     with pytest.raises(ValueError, match="per_device_batch_size was 2 and is now 4, .*" + reason):
         train(command_line(ddp / "run", per_device_batch_size=4, **equal))
+
+
+def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp_path):
+    shutil.copytree(fsdp2 / "run", tmp_path / "run")
+    shard = sorted((tmp_path / "run" / "checkpoint-00000005").rglob("__1_*.distcp"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    codes, log = train_apart(command_line(tmp_path / "run", **equal), tmp_path, ranks=2, environment=FSDP2)
+    assert codes == [0, 0] and log.count(f"{shard.name} is not what was written") == 1, log
+    assert "goes on from" in log and (tmp_path / "run" / "damaged-checkpoint-00000005").is_dir()
+    assert same(tmp_path / "run", fsdp2 / "run")
 
 
 @pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
