@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from budget_dropout import BUDGETS, clip_budgets
+from command import run_script
 from engine import check_writable, write_json
 from matplotlib.figure import Figure
 from models import TRUST_HELP, load_model
@@ -222,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budget_dropout import BUDGETS, clip_budgets
+from command import run_script
 from engine import Metric, capacity_of, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
@@ -297,4 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

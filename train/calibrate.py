@@ -35,6 +35,7 @@ import transformers
 from budget_dropout import BUDGETS, clip_budgets
 from budget_sweep import BITS_PER_BYTE
 from classification_data import collate, load_classification
+from command import run_script
 from engine import Metric, check_writable, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
@@ -497,4 +498,4 @@ def main(argv: Sequence[str] | None = None) -> BudgetProfile:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

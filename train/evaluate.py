@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from budget_dropout import BUDGETS
 from budget_sweep import BITS_PER_BYTE
+from command import run_script
 from engine import check_writable, write_json
 from evaluation import evaluate_models, open_task
 from models import TRUST_HELP
@@ -59,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
