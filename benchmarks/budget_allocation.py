@@ -270,6 +270,8 @@ def draw(report: dict[str, Any]) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
+    from models import TRUST_HELP, load_model
+
     p = common.parser(__doc__)
     p.add_argument("--models", nargs="+", required=True, help="saved folders, seeds of one experiment")
     p.add_argument("--text_files", nargs="+", help="held-out text, read as bytes")
@@ -287,6 +289,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "--evaluation_size", type=int, help="blocks or samples to judge by; 64 blocks of files, all of a task"
     )
     p.add_argument("--seed", type=int, default=0, help="of the random lists")
+    p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
     if bool(args.text_files) == bool(args.task):
         p.error("give --text_files or --task")
@@ -300,7 +303,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report |= {"data": data.description, "metric": data.metric, "models": []}
     print(f"data: {data.description}\n", flush=True)
     for folder in args.models:
-        model = data.auto.from_pretrained(folder, trust_remote_code=True).to(device).eval()
+        model = load_model(data.auto, folder, trust_remote_code=args.trust_remote_code).to(device).eval()
         name = "/".join(Path(folder).parts[-3:])
         report["models"].append({"model": name, **measure(model, data, args.averages, args)})
         print(f"{name}: {data.metric} {report['models'][-1]['full']:.4f} at full budget", flush=True)

@@ -58,9 +58,20 @@ def bits_by_position(model: PreTrainedModel, windows: Tensor, length: int, budge
     return torch.cat(bits).view(-1, length).cpu() / math.log(2)
 
 
-def measure(path: str, algorithm: str, windows: Tensor, length: int, budgets: list[int], device: torch.device) -> dict:
+def measure(
+    path: str,
+    algorithm: str,
+    windows: Tensor,
+    length: int,
+    budgets: list[int],
+    device: torch.device,
+    trust_remote_code: bool = False,
+) -> dict:
     """Bits per byte of one model: by_context {K: [one per multiple]}, by_position {K: [one per training length]}."""
-    model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True, spectral_algorithm=algorithm)
+    from models import load_model
+
+    trusted = {"trust_remote_code": trust_remote_code}
+    model = load_model(AutoModelForCausalLM, path, **trusted, spectral_algorithm=algorithm)
     model.eval().to(device)
     by_context: dict[int, list[float]] = {K: [] for K in budgets}
     by_position: dict[int, list[float]] = {}
@@ -102,6 +113,7 @@ def draw(results: list[dict], length: int) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
+    from models import TRUST_HELP, load_model
     from text_data import ByteEncoder, read_files, to_stream
 
     p = common.parser(__doc__)
@@ -110,6 +122,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--training_length", type=int, required=True, help="block_size of the training, in bytes")
     p.add_argument("--budgets", type=int, nargs="+", default=[4, 32])
     p.add_argument("--windows", type=int, default=48)
+    p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
     groups = {}
     for entry in args.models:
@@ -124,10 +137,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("length_extrapolation", args, **settings)
     report["results"] = []
     for name, folders in groups.items():
-        longest = AutoConfig.from_pretrained(folders[0], trust_remote_code=True).filter_length
+        longest = load_model(AutoConfig, folders[0], trust_remote_code=args.trust_remote_code).filter_length
         # Filters as long as the longest blocks make both algorithms the same up to rounding.
         for algorithm in ("chunked", "fft") if longest < MULTIPLES[-1] * length else ("chunked",):
-            runs = [measure(folder, algorithm, windows, length, args.budgets, device) for folder in folders]
+            measured = (windows, length, args.budgets, device, args.trust_remote_code)
+            runs = [measure(folder, algorithm, *measured) for folder in folders]
             result = {"name": name, "algorithm": algorithm, "filter_length": longest, "seeds": len(runs)}
             result |= {key: summarise(runs, key) for key in ("by_context", "by_position")}
             report["results"].append(result)

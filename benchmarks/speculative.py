@@ -11,6 +11,8 @@ ratios within rounds. Without --model the weights are random, and the figures me
 from __future__ import annotations
 
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +22,24 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 from . import common
 
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
+    from models import TRUST_HELP, load_model
+
     p = common.parser(__doc__)
     p.add_argument("--model", help="saved model")
     p.add_argument("--prompt", default="def main(", help="text to continue")
     p.add_argument("--tokens", type=int, default=128, help="new tokens of one sample")
     p.add_argument("--draft_budgets", type=int, nargs="+", default=None)
     p.add_argument("--draft_lengths", type=int, nargs="+", default=None, help="0 adapts")
+    p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
     tokens = 8 if args.quick else args.tokens
     lengths = args.draft_lengths or ([0] if args.quick else [0, 2, 4, 8])
     if args.model:
-        load = functools.partial(AutoModelForCausalLM.from_pretrained, args.model, trust_remote_code=True)
+        load = functools.partial(load_model, AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     else:
         torch.manual_seed(0)
         load = functools.partial(ESSMForCausalLM, ESSMConfig(hidden_size=64, num_hidden_layers=2))

@@ -9,11 +9,13 @@ The folder is any saved ES-SSM language model; README's first command makes this
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
+
+from modeling_essm import ESSMForCausalLM
 
 folder, prompt = sys.argv[1:3] if len(sys.argv) > 2 else ("runs/train_clm/model", "def main(")
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = ESSMForCausalLM.from_pretrained(folder).eval()  # our own class: code that lies in the folder is not run
+tokenizer = AutoTokenizer.from_pretrained(folder)
 inputs = tokenizer(prompt, return_tensors="pt")
 
 for budget in (2, 6, model.config.num_spectral_channels):

@@ -4,8 +4,7 @@
     python examples/byte_terminal.py runs/train_clm/model [bytes per completion]
 
 Type some text and Enter to have it continued. A number and Enter sets the budget, also while text is coming; an empty
-line stops a completion, and at the prompt it leaves. After each completion, and at each change, it says how fast it was
-and what it held in memory.
+line stops a completion, and at the prompt it leaves. After each completion or change it says how fast and big it was.
 """
 
 import codecs
@@ -15,9 +14,10 @@ import threading
 import time
 
 import torch
-from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+from modeling_essm import ESSMForCausalLM
+
+model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
 length = int(sys.argv[2]) if len(sys.argv) > 2 else 400
 capacity = budget = model.config.num_spectral_channels
 lines: queue.Queue = queue.Queue()

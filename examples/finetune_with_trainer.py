@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
@@ -21,7 +21,7 @@ from budget_dropout import BudgetDropoutCallback, budget_schedule
 
 torch.manual_seed(0)
 if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+    model = ESSMForCausalLM.from_pretrained(sys.argv[1])
 else:
     model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2, filter_length=512))
 steps = int(sys.argv[-1]) if sys.argv[-1].isdigit() else 60

@@ -11,14 +11,13 @@ import sys
 import time
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 SLOTS = 8
 torch.manual_seed(0)
 if len(sys.argv) > 1:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+    model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
 else:
     model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2)).eval()
 prompts = [b"The ", b"In the beginning there was", b"def main(", b"It was a dark and", b"x", b"Once upon a time"] * 4

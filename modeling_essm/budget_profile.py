@@ -524,21 +524,41 @@ def _read_device(name: str, fields: _Fields) -> DeviceProfile:
 def load_profile(model: Any) -> BudgetProfile | None:
     """The profile beside the weights that the model was loaded from, a folder or a Hub repository; None without one.
 
+    The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
+
     Raises:
         ValueError: as `read_profile`.
     """
-    source = model.name_or_path
+    # Without an origin it was made in memory, perhaps from a saved configuration.
+    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
     if not source:
         return None
-    if os.path.isdir(source):
+    if where is None:
         path = os.path.join(source, FILE_NAME)
         return read_profile(path, model) if os.path.isfile(path) else None
     try:
-        revision = getattr(model.config, "_commit_hash", None)
-        found = cached_file(source, FILE_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):  # neither a folder any more nor a repository, or the Hub cannot be reached
+        found = cached_file(source, FILE_NAME, **where, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
         return None
     return None if found is None else read_profile(found, model)
+
+
+def origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any] | None] | None:
+    """Where `from_pretrained` reads a model, as `load_profile` finds it again whatever the working directory is then.
+
+    Args:
+        source, arguments: of from_pretrained. config: that of the loaded model.
+    Returns:
+        an absolute folder and None, or a Hub name and arguments of `cached_file`; None without a source.
+    """
+    if source is None:
+        return None
+    if os.path.exists(source):
+        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), None
+    where = {name: arguments.get(name) for name in ("cache_dir", "local_files_only", "subfolder")}
+    revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
+    where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
+    return str(source), {name: value for name, value in where.items() if value is not None}
 
 
 def choose_budget(

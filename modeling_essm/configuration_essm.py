@@ -13,6 +13,14 @@ from .spectral_basis import max_spectral_channels
 from .spectral_budget import resolve_budget
 from .spectral_ops import ALGORITHMS
 
+# Which class each Auto class loads, from the files beside the weights.
+AUTO_MAP = {
+    "AutoConfig": "configuration_essm.ESSMConfig",
+    "AutoModel": "modeling_essm.ESSMModel",
+    "AutoModelForCausalLM": "modeling_essm.ESSMForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_essm.ESSMForSequenceClassification",
+}
+
 
 class ESSMConfig(PreTrainedConfig):
     r"""
@@ -92,13 +100,12 @@ class ESSMConfig(PreTrainedConfig):
             self.gate_hidden_size = max(1, self.hidden_size // 4)
         if self.layer_types is None:
             self.layer_types = ["linear_attention"] * self.num_hidden_layers  # a state of constant size
-        # save_pretrained would name only the saved class; every folder should load through every Auto class.
-        kwargs["auto_map"] = {
-            "AutoConfig": "configuration_essm.ESSMConfig",
-            "AutoModel": "modeling_essm.ESSMModel",
-            "AutoModelForCausalLM": "modeling_essm.ESSMForCausalLM",
-            "AutoModelForSequenceClassification": "modeling_essm.ESSMForSequenceClassification",
-        }
+        # save_pretrained would name only the saved class; every folder should load through every Auto class. What a
+        # folder says of its own classes holds.
+        given = kwargs.get("auto_map") or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"auto_map must be a dict of Auto classes and the classes they load, got {given!r}")
+        kwargs["auto_map"] = {**AUTO_MAP, **given}
         super().__post_init__(**kwargs)
         self._validate()
 

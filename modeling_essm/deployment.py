@@ -8,6 +8,7 @@ import dataclasses
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
 
 from .budget_allocation import allocate_spectral_budget, spectral_mixers
-from .budget_profile import BudgetProfile, choose_budget, load_profile
+from .budget_profile import BudgetProfile, choose_budget, load_profile, origin_of, write_text
 from .prefix_loading import (
     HUB_ARGUMENTS,
     SpectralCapacity,
@@ -29,6 +30,7 @@ from .prefix_loading import (
     truncated_config,
 )
 from .quantization import INSTALL, dequantize, is_quantized, register_int4, resolve_quantization, weight_bytes
+from .remote_code import code_files, derived_class, prune_auto_map
 from .spectral_budget import SpectralBudget
 
 logger = logging.get_logger(__name__)
@@ -38,6 +40,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
     """The part of `ESSMPreTrainedModel` that does not compute."""
 
     _budget_profile: BudgetProfile | None = None
+    _origin: tuple[str, dict[str, Any] | None] | None = None  # see `origin_of`
 
     @classmethod
     def from_pretrained(
@@ -60,6 +63,10 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ImportError: quantised weights without torchao.
         """
         source = pretrained_model_name_or_path
+        if (derived := derived_class(cls, source, kwargs)) is not None:
+            ours = {"spectral_capacity": spectral_capacity, "quantization_config": quantization_config}
+            kwargs |= {name: value for name, value in ours.items() if value is not None}
+            return derived.from_pretrained(source, *args, **kwargs)
         if quantization_config is not None:
             kwargs["quantization_config"] = resolve_quantization(quantization_config)
         register_int4()  # which a checkpoint may hold
@@ -85,6 +92,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
                 raise ImportError(INSTALL) from error
             raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model._origin = origin_of(source, kwargs, model.config)
         for parameter in filter(is_quantized, model.parameters()):
             parameter.requires_grad_(False)
         for name, tensor in model.state_dict().items():
@@ -240,11 +248,17 @@ class ElasticPreTrainedModel(PreTrainedModel):
         wrapped = type(self)  # under FSDP2 a class of torch, whose code would be saved in the place of this one's
         self.__class__ = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
         try:
+            code = code_files(self)
+            prune_auto_map(self.config, code, save_directory)
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = wrapped
         if not is_main_process:
             return
+        for name, text in code.items():  # transformers leaves out the files of classes that the saved one derives from
+            path = Path(save_directory) / name
+            if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                write_text(path, text)
         try:
             profile = self.budget_profile
         except ValueError as error:  # trained on, perhaps

@@ -48,8 +48,8 @@ def export_programs(
         step(input_ids (B, 1) int64, states) -> logits (B, V), states
         classify(input_ids (B, L) int64 or input_features (B, L, F), attention_mask (B, L) int64) -> logits (B, labels)
 
-    Padding is 0 in the mask: before the first token of a sequence, or at the end of any call; a row of padding only
-    keeps its states, and its logits mean nothing.
+    Padding is 0 in the mask, anywhere, and does not exist for the model; a row of padding only keeps its states, and
+    its logits mean nothing.
 
     Args:
         model: ESSMForCausalLM or ESSMForSequenceClassification.

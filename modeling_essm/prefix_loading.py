@@ -124,7 +124,7 @@ def _weight_files(source: Any, where: dict[str, Any]) -> list[str]:
     variant = where.pop("variant", None)
 
     def find(name: str) -> str | None:
-        stem, end = name.split(".", 1)
+        stem, end = name.rsplit(".", 1)  # model.fp16.safetensors, and model.safetensors.index.fp16.json
         name = name if variant is None else f"{stem}.{variant}.{end}"
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import torch
 from helpers import random_ids, random_model, truncate
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
@@ -491,8 +492,45 @@ def test_the_profile_is_found_beside_the_weights(tmp_path, monkeypatch):
     assert choose_budget(loaded, max_quality_drop=0.02) == 8
     assert choose_budget(loaded, max_latency_ms=5.0, batch_size=4, phase="decode", device=HERE) == 8
     assert choose_budget(model, profile=of(model), max_latency_ms=12, phase="prefill") == 8
-    loaded.name_or_path = str(tmp_path / "gone")
+    folder.rename(tmp_path / "gone")
     assert load_profile(loaded) is None
+
+
+LOADS = {
+    "class": lambda source: ESSMForCausalLM.from_pretrained(source),
+    "auto": lambda source: AutoModelForCausalLM.from_pretrained(source),
+    "prefix": lambda source: ESSMForCausalLM.from_pretrained(source, spectral_capacity=32),
+    "path": lambda source: ESSMForCausalLM.from_pretrained(Path(source)),
+    "config": lambda source: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_local_model_never_asks_the_hub(load, tmp_path, monkeypatch):
+    """Loaded by a relative name that a repository could have; then the working directory changes, the folder moves."""
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(args)
+        raise RuntimeError("the network was used")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    model = random_model(seed=3)
+    model.save_pretrained("org/name")
+    of(model).save("org/name")
+    near, far = load("org/name"), load("org/name")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert near.budget_profile == (None if load is LOADS["config"] else of(model))  # which has its weights from nowhere
+    Path("../org/name").rename("moved")
+    assert far.budget_profile is None
+    with pytest.raises(ValueError, match=r"choose_budget needs budget_profile.json"):
+        far.choose_budget(max_quality_drop=0.02)
+    far.save_pretrained("saved")
+    assert not asked and not Path("saved/budget_profile.json").exists()
 
 
 def test_the_times_are_those_of_the_device_the_model_is_on(monkeypatch):
@@ -505,19 +543,23 @@ def test_the_times_are_those_of_the_device_the_model_is_on(monkeypatch):
 
 
 def test_the_profile_of_a_repository(tmp_path, monkeypatch):
-    model = random_model(seed=3)
-    model.save_pretrained(tmp_path / "model")
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path / "model")
-    sha = "0123456789abcdef0123456789abcdef01234567"
-    snapshot = tmp_path / "cache" / "models--org--name" / "snapshots" / sha
-    snapshot.mkdir(parents=True)
-    of(model).save(snapshot)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    model, other = random_model(seed=3), random_model(seed=4)
+    repository = tmp_path / "cache" / "models--org--name"
+    shas = {model: "0123456789abcdef0123456789abcdef01234567", other: "76543210fedcba9876543210fedcba9876543210"}
+    for each, sha in shas.items():
+        each.save_pretrained(repository / "snapshots" / sha)
+        of(each).save(repository / "snapshots" / sha)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(shas[other])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    loaded.name_or_path, loaded.config._commit_hash = "org/name", sha
-    assert load_profile(loaded) == of(model)
-    loaded.config._commit_hash = sha[::-1]
-    assert load_profile(loaded) is None
+    where = {"cache_dir": str(tmp_path / "cache")}
+    for cls in (ESSMForCausalLM, AutoModelForCausalLM):
+        loaded = cls.from_pretrained("org/name", revision=shas[model], **where)
+        assert load_profile(loaded) == of(model)
+        assert load_profile(cls.from_pretrained("org/name", **where)) == of(other)
+        (repository / "snapshots" / shas[model] / "budget_profile.json").unlink()
+        assert load_profile(loaded) is None
+        of(model).save(repository / "snapshots" / shas[model])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 """train/engine.py on two CPU ranks, under DDP and FSDP2: the same as one rank, and resumed exactly."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
@@ -197,3 +199,52 @@ def test_another_number_of_ranks_is_refused_with_the_reason(ddp, equal):
         train(command_line(ddp / "run", **equal))
     with pytest.raises(ValueError, match="per_device_batch_size was 2 and is now 4, .*" + reason):
         train(command_line(ddp / "run", per_device_batch_size=4, **equal))
+
+
+def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp_path):
+    shutil.copytree(fsdp2 / "run", tmp_path / "run")
+    shard = sorted((tmp_path / "run" / "checkpoint-00000005").rglob("__1_*.distcp"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    codes, log = train_apart(command_line(tmp_path / "run", **equal), tmp_path, ranks=2, environment=FSDP2)
+    assert codes == [0, 0] and log.count(f"{shard.name} is not what was written") == 1, log
+    assert "goes on from" in log and (tmp_path / "run" / "damaged-checkpoint-00000005").is_dir()
+    assert same(tmp_path / "run", fsdp2 / "run")
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(environment, data, tmp_path):
+    order = command_line(tmp_path / "run", **data["map-style"])
+    codes, log = train_apart(order, tmp_path, ("break_weight_at_update", 6, 1), ranks=2, environment=environment)
+    assert codes == [1, 1], log
+    assert log.count("FloatingPointError: update 6: the weights") == 2, log
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_a_lost_rank_is_no_full_disk(environment, data, tmp_path):
+    """It dies while the ranks write a checkpoint."""
+    order = command_line(tmp_path / "run", **data["map-style"])
+    fault = ("kill_in_file", "random_states_1.pkl")
+    codes, log = train_apart(order, tmp_path, fault, ranks=2, environment=environment)
+    assert codes == [1, -signal.SIGKILL], log
+    assert "ConnectionError: lost another process of this run, " in log and "Last good checkpoint: none" in log, log
+    assert "Make room" not in log and not list_checkpoints(tmp_path / "run")
+
+
+def test_several_ranks_say_once_why_they_refuse(data, tmp_path):
+    """As a user starts them, while another run has the folder."""
+    (tmp_path / "run").mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with FileLock(tmp_path / "run" / ".lock"):
+        run = subprocess.run(
+            [*launch, str(TRAIN / "train_clm.py"), *command_line(tmp_path / "run", **data["map-style"])],
+            env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+    assert run.returncode == 1
+    assert run.stderr.count("error: output_dir ") == 1 and "in use by another run" in run.stderr, run.stderr
+    assert 'train_clm.py", line' not in run.stderr  # no traceback of the script's own

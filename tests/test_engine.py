@@ -22,6 +22,7 @@ import engine
 import train_clm
 from checkpoints import delete_folder, delete_temporary_folders, list_checkpoints, publish, temporary_folder
 from engine import Metric, RunArguments, WeightAverage, eval_budgets, parameter_groups, parse_arguments
+from finiteness import non_finite
 from training_run import (
     NUM_BLOCKS,
     command_line,
@@ -120,7 +121,16 @@ def test_broken_argument_files_are_refused(content, tmp_path, capsys):
         ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\), got 1.0"),
-        ({"num_train_epochs": 0.0}, "num_train_epochs must be positive, got 0.0"),
+        ({"num_train_epochs": 0.0}, "num_train_epochs must be positive and finite, got 0.0"),
+        ({"num_train_epochs": math.inf}, "num_train_epochs must be positive and finite, got inf"),
+        ({"learning_rate": math.nan}, r"learning_rate must be in \[0, inf\), got nan"),
+        ({"learning_rate": -1.0}, r"learning_rate must be in \[0, inf\), got -1.0"),
+        ({"weight_decay": math.nan}, r"weight_decay must be in \[0, inf\), got nan"),
+        ({"weight_decay": math.inf}, r"weight_decay must be in \[0, inf\), got inf"),
+        ({"adam_beta2": math.nan}, r"adam_beta2 must be in \[0, 1\), got nan"),
+        ({"max_grad_norm": math.nan}, r"max_grad_norm must be in \(0, inf\], got nan"),
+        ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
+        ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
         ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich'"),
         ({"final_model": "first"}, "final_model must be 'last' or 'best', got 'first'"),
         ({"push_to_hub": True}, "push_to_hub needs hub_model_id"),
@@ -415,7 +425,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, t
         ("kill_in_file", "checkpoint-00000008/optimizer.bin"): of(4),
         ("kill_at_rename", "checkpoint-00000008"): of(4),
         ("kill_at_rename", "deleted-checkpoint-00000004"): of(4, 8, 12),
-        ("kill_in_file", "checkpoint-00000016/data.pt"): of(4, 8, 12),
+        ("kill_in_file", "checkpoint-00000016/data.pt"): of(8, 12),  # the one too many is gone
         ("kill_at_rename", "run/model"): of(16, 18),
     }
     for fault, left in faults.items():
@@ -468,7 +478,10 @@ def test_checkpoints_hold_everything_and_a_bounded_number_is_kept(finished):
     assert [path.name for path in list_checkpoints(finished)] == ["checkpoint-00000006", "checkpoint-00000008"]
     names = {path.name for path in list_checkpoints(finished)[-1].iterdir()}
     scheduler, rng = "custom_checkpoint_0.pkl", "random_states_0.pkl"
-    assert names == {"pytorch_model.bin", "optimizer.bin", scheduler, rng, "average.pt", "data.pt", "run_state.json"}
+    files = {"pytorch_model.bin", "optimizer.bin", scheduler, rng, "average.pt", "data.pt", "run_state.json"}
+    assert names == files | {"manifest.json"}
+    manifest = json.loads((list_checkpoints(finished)[-1] / "manifest.json").read_text())
+    assert manifest.keys() == files
     state = json.loads((list_checkpoints(finished)[-1] / "run_state.json").read_text())
     assert state["update"] == 8 and state["samples_seen"] == 16
     assert state["budget"]["schedule"] == "discrete" and state["budget"]["trained"] == [2, 3, 4, 6, 8]
@@ -492,7 +505,7 @@ def test_overwriting_starts_afresh(arguments, tmp_path):
     assert [line["update"] for line in read_log(tmp_path)] == [1, 2]
 
 
-def test_resuming_with_other_arguments_is_refused_by_name(finished, arguments, data):
+def test_resuming_with_other_arguments_is_refused_by_name(finished, arguments, tmp_path):
     before = final_state(finished)
     with pytest.raises(ValueError, match=r"learning_rate was 0.005 and is now 0.001; go back to the old value"):
         train(arguments(finished, learning_rate=0.001))
@@ -503,7 +516,9 @@ def test_resuming_with_other_arguments_is_refused_by_name(finished, arguments, d
     with pytest.raises(ValueError, match=r"streaming was False and is now True.*sha256 of the training text was"):
         train(arguments(finished, "streaming"))
     assert all(torch.equal(a, b) for a, b in zip(before, final_state(finished)))
-    train(arguments(finished, checkpoint_every=5, keep_checkpoints=1, log_every=3, final_model="best"))  # may change
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    train(arguments(tmp_path, checkpoint_every=5, keep_checkpoints=1, log_every=3, final_model="best"))  # may change
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000008"]
 
 
 @pytest.mark.parametrize("kind", ["map-style", "streaming"])
@@ -527,6 +542,214 @@ def test_resuming_on_changed_data_is_refused(kind, data, tmp_path):
         Path(copies["train_file"][0]).write_text(Path(copies["train_file"][0]).read_text().replace("a", "b"))
     with pytest.raises(ValueError, match="sha256 of the training text was"):
         train(command_line(tmp_path / "run", **copies))
+
+
+def as_of_an_earlier_version(checkpoint: Path) -> Path:
+    """Without what later versions added: a manifest, the model's configuration and the plan of the learning rate."""
+    (checkpoint / "manifest.json").unlink(missing_ok=True)
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    state.pop("plan", None)
+    for name in ("model", "extend"):
+        state["identity"].pop(name, None)
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    return checkpoint
+
+
+def test_checkpoints_of_earlier_versions_resume(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    delete_folder(tmp_path / "checkpoint-00000008")
+    state = as_of_an_earlier_version(tmp_path / "checkpoint-00000006") / "run_state.json"
+    known = json.loads(state.read_text())
+    known["identity"].pop("adam_beta2")  # as if that argument were new
+    state.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=r"adam_beta2 was 0.95 and is now 0.9"):
+        train(arguments(tmp_path, adam_beta2=0.9))
+    train(arguments(tmp_path))
+    assert same(tmp_path, finished)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("pytorch_model.bin", flip, "pytorch_model.bin is not what was written"),
+        ("optimizer.bin", cut, r"optimizer.bin has [\d,]+ bytes, and had"),
+        ("random_states_0.pkl", Path.unlink, "random_states_0.pkl is missing"),
+        ("random_states_0.pkl", cut, r"random_states_0.pkl has [\d,]+ bytes, and had"),
+        ("run_state.json", cut, "run_state.json or manifest.json cannot be read"),
+        ("manifest.json", cut, "run_state.json or manifest.json cannot be read"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(name, damage, said, arguments, finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "checkpoint-00000008" / name)
+    train(arguments(tmp_path))
+    out = capsys.readouterr().out
+    assert re.search(rf"checkpoint-00000008 is damaged: {said}.*goes on from .*checkpoint-00000006", out), out
+    assert same(tmp_path, finished)
+    assert (tmp_path / "damaged-checkpoint-00000008").is_dir()
+    train([*arguments(tmp_path, max_steps=1), "--overwrite_output_dir"])
+    assert not (tmp_path / "damaged-checkpoint-00000008").exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "random_states_0.pkl"])
+def test_cut_and_missing_files_are_found_without_a_manifest(name, arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    for checkpoint in list_checkpoints(tmp_path):
+        cut(as_of_an_earlier_version(checkpoint) / name)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    with pytest.raises(
+        ValueError, match=rf"no checkpoint can be resumed from, .*00000008: {name} is cut.*00000006: {name} is cut"
+    ):
+        train(arguments(tmp_path))
+    shutil.rmtree(tmp_path / "checkpoint-00000006")
+    (tmp_path / "checkpoint-00000008" / name).unlink()
+    if name == "random_states_0.pkl":
+        with pytest.raises(ValueError, match=r"00000008: random_states_0.pkl is missing"):
+            train(arguments(tmp_path))
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items() if path.parent.name == "model")
+
+
+def test_random_states_that_cannot_be_put_back_are_refused(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    delete_folder(tmp_path / "checkpoint-00000008")
+    path = as_of_an_earlier_version(tmp_path / "checkpoint-00000006") / "random_states_0.pkl"
+    states = torch.load(path, weights_only=False)
+    torch.save(states | {"random_state": "of another version"}, path)
+    with pytest.raises(ValueError, match=r"checkpoint-00000006: its random_states_0.pkl cannot be put back here"):
+        train(arguments(tmp_path))
+
+
+def test_a_changed_configuration_is_refused_by_name(arguments, tmp_path):
+    config = ESSMConfig(hidden_size=16, num_hidden_layers=1, num_spectral_channels=8, filter_length=512)
+    config.save_pretrained(tmp_path / "config")
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length", "dropout"))
+    order = arguments(tmp_path / "run", **sizes, config_name=tmp_path / "config", max_steps=1)
+    train(order)
+    config.budget_presets = {"low": 2}  # may be set at any time
+    config.save_pretrained(tmp_path / "config")
+    train(order)
+    config.hidden_act = "relu"
+    config.save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match="hidden_act of the model was 'gelu' and is now 'relu'"):
+        train(order)
+
+
+def test_damaged_lines_of_the_log_are_dropped_by_number(arguments, finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    good = (tmp_path / "log.jsonl").read_bytes().splitlines()
+    bad = [b"\xff\xfe garbage", b"\0" * 9, b"[1, 2]", b'{"loss": 1.0}', b'{"update": "three"}', b""]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join([*bad, *good, b'{"update": 8, "lo']))
+    train(arguments(tmp_path))
+    assert read_log(tmp_path) == read_log(finished)
+    out = capsys.readouterr().out
+    assert [f"log.jsonl: line {number} is damaged and was dropped" in out for number in range(1, 8)] == [True] * 6 + [
+        False
+    ]
+
+
+def test_a_second_run_in_the_folder_is_refused(arguments, tmp_path):
+    """Until the first one ends: one that was killed holds nothing."""
+    args = parse_arguments(train_clm.CLMArguments, arguments(tmp_path / "run"))
+    with engine.open_run(args):
+        codes, log = train_apart(arguments(tmp_path / "run"), tmp_path)
+        assert codes == [1] and re.search("ValueError: output_dir '.*run' is in use by another run", log), log
+        assert not list_checkpoints(tmp_path / "run")
+    assert train_apart(arguments(tmp_path / "run"), tmp_path, ("kill_at_update", 4))[0] == KILLED
+    train(arguments(tmp_path / "run"))
+
+
+def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys):
+    train(arguments(tmp_path))
+    profile = tmp_path / "model" / "budget_profile.json"
+    profile.write_text("{}")
+    train(arguments(tmp_path))
+    assert "kept" in capsys.readouterr().out and profile.read_text() == "{}"
+    train(arguments(tmp_path, final_model="best"))  # other weights, of which it says nothing
+    assert not profile.exists()
+    profile.write_text("{}")
+    train([*arguments(tmp_path, max_steps=9, final_model="best"), "--extend"])
+    assert not profile.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Longer than planned.
+
+
+def test_a_finished_run_is_extended(arguments, finished, tmp_path, capsys):
+    """Its learning rate rises and falls once more; killed and resumed, it ends with the same bits."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        shutil.copytree(finished, folder / "run")
+    longer = {"max_steps": 14}
+    with pytest.raises(ValueError, match=r"max_steps was 8 and is now 14 \(with --extend it may become larger\)"):
+        train(arguments(whole / "run", **longer))
+    with pytest.raises(ValueError, match=r"max_steps was 8 and is now 7 .*"):
+        train([*arguments(whole / "run", max_steps=7), "--extend"])
+    train([*arguments(whole / "run", **longer), "--extend"])
+    assert "extended to 14 updates" in capsys.readouterr().out
+    log = read_log(whole / "run")
+    assert [line["update"] for line in log] == [*range(1, 15)]
+    rates = [line["learning_rate"] for line in log]  # of the next update
+    assert rates[:8] == [line["learning_rate"] for line in read_log(finished)]
+    cosine = [5e-3 * 0.5 * (1 + math.cos(math.pi * n / 4)) for n in range(5)]
+    assert rates[7:] == pytest.approx([0.0, 2.5e-3, *cosine], abs=1e-12)
+
+    order = [*arguments(killed / "run", **longer), "--extend"]
+    assert train_apart(order, killed, ("kill_at_update", 10))[0] == KILLED
+    assert train_apart(order, killed, ("kill_at_update", 13))[0] == KILLED
+    train(arguments(killed / "run", **longer))  # its checkpoint knows by now
+    assert same(killed / "run", whole / "run")
+
+
+def test_a_run_is_extended_before_its_end_and_by_epochs(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    delete_folder(tmp_path / "checkpoint-00000008")
+    train([*arguments(tmp_path, num_train_epochs=1), "--extend"])  # 12 updates
+    rates = [line["learning_rate"] for line in read_log(tmp_path)]
+    assert len(rates) == 12
+    reached = rates[5]  # of update 7, where the old plan stood
+    assert 0 < reached < 5e-3 and rates[6] == pytest.approx((reached + 5e-3) / 2)
+    assert rates[7] == pytest.approx(5e-3) and rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_extending_without_warm_up_starts_at_the_peak(arguments, tmp_path, monkeypatch):
+    train(arguments(tmp_path, max_steps=2, warmup_steps=0))
+    used, step = [], torch.optim.AdamW.step
+
+    def noting(self, *args, **kwargs):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
+    train([*arguments(tmp_path, max_steps=4, warmup_steps=0), "--extend"])
+    assert used == pytest.approx([5e-3, 2.5e-3])
+
+
+def test_there_must_be_a_run_to_extend(arguments, tmp_path):
+    with pytest.raises(ValueError, match=r"extend needs a run to go on with, and output_dir .* holds no checkpoint"):
+        train([*arguments(tmp_path), "--extend"])
+
+
+def test_the_learning_rate_is_that_of_transformers():
+    """Bit for bit, so that checkpoints of earlier versions go on as they would have."""
+    from learning_rate import rate_factor
+    from transformers import get_cosine_schedule_with_warmup
+
+    for warmup, steps in ((0, 7), (3, 11), (50, 601), (20, 10)):
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        theirs = get_cosine_schedule_with_warmup(optimizer, warmup, steps).lr_lambdas[0]
+        assert [rate_factor(n, warmup, [[0, steps]]) for n in range(steps + 1)] == [theirs(n) for n in range(steps + 1)]
 
 
 def test_publishing_replaces_a_folder_whole(tmp_path):
@@ -572,6 +795,64 @@ def test_training_stops_when_it_diverges(broken, arguments, tmp_path, monkeypatc
     with pytest.raises(FloatingPointError, match=r"update 5: loss is .*Last good checkpoint: .*checkpoint-00000003"):
         train(arguments(tmp_path))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003"]
+    assert not (tmp_path / "model").exists()
+
+
+def test_infinity_that_is_meant_is_not_broken():
+    """A mask, computed anew by every model; running statistics are saved with the weights."""
+    accelerator, model = engine.Accelerator(), nn.BatchNorm1d(3)
+    model.register_buffer("mask", torch.full((3,), -math.inf), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert non_finite(accelerator, model, optimizer, []) == []
+    model.running_var[1] = math.inf
+    assert non_finite(accelerator, model, optimizer, [torch.tensor([math.nan])]) == [
+        "the weights",
+        "the averaged weights",
+    ]
+
+
+@pytest.mark.parametrize("update", [6, 8], ids=["at a checkpoint", "at the end"])
+@pytest.mark.parametrize("part", ["weights", "averaged weights", "optimizer's state"])
+def test_what_an_update_breaks_is_not_saved(part, update, arguments, tmp_path, monkeypatch):
+    """Its loss and gradient were finite: only what it leaves behind is not."""
+    step, average, made = torch.optim.AdamW.step, WeightAverage.update, []
+
+    def broken_step(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        made.append(1)
+        if len(made) == update and part != "averaged weights":
+            parameter = self.param_groups[0]["params"][-1]
+            broken = parameter if part == "weights" else self.state[parameter]["exp_avg_sq"]
+            broken.data.view(-1)[0] = math.inf
+        return result
+
+    def broken_average(self):
+        average(self)
+        if self.updates == update and part == "averaged weights":
+            self.average[-1].view(-1)[0] = math.nan
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken_step)
+    monkeypatch.setattr(WeightAverage, "update", broken_average)
+    last = {6: 3, 8: 6}[update]
+    with pytest.raises(
+        FloatingPointError, match=f"update {update}: .*the {part}.* hold NaN .*checkpoint: .*checkpoint-0000000{last}"
+    ):
+        train(arguments(tmp_path, validate_every=update))
+    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-0000000{last}"
+    assert not (tmp_path / "model").exists() and not (tmp_path / "best").exists()
+
+
+def test_a_broken_checkpoint_of_an_earlier_version_is_not_good(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    checkpoint = as_of_an_earlier_version(list_checkpoints(tmp_path)[-1])
+    weights = torch.load(checkpoint / "pytorch_model.bin")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    torch.save(weights, checkpoint / "pytorch_model.bin")
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(
+        FloatingPointError, match=r"00000008: the weights hold NaN .*delete it .*checkpoint: .*checkpoint-00000006"
+    ):
+        train(arguments(tmp_path))
     assert not (tmp_path / "model").exists()
 
 

@@ -84,6 +84,14 @@ def test_sharded_half_precision_and_auto_classes(auto, tmp_path):
         assert torch.equal(outputs(small), outputs(whole, 6))
 
 
+def test_shards_of_a_variant(tmp_path):
+    large = random_model()
+    large.save_pretrained(tmp_path, max_shard_size="20KB", variant="fp16")
+    assert (tmp_path / "model.safetensors.index.fp16.json").exists()
+    small = ESSMForCausalLM.from_pretrained(tmp_path, variant="fp16", spectral_capacity=6)
+    assert torch.equal(outputs(small), outputs(large, 6))
+
+
 def test_a_checkpoint_loads_as_another_head(tmp_path):
     random_model(ESSMForSequenceClassification).save_pretrained(tmp_path)
     loaded, info = AutoModelForSequenceClassification.from_pretrained(

@@ -248,11 +248,12 @@ def test_an_existing_repository_keeps_its_other_files_but_no_stale_shards(hub, r
     sharded = run.with_name("sharded") / "model"
     ESSMForCausalLM.from_pretrained(run / "model").save_pretrained(sharded, max_shard_size="60KB")
     assert len(list(sharded.glob("model-*.safetensors"))) > 1 and not (sharded / "model.safetensors").exists()
-    (sharded / "notes.txt").write_text("kept")
     push(hub, sharded.parent)
+    repository = hub.repositories[REPO]
+    repository.commit("by hand", repository.files | {"notes.txt": pointer("0" * 64, 4)})
     push(hub, run)
-    files = set(hub.repositories[REPO].files)
-    assert "notes.txt" in files and len(shas(hub)) == 3
+    files = set(repository.files)
+    assert "notes.txt" in files and len(shas(hub)) == 4
     assert {name for name in files if "safetensors" in name} == {"model.safetensors"}
 
 
@@ -429,10 +430,98 @@ def test_folders_that_would_not_load(run, damage, says):
         check_folder(run / "model")
 
 
-def test_hidden_files_and_subfolders_stay_at_home(run):
-    (run / "model" / ".env").write_text("secret")
-    (run / "model" / "checkpoint-1").mkdir()
-    assert not {".env", "checkpoint-1"} & set(check_folder(run / "model"))
+STRAYS = (
+    *("credentials.json", "hf_token.txt", "id_rsa", "optimizer.bin", "training_args.bin", "config.json~"),
+    *("#README.md#", "README.md.orig", "notes.txt", "other.py", "model-00001-of-00009.safetensors", "unseen.png"),
+    *(".env", "pytorch_model.bin", "merged.safetensors", "data.csv", "config.yaml", "tokenizer.json.bak", "x.png.key"),
+)
+
+
+def litter(run: Path) -> Path:
+    """A model folder with what has no place on the Hub, and with all that may have one."""
+    model = run / "model"
+    for name in STRAYS:
+        (model / name).write_text("secret")
+    (model / "checkpoint-1").mkdir()
+    (run.parent / "id_ed25519").write_text("secret")
+    for name in ("LICENSE", "vocab.json", "linked.png"):  # names that would be published, were they files
+        (model / name).symlink_to(run.parent / "id_ed25519")
+    for name in ("features.json", "budget_profile.json", "preprocessor_config.json"):
+        (model / name).write_text("{}")
+    for name in ("NOTICE", "seen.png", "also-seen.svg", "my_model.py", "my_layers.py"):
+        (model / name).write_text("" if name != "my_model.py" else "from .my_layers import Layer\n")
+    card = "![curve](seen.png) <img src='./also-seen.svg'> ![no](linked.png) ![](x.png.key) [no](notes.txt)\n"
+    (model / "README.md").write_text(card)
+    ESSMForCausalLM.from_pretrained(model).save_pretrained(model, variant="fp16", max_shard_size="60KB")
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"]["AutoModel"] = "my_model.Mine"
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+MAY_BE_PUBLISHED = {
+    *("features.json", "budget_profile.json", "preprocessor_config.json", "NOTICE", "seen.png", "also-seen.svg"),
+    *("my_model.py", "my_layers.py", "modeling_essm.py", "config.json", "generation_config.json", "tokenizer.json"),
+    *("tokenizer_config.json", "README.md", "model.safetensors", "model.safetensors.index.fp16.json"),
+}
+
+
+def test_only_what_belongs_to_a_model_is_published(hub, run):
+    model = litter(run)
+    child = start(hub, run, "--keep_card")
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    published = set(hub.repositories[REPO].files) - {".gitattributes"}
+    own = {path.name for path in Path(push_module.__file__).parents[1].glob("modeling_essm/*.py")}
+    variant = set(json.loads((model / "model.safetensors.index.fp16.json").read_text())["weight_map"].values())
+    assert len(variant) > 1 and MAY_BE_PUBLISHED | variant <= published <= MAY_BE_PUBLISHED | variant | own
+    assert not any(b"secret" in hub.content(REPO, name) for name in published)
+    (said,) = [line for line in out.splitlines() if line.startswith("not published")]
+    left_out = set(said.split(": ", 1)[1].split(", "))
+    links = {f"{name} (a symbolic link)" for name in ("LICENSE", "vocab.json", "linked.png")}
+    assert left_out == {*STRAYS, "checkpoint-1/"} | links
+
+
+def test_a_dry_run_says_both_and_writes_nothing(run, capsys):
+    model = litter(run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert push_module.push_run(push_module.PushArguments(run=str(run), dry_run=True)) is None
+    published, left_out, card = capsys.readouterr().out.splitlines()
+    assert published == f"to be published from {model}: {', '.join(check_folder(model))}"
+    assert "id_rsa" in left_out and "LICENSE (a symbolic link)" in left_out and "README.md would be written" in card
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "spectral_ops.py"])
+def test_a_link_in_the_place_of_a_file_is_refused(run, name):
+    target = (run / "model" / name).rename(run / name)
+    (run / "model" / name).symlink_to(target)
+    with pytest.raises(ValueError, match=f"lacks the .*{name}, of which a symbolic link is never published"):
+        check_folder(run / "model")
+
+
+@pytest.mark.parametrize(
+    "index, says",
+    [
+        ({"weight_map": {"a": "../id_rsa"}}, "must name safetensors files"),
+        ({"weight_map": {"a": "id_rsa"}}, "must name safetensors files"),
+        ({"weight_map": ["a"]}, "must name safetensors files"),
+        ({}, "must name safetensors files"),
+    ],
+)
+def test_an_index_publishes_weights_alone(run, index, says):
+    (run / "model" / "id_rsa").write_text("secret")
+    (run / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=says):
+        check_folder(run / "model")
+
+
+@pytest.mark.parametrize("reference", ["../id_rsa.x", "id_rsa", 3])
+def test_an_auto_map_publishes_code_alone(run, reference):
+    path = run / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModel": reference}}))
+    with pytest.raises(ValueError, match=r"auto_map must name classes as 'module.Class'"):
+        check_folder(run / "model")
 
 
 # --- The card

@@ -15,11 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_ids, random_model
-from transformers import AutoTokenizer
+from helpers import captured_warnings, random_ids, random_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_essm
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, build_byte_tokenizer
+from modeling_essm import (
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForSequenceClassification,
+    ESSMModel,
+    build_byte_tokenizer,
+)
 
 CLASSES = {"base": ESSMModel, "causal": ESSMForCausalLM, "classifier": ESSMForSequenceClassification}
 AUTO = {"base": "AutoModel", "causal": "AutoModelForCausalLM", "classifier": "AutoModelForSequenceClassification"}
@@ -263,6 +269,112 @@ def test_package_and_remote_copies_live_in_one_process(folders, tmp_path):
     assert "    return y, state, x\n" in code  # of the custom operator
     (changed / "spectral_ops.py").write_text(code.replace("    return y, state, x\n", "    return 2 * y, state, x\n"))
     assert "all copies work" in run_child(BOTH, tmp_path, folders / "causal", package, changed)
+
+
+# --- Classes that a user derives
+
+DERIVED = """
+from modeling_essm import (
+    ESSMConfig,
+    ESSMForCausalLM as Base,
+)
+from modeling_essm.spectral_ops import SpectralOperator
+
+
+class Doubled(Base):
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = 2 * outputs.logits
+        return outputs
+"""
+
+LOAD_DERIVED = """
+import sys
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+torch.set_num_threads(1)
+folder, again, ids = sys.argv[1], sys.argv[2], torch.arange(40)[None]
+if len(sys.argv) > 3:
+    sys.path.insert(0, sys.argv[3])
+    import modeling_essm
+for where in (folder, again):
+    derived = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True, spectral_budget=6).eval()
+    assert type(derived).__name__ == "Doubled", type(derived)
+    body = AutoModel.from_pretrained(where, trust_remote_code=True)
+    assert type(body).__name__ == "ESSMModel"
+    with torch.no_grad():
+        logits = derived.lm_head(body.eval()(ids, spectral_budget=6).last_hidden_state)
+        assert torch.equal(derived(ids).logits, 2 * logits)
+    derived.save_pretrained(again)
+small = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, spectral_capacity=6).eval()
+with torch.no_grad():
+    assert type(small).__name__ == "Doubled" and torch.equal(small(ids).logits, 2 * logits)
+if len(sys.argv) > 3:
+    plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(plain) is modeling_essm.ESSMForCausalLM
+    with torch.no_grad():
+        assert torch.equal(plain(ids, spectral_budget=6).logits, logits)
+"""
+
+
+@pytest.fixture(scope="module")
+def derived(tmp_path_factory):
+    """The same model as its class saves it, and as saved by ours with the class named by hand; the class."""
+    root = tmp_path_factory.mktemp("derived")
+    (root / "my_model.py").write_text(DERIVED)
+    sys.path.insert(0, str(root))
+    import my_model
+
+    sys.path.remove(str(root))
+    model = my_model.Doubled(random_model().config)
+    model.save_pretrained(root / "saved")
+    model.__class__ = ESSMForCausalLM
+    model.save_pretrained(root / "named")
+    by_hand = DERIVED.replace("modeling_essm.spectral", ".spectral").replace("from modeling", "from .modeling")
+    (root / "named" / "my_model.py").write_text(by_hand)
+    config = json.loads((root / "named" / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "my_model.Doubled", "AutoConfig": AUTO_MAP["AutoConfig"]}
+    (root / "named" / "config.json").write_text(json.dumps(config))
+    return root, my_model.Doubled
+
+
+@pytest.mark.parametrize("kind", ["saved", "named"])
+@pytest.mark.parametrize("package", [False, True], ids=["alone", "with-package"])
+def test_a_derived_class_loads_as_what_it_is(derived, kind, package, tmp_path):
+    where = [Path(modeling_essm.__file__).parents[1]] if package else []
+    run_child(("" if package else BLOCK) + LOAD_DERIVED, tmp_path, derived[0] / kind, tmp_path / "again", *where)
+
+
+def test_the_files_of_a_derived_class(derived):
+    folder = derived[0] / "saved"
+    assert {"my_model.py", "modeling_essm.py", "configuration_essm.py"} <= {path.name for path in folder.iterdir()}
+    assert "from .modeling_essm import ESSMForCausalLM as Base\n" in (folder / "my_model.py").read_text()
+    assert "from .spectral_ops import SpectralOperator\n" in (folder / "my_model.py").read_text()
+    config = json.loads((folder / "config.json").read_text())
+    assert config["auto_map"] == AUTO_MAP | {"AutoModelForCausalLM": "my_model.Doubled"}
+
+
+def test_our_class_saves_no_reference_to_a_file_that_is_not_there(derived, tmp_path):
+    """Neither code that was never run nor the name of its class goes along."""
+    ESSMModel.from_pretrained(derived[0] / "named").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["auto_map"] == AUTO_MAP
+    assert not (tmp_path / "my_model.py").exists()
+
+
+def test_a_derived_class_that_is_not_run_is_named(derived):
+    with captured_warnings("remote_code") as messages:
+        model = AutoModelForCausalLM.from_pretrained(derived[0] / "saved")
+    assert type(model) is ESSMForCausalLM and "is a my_model.Doubled" in messages[0] and len(messages) == 1
+    with captured_warnings("remote_code") as messages:
+        ESSMForCausalLM.from_pretrained(derived[0] / "saved")  # which says what it wants
+    assert not messages
+
+
+@pytest.mark.parametrize("value", ["modeling_essm.ESSMModel", ["a"]], ids=str)
+def test_a_malformed_auto_map(value):
+    with pytest.raises(ValueError, match="auto_map must be a dict"):
+        ESSMConfig(auto_map=value)
 
 
 # --- The tokenizer

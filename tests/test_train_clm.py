@@ -6,6 +6,7 @@ How a run trains, stops, breaks and resumes is tested in test_engine.py and test
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -92,7 +93,11 @@ def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys
     monkeypatch.setattr(engine, "_accumulate", None)  # an update would call it
     checkpoints = list_checkpoints(finished)
     (finished / "budget_sweep.json").unlink()
+    card = finished / "model" / "README.md"
+    edited = card.read_text() + "\nTrained for my aunt.\n"
+    card.write_text(edited)
     train(command_line(finished, **data), whole=True)
+    assert card.read_text() == edited
     out = capsys.readouterr().out
     assert "finished already" in out and "validation" not in out
     assert all(f"--- sample at K={K} ---" in out for K in (2, 6, 8))
@@ -216,6 +221,17 @@ def test_nothing_is_deleted_by_arguments_that_cannot_work(finished, data):
         with pytest.raises(ValueError):
             train([*command_line(finished, **data | changes), "--overwrite_output_dir"])
     assert sorted(path.name for path in finished.iterdir()) == before
+
+
+def test_errors_of_the_script_are_one_line(data, tmp_path):
+    """Under the launcher too, whose own traceback --quiet leaves out."""
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--cpu"]
+    order = command_line(tmp_path, **data | {"train_file": "MISSING"})
+    run = subprocess.run(
+        [*launch, "--num_processes", "1", train_clm.__file__, *order], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
+    assert run.stderr.strip().splitlines()[-1].startswith("error: cannot read text file")
 
 
 def test_a_hub_push_that_cannot_work_is_refused_before_training(data, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ import checkpoints
 import engine
 import train_clm
 from checkpoints import list_checkpoints
+from finiteness import local
 
 TRAIN = Path(train_clm.__file__).parent
 BLOCK = 32
@@ -72,7 +73,7 @@ def train(arguments: list[str], whole: bool = False) -> None:
     with contextlib.ExitStack() as patches:
         if not whole:
             sweep = SimpleNamespace(table=lambda: "", save=lambda *args, **kwargs: None)
-            for name, value in {"sweep_budgets": sweep, "sample": "", "push_run": None}.items():
+            for name, value in {"sweep_budgets": sweep, "sample": "", "write_card_and_push": None}.items():
                 patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
             patches.enter_context(mock.patch.object(train_clm, "reload", return_value=(None, mock.Mock())))
         train_clm.main(train_clm.parse_arguments(train_clm.CLMArguments, arguments))
@@ -222,6 +223,20 @@ def kill_at_update(update: int) -> None:
         return Deadly(schedule=schedule, budgets=schedule.budgets)
 
     train_clm.make_schedule = deadly
+
+
+def break_weight_at_update(update: int, rank: int) -> None:
+    """On that rank alone, the step of that update leaves a NaN in a weight, after a loss and a gradient without."""
+    step, done = torch.optim.AdamW.step, []
+
+    def broken(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        done.append(1)
+        if len(done) == update and os.environ["RANK"] == str(rank):
+            local(self.param_groups[0]["params"][0]).data.view(-1)[0] = math.nan
+        return result
+
+    torch.optim.AdamW.step = broken
 
 
 def kill_in_file(path: str) -> None:

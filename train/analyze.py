@@ -21,8 +21,10 @@ from typing import Any
 
 import torch
 from budget_dropout import BUDGETS, clip_budgets
+from command import run_script
 from engine import check_writable, write_json
 from matplotlib.figure import Figure
+from models import TRUST_HELP, load_model
 from text_data import ByteEncoder, evaluation_blocks, read_files, to_stream
 from torch import Tensor
 from transformers import AutoModel, HfArgumentParser, PreTrainedModel
@@ -184,6 +186,7 @@ class AnalyzeArguments:
     output_dir: str = field(metadata={"help": "Where analysis.json, gates.png and cost.png go."})
     block_size: int = field(default=512, metadata={"help": "Tokens per block."})
     max_blocks: int = field(default=32, metadata={"help": "Blocks to run, spread evenly over the text."})
+    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
 
 
 def main() -> None:
@@ -193,7 +196,7 @@ def main() -> None:
     check_writable(output_dir)
     stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
     input_ids = evaluation_blocks(stream, args.block_size, args.max_blocks)
-    model = AutoModel.from_pretrained(args.model, trust_remote_code=True)
+    model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
     budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
     operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
@@ -220,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

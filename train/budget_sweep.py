@@ -34,9 +34,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from budget_dropout import BUDGETS, clip_budgets
+from command import run_script
 from engine import Metric, capacity_of, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from models import TRUST_HELP, load_model
 from text_data import ByteEncoder, evaluation_blocks, read_files, text_labels, to_stream
 from torch import Tensor
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
@@ -276,6 +278,7 @@ class SweepArguments:
     block_size: int = field(default=512, metadata={"help": "Tokens per block: the longest context."})
     max_blocks: int = field(default=256, metadata={"help": "Blocks to evaluate, spread evenly over the text."})
     batch_size: int = field(default=8, metadata={"help": "Blocks per forward pass."})
+    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
 
 
 def main() -> None:
@@ -285,7 +288,7 @@ def main() -> None:
     input_ids = evaluation_blocks(stream, args.block_size, args.max_blocks)
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
-    model = AutoModelForCausalLM.from_pretrained(args.model, trust_remote_code=True)
+    model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     labels = text_labels(input_ids)
@@ -295,4 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

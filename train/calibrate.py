@@ -35,10 +35,12 @@ import transformers
 from budget_dropout import BUDGETS, clip_budgets
 from budget_sweep import BITS_PER_BYTE
 from classification_data import collate, load_classification
+from command import run_script
 from engine import Metric, check_writable, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
+from models import TRUST_HELP, load_model
 from text_data import ByteEncoder, TokenizerEncoder, evaluation_blocks, load_text, read_files, text_labels, to_stream
 from torch import Tensor
 from train_classification import ACCURACY
@@ -96,6 +98,7 @@ class CalibrateArguments:
     )
     max_blocks: int = field(default=256, metadata={"help": "With text_files: blocks, spread evenly over the text."})
     eval_batch_size: int = field(default=8, metadata={"help": "Blocks or samples per forward pass for quality."})
+    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
 
     def __post_init__(self) -> None:
         if self.timing_only and (self.text_files or self.task):
@@ -194,7 +197,9 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
             raise ValueError("text_files measure language models; a classifier needs task")
         encoder: Any = ByteEncoder()
         if config["vocab_size"] != encoder.vocab_size:
-            encoder = TokenizerEncoder(AutoTokenizer.from_pretrained(args.model), "of the model")
+            encoder = TokenizerEncoder(
+                load_model(AutoTokenizer, args.model, trust_remote_code=args.trust_remote_code), "of the model"
+            )
         stream, density = to_stream(read_files(args.text_files), encoder)
         block_size = args.block_size or min(512, config["filter_length"])
         blocks = evaluation_blocks(stream, block_size, args.max_blocks, encoder.pad_id)
@@ -457,7 +462,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     device = pick_device(args.device)
     load = AutoModelForCausalLM if _is_causal(config) else AutoModelForSequenceClassification
     dtype: Any = DTYPES.get(args.dtype, "auto")
-    model = load.from_pretrained(folder, trust_remote_code=True, dtype=dtype).to(device).eval()
+    model = load_model(load, folder, trust_remote_code=args.trust_remote_code, dtype=dtype).to(device).eval()
     present = None
     if args.timing_only or (folder / FILE_NAME).exists():
         present = read_profile(folder, model)
@@ -493,4 +498,4 @@ def main(argv: Sequence[str] | None = None) -> BudgetProfile:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

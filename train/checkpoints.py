@@ -3,25 +3,33 @@
 
 A folder `checkpoint-N` is therefore always complete. It holds what `Accelerator.save_state` writes (model, optimizer,
 scheduler, loss scaler, random states of every process), data.pt (the place in the data), the weights' average if one is
-kept, and run_state.json (update, validation so far, budget, arguments).
+kept, run_state.json (update, validation so far, budget, arguments) and manifest.json, the size and SHA-256 of each of
+those files: what a disk or a copy has damaged since is not resumed from.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import pickle
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
 
 RUN_STATE = "run_state.json"
+MANIFEST = "manifest.json"
+DAMAGED = "damaged-"  # before the name of a checkpoint that is kept to be looked at, and not resumed from
 _TEMPORARY = ".tmp-"
 _REPLACED = f"{_TEMPORARY}replaced-"
 
@@ -58,19 +66,35 @@ def complete_or_removed(path: Path, temporary: Path) -> Iterator[None]:
     """While `path` is written in `temporary`: a failure frees the space and names the last good checkpoint.
 
     Raises:
+        ConnectionError: another process of the run is gone.
         OSError: also for the errors that torch's and safetensors' writers make of one.
     """
     try:
         yield
-    except (torch.OutOfMemoryError, torch.distributed.DistError):  # RuntimeErrors, but not of a writer
+    except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors, but not of a writer
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         last = next(reversed(list_checkpoints(path.parent)), "none")
+        if is_lost_peer(error):
+            raise ConnectionError(
+                f"lost another process of this run, {path} is not saved: {error}. Last good checkpoint: {last}. See "
+                "what that process said, and start the run again"
+            ) from error
         raise OSError(
             f"cannot write {path}: {error}. Last good checkpoint: {last}. Make room and start the run again"
         ) from error
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether it says that another process of the run is gone: torch.distributed's, or gloo's plain RuntimeError."""
+    failures = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return (
+        isinstance(error, torch.distributed.DistError)
+        or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+        or any(is_lost_peer(failure) for failure, _ in failures)
+    )
 
 
 def delete_folder(path: Path) -> None:
@@ -120,21 +144,112 @@ def save_checkpoint(
             for name, state in shared.items():
                 torch.save(state, temporary / f"{name}.pt")
             (temporary / RUN_STATE).write_text(json.dumps(run_state, indent=2) + "\n")
+            (temporary / MANIFEST).write_text(json.dumps(_manifest(temporary), indent=2) + "\n")
             publish(temporary, path)
     if accelerator.is_main_process:
-        for old in list_checkpoints(output_dir)[:-keep]:
-            delete_folder(old)
+        prune_checkpoints(output_dir, keep)
     accelerator.wait_for_everyone()
+
+
+def prune_checkpoints(output_dir: Path, keep: int) -> None:
+    """Delete all but the `keep` newest."""
+    for old in list_checkpoints(output_dir)[:-keep]:
+        delete_folder(old)
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file below the folder."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in names}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def newest_sound_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
+    """The newest checkpoint in which nothing is damaged, and the damaged ones after it, with what is wrong.
+
+    Raises:
+        ValueError: there are checkpoints, and all are damaged.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(list_checkpoints(output_dir)):
+        damage = find_damage(checkpoint)
+        if damage is None:
+            return checkpoint, damaged
+        damaged[checkpoint] = damage
+    if damaged:
+        what = "; ".join(f"{path}: {damage}" for path, damage in damaged.items())
+        raise ValueError(
+            f"no checkpoint can be resumed from, {what}. Put the files back from a copy, or start afresh with "
+            "--overwrite_output_dir"
+        )
+    return None, {}
+
+
+def find_damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, by the name of a file, or None.
+
+    Earlier versions wrote no manifest: of theirs, missing files and cut ones are found.
+    """
+    try:
+        ranks = int(read_run_state(checkpoint)["identity"]["num_processes"])
+        manifest = json.loads((checkpoint / MANIFEST).read_text()) if (checkpoint / MANIFEST).exists() else None
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in (manifest or {}).items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{RUN_STATE} or {MANIFEST} cannot be read ({error})"
+    needed = expected or ["data.pt", *(f"random_states_{rank}.pkl" for rank in range(ranks))]
+    if missing := [name for name in needed if not (checkpoint / name).is_file()]:
+        return f"{missing[0]} is missing"
+    for name, (size, digest) in expected.items():
+        found = (checkpoint / name).stat().st_size
+        if found != size:
+            return f"{name} has {found:,} bytes, and had {size:,} when it was written"
+        if _sha256(checkpoint / name) != digest:
+            return f"{name} is not what was written, by its SHA-256"
+    for path in checkpoint.iterdir() if manifest is None else ():
+        if path.suffix in (".bin", ".pkl", ".pt") and not zipfile.is_zipfile(path):  # torch's files are archives
+            return f"{path.name} is cut, or no file of torch"
+    return None
 
 
 def load_checkpoint(
     accelerator: Accelerator, checkpoint: Path, shared: Sequence[str], own: Sequence[str]
 ) -> dict[str, Any]:
-    """Everything that Accelerate knows goes back into place; the states of those names are returned."""
-    accelerator.load_state(str(checkpoint))
-    files = {name: f"{name}.pt" for name in shared} | {name: f"{name}_{accelerator.process_index}.pt" for name in own}
+    """Everything that Accelerate knows goes back into place; the states of those names are returned.
+
+    Raises:
+        ValueError: files that cannot be read, or random states that Accelerate could not set.
+    """
+    rank = accelerator.process_index
+    files = {name: f"{name}.pt" for name in shared} | {name: f"{name}_{rank}.pt" for name in own}
     # Data states hold NumPy arrays, hence no weights_only: a checkpoint is as trusted as the run that wrote it.
-    return {name: torch.load(checkpoint / file, map_location="cpu", weights_only=False) for name, file in files.items()}
+    read = partial(torch.load, map_location="cpu", weights_only=False)
+    try:
+        states = {name: read(checkpoint / file) for name, file in files.items()}
+        random_states = read(checkpoint / f"random_states_{rank}.pkl")
+        accelerator.load_state(str(checkpoint))
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot read {checkpoint}: {error!r}; delete it to go on from the one before it") from error
+    _check_random_states(accelerator, checkpoint, random_states)
+    return states
+
+
+def _check_random_states(accelerator: Accelerator, checkpoint: Path, states: dict[str, Any]) -> None:
+    """Raises ValueError if they are not in place: Accelerate says nothing when it cannot set them."""
+    device = accelerator.device
+    in_place = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
+    if device.type == "cuda":
+        saved = states["torch_cuda_manual_seed"]
+        index = torch.cuda.current_device() if device.index is None else device.index
+        in_place &= index < len(saved) and torch.equal(torch.cuda.get_rng_state(device), saved[index])
+    if not in_place:
+        raise ValueError(
+            f"cannot resume {checkpoint}: its random_states_{accelerator.process_index}.pkl cannot be put back here, "
+            "so the run would go on with other random numbers; use the versions and devices it was written with"
+        )
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:

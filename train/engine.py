@@ -4,13 +4,14 @@
 A run is defined by its arguments and its data. Everything an update does is a pure function of its index (budgets),
 of the place in the data, or of state that a checkpoint holds: weights, their average, optimizer, learning rate and the
 random states of every process. So a run that was killed at any moment ends with the bits it would have ended with, on
-the same machine and number of threads, and on a GPU with `deterministic`.
+the same machine and number of threads, and on a GPU with `deterministic`. A checkpoint that was damaged on disk is set
+aside, and the run goes on from the one before it: the same bits, some of them computed twice.
 
 Selection rule: the best model is the one with the best mean of the validation metric over `eval_budgets`, the earlier
 one of equals. With `ema_decay`, the averaged weights are what is validated and saved.
 
 Left in `output_dir`: checkpoint-*, best (a loadable model with best.json), log.jsonl (a line per logged update), and
-what the script adds.
+what the script adds. `.lock` keeps a second run out.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -41,21 +42,28 @@ from accelerate.tracking import GeneralTracker, get_available_trackers, on_main_
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list, set_seed
 from budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
 from checkpoints import (
+    DAMAGED,
     complete_or_removed,
     delete_folder,
     delete_temporary_folders,
     list_checkpoints,
     load_checkpoint,
+    newest_sound_checkpoint,
+    prune_checkpoints,
     publish,
     read_run_state,
     save_checkpoint,
     temporary_folder,
 )
+from finiteness import local, non_finite
+from learning_rate import apply_plan, make_scheduler
+from run_identity import check_same_run, model_identity
+from run_lock import alone_in
 from samples import SampleSource, share_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, get_cosine_schedule_with_warmup
+from transformers import HfArgumentParser, PreTrainedModel
 from transformers.trainer_utils import enable_full_determinism
 
 
@@ -87,13 +95,18 @@ class RunArguments:
     num_train_epochs: float | None = field(
         default=None, metadata={"help": "Instead of max_steps: passes over the training samples."}
     )
+    extend: bool = _arg(
+        False,
+        "Let the run in output_dir go on to a larger max_steps or num_train_epochs than it was started with; the "
+        "learning rate rises again over warmup_steps, from where it stands, and falls to 0 at the new end.",
+    )
     per_device_batch_size: int = _arg(4, "Samples per process and forward pass.")
     gradient_accumulation_steps: int = _arg(1, "Forward and backward passes per update.")
     learning_rate: float = _arg(5e-3, "Peak of the learning rate, falling to 0 along a cosine.")
     warmup_steps: int = _arg(50, "Updates of linear warm-up before the peak.")
     weight_decay: float = _arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = _arg(0.95, "AdamW's decay of squared gradients.")
-    max_grad_norm: float = _arg(1.0, "Gradients are clipped to this norm.")
+    max_grad_norm: float = _arg(1.0, "Gradients are clipped to this norm; inf clips none.")
     ema_decay: float = _arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")
     seed: int = _arg(0, "Of weights, data order, budgets and dropout.")
     gradient_checkpointing: bool = _arg(False, "Recompute activations in the backward pass: less memory, more time.")
@@ -124,7 +137,7 @@ class RunArguments:
     # What may differ when a run is resumed: no weight depends on it (on the number of threads only by rounding).
     RESUMABLE = frozenset(
         {"output_dir", "overwrite_output_dir", "checkpoint_every", "keep_checkpoints", "log_every", "log_with"}
-        | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private", "final_model"}
+        | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private", "final_model", "extend"}
     )
 
     def __post_init__(self) -> None:
@@ -144,8 +157,17 @@ class RunArguments:
                 f"distillation_weight needs budget_schedule 'sandwich', which runs the full budget in every update, "
                 f"got {self.budget_schedule!r}"
             )
-        if self.num_train_epochs is not None and not self.num_train_epochs > 0:
-            raise ValueError(f"num_train_epochs must be positive, got {self.num_train_epochs}")
+        for name in ("learning_rate", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be in [0, inf), got {getattr(self, name)}")
+        if not 0 <= self.adam_beta2 < 1:
+            raise ValueError(f"adam_beta2 must be in [0, 1), got {self.adam_beta2}")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError(f"num_train_epochs must be positive and finite, got {self.num_train_epochs}")
+        if self.extend and self.overwrite_output_dir:
+            raise ValueError("give extend or overwrite_output_dir, not both")
         if self.final_model not in ("last", "best"):
             raise ValueError(f"final_model must be 'last' or 'best', got {self.final_model!r}")
         if self.push_to_hub and not self.hub_model_id:
@@ -228,7 +250,10 @@ def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int) ->
 
 
 class JsonlTracker(GeneralTracker):
-    """log.jsonl: one line per logged update. A resumed run drops the lines of updates it will do again."""
+    """log.jsonl: one line per logged update. A resumed run drops the lines of updates it will do again.
+
+    It also drops damaged lines, and says which.
+    """
 
     name = "jsonl"
     requires_logging_directory = True
@@ -243,17 +268,31 @@ class JsonlTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        last = values.get("first_update", 0)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["update"] <= last]
+        last, kept = values.get("first_update", 0), []
+        lines = self.path.read_bytes().split(b"\n")[:-1] if self.path.exists() else []  # the last may be half written
+        for number, line in enumerate(lines, 1):
+            update = _update_of(line)
+            if update is None:
+                tqdm.write(f"{self.path}: line {number} is damaged and was dropped: {line[:60]!r}")
+            elif update <= last:
+                kept.append(line + b"\n")
         temporary = self.path.with_name(".partial-" + self.path.name)
-        temporary.write_text("".join(kept))
+        temporary.write_bytes(b"".join(kept))
         os.replace(temporary, self.path)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"update": step, **values}) + "\n")
+
+
+def _update_of(line: bytes) -> int | None:
+    """The update that a line of log.jsonl is about; None if it is no such line."""
+    try:
+        update = json.loads(line)["update"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return update if type(update) is int else None
 
 
 class WeightAverage:
@@ -296,17 +335,13 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """This process's part."""
-        return {"updates": self.updates, "average": [_local(t) for t in self.average]}
+        return {"updates": self.updates, "average": [local(t) for t in self.average]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """From what `state_dict` gave on the process of the same rank."""
         self.updates = state["updates"]
         for average, saved in zip(self.average, state["average"], strict=True):
-            _local(average).copy_(saved)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a DTensor under FSDP2
+            local(average).copy_(saved)
 
 
 class _Prefetch:
@@ -323,6 +358,18 @@ class _Prefetch:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def open_run(args: RunArguments) -> Iterator[Accelerator]:
+    """The Accelerator of a run that has its output_dir for itself until the end.
+
+    Raises:
+        ValueError: as `make_accelerator`, or another run uses output_dir.
+    """
+    accelerator = make_accelerator(args)
+    with alone_in(accelerator, Path(args.output_dir)):
+        yield accelerator
 
 
 def make_accelerator(args: RunArguments) -> Accelerator:
@@ -426,20 +473,64 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
-def check_same_run(checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Raises ValueError if the checkpoint belongs to a run that would have given other weights."""
-    reasons = {"num_processes": " (the random states of every process, and shards, are part of a checkpoint)"}
-    saved = read_run_state(checkpoint)["identity"]
-    changed = [
-        f"{name} was {saved.get(name)!r} and is now {new!r}{reasons.get(name, '')}"
-        for name, new in identity.items()
-        if saved.get(name) != new
-    ]
-    if changed:
-        raise ValueError(
-            f"cannot resume {checkpoint}: {', '.join(changed)}; go back to the old value, choose another output_dir, "
-            "or start afresh with --overwrite_output_dir"
-        )
+def _find_run(
+    accelerator: Accelerator, args: RunArguments, identity: dict[str, Any]
+) -> tuple[Path | None, list[Any] | None]:
+    """Make output_dir ready: the checkpoint to go on from, if any, and what `_saved_model` says of it.
+
+    Raises:
+        ValueError: (on all processes) only damaged checkpoints, those of another run, or none where `extend` needs one.
+    """
+    output_dir = Path(args.output_dir)
+    found: list[Any] = [None, {}, None, ""]
+    if accelerator.is_main_process:
+        delete_temporary_folders(output_dir)
+        if args.overwrite_output_dir:
+            old_ones = (*list_checkpoints(output_dir), *output_dir.glob(f"{DAMAGED}checkpoint-*"))
+            for old in (*old_ones, output_dir / "model", output_dir / "best"):
+                if old.exists():
+                    delete_folder(old)
+            for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
+                (output_dir / name).unlink(missing_ok=True)
+        try:
+            found = [*newest_sound_checkpoint(output_dir), _saved_model(output_dir), ""]
+        except ValueError as error:
+            found[3] = str(error)
+    broadcast_object_list(found)
+    checkpoint, damaged, saved_model, problem = found
+    if checkpoint is None and args.extend:
+        problem = problem or f"extend needs a run to go on with, and output_dir {args.output_dir!r} holds no checkpoint"
+    if problem:
+        raise ValueError(problem)
+    if checkpoint is not None:
+        check_same_run(checkpoint, identity, args)
+    if accelerator.is_main_process:
+        if checkpoint is None:
+            (output_dir / "training.json").unlink(missing_ok=True)  # of a run whose checkpoints were deleted
+        for path, damage in damaged.items():
+            aside = path.with_name(DAMAGED + path.name)
+            say(accelerator, f"{path} is damaged: {damage}; now {aside.name}, and the run goes on from {checkpoint}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
+        prune_checkpoints(output_dir, args.keep_checkpoints)  # one more stays where a run was killed before it did
+    accelerator.wait_for_everyone()
+    return checkpoint, saved_model
+
+
+def _saved_model(output_dir: Path) -> list[Any] | None:
+    """Of which update and by which choice (`final_model`) the model in the folder is; None if that is not known."""
+    try:
+        record = json.loads((output_dir / "training.json").read_text())
+        complete = any((output_dir / "model").glob("*.safetensors"))
+        return [record["updates"], record["arguments"]["final_model"]] if complete else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _last_good(output_dir: Path, update: int) -> str:
+    """For an error at that update."""
+    before = [path for path in list_checkpoints(output_dir) if int(path.name.split("-")[1]) < update]
+    return f"Last good checkpoint: {before[-1] if before else 'none'}"
 
 
 def save_model(
@@ -477,8 +568,9 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     Raises:
         ValueError: budgets, trackers or data that cannot work, or a run in output_dir with other arguments or data;
             all before the first update.
-        FloatingPointError: the loss or its gradient is no longer finite.
-        OSError: a checkpoint or model could not be written. In both cases the last good checkpoint stays.
+        FloatingPointError: the loss, its gradient, or what an update left to be saved is no longer finite.
+        OSError: a checkpoint or model could not be written; ConnectionError if another process is gone. In all cases
+            the last good checkpoint stays.
     """
     output_dir, ranks, batch_size = Path(args.output_dir), accelerator.num_processes, args.per_device_batch_size
     samples_per_update = batch_size * ranks * args.gradient_accumulation_steps
@@ -494,18 +586,8 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     identity |= {"max_steps": max_steps, "eval_budgets": list(validated), "num_processes": ranks}
     identity |= {"mixed_precision": accelerator.mixed_precision, "distributed_type": str(accelerator.distributed_type)}
     identity |= {"device": accelerator.device.type}  # each kind has random states of its own
-    if accelerator.is_main_process:
-        delete_temporary_folders(output_dir)
-        if args.overwrite_output_dir:
-            for old in (*list_checkpoints(output_dir), output_dir / "model", output_dir / "best"):
-                if old.exists():
-                    delete_folder(old)
-            for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
-                (output_dir / name).unlink(missing_ok=True)
-    accelerator.wait_for_everyone()
-    checkpoint = next(reversed(list_checkpoints(output_dir)), None)
-    if checkpoint is not None:
-        check_same_run(checkpoint, identity)
+    identity |= {"model": model_identity(task.model)}
+    checkpoint, saved_model = _find_run(accelerator, args, identity)
 
     # 2. Optimizer, learning rate, average, and the state of the run found.
     set_seed(args.seed, device_specific=True)  # equal weights exist already; other dropout masks on every process
@@ -521,7 +603,12 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         betas=(0.9, args.adam_beta2),
         fused=accelerator.device.type in ("cpu", "cuda", "mps", "xpu"),
     )
-    scheduler = get_cosine_schedule_with_warmup(optimizer, args.warmup_steps, max_steps)
+    saved = read_run_state(checkpoint) if checkpoint is not None else {}
+    plan = saved.get("plan", [[0, saved["identity"]["max_steps"] if saved else max_steps]])
+    extended = max_steps > plan[-1][1]  # of which `check_same_run` has made sure that it was asked for
+    if extended:
+        plan = [*plan, [saved["update"], max_steps]]
+    scheduler = make_scheduler(optimizer, args.warmup_steps, plan)
     accelerator.register_for_checkpointing(scheduler)  # not prepared: it steps once per update, on any number of ranks
     model, optimizer = accelerator.prepare(task.model, optimizer)
     average = WeightAverage(model, args.ema_decay) if args.ema_decay else None
@@ -533,17 +620,28 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         "validations_without_best": 0,
         "stopped_early": False,
     }
+
+    def broken() -> str:
+        return " and ".join(non_finite(accelerator, model, optimizer, average.average if average is not None else []))
+
+    done = False
     if checkpoint is not None:
-        saved = read_run_state(checkpoint)
         progress = {name: saved[name] for name in progress}
         states = load_checkpoint(accelerator, checkpoint, *_state_names(accelerator, average))
         task.source.load_state_dict(states["data"])
         if average is not None:
             average.load_state_dict(states["average"])
+        if found := broken():  # which earlier versions saved
+            raise FloatingPointError(
+                f"{checkpoint}: {found} hold NaN or infinite values; delete it to go on from the one before it. "
+                + _last_good(output_dir, progress["update"])
+            )
+        if extended:
+            apply_plan(scheduler)
+            progress |= {"stopped_early": False, "validations_without_best": 0}
         done = progress["update"] == max_steps or progress["stopped_early"]
-        say(
-            accelerator, f"{'finished already' if done else 'resuming'}: {checkpoint} holds update {progress['update']}"
-        )
+        what = "finished already" if done else f"extended to {max_steps} updates" if extended else "resuming"
+        say(accelerator, f"{what}: {checkpoint} holds update {progress['update']}")
     accelerator.init_trackers("essm", {**_flat(identity), "first_update": progress["update"]})
 
     # 3. The loop.
@@ -580,8 +678,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
             next_batches.close()
             raise FloatingPointError(
                 f"update {update + 1}: loss is {loss}, gradient norm {grad_norm}; stopped. "
-                f"Last good checkpoint: {next(reversed(list_checkpoints(output_dir)), 'none')}. "
-                "Try a lower learning_rate or a longer warm-up"
+                f"{_last_good(output_dir, update + 1)}. Try a lower learning_rate or a longer warm-up"
             )
         optimizer.step()
         scheduler.step()
@@ -595,6 +692,13 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
 
         progress |= {"update": update + 1, "seconds": progress["seconds"] + time.perf_counter() - started}
         last = update + 1 == max_steps
+        saves = last or not (update + 1) % args.validate_every or not (update + 1) % args.checkpoint_every
+        if saves and (found := broken()):  # the loss above is that before the step
+            next_batches.close()
+            raise FloatingPointError(
+                f"update {update + 1}: {found} hold NaN or infinite values, and are not saved; stopped. "
+                f"{_last_good(output_dir, update + 1)}. Try a lower learning_rate or a longer warm-up"
+            )
         values: dict[str, Any] = {}
         if (update + 1) % args.log_every == 0 or last:
             values = {"loss": loss, task.metric.name: figure, "budget": budgets[0], "gradient_norm": grad_norm}
@@ -618,6 +722,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         if (update + 1) % args.checkpoint_every == 0 or last:
             budget = {"schedule": args.budget_schedule, "trained": schedule.budgets, "last": budgets}
             run_state = {"identity": identity, "budget": budget, "samples_seen": (update + 1) * samples_per_update}
+            run_state |= {"plan": plan}
             states = {"data": data_state, "average": average.state_dict() if average is not None else None}
             parts = [{name: states[name] for name in names} for names in _state_names(accelerator, average)]
             save_checkpoint(accelerator, output_dir, progress | run_state, args.keep_checkpoints, *parts)
@@ -627,18 +732,20 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         next_batches.close()
     bar.close()
 
-    # 4. The model to keep.
-    if args.final_model == "best":
+    # 4. The model to keep. That of a run that had finished stays, with what its user has added: card, budget profile.
+    model_folder = output_dir / "model"
+    averaged = ", averaged" if average is not None else ""
+    what = f"saved {model_folder} ({args.final_model} weights{averaged})"
+    if done and saved_model == [progress["update"], args.final_model]:
+        what = f"kept {model_folder} as it is"
+    elif args.final_model == "best":
         if accelerator.is_main_process:
-            copy_model(output_dir / "best", output_dir / "model")
+            copy_model(output_dir / "best", model_folder)
         accelerator.wait_for_everyone()
     else:
         with weights():
-            save_model(accelerator, model, task, output_dir / "model")
-    say(
-        accelerator,
-        f"saved {output_dir / 'model'} ({args.final_model} weights{', averaged' if average is not None else ''})",
-    )
+            save_model(accelerator, model, task, model_folder)
+    say(accelerator, what)
     return {
         "updates": progress["update"],
         "samples_per_update": samples_per_update,

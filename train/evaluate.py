@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 from budget_dropout import BUDGETS
 from budget_sweep import BITS_PER_BYTE
+from command import run_script
 from engine import check_writable, write_json
 from evaluation import evaluate_models, open_task
+from models import TRUST_HELP
 from transformers import HfArgumentParser
 
 
@@ -35,6 +37,7 @@ class EvaluateArguments:
     scale: str = field(default="full", metadata={"help": "'full' or 'small', as the models were trained."})
     budgets: list[int] = field(default_factory=lambda: [*BUDGETS], metadata={"help": "Budgets K to evaluate."})
     output_dir: str | None = field(default=None, metadata={"help": "By default `evaluation` beside the first model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
 
 
 def main() -> None:
@@ -43,7 +46,7 @@ def main() -> None:
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     check_writable(output_dir)
     task = open_task(args.task, args.data_dir, args.scale)
-    evaluation = evaluate_models(args.models, task, args.budgets)
+    evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
@@ -57,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -8,6 +8,7 @@ The sweet spot keeps 98% of the quality, the collapse boundary 90%, see budget_s
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from classification_data import collate, load_classification
 from engine import Metric, capacity_of, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
+from models import load_model
 from tasks import retrieval
 from tasks.catalog import Scale, get_task, make_arguments
 from text_data import ByteEncoder, load_text, text_labels
@@ -40,12 +42,12 @@ class TaskData:
 
     Attributes:
         sweep: (model, budgets) to a BudgetSweep. inputs: one batch of the model's inputs, to measure memory on.
-        load: from a folder to the model. description: for people.
+        load: from a folder, and whether its own code may run, to the model. description: for people.
     """
 
     sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetSweep]
     inputs: dict[str, Tensor]
-    load: Callable[[str], PreTrainedModel]
+    load: Callable[..., PreTrainedModel]
     description: str
 
 
@@ -153,7 +155,7 @@ def open_language_task(args: Any, description: str) -> TaskData:
         return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
 
     inputs = {"input_ids": text.held_out[: args.per_device_batch_size]}
-    load = lambda folder: _load(AutoModelForCausalLM, folder, trust_remote_code=True)  # noqa: E731
+    load = functools.partial(_load, AutoModelForCausalLM)
     return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
 
 
@@ -162,7 +164,7 @@ def open_classification_task(args: Any, description: str) -> TaskData:
     data = load_classification(args)
     held_out = data.test or data.validation
     predict = Predictor(Accelerator(), lambda samples: collate(data.reader, samples), args.eval_batch_size)
-    load = lambda folder: _load(AutoModelForSequenceClassification, folder, trust_remote_code=True)  # noqa: E731
+    load = functools.partial(_load, AutoModelForSequenceClassification)
     return _accuracy_task(held_out.samples, held_out.labels, predict, load, f"{description}; {held_out.name}")
 
 
@@ -171,13 +173,13 @@ def open_retrieval_task(args: Any, description: str) -> TaskData:
     data = retrieval.load_retrieval(args)
     pairs = data.test or data.validation
     predict = Predictor(Accelerator(), retrieval.collate, args.eval_batch_size)
-    load = lambda folder: _load(retrieval.TwoTowerClassifier, folder)  # noqa: E731
+    load = functools.partial(_load, retrieval.TwoTowerClassifier)
     name = f"{description}; {len(pairs):,} pairs of {pairs.pairs.path.name}"
     return _accuracy_task(pairs, pairs.labels, predict, load, name)
 
 
 def _accuracy_task(
-    samples: Sequence[Any], labels: Tensor, predict: Predictor, load: Callable[[str], PreTrainedModel], name: str
+    samples: Sequence[Any], labels: Tensor, predict: Predictor, load: Callable[..., PreTrainedModel], name: str
 ) -> TaskData:
     def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
         return sweep_accuracy(model, samples, labels, predict, budgets)
@@ -185,9 +187,9 @@ def _accuracy_task(
     return TaskData(sweep, predict.batch(samples), load, name)
 
 
-def _load(cls: Any, folder: str, **kwargs: Any) -> PreTrainedModel:
+def _load(cls: Any, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """A saved model. Raises ValueError if the class needs weights that it lacks, as the head of another task."""
-    model, found = cls.from_pretrained(folder, output_loading_info=True, **kwargs)
+    model, found = load_model(cls, folder, trust_remote_code=trust_remote_code, output_loading_info=True)
     if found["missing_keys"]:
         raise ValueError(f"{folder} is not a model of this task: it lacks {', '.join(sorted(found['missing_keys']))}")
     return model
@@ -208,17 +210,19 @@ def open_task(name: str, data_dir: str, scale: Scale, overrides: dict[str, Any] 
     return openers[spec.script](make_arguments(name, data_dir, scale, **(overrides or {})), spec.title)
 
 
-def evaluate_models(folders: Sequence[str], task: TaskData, budgets: Sequence[int] = BUDGETS) -> Evaluation:
+def evaluate_models(
+    folders: Sequence[str], task: TaskData, budgets: Sequence[int] = BUDGETS, trust_remote_code: bool = False
+) -> Evaluation:
     """Sweep every model; memory and active parameters of the first.
 
     Raises:
-        ValueError: models of different capacity.
+        ValueError: models of different capacity, or one that needs its own code without `trust_remote_code`.
     """
     sweeps: list[BudgetSweep] = []
     peaks: tuple[int, ...] = ()
     active: tuple[int, ...] = ()
     for folder in folders:
-        model = task.load(folder).eval()
+        model = task.load(folder, trust_remote_code).eval()
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
         capacity = capacity_of(model)

@@ -17,6 +17,7 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassifica
 
 _SIZES = "hidden_size num_hidden_layers num_spectral_channels filter_length scaling_exponent gating ar_order"
 _RATES = ("dropout", "stochastic_depth")
+TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
 
 
@@ -108,6 +109,26 @@ def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
         )
     rates = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
     return ESSMConfig.from_dict(values | rates | fields)
+
+
+def load_model(auto: Any, name: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """What was saved, through an Auto class: an ES-SSM by this package's classes, whatever code lies beside it.
+
+    Args:
+        auto: AutoModelForCausalLM or another. name: folder or Hub name. options: of its from_pretrained.
+        trust_remote_code: run the model's own code where it has any.
+    Raises:
+        ValueError: the model needs its own code, and may not run it.
+    """
+    try:
+        return auto.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{str(name)!r} needs the code that lies beside its weights, and code of models is not run unasked: read "
+            "it, and if you trust it, give --trust_remote_code"
+        ) from error
 
 
 def holds_head(config: ESSMConfig, cls: type[PreTrainedModel]) -> bool:

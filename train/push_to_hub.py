@@ -5,10 +5,12 @@
     python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name [--private]
     python train/push_to_hub.py --run runs/train_clm --card_only              # write model/README.md and stop; edit it,
     python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
+    python train/push_to_hub.py --run runs/train_clm --dry_run                # say what would be published and what not
 
-A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png and training.json. The
-repository shows the old revision until the one commit is made, whatever interrupts the push; pushing again continues
-(files that arrived are not sent again) and makes no commit if nothing has changed.
+Only what belongs to a model is published, see `split_files`: whatever else lies in its folder is named and stays at
+home, and so do symbolic links. A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png
+and training.json. The repository shows the old revision until the one commit is made, whatever interrupts the push;
+pushing again continues (files that arrived are not sent again) and makes no commit if nothing has changed.
 """
 
 from __future__ import annotations
@@ -30,6 +32,18 @@ from model_card import write_model_card
 from transformers import HfArgumentParser
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ANY_WEIGHTS = re.compile(r"model(\.[\w-]+)?\.safetensors")  # in one file, or a variant of them; shards an index names
+_ANY_INDEX = re.compile(r"model\.safetensors\.index(\.[\w-]+)?\.json")
+_CONFIGS = ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+_FILES = {
+    *(*_CONFIGS, "generation_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    *("chat_template.jinja", "chat_template.json", "features.json", "budget_profile.json", "budget_profile.png"),
+    *("budget_sweep.json", "budget_sweep.png", "training.json", "README.md"),
+    *("LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE"),
+}
+_PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
+_SHOWN = re.compile(r"""!\[[^\]]*\]\(\s*<?([^\s)>]+)|<img\b[^>]*?\bsrc\s*=\s*["']?([^"'\s>]+)""")
 _OWN_WEIGHTS = (WEIGHTS, INDEX, "model-?????-of-?????.safetensors")  # removed from the Hub when the folder lacks them
 _EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 
@@ -44,8 +58,9 @@ def push_to_hub(
 ) -> str:
     """Make the repository equal to a saved model folder, in one commit.
 
-    Every plain file at the top of the folder is uploaded, hidden ones excepted. Weight files of an earlier push that
-    the folder no longer has (other shards) are deleted in the same commit; whatever else the repository holds stays.
+    What belongs to a model is uploaded, and what was left out is printed, see `split_files`. Weight files of an earlier
+    push that the folder no longer has (other shards) are deleted in the same commit; whatever else the repository holds
+    stays.
 
     Args:
         folder: as `save_pretrained` leaves it: config.json, weights, code; better with tokenizer and README.md.
@@ -66,7 +81,9 @@ def push_to_hub(
 
 def _commit(folder: Path, repository: str, token: str | None, message: str) -> str:
     """Upload the checked folder to the checked repository; the id of its newest commit."""
-    files = _file_names(folder)
+    files, left_out = split_files(folder)
+    if left_out:
+        print(f"not published, because it is no part of a model: {', '.join(left_out)}", flush=True)
     api = HfApi(token=token)
     with _explained(repository, "push to"):
         present = [sibling.rfilename for sibling in api.model_info(repository).siblings or []]
@@ -124,32 +141,91 @@ def check_folder(folder: Path) -> list[str]:
     """Names of the files to upload. Raises ValueError if `from_pretrained` would not load what they hold."""
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder; a run's saved model is its `model` folder")
-    files = _file_names(folder)
-    config = _read_json(folder / "config.json", "save the model with save_pretrained first")
-    weights = [WEIGHTS]
-    if INDEX in files:
-        weights = sorted(set(_read_json(folder / INDEX, "").get("weight_map", {}).values()))
-    missing = [name for name in weights if name not in files]
-    if missing or not weights:
-        raise ValueError(f"{str(folder)!r} lacks the weights {', '.join(missing or [WEIGHTS])}")
-    needed = {target.split("--")[-1].split(".")[0] + ".py" for target in config.get("auto_map", {}).values()}
-    if not needed:
+    files, left_out = split_files(folder)
+    indices = [name for name in files if _ANY_INDEX.fullmatch(name)]
+    weights = {name for index in indices for name in _shards(folder / index)}
+    if INDEX not in indices:
+        weights.add(WEIGHTS)
+    if not _references(folder / "config.json"):
         raise ValueError(f"{folder / 'config.json'} has no auto_map: the Hub would not know which code loads the model")
-    checked: set[str] = set()
-    while needed:
-        name = needed.pop()
-        if name not in files:
-            raise ValueError(f"{str(folder)!r} lacks the code file {name}; save_pretrained writes it")
-        checked.add(name)
-        imported = re.findall(r"^\s*from\s+\.(\w+)\s+import", (folder / name).read_text(encoding="utf-8"), re.M)
-        needed |= {f"{module}.py" for module in imported} - checked
-    for name in weights:
-        _check_weights(folder / name)
+    for kind, needed in (("configuration", {"config.json"}), ("weights", weights), ("code file", _code(folder))):
+        if missing := sorted(needed - set(files)):
+            linked = any(f"{name} (a symbolic link)" in left_out for name in missing)
+            raise ValueError(
+                f"{str(folder)!r} lacks the {kind} {', '.join(missing)}"
+                + (", of which a symbolic link is never published: put the file there" if linked else "")
+                + ("; save_pretrained writes it" if kind == "code file" else "")
+            )
+    for name in files:
+        if name.endswith(".safetensors"):
+            _check_weights(folder / name)
     return files
 
 
-def _file_names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+def split_files(folder: Path) -> tuple[list[str], list[str]]:
+    """What of a saved model's folder belongs on the Hub, and all else in it, for people.
+
+    Published are weights as safetensors (shards that an index names, and variants), the configuration, tokenizer files,
+    the code that auto_map names with what it imports from beside it, what this project writes beside a model, the card,
+    a licence, and pictures that the card shows. Symbolic links and folders never are.
+
+    Raises:
+        ValueError: config.json or another of the files that name others cannot be read.
+    """
+    plain = {path.name for path in folder.iterdir() if path.is_file() and not path.is_symlink()}
+    belongs = _FILES | _code(folder) | _shown(folder / "README.md")
+    belongs |= {name for name in plain if _ANY_WEIGHTS.fullmatch(name) or _ANY_INDEX.fullmatch(name)}
+    for index in filter(_ANY_INDEX.fullmatch, plain):
+        belongs |= _shards(folder / index)
+    left_out = []
+    for path in sorted(folder.iterdir()):
+        if path.name not in plain or path.name not in belongs:
+            kind = " (a symbolic link)" if path.is_symlink() else "/" if path.is_dir() else ""
+            left_out.append(path.name + kind)
+    return sorted(plain & belongs), left_out
+
+
+def _shards(index: Path) -> set[str]:
+    """The safetensors files that an index names. Raises ValueError if it is none."""
+    record = _read_json(index, "").get("weight_map")
+    names = list(record.values()) if isinstance(record, dict) else []
+    if not names or not all(isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
+        raise ValueError(f"{index} must name safetensors files in its weight_map, got {str(record)[:80]}")
+    return set(names)
+
+
+def _references(config: Path) -> list[str]:
+    """`module.Class` of every class in an auto_map whose code lies beside it."""
+    record = _read_json(config, "save the model with save_pretrained first").get("auto_map") or {}
+    values = record.values() if isinstance(record, dict) else [record]
+    names = [name for value in values for name in (value if isinstance(value, list) else [value]) if name is not None]
+    for name in names:
+        if not isinstance(name, str) or not re.fullmatch(r"(.+--)?\w+\.\w+", name):
+            raise ValueError(f"{config}: auto_map must name classes as 'module.Class', got {name!r}")
+    return [name for name in names if "--" not in name]
+
+
+def _code(folder: Path) -> set[str]:
+    """The Python files that the configurations name, with all that these import from beside them."""
+    configs = [folder / name for name in _CONFIGS if name == "config.json" or (folder / name).is_file()]
+    needed = {f"{name.split('.')[0]}.py" for config in configs for name in _references(config)}
+    found: set[str] = set()
+    while needed:
+        name = needed.pop()
+        found.add(name)
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            imported = re.findall(r"^\s*from\s+\.(\w+)\s+import", text, re.M)
+            needed |= {f"{module}.py" for module in imported} - found
+    return found
+
+
+def _shown(card: Path) -> set[str]:
+    """Names of the pictures beside the card that it shows."""
+    if not card.is_file():
+        return set()
+    names = {first or second for first, second in _SHOWN.findall(card.read_text(encoding="utf-8", errors="replace"))}
+    return {name.removeprefix("./") for name in names if name.lower().endswith(_PICTURES)}
 
 
 def _check_weights(path: Path) -> None:
@@ -243,17 +319,26 @@ class PushArguments:
     commit_message: str = field(default="Upload ES-SSM model", metadata={"help": "First line of the commit."})
     card_only: bool = field(default=False, metadata={"help": "Write model/README.md and stop."})
     keep_card: bool = field(default=False, metadata={"help": "Push model/README.md as it is, edited by hand."})
+    dry_run: bool = field(
+        default=False, metadata={"help": "Say which files would be published and which not, write nothing, and stop."}
+    )
 
 
 def push_run(args: PushArguments) -> str | None:
-    """Write the card of a run's model and push it; the commit's id, or None for `card_only`."""
+    """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`."""
     run = Path(args.run)
     folder = run / "model" if (run / "model").is_dir() else run
     if args.card_only and args.keep_card:
         raise ValueError("card_only writes the card and keep_card does not: give one of them")
-    if not args.card_only and not args.hub_model_id:
+    if not args.card_only and not args.dry_run and not args.hub_model_id:
         raise ValueError("hub_model_id is needed to push: --hub_model_id org/name")
-    check_folder(folder)
+    files = check_folder(folder)
+    if args.dry_run:
+        print(f"to be published from {folder}: {', '.join(files)}")
+        print(f"to be left out: {', '.join(split_files(folder)[1]) or 'nothing'}")
+        if not args.keep_card:
+            print("README.md would be written anew, with the curve of the sweep beside it")
+        return None
     sweep, training = (
         _read_json(run / name, "") if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
     )

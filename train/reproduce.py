@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command import run_script
 from engine import Metric, check_writable, write_json
 from evaluation import Evaluation, draw_curves
 from tasks.catalog import ROOT, SCRIPTS, TASKS, task_arguments
@@ -338,4 +339,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -31,20 +31,22 @@ from accelerate.utils import DistributedType, set_seed
 from budget_dropout import BUDGETS
 from budget_sweep import BudgetSweep, load_metric, sweep_metric
 from classification_data import ClassificationData, collate, load_classification
+from command import run_script
 from engine import (
     Metric,
     RunArguments,
     Task,
     _arg,
-    make_accelerator,
     make_schedule,
+    open_run,
     parse_arguments,
     run_at_budget,
     say,
     train_and_record,
 )
 from models import ModelArguments, check_vocabulary, holds_head, make_model, read_config
-from push_to_hub import PushArguments, check_can_push, push_run
+from push_to_hub import check_can_push
+from run_card import write_card_and_push
 from samples import SampleSource, even_shares
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
@@ -284,8 +286,12 @@ def main(args: ClassificationArguments) -> None:
             data; all before the first update, except for rows of a stream.
         FloatingPointError, OSError: see `engine.train`.
     """
+    with open_run(args) as accelerator:
+        _run(accelerator, args)
+
+
+def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
     # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
-    accelerator = make_accelerator(args)
     if args.push_to_hub and accelerator.is_main_process:
         check_can_push(str(args.hub_model_id), private=args.hub_private)
     config = read_config(args)
@@ -328,9 +334,7 @@ def main(args: ClassificationArguments) -> None:
         sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         if not args.is_baseline:  # which has no remote code
-            push_run(
-                PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub)
-            )
+            write_card_and_push(args)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
@@ -344,7 +348,7 @@ def reload(folder: Path, batch: dict[str, Tensor], cls: type, trained: PreTraine
         RuntimeError: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
     """
     device = next(iter(batch.values())).device
-    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).to(device).eval()
+    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False).to(device).eval()
     own = cls.from_pretrained(folder).to(device).eval()
     with torch.no_grad():
         expected, got = (model(**batch).logits for model in (own, loaded))
@@ -381,4 +385,4 @@ def sweep_accuracy(
 
 
 if __name__ == "__main__":
-    main(parse_arguments(ClassificationArguments))
+    run_script(lambda: main(parse_arguments(ClassificationArguments)))

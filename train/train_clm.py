@@ -27,20 +27,22 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from budget_sweep import num_scored, sweep_budgets, total_nats
+from command import run_script
 from engine import (
     Metric,
     RunArguments,
     Task,
     _arg,
     capacity_of,
-    make_accelerator,
     make_schedule,
+    open_run,
     parse_arguments,
     say,
     train_and_record,
 )
 from models import ModelArguments, check_vocabulary, make_model, read_config
-from push_to_hub import PushArguments, check_can_push, push_run
+from push_to_hub import check_can_push
+from run_card import write_card_and_push
 from samples import even_shares
 from text_data import ByteEncoder, Encoder, TextData, TokenizerEncoder, load_text, text_labels
 from torch import Tensor, nn
@@ -168,8 +170,12 @@ def main(args: CLMArguments) -> None:
             all before the first update.
         FloatingPointError, OSError: see `engine.train`.
     """
+    with open_run(args) as accelerator:
+        _run(accelerator, args)
+
+
+def _run(accelerator: Accelerator, args: CLMArguments) -> None:
     # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
-    accelerator = make_accelerator(args)
     if args.push_to_hub and accelerator.is_main_process:
         check_can_push(args.hub_model_id, private=args.hub_private)
     encoder = make_encoder(args)
@@ -205,17 +211,15 @@ def main(args: CLMArguments) -> None:
         if not args.is_baseline:  # which cannot generate, and has no remote code
             for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
                 say(accelerator, f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
-            push_run(
-                PushArguments(args.output_dir, args.hub_model_id, args.hub_private, card_only=not args.push_to_hub)
-            )
+            write_card_and_push(args)
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 def reload(folder: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
     """Model and tokenizer as a user of the saved folder gets them."""
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).to(device).eval()
-    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).to(device).eval()
+    return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> str:
@@ -227,4 +231,4 @@ def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> 
 
 
 if __name__ == "__main__":
-    main(parse_arguments(CLMArguments))
+    run_script(lambda: main(parse_arguments(CLMArguments)))

@@ -34,9 +34,11 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from accelerate import Accelerator
 from accelerate.utils import set_seed
 from budget_sweep import BudgetSweep
-from engine import RunArguments, _arg, make_accelerator, make_schedule, parse_arguments, say, train_and_record
+from command import run_script
+from engine import RunArguments, _arg, make_schedule, open_run, parse_arguments, say, train_and_record
 from models import SizeArguments
 from samples import MapSamples
 from train_classification import Predictor, make_task, sweep_accuracy
@@ -348,7 +350,11 @@ def main(args: RetrievalArguments) -> BudgetSweep:
             pairs; all before the first update.
         FloatingPointError, OSError: see `engine.train`.
     """
-    accelerator = make_accelerator(args)
+    with open_run(args) as accelerator:
+        return _run(accelerator, args)
+
+
+def _run(accelerator: Accelerator, args: RetrievalArguments) -> BudgetSweep:
     schedule = make_schedule(args, args.num_spectral_channels)
     data = load_retrieval(args)
     set_seed(args.seed)  # the same weights on every process
@@ -386,4 +392,4 @@ def main(args: RetrievalArguments) -> BudgetSweep:
 
 
 if __name__ == "__main__":
-    main(parse_arguments(RetrievalArguments))
+    run_script(lambda: main(parse_arguments(RetrievalArguments)))
