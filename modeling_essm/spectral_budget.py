@@ -120,10 +120,13 @@ def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: in
     if value.ndim != 1 or (batch_size is not None and value.shape[0] != batch_size):
         rows = "batch_size" if batch_size is None else batch_size
         raise ValueError(f"spectral_budget as a tensor must have shape ({rows},), got {tuple(value.shape)}")
+    if value.numel() == 0:  # an empty batch: its cache has room for any
+        return _everywhere(capacity, capacities)
+    value = value.long()
     low, high = (int(x) for x in torch.aminmax(value))
     if low < 1 or high > capacity:
         raise ValueError(f"spectral_budget must hold integers in [1, {capacity}], got values from {low} to {high}")
-    return _everywhere(high, capacities, value.long() if low != high else None)
+    return _everywhere(high, capacities, value if low != high else None)
 
 
 class StepBudgets:
