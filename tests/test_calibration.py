@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import random_ids, random_model, truncate
+from helpers import captured_warnings, random_ids, random_model, truncate
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -137,6 +137,7 @@ def test_a_quality_of_zero():
         ({"max_latency_ms": 1, "phase": "prefill"}, "no budget reads its input within 1 ms .* K=2, needs 10 ms"),
         ({"max_latency_ms": 1.9, "max_quality_drop": 0.02}, "most 0.02 .* 1.9 ms .* K=8, needs 2 ms; .* K=4, .* 0.05"),
         ({"max_latency_ms": 0}, "max_latency_ms must be a finite number > 0, got 0"),
+        ({"max_latency_ms": 10**400}, "max_latency_ms must be a finite number > 0, got 1000"),
         ({"max_latency_ms": "2"}, "max_latency_ms must be a finite number > 0, got '2'"),
         ({"max_latency_ms": math.nan}, "max_latency_ms must be a finite number > 0, got nan"),
         ({"max_latency_ms": True}, "max_latency_ms must be a finite number > 0, got True"),
@@ -287,8 +288,8 @@ ROW = ("devices", HERE, "rows", 0)
         (("format_version",), del_, r"format_version must be one of \[1\], got nothing"),
         (("quality",), del_, "quality must be a JSON object, got None"),
         (("devices",), [], r"devices must be a JSON object, got \[\]"),
-        (("model", "hidden_size"), 0, "model.hidden_size must be an integer >= 1, got 0"),
-        (("model", "capacities"), [32, 0], r"model.capacities must be a list of integers >= 1, got \[32, 0\]"),
+        (("model", "hidden_size"), 0, r"model.hidden_size must be an integer in \[1, \d+\], got 0"),
+        (("model", "capacities"), [32, 0], r"model.capacities must be a list of integers in \[1, \d+\], got \[32, 0\]"),
         (
             ("model", "samples", "the norms"),
             [1.0, None],
@@ -296,22 +297,36 @@ ROW = ("devices", HERE, "rows", 0)
         ),
         (("quality", "metric"), None, "quality.metric must be text, got None"),
         (("quality", "higher_is_better"), 1, r"quality.higher_is_better must be one of \[True, False\], got 1"),
-        (("quality", "budgets"), [4, 2], r"quality.budgets must be a list of ascending integers >= 1, got \[4, 2\]"),
-        (("quality", "budgets"), [2, 2], r"quality.budgets must be a list of ascending integers >= 1, got \[2, 2\]"),
-        (("quality", "budgets"), [], r"quality.budgets must be a list of ascending integers >= 1, got \[\]"),
+        (("quality", "budgets"), [4, 2], r"budgets must be a list of ascending integers in \[1, 32\], got \[4, 2\]"),
+        (("quality", "budgets"), [2, 2], r"budgets must be a list of ascending integers in \[1, 32\], got \[2, 2\]"),
+        (("quality", "budgets"), [], r"quality.budgets must be a list of ascending integers in \[1, 32\], got \[\]"),
         (("quality", "budgets"), ["2"], r"quality.budgets must be .* got \['2'\]"),
         (("quality", "values"), [1.0] * 4, r"quality.values must be a list of 5 finite numbers, got \[1.0"),
         (("quality", "values"), [1.0] * 4 + [math.nan], "quality.values must be a list of 5 finite numbers, got .*nan"),
         (("quality", "drop_errors"), [0, 0, 0, 0, -1], "quality.drop_errors must be .* 5 finite numbers >= 0, got"),
         (("devices", HERE, "rows"), [], r"devices\['this machine'\].rows must be a list of at least one object, got"),
-        (("devices", HERE, "threads"), 1.5, r"devices\['this machine'\].threads must be an integer >= 1, got 1.5"),
+        (
+            ("devices", HERE, "threads"),
+            1.5,
+            r"devices\['this machine'\].threads must be an integer in \[1, \d+\], got 1.5",
+        ),
         (("devices", HERE, "versions"), None, r"devices\['this machine'\].versions must be a JSON object, got None"),
         ((*ROW, "phase"), "train", r"rows\[0\].phase must be one of \['prefill', 'decode'\], got 'train'"),
-        ((*ROW, "budget"), "2", r"rows\[0\].budget must be an integer >= 1, got '2'"),
+        ((*ROW, "budget"), "2", r"rows\[0\].budget must be an integer in \[1, 32\], got '2'"),
+        (
+            ("quality", "budgets"),
+            [2, 4, 8, 16, 33],
+            r"budgets must be a list of ascending integers in \[1, 32\], got .*33",
+        ),
+        ((*ROW, "budget"), 33, r"rows\[0\].budget must be an integer in \[1, 32\], got 33"),
+        ((*ROW, "max_ms"), 10**400, r"rows\[0\].max_ms must be a finite number >= 10, got 1000"),
+        (("quality", "values"), [10**400] * 5, r"quality.values must be a list of 5 finite numbers, got \[1000"),
+        ((*ROW, "peak_bytes"), 10**400, r"rows\[0\].peak_bytes must be an integer in \[0, \d+\], got 1000"),
+        (("model", "samples", "the norms"), [10**400], r"samples.the norms must be a list of finite numbers, got"),
         ((*ROW, "min_ms"), -1, r"rows\[0\].min_ms must be a finite number >= 0, got -1"),
         ((*ROW, "median_ms"), 8.9, r"rows\[0\].median_ms must be a finite number >= 9, got 8.9"),
         ((*ROW, "max_ms"), math.inf, r"rows\[0\].max_ms must be a finite number >= 10, got inf"),
-        ((*ROW, "peak_bytes"), del_, r"rows\[0\].peak_bytes must be an integer >= 0, got nothing"),
+        ((*ROW, "peak_bytes"), del_, r"rows\[0\].peak_bytes must be an integer in \[0, \d+\], got nothing"),
     ],
     ids=lambda x: str(x) if isinstance(x, tuple) else "",
 )
@@ -323,13 +338,49 @@ def test_a_damaged_field(tmp_path, keys, value, message):
     assert str(error.value).startswith(str(path))
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format_version": 1, "mod', b"\xff\xfe", b"[1]"])
+DAMAGED = {
+    "empty": b"",
+    "cut": b'{"format_version": 1, "mod',
+    "binary": b"\xff\xfe",
+    "list": b"[1]",
+    "nested": b"[" * 100_000 + b"]" * 100_000,
+    "nested-objects": b'{"model": ' * 100_000 + b"1" + b"}" * 100_000,
+    "nested-within": b'{"format_version": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "digits": b'{"format_version": 1' + b"0" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file(tmp_path, content):
     path = tmp_path / FILE_NAME
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=FILE_NAME):
+    with pytest.raises(ValueError, match=FILE_NAME) as error:
         read_profile(tmp_path)
-    assert path.read_bytes() == content
+    assert path.read_bytes() == content and len(str(error.value)) < len(str(path)) + 300
+
+
+@pytest.mark.parametrize("damage", [lambda text: "[" * 100_000, lambda text: text.replace(" 2.4", " 1" + "0" * 400)])
+def test_a_damaged_profile_does_not_keep_a_model_from_being_saved(tmp_path, damage):
+    model = random_model(seed=3)
+    model.save_pretrained(tmp_path / "model")
+    path = of(model).save(tmp_path / "model")
+    path.write_text(damage(path.read_text()))
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    with captured_warnings("deployment") as messages:
+        loaded.save_pretrained(tmp_path / "again")
+    assert len(messages) == 1 and messages[0].startswith(f"no budget profile is saved: {path}")
+    assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / FILE_NAME).exists()
+    with pytest.raises(ValueError, match=FILE_NAME):
+        loaded.choose_budget(max_quality_drop=0.1)
+
+
+def test_no_budget_above_the_capacity_is_chosen(tmp_path):
+    """Also where all layers ran the whole of what they hold at that budget."""
+    model = random_model(seed=3)
+    record = of(model)
+    replace(record, quality=replace(record.quality, budgets=(2, 4, 8, 16, 40))).save(tmp_path)
+    with pytest.raises(ValueError, match=r"quality.budgets must be .* in \[1, 32\], got \[2, 4, 8, 16, 40\]"):
+        read_profile(tmp_path, model)
 
 
 def test_no_file(tmp_path):
@@ -459,14 +510,15 @@ def test_layers_truncated_to_different_lengths(tmp_path, monkeypatch):
     own = fingerprint(model)
 
     def budgets(measured, capacities):
-        replace(of(model), model=replace(own, capacities=measured)).save(tmp_path)
+        record = of(model).restricted_to(max(measured))
+        replace(record, model=replace(own, capacities=measured)).save(tmp_path)
         monkeypatch.setattr(budget_profile, "fingerprint", lambda model: replace(own, capacities=capacities))
         found = read_profile(tmp_path, model).quality.budgets
         monkeypatch.setattr(budget_profile, "fingerprint", fingerprint)
         return found
 
     assert budgets((32, 32), (4, 16)) == (2, 4)
-    assert budgets((4, 16), (4, 16)) == BUDGETS  # measured so: the first layer always ran 4
+    assert budgets((4, 16), (4, 16)) == (2, 4, 8, 16)  # measured so: the first layer always ran 4
     assert budgets((4, 16), (4, 8)) == (2, 4, 8)
 
 
