@@ -25,6 +25,7 @@ from classification_data import FeatureReader, Sample, TextReader, collate, load
 from engine import parse_arguments
 from helpers import random_model
 from train_classification import ACCURACY, ClassificationArguments
+from training_run import bpe_tokenizer
 
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification, build_byte_tokenizer
 
@@ -289,6 +290,19 @@ def test_training_starts_from_a_configuration(arguments, tmp_path):
     assert (found.classifier_pooling, found.dropout, found.num_input_features) == ("mean", 0.0, None)
     assert list(found.id2label.values()) == ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"]
     assert AutoTokenizer.from_pretrained(tmp_path / "text" / "model").model_max_length == 9
+
+
+def test_weights_are_trained_on_with_their_own_tokenizer(arguments, tmp_path):
+    tokenizer = bpe_tokenizer(["abc" * 50])
+    random_model(vocab_size=len(tokenizer) + 5, eos_token_id=0).save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    start = {"model_name_or_path": tmp_path / "lm"} | ONCE
+    train(arguments(tmp_path / "run", "text", **start))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    build_byte_tokenizer().save_pretrained(tmp_path / "bytes")
+    with pytest.raises(ValueError, match=r"tokenizer_name must be the tokenizer of .*lm'"):
+        train(arguments(tmp_path / "other", "text", **start, tokenizer_name=tmp_path / "bytes"))
 
 
 def test_training_starts_from_a_language_model_with_a_new_head(arguments, tmp_path):

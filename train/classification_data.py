@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from samples import MapSamples, SampleSource, StreamSamples
-from text_data import TABLES, load_splits, open_table
+from text_data import TABLES, choose_tokenizer, load_splits, open_table
 from torch import Tensor
 
 from modeling_essm import build_byte_tokenizer
@@ -399,15 +399,7 @@ def _check_columns(args: Any, columns: Sequence[str], source: str) -> None:
 
 def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source: str) -> Reader:
     if args.text_column is not None:
-        tokenizer = None
-        if args.tokenizer_name is not None:
-            from transformers import AutoTokenizer
-
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"cannot load tokenizer {args.tokenizer_name!r}: {error}") from error
-        return TextReader(args.text_column, args.max_length, tokenizer)
+        return TextReader(args.text_column, args.max_length, choose_tokenizer(args))
     where = f"row 0 of {source}: features_column {args.features_column!r}"
     array = as_array(_value(first.column(args.features_column)[0]), where)
     if array.ndim not in (1, 2):

@@ -148,19 +148,19 @@ def holds_head(config: ESSMConfig, cls: type[PreTrainedModel]) -> bool:
     return cls.__name__ in (config.architectures or ())
 
 
-def check_vocabulary(args: Any, config: ESSMConfig, name: str, vocab_size: int) -> None:
+def check_vocabulary(args: ModelArguments, config: ESSMConfig, name: str, vocab_size: int, is_bytes: bool) -> None:
     """Raises ValueError if the weights were not made for these tokens.
 
     Args:
-        args: ModelArguments with tokenizer_name. name: of the tokens, for people. vocab_size: how many ids they need.
+        name: of the tokens, for people. vocab_size: how many ids they need.
     """
     # A tokenizer's model may have room to spare; bytes have one vocabulary.
-    fits = config.vocab_size >= vocab_size if args.tokenizer_name else config.vocab_size == vocab_size
+    fits = config.vocab_size == vocab_size if is_bytes else config.vocab_size >= vocab_size
     if not fits:
-        legal = f"at least {vocab_size}" if args.tokenizer_name else vocab_size
+        legal = vocab_size if is_bytes else f"at least {vocab_size}"
         raise ValueError(
             f"vocab_size of {args.model_name_or_path!r} must be {legal} for {name}, got {config.vocab_size}: give the "
-            "tokenizer_name it was trained with, or none for bytes"
+            "tokenizer_name it was trained with, or none for that in its folder, or for bytes if there is none"
         )
 
 

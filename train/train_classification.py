@@ -88,7 +88,12 @@ class ClassificationArguments(ModelArguments):
         default=None,
         metadata={"help": "Positions (bytes, tokens or frames) that are read of a sample; by default filter_length."},
     )
-    tokenizer_name: str | None = _arg(None, "A tokenizer of the Hub or a local folder; by default bytes are tokens.")
+    tokenizer_name: str | None = _arg(
+        None,
+        "A tokenizer of the Hub, a local folder or a tokenizer.json; by default that of model_name_or_path, else bytes "
+        "are tokens.",
+    )
+    replace_tokenizer: bool = _arg(False, "Take tokenizer_name although model_name_or_path has another one.")
     feature_scale: str = _arg(
         "auto",
         "'auto' maps columns of type uint8 from [0, 255] onto [-1, 1] and leaves others as they are; 'uint8' does so "
@@ -111,7 +116,7 @@ class ClassificationArguments(ModelArguments):
         },
     )
 
-    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
+    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples", "replace_tokenizer"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,6 +142,8 @@ class ClassificationArguments(ModelArguments):
             )
         if self.tokenizer_name and self.text_column is None:
             raise ValueError("tokenizer_name needs text_column")
+        if self.replace_tokenizer and not (self.tokenizer_name and self.model_name_or_path):
+            raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
         if self.num_labels is not None and self.num_labels < 2:
             raise ValueError(f"num_labels must be at least 2, got {self.num_labels}")
         if self.source is None:
@@ -169,7 +176,7 @@ def check_weights(args: ClassificationArguments, config: ESSMConfig, data: Class
             f"{config.num_input_features} (None reads token ids)"
         )
     if width is None:
-        check_vocabulary(args, config, data.reader.name, fields["vocab_size"])
+        check_vocabulary(args, config, data.reader.name, fields["vocab_size"], data.reader.tokenizer is None)
     if not holds_head(config, ESSMForSequenceClassification):
         return
     if config.num_labels != data.num_labels:
