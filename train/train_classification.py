@@ -70,17 +70,25 @@ class ClassificationArguments(ModelArguments):
         default=None,
         metadata={"help": "Files for the final sweep, looked at once; without them it reports validation."},
     )
-    dataset_name: str | None = _arg(None, "Instead of files: a data set on the Hub, or a local folder.")
+    dataset_name: str | None = _arg(
+        None,
+        "Instead of files: a data set on the Hub, or a local folder, of WAV files one folder per class.",
+    )
     dataset_config_name: str | None = _arg(None, "Which configuration of that data set.")
     streaming: bool = _arg(False, "Read while training instead of before: for data larger than the disk.")
     shuffle_buffer: int = _arg(1000, "With streaming: samples among which the next one is drawn.")
     text_column: str | None = _arg(None, "The column that holds text. Give this one or features_column.")
     features_column: str | None = _arg(
         None,
-        "The column that holds a flat list of numbers per sample (pixels, mu-law codes, ..), each one a position, or a "
-        "list of frames, each one a list of as many numbers.",
+        "The column that holds a flat list of numbers per sample (pixels, mu-law codes, ..), each one a position, a "
+        "list of frames, each one a list of as many numbers, or WAV files (of a folder of them: audio). A pattern such "
+        "as 't*' stands for all columns of numbers of such names, in the order of the file.",
     )
-    label_column: str = _arg("label", "The column that holds the class, an integer from 0.")
+    frame_length: int | None = field(
+        default=None,
+        metadata={"help": "So many consecutive numbers, frames or samples of a sound are one position; by default 1."},
+    )
+    label_column: str = _arg("label", "The column that holds the class, an integer from 0 or text.")
     num_labels: int | None = field(
         default=None, metadata={"help": "Classes; by default what the data says. Streams of plain integers need it."}
     )
@@ -123,7 +131,8 @@ class ClassificationArguments(ModelArguments):
         for name in ("train_file", "validation_file", "test_file"):
             if isinstance(getattr(self, name), str):  # one name in a YAML file
                 setattr(self, name, [getattr(self, name)])
-        for name in ("shuffle_buffer", "eval_batch_size", "validation_samples", "test_samples", "max_length"):
+        counts = "shuffle_buffer eval_batch_size validation_samples test_samples max_length frame_length"
+        for name in counts.split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -144,6 +153,8 @@ class ClassificationArguments(ModelArguments):
             raise ValueError("tokenizer_name needs text_column")
         if self.replace_tokenizer and not (self.tokenizer_name and self.model_name_or_path):
             raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
+        if self.frame_length is not None and self.features_column is None:
+            raise ValueError("frame_length needs features_column")
         if self.num_labels is not None and self.num_labels < 2:
             raise ValueError(f"num_labels must be at least 2, got {self.num_labels}")
         if self.source is None:
@@ -192,6 +203,12 @@ def check_weights(args: ClassificationArguments, config: ESSMConfig, data: Class
             f"classifier_pooling must be {config.classifier_pooling!r}, with which the head of {name} was trained, got "
             f"{args.classifier_pooling!r}"
         )
+
+
+def trained_labels(config: ESSMConfig) -> list[str] | None:
+    """The names of the classes of a trained head; None if there is no such head, or it has none."""
+    names = _label_names(config)
+    return names if holds_head(config, ESSMForSequenceClassification) and names != _unnamed(len(names)) else None
 
 
 def _label_names(config: ESSMConfig) -> list[str]:
@@ -299,7 +316,7 @@ def main(args: ClassificationArguments) -> None:
     args.set_max_length(config.filter_length)
     schedule = make_schedule(args, 1 if args.is_baseline else config.num_spectral_channels)
     with accelerator.main_process_first():
-        data = load_classification(args)
+        data = load_classification(args, trained_labels(config))
     set_seed(args.seed)  # the same weights on every process
     model = build_model(args, data)
     if not args.is_baseline:
