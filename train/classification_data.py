@@ -33,6 +33,7 @@ from modeling_essm.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
 HELD_OUT_FRACTION = 0.1  # of the training rows, where no validation part is given
 FEATURES = "features.json"  # beside a model of features
+_RECORD = {"multiplier": float, "offset": float, "max_length": int, "frame_length": int, "sampling_rate": int}
 _ROWS_AT_ONCE = 1000
 _FINGERPRINT_ROWS = 64  # of a stream that comes from no local file
 _FINGERPRINT_BYTES = 1 << 20  # at either end of a file that is streamed
@@ -200,6 +201,11 @@ class FeatureReader:
         record = {"multiplier": self.multiplier, "offset": self.offset, "max_length": self.max_length}
         return record | ({"frame_length": self.frame_length} if self.frame_length > 1 else {})
 
+    def take(self, record: dict[str, Any]) -> None:
+        """Do what a `record` says; it may be empty."""
+        self.multiplier, self.offset = (record.get(name, getattr(self, name)) for name in ("multiplier", "offset"))
+        self.is_uint8 = (self.multiplier, self.offset) == (1 / 127.5, -1.0)
+
     def save_pretrained(self, folder: Path) -> None:
         """features.json, the `record`."""
         (folder / FEATURES).write_text(json.dumps(self.record) + "\n")
@@ -232,6 +238,10 @@ class SoundReader(FeatureReader):
     @property
     def record(self) -> dict[str, Any]:
         return super().record | {"sampling_rate": self.sampling_rate}
+
+    def take(self, record: dict[str, Any]) -> None:
+        super().take(record)
+        self.sampling_rate = record.get("sampling_rate", self.sampling_rate)
 
 
 Reader = TextReader | FeatureReader
@@ -401,6 +411,32 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     return _load_streams(args) if args.streaming else _load_tables(args, label_names)
 
 
+def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Reader, Split, list[str] | None]:
+    """The test split, or else validation or training split, that the arguments name, as a trained model reads it.
+
+    Args:
+        label_names: of the model's classes. record: its features.json, if it reads features.
+    Returns:
+        The reader, all samples, and the names of the classes where the data numbers them itself.
+    Raises:
+        ValueError: as `load_classification`.
+    """
+    _check_files(args)
+    opened = next((found for split in ("test", "validation", "train") if (found := _open(args, split))), None)
+    if opened is None:
+        raise ValueError(f"dataset {args.dataset_name!r} has none of the splits test, validation and train")
+    rows, source = opened
+    if len(rows) == 0:
+        raise ValueError(f"{source} holds no rows")
+    _check_columns(args, rows.column_names, source)
+    reader = _make_reader(args, rows.with_format("arrow")[:1], rows.features, source)
+    if isinstance(reader, FeatureReader):
+        reader.take(record)
+    feature = rows.features[args.label_column]
+    split, _ = _table_split(args, rows, source, reader, len(label_names), label_names, args.test_samples)
+    return reader, split, list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+
 def _check_files(args: Any) -> None:
     for name in ("train_file", "validation_file", "test_file"):
         for path in getattr(args, name) or []:
@@ -528,6 +564,18 @@ def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source
 
 def _features(rows: Any, first: pa.Table) -> datasets.Features:
     return rows.features or datasets.Features.from_arrow_schema(first.schema)  # a stream may not know its own
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """features.json of a saved model; empty if there is none. Raises ValueError if it is damaged."""
+    path = folder / FEATURES
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+        return {name: type_(record[name]) for name, type_ in _RECORD.items() if name in record}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} must hold numbers for {', '.join(_RECORD)}: {error}") from error
 
 
 class _Scan(NamedTuple):

@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from budget_dropout import BUDGETS
 from budget_sweep import BudgetSweep, load_metric, sweep_metric
-from classification_data import ClassificationData, collate, load_classification
+from classification_data import ClassificationData, Reader, collate, load_classification
 from engine import (
     Metric,
     RunArguments,
@@ -177,27 +177,33 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def check_weights(args: ClassificationArguments, config: ESSMConfig, data: ClassificationData) -> None:
-    """Raises ValueError if the weights read other inputs than the data's, or hold a head for other classes."""
-    name, fields = repr(args.model_name_or_path), data.reader.config_fields
+def check_weights(
+    args: ClassificationArguments, config: ESSMConfig, reader: Reader, num_labels: int, label_names: list[str] | None
+) -> None:
+    """Raises ValueError if the weights read other inputs than the data's, or hold a head for other classes.
+
+    Args:
+        reader, num_labels, label_names: of the data.
+    """
+    name, fields = repr(args.model_name_or_path), reader.config_fields
     width = fields.get("num_input_features")
     if config.num_input_features != width:
         raise ValueError(
-            f"num_input_features of {name} must be {width} for column {data.reader.column!r}, got "
+            f"num_input_features of {name} must be {width} for column {reader.column!r}, got "
             f"{config.num_input_features} (None reads token ids)"
         )
     if width is None:
-        check_vocabulary(args, config, data.reader.name, fields["vocab_size"], data.reader.tokenizer is None)
+        check_vocabulary(args, config, reader.name, fields["vocab_size"], reader.tokenizer is None)
     if not holds_head(config, ESSMForSequenceClassification):
         return
-    if config.num_labels != data.num_labels:
+    if config.num_labels != num_labels:
         raise ValueError(
-            f"the head of {name} has {config.num_labels} labels, and the data {data.num_labels}: give num_labels "
+            f"the head of {name} has {config.num_labels} labels, and the data {num_labels}: give num_labels "
             f"{config.num_labels} if the data merely shows fewer, or start from weights without a head"
         )
-    names = _label_names(config)
-    if data.label_names is not None and names != _unnamed(len(names)) and names != data.label_names:
-        raise ValueError(f"the labels of {name} are {names}, and those of the data {data.label_names}")
+    names = class_names(config)
+    if label_names is not None and names != _unnamed(len(names)) and names != label_names:
+        raise ValueError(f"the labels of {name} are {names}, and those of the data {label_names}")
     if args.classifier_pooling not in (None, config.classifier_pooling):
         raise ValueError(
             f"classifier_pooling must be {config.classifier_pooling!r}, with which the head of {name} was trained, got "
@@ -207,11 +213,11 @@ def check_weights(args: ClassificationArguments, config: ESSMConfig, data: Class
 
 def trained_labels(config: ESSMConfig) -> list[str] | None:
     """The names of the classes of a trained head; None if there is no such head, or it has none."""
-    names = _label_names(config)
+    names = class_names(config)
     return names if holds_head(config, ESSMForSequenceClassification) and names != _unnamed(len(names)) else None
 
 
-def _label_names(config: ESSMConfig) -> list[str]:
+def class_names(config: ESSMConfig) -> list[str]:
     return [config.id2label[i] for i in range(config.num_labels)]
 
 
@@ -224,11 +230,11 @@ def build_model(args: ClassificationArguments, data: ClassificationData) -> PreT
     config = read_config(args)
     fields = {"num_input_features": None, **data.reader.config_fields}
     if args.model_name_or_path:
-        check_weights(args, config, data)
+        check_weights(args, config, data.reader, data.num_labels, data.label_names)
         fields["vocab_size"] = config.vocab_size  # which may have room to spare
     names = data.label_names
     if names is None:
-        names = _label_names(config) if config.num_labels == data.num_labels else _unnamed(data.num_labels)
+        names = class_names(config) if config.num_labels == data.num_labels else _unnamed(data.num_labels)
     return make_model(
         args,
         ESSMForSequenceClassification,
