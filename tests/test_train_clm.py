@@ -99,10 +99,12 @@ def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys
     assert (finished / "budget_sweep.json").exists() and list_checkpoints(finished) == checkpoints
 
 
-def test_a_tokenizer_replaces_bytes(data, tmp_path):
+@pytest.mark.parametrize("name", ["tokenizer", "bpe.json"])  # the second does not say which token ends a text
+def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
     tokenizer = bpe_tokenizer(documents())
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    changes = {"tokenizer_name": tmp_path / "tokenizer", "num_spectral_channels": 4, "max_steps": 1}
+    tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
+    changes = {"tokenizer_name": tmp_path / name, "num_spectral_channels": 4, "max_steps": 1}
     train(command_line(tmp_path / "run", **data, **changes, learning_rate=1e-9, ema_decay=0), whole=True)
     model = tmp_path / "run" / "model"
     config = AutoConfig.from_pretrained(model)
