@@ -864,6 +864,66 @@ def test_a_classifier_is_calibrated(tmp_path):
     assert choose_budget(model, max_latency_ms=1e9) in (2, 32)
 
 
+def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
+    """Numbers are scaled as features.json says, whatever their type, and text as labels means the model's classes."""
+    values = np.random.default_rng(0).integers(0, 256, (9, 24)) * np.arange(9)[:, None] // 8
+    folder, names = tmp_path / "model", ["walk", "sit", "run"]  # not sorted
+    model = random_model(ESSMForSequenceClassification, num_input_features=2, id2label=dict(enumerate(names)))
+    with torch.no_grad():  # without what all samples share, or all are of one class
+        inputs = torch.tensor(values.reshape(9, 12, 2)[:, :10] * 0.01 - 0.5).float()
+        mean = model.model(input_features=inputs).last_hidden_state.mean((0, 1))
+        model.score.weight -= torch.outer(model.score.weight @ mean, mean) / mean.square().sum()
+    model.save_pretrained(folder)
+    record = {"multiplier": 0.01, "offset": -0.5, "max_length": 10, "frame_length": 2}
+    (folder / "features.json").write_text(json.dumps(record))
+
+    def predictions(multiplier: float, offset: float, K: int) -> torch.Tensor:
+        inputs = torch.tensor(values.reshape(9, 12, 2)[:, :10] * multiplier + offset).float()
+        with torch.no_grad():
+            return model(input_features=inputs, spectral_budget=K).logits.argmax(-1)
+
+    labels = predictions(0.01, -0.5, 32)
+    assert len(set(labels.tolist())) > 1 and not torch.equal(labels, predictions(1.0, 0.0, 32))
+    lines = ["kind," + ",".join(f"t{i}" for i in range(24))]
+    lines += [f"{names[label]}," + ",".join(map(str, row)) for label, row in zip(labels, values)]
+    (tmp_path / "test.csv").write_text("\n".join(lines))
+    arguments = ["--model", str(folder), "--test_file", str(tmp_path / "test.csv"), "--label_column", "kind"]
+    found = calibrate.main([*arguments, "--features_column", "t*", "--budgets", "2", *QUICK])
+    expected = float((predictions(0.01, -0.5, 2) == labels).double().mean())
+    assert found.quality.values == pytest.approx((expected, 1.0))
+    assert (found.quality.metric, found.quality.samples, found.quality.length) == ("accuracy", 9, 10)
+    for change, message in (
+        (["--features_column", "t*", "--label_column", "t0"], r"row \d of .*: labels must be in \[0, 2\], got"),
+        (["--features_column", "nothing"], "features_column must be one of"),
+        ([], "give text_column or features_column, and not both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate.main([*arguments, *change, *QUICK])
+    (folder / "features.json").write_text('{"offset": "none"}')
+    with pytest.raises(ValueError, match=r"features\.json must hold numbers for multiplier"):
+        calibrate.main([*arguments, "--features_column", "t*", *QUICK])
+
+
+def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path):
+    tokenizer = bpe_tokenizer(documents())
+    folder = tmp_path / "model"
+    model = random_model(ESSMForSequenceClassification, vocab_size=len(tokenizer), num_labels=2)
+    model.save_pretrained(folder)
+    tokenizer.model_max_length = 7
+    tokenizer.save_pretrained(folder)
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(documents()) if text]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = calibrate.CalibrateArguments(str(folder), test_file=[str(tmp_path / "test.jsonl")], text_column="text")
+    held_out = calibrate.open_held_out(args, calibrate.read_config(folder))
+    hits, _ = held_out.score(model, 32)
+    with torch.no_grad():
+        expected = [
+            int(model(torch.tensor([tokenizer(row["text"])["input_ids"][:7]])).logits.argmax()) == row["label"]
+            for row in rows
+        ]
+    assert hits.tolist() == expected and held_out.length == 7
+
+
 def test_a_classifier_of_token_ids_is_timed():
     model = random_model(ESSMForSequenceClassification, num_labels=3)
     assert calibrate.random_inputs(model, 2, 9)["input_ids"].shape == (2, 9)
@@ -872,7 +932,8 @@ def test_a_classifier_of_token_ids_is_timed():
 
 
 BAD_ARGUMENTS = {
-    "nothing": ([], "give text_files, task or timing_only, one of them"),
+    "nothing": ([], "give text_files, test_file, dataset_name, task or timing_only, one of them, got none"),
+    "files": (["--test_file", "a.csv", "--text_column", "a"], "measure classifiers; a language model needs text_files"),
     "both": (["--text_files", "a", "--task", "smnist"], "one of them"),
     "timing-and-text": (["--timing_only", "--text_files", "a"], "timing_only measures no quality"),
     "rounds": (["--timing_only", "--rounds", "0"], "rounds must be at least 1, got 0"),
@@ -920,7 +981,7 @@ def test_bad_models(saved, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             calibrate.main(["--model", str(tmp_path), *text])
     random_model(ESSMForSequenceClassification, num_labels=3).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(ValueError, match="text_files measure language models; a classifier needs task"):
+    with pytest.raises(ValueError, match="text_files measure language models; a classifier needs test_file"):
         calibrate.main(["--model", str(tmp_path / "classifier"), *text])
 
 
