@@ -243,7 +243,7 @@ class ESSMConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         """As in transformers; fields given beside the dictionary are checked as if they stood in it."""
         names = {field.name: field.name for field in dataclasses.fields(cls)} | cls.attribute_map
-        del names["dtype"]  # which may be "auto" there
+        names.pop("dtype", None)  # which may be "auto" there
         given = {names[name]: kwargs.pop(name) for name in names.keys() & kwargs.keys()}
         if "num_hidden_layers" in given:
             given.setdefault("layer_types", None)
