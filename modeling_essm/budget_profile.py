@@ -15,6 +15,8 @@ import json
 import math
 import os
 import platform
+import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -33,6 +35,7 @@ PHASES = ("prefill", "decode")
 SWEET_SPOT_DROP = 0.02  # of the full budget's quality, the paper's
 COLLAPSE_QUALITY = 0.90  # what is left of the quality above the collapse boundary
 
+_LARGEST = 2**63 - 1  # integer of a file
 _ROUNDING = 1e-9  # a drop of exactly 2% is within 2%
 
 
@@ -306,9 +309,8 @@ _MARKS = {"sweet-spot": "* sweet spot", "collapse-boundary": "^ collapse boundar
 
 
 def _check_limit(name: str, value: Any, positive: bool) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {value!r}")
+    if not _is_number(value) or value < 0 or (positive and value == 0):
+        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {reprlib.repr(value)}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -357,18 +359,18 @@ class _Fields:
     def __init__(self, values: Any, path: Path, name: str = ""):
         self.path, self.prefix = path, f"{name}." if name else ""
         if not isinstance(values, dict):
-            raise ValueError(f"{path}: {name or 'the file'} must be a JSON object, got {_short(values)}")
+            raise ValueError(f"{path}: {name or 'the file'} must be a JSON object, got {reprlib.repr(values)}")
         self.values = values
 
     def get(self, name: str, legal: str, check: Any) -> Any:
         value = self.values.get(name)
         if name not in self.values or not check(value):
-            got = _short(value) if name in self.values else "nothing"
+            got = reprlib.repr(value) if name in self.values else "nothing"
             raise ValueError(f"{self.path}: {self.prefix}{name} must be {legal}, got {got}")
         return value
 
-    def integer(self, name: str, least: int) -> int:
-        return self.get(name, f"an integer >= {least}", lambda v: type(v) is int and v >= least)
+    def integer(self, name: str, least: int, most: int = _LARGEST) -> int:
+        return self.get(name, f"an integer in [{least}, {most}]", lambda v: type(v) is int and least <= v <= most)
 
     def number(self, name: str, least: float = 0.0) -> float:
         return float(self.get(name, f"a finite number >= {least:g}", lambda v: _is_number(v) and v >= least))
@@ -380,9 +382,9 @@ class _Fields:
         values = self.get(name, legal, lambda v: fits(v) and all(_is_number(x) and x >= least for x in v))
         return tuple(map(float, values))
 
-    def budgets(self, name: str, ascending: bool = False) -> tuple[int, ...]:
-        legal = f"a list of {'ascending ' if ascending else ''}integers >= 1"
-        fits = lambda v: isinstance(v, list) and v and all(type(K) is int and K >= 1 for K in v)  # noqa: E731
+    def budgets(self, name: str, most: int = _LARGEST, ascending: bool = False) -> tuple[int, ...]:
+        legal = f"a list of {'ascending ' if ascending else ''}integers in [1, {most}]"
+        fits = lambda v: isinstance(v, list) and v and all(type(K) is int and 1 <= K <= most for K in v)  # noqa: E731
         return tuple(self.get(name, legal, lambda v: fits(v) and (not ascending or v == sorted(set(v)))))
 
     def text(self, name: str) -> str:
@@ -406,12 +408,8 @@ class _Fields:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    """Whether it is finite, as a float too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _file(path: str | os.PathLike) -> Path:
@@ -427,21 +425,24 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
         model: the ES-SSM that it must belong to; where that has fewer channels, larger budgets are left out.
     Raises:
         FileNotFoundError: there is none.
-        ValueError: not JSON, another format, a field that is missing or out of range, or another model's profile.
+        ValueError: not JSON, another format, a field that is missing or out of range, a budget above the capacity, or
+            another model's profile.
     """
     path = _file(path)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {path}: write it with train/calibrate.py") from None
-    except (OSError, ValueError) as error:  # damaged JSON or UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # damaged JSON or UTF-8
         raise ValueError(
             f"{path} cannot be read: {error}; delete it and run train/calibrate.py again, or fetch it again"
         ) from error
     fields = _Fields(record, path)
     fields.one_of("format_version", [FORMAT_VERSION])
-    devices = {name: _read_device(name, entry) for name, entry in fields.each("devices").items()}
-    profile = BudgetProfile(_read_fingerprint(fields.object("model")), _read_quality(fields.object("quality")), devices)
+    measured = _read_fingerprint(fields.object("model"))
+    capacity = max(measured.capacities)
+    devices = {name: _read_device(name, entry, capacity) for name, entry in fields.each("devices").items()}
+    profile = BudgetProfile(measured, _read_quality(fields.object("quality"), capacity), devices)
     return profile if model is None else _for_model(profile, path, model)
 
 
@@ -471,8 +472,8 @@ def _read_fingerprint(fields: _Fields) -> Fingerprint:
     return Fingerprint(fields.integer("hidden_size", 1), fields.budgets("capacities"), values)
 
 
-def _read_quality(fields: _Fields) -> Quality:
-    budgets = fields.budgets("budgets", ascending=True)
+def _read_quality(fields: _Fields, capacity: int) -> Quality:
+    budgets = fields.budgets("budgets", capacity, ascending=True)
     n = len(budgets)
     return Quality(
         fields.text("metric"),
@@ -489,7 +490,7 @@ def _read_quality(fields: _Fields) -> Quality:
     )
 
 
-def _read_device(name: str, fields: _Fields) -> DeviceProfile:
+def _read_device(name: str, fields: _Fields, capacity: int) -> DeviceProfile:
     rows = []
     for row in fields.rows("rows"):
         low = row.number("min_ms")
@@ -498,7 +499,7 @@ def _read_device(name: str, fields: _Fields) -> DeviceProfile:
             Measurement(
                 row.one_of("phase", PHASES),
                 row.integer("batch_size", 1),
-                row.integer("budget", 1),
+                row.integer("budget", 1, capacity),
                 median,
                 low,
                 row.number("max_ms", median),

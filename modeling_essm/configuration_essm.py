@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import reprlib
+import sys
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .spectral_basis import max_spectral_channels
-from .spectral_budget import resolve_budget
+from .spectral_budget import resolve_budget, stored_budget
 from .spectral_ops import ALGORITHMS
 
 # Which class each Auto class loads, from the files beside the weights.
@@ -20,6 +25,124 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling_essm.ESSMForCausalLM",
     "AutoModelForSequenceClassification": "modeling_essm.ESSMForSequenceClassification",
 }
+
+# Generous, and small enough that whatever is made from a legal value is made at once.
+_MOST_LAYERS, _MOST_WIDTH, _MOST_IDS, _MOST_LABELS, _MOST_BUDGETS = 10_000, 2**24, 2**31 - 1, 1_000_000, 1024
+
+_ILLEGAL = object()
+_Rule = tuple[str, Callable[[Any], Any]]  # what is legal, and from a value to what JSON would give back, or _ILLEGAL
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _integer(least: int, most: int) -> _Rule:
+    def read(value: Any) -> Any:
+        value = _plain(value)
+        return value if type(value) is int and least <= value <= most else _ILLEGAL
+
+    return f"an integer in [{least}, {most}]", read
+
+
+def _number(bound: float) -> _Rule:
+    def read(value: Any) -> Any:
+        value = _plain(value)
+        legal = type(value) in (int, float) and 0 <= value < bound and value <= sys.float_info.max
+        return value if legal else _ILLEGAL
+
+    return f"a number in [0, {bound:g})", read
+
+
+def _one_of(*allowed: Any) -> _Rule:
+    def read(value: Any) -> Any:
+        value = _plain(value)
+        return value if any(type(value) is type(x) and value == x for x in allowed) else _ILLEGAL
+
+    return f"one of {allowed}", read
+
+
+def _text() -> _Rule:
+    return "text", lambda value: value if isinstance(value, str) else _ILLEGAL
+
+
+def _optional(rule: _Rule) -> _Rule:
+    return f"None or {rule[0]}", lambda value: None if value is None else rule[1](value)
+
+
+def _or_list(rule: _Rule, most: int) -> _Rule:
+    text, read_list = _list(rule, most)
+    return f"{rule[0]}, or {text}", lambda value: read_list(value) if type(value) in (list, tuple) else rule[1](value)
+
+
+def _list(rule: _Rule, most: int) -> _Rule:
+    def read(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)) or len(value) > most:
+            return _ILLEGAL
+        entries = [rule[1](entry) for entry in value]
+        return _ILLEGAL if any(entry is _ILLEGAL for entry in entries) else entries
+
+    return f"a list, at most {most} long, each {rule[0]}", read
+
+
+def _labels(numbered: bool) -> _Rule:
+    def read(value: Any) -> Any:
+        if not isinstance(value, dict) or not 1 <= len(value) <= _MOST_LABELS:
+            return _ILLEGAL
+        labels = {_plain(key): _plain(label) for key, label in value.items()}
+        if not all(type(x) in (int, str) for item in labels.items() for x in item):
+            return _ILLEGAL
+        if numbered and not all(type(key) is int or key.isdecimal() for key in labels):
+            return _ILLEGAL
+        return labels
+
+    return f"a dict of 1 to {_MOST_LABELS} " + ("numbers and their names" if numbered else "names and numbers"), read
+
+
+def _dtype() -> _Rule:
+    def read(value: Any) -> Any:
+        dtype = getattr(torch, value, None) if isinstance(value, str) else value
+        return value if isinstance(dtype, torch.dtype) else _ILLEGAL
+
+    return "a torch.dtype or its name", read
+
+
+_WIDTH, _FLAG = _integer(1, _MOST_WIDTH), _one_of(True, False)
+_TOKEN_ID = _integer(-_MOST_IDS, _MOST_IDS)  # transformers warns of one outside the vocabulary
+_RULES: dict[str, _Rule] = {
+    "vocab_size": _integer(1, _MOST_IDS),
+    "num_hidden_layers": _integer(1, _MOST_LAYERS),
+    **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length", "chunk_size"), _WIDTH),
+    **dict.fromkeys(("intermediate_size", "gate_hidden_size", "num_input_features"), _optional(_WIDTH)),
+    "state_margin": _integer(0, _MOST_WIDTH),
+    "ar_order": _one_of(0, 2),
+    "hidden_act": _one_of(*ACT2FN),
+    "spectral_algorithm": _one_of(*ALGORITHMS),
+    "gating": _one_of("softmax", "none"),
+    "classifier_pooling": _one_of("mean", "last"),
+    **dict.fromkeys(("dropout", "stochastic_depth"), _number(1.0)),
+    **dict.fromkeys(("scaling_exponent", "initializer_range", "layer_norm_eps"), _number(float("inf"))),
+    **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder"), _FLAG),
+    **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
+    **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
+    "eos_token_id": _optional(_or_list(_TOKEN_ID, _MOST_BUDGETS)),
+    "layer_types": _optional(_list(_one_of("linear_attention"), _MOST_LAYERS)),
+    "chunk_size_feed_forward": _integer(0, _MOST_WIDTH),
+    "architectures": _optional(_list(_text(), _MOST_BUDGETS)),
+    "transformers_version": _optional(_text()),
+    "problem_type": _optional(_one_of("regression", "single_label_classification", "multi_label_classification")),
+    "dtype": _optional(_dtype()),
+    "num_labels": _integer(1, _MOST_LABELS),
+    "id2label": _optional(_labels(numbered=True)),
+    "label2id": _optional(_labels(numbered=False)),
+}
+
+
+def _checked(name: str, value: Any, rule: _Rule) -> Any:
+    kept = rule[1](value)
+    if kept is _ILLEGAL:
+        raise ValueError(f"{name} must be {rule[0]}, got {reprlib.repr(value)}")
+    return kept
 
 
 class ESSMConfig(PreTrainedConfig):
@@ -41,7 +164,8 @@ class ESSMConfig(PreTrainedConfig):
             H = training length reproduces the paper.
         state_margin (`int`): states kept beyond K so that the first K filters are reproduced, see `num_states`.
         scaling_exponent (`float`): power of sigma_k in Eq. (7), 1/4 in the paper.
-        chunk_size (`int`): C, steps that one matrix product of the chunked algorithm covers.
+        chunk_size (`int`): C, steps that one matrix product of the chunked algorithm covers; more than `filter_length`
+            or 512 means the smaller of these.
         spectral_algorithm (`str`): "chunked", "fft" (the paper's), "step" or "naive": one meaning, different cost.
         gate_hidden_size (`int`, *optional*): width D_g inside the gate, D // 4 by default.
         gating (`str`): "softmax" for Eq. (8) or "none" for Eq. (6).
@@ -55,7 +179,8 @@ class ESSMConfig(PreTrainedConfig):
             encoder reads instead of token ids.
 
     Raises:
-        ValueError: a field out of range, or a capacity that `filter_length` cannot resolve in fp64.
+        ValueError: a field of another type or out of range, or a capacity that `filter_length` cannot resolve in fp64.
+            Widths may be up to 2^24, layers 10,000, `num_labels` 1,000,000, and entries of a list of budgets 1,024.
     """
 
     model_type = "essm"
@@ -94,6 +219,12 @@ class ESSMConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 258
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, name, kwargs.pop(name))
+        if (labels := kwargs.pop("num_labels", None)) is not None:  # transformers would name them all before we look
+            kwargs["num_labels"] = _checked("num_labels", labels, _RULES["num_labels"])
+        _checked("dtype", kwargs.get("torch_dtype"), _RULES["dtype"])
+        self._validate()
         if self.intermediate_size is None:
             self.intermediate_size = 4 * self.hidden_size
         if self.gate_hidden_size is None:
@@ -107,62 +238,72 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError(f"auto_map must be a dict of Auto classes and the classes they load, got {given!r}")
         kwargs["auto_map"] = {**AUTO_MAP, **given}
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """As in transformers; fields given beside the dictionary are checked as if they stood in it."""
+        names = {field.name: field.name for field in dataclasses.fields(cls)} | cls.attribute_map
+        names.pop("dtype", None)  # which may be "auto" there
+        given = {names[name]: kwargs.pop(name) for name in names.keys() & kwargs.keys()}
+        if "num_hidden_layers" in given:
+            given.setdefault("layer_types", None)
+        return super().from_dict(config_dict | given, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers; ValueError for a field that was set to what could not be loaded again."""
         self._validate()
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def _validate(self) -> None:
-        minimum = {name: 1 for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")}
-        minimum |= {"num_spectral_channels": 1, "chunk_size": 1, "gate_hidden_size": 1, "state_margin": 0}
-        for name, least in minimum.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-        choices = {"spectral_algorithm": ALGORITHMS, "gating": ("softmax", "none"), "ar_order": (0, 2)}
-        choices |= {"classifier_pooling": ("mean", "last"), "hidden_act": tuple(ACT2FN)}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        for name, highest in {
-            "dropout": 1.0,
-            "stochastic_depth": 1.0,
-            "initializer_range": math.inf,
-            "layer_norm_eps": math.inf,
-            "scaling_exponent": math.inf,
-        }.items():
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not 0.0 <= value < highest:
-                raise ValueError(f"{name} must be a number in [0, {highest:g}), got {value!r}")
-        features = self.num_input_features
-        if features is not None and (type(features) is not int or features < 1):
-            raise ValueError(f"num_input_features must be None or an integer >= 1, got {features!r}")
+        """Check every field, and turn integers of NumPy, tuples and the like into what a JSON file holds."""
+        for name, rule in _RULES.items():
+            if name in self.__dict__:
+                value = self.__dict__[name]
+                if (kept := _checked(name, value, rule)) is not value:
+                    setattr(self, name, kept)
+        channels, layers = self.num_spectral_channels, self.num_hidden_layers
         resolved = max_spectral_channels(self.filter_length)
-        if self.num_spectral_channels > resolved:
+        if channels > resolved:
             raise ValueError(
                 f"filter_length {self.filter_length} resolves at most {resolved} spectral channels, "
-                f"got num_spectral_channels={self.num_spectral_channels}; use a longer filter (512 resolves 32)"
+                f"got num_spectral_channels={channels}; use a longer filter (512 resolves 32)"
             )
-        self._validate_capacities()
-        if not isinstance(self.budget_presets, (dict, type(None))):
-            raise ValueError(f"budget_presets must be a dict of names and budgets, got {self.budget_presets!r}")
-        if not isinstance(self.trained_budgets, (list, tuple, type(None))):
-            raise ValueError(f"trained_budgets must be a list of integers, got {self.trained_budgets!r}")
-        budgets = [self.spectral_budget, *(self.budget_presets or {}).values(), *(self.trained_budgets or [])]
-        for budget in budgets:
-            self.resolve_budget(budget)
-
-    def _validate_capacities(self) -> None:
-        value, highest, layers = self.spectral_capacities, self.num_spectral_channels, self.num_hidden_layers
-        if value is None:
-            return
-        if (
-            not isinstance(value, (list, tuple))
-            or len(value) != layers
-            or any(type(held) is not int or not 1 <= held <= highest for held in value)
-            or max(value) != highest
-        ):
+        held = _optional(_list(_integer(1, channels), _MOST_LAYERS))[1](self.spectral_capacities)
+        if held is _ILLEGAL or (held is not None and (len(held) != layers or max(held) != channels)):
             raise ValueError(
-                f"spectral_capacities must be {layers} integers in [1, num_spectral_channels = {highest}], the largest "
-                f"of them {highest}, got {value!r}"
+                f"spectral_capacities must be {layers} integers in [1, num_spectral_channels = {channels}], the "
+                f"largest of them {channels}, got {reprlib.repr(self.spectral_capacities)}"
             )
+        self.spectral_capacities = held
+        if self.layer_types is not None and len(self.layer_types) != layers:
+            raise ValueError(
+                f"layer_types must name 'linear_attention' for each of the {layers} layers, got {len(self.layer_types)}"
+            )
+        self._validate_budgets()
+
+    def _validate_budgets(self) -> None:
+        presets = self.budget_presets
+        if presets is not None:
+            names = isinstance(presets, dict) and len(presets) <= _MOST_BUDGETS and all(type(x) is str for x in presets)
+            if not names:
+                raise ValueError(
+                    f"budget_presets must be a dict of at most {_MOST_BUDGETS} names and budgets, "
+                    f"got {reprlib.repr(presets)}"
+                )
+            self.budget_presets = {
+                name: self._stored_budget(f"budget_presets[{name!r}]", value) for name, value in presets.items()
+            }
+        if not isinstance(self.spectral_budget, str):
+            self.spectral_budget = self._stored_budget("spectral_budget", self.spectral_budget)
+        trained = _list(_integer(1, self.num_spectral_channels), _MOST_BUDGETS)
+        self.trained_budgets = _checked("trained_budgets", self.trained_budgets, _optional(trained))
+        self.resolve_budget()
+
+    def _stored_budget(self, name: str, value: Any) -> int | list[int] | None:
+        try:
+            return stored_budget(value, self.capacities)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     @property
     def capacities(self) -> tuple[int, ...]:

@@ -365,6 +365,19 @@ def _refuse_unsupported(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"unknown argument {name!r}; packed sequences are described by {PACKING_ARGUMENTS}")
 
 
+def _check_state_lengths(state_lengths: Tensor, L: int) -> None:
+    """Raises ValueError for lengths that are no integers in [0, L]; a compiled graph does not wait for the device."""
+    if torch.compiler.is_compiling():
+        return
+    integers = f"state_lengths must be integers in [0, {L}], got"
+    if state_lengths.is_floating_point() or state_lengths.is_complex() or state_lengths.dtype == torch.bool:
+        raise ValueError(f"{integers} {state_lengths.dtype}")
+    if state_lengths.numel():
+        low, high = torch.aminmax(state_lengths.long())
+        if low < 0 or high > L:
+            raise ValueError(f"{integers} values from {int(low)} to {int(high)}")
+
+
 class ESSMModel(ESSMPreTrainedModel):
     """Embedding, blocks and final norm; token ids, embeddings or continuous features in, hidden states out."""
 
@@ -402,7 +415,7 @@ class ESSMModel(ESSMPreTrainedModel):
     ) -> ESSMModelOutput:
         """
         Args:
-            input_ids: (B, L) int64 in [0, vocab_size). Or inputs_embeds: (B, L, D). Or input_features: (B, L, F).
+            input_ids: (B, L) int64 or int32 in [0, vocab_size). Or inputs_embeds: (B, L, D), input_features: (B, L, F).
             attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist, wherever it
                 stands and wherever pieces are cut: real ones come out as if they alone made up the row, and the state
                 does not advance on others. The output there is that of the last real position before it in this call;
@@ -418,7 +431,8 @@ class ESSMModel(ESSMPreTrainedModel):
         Raises:
             ValueError: a bad budget, token ids out of range (not checked on an accelerator in training and single
                 steps, where the check would wait for the device), not exactly one input, a cache without room or for
-                packed sequences, or a bad description of these.
+                packed sequences, state_lengths out of range (not checked in a compiled graph), or a bad description
+                of packed sequences.
         """
         _refuse_unsupported(kwargs)
         hidden_states = self._embed(input_ids, inputs_embeds, input_features)
@@ -478,6 +492,7 @@ class ESSMModel(ESSMPreTrainedModel):
                     f"state_lengths must have shape ({B},) and come with a cache and without attention_mask, "
                     f"got shape {tuple(state_lengths.shape)}"
                 )
+            _check_state_lengths(state_lengths, L)
             lengths = state_lengths.to(hidden_states.device)
         rows = None if budget.rows is None else budget.rows.to(hidden_states.device)
 
@@ -495,7 +510,7 @@ class ESSMModel(ESSMPreTrainedModel):
         if all_hidden_states is not None:
             all_hidden_states += (hidden_states,)
         if past_key_values is not None:
-            past_key_values.advance(L if state_lengths is None else int(state_lengths.max()))
+            past_key_values.advance(L if state_lengths is None or B == 0 else int(state_lengths.max()))
         return ESSMModelOutput(
             last_hidden_state=hidden_states,
             past_key_values=past_key_values if use_cache else None,
@@ -519,9 +534,9 @@ class ESSMModel(ESSMPreTrainedModel):
                 raise ValueError(f"input_features must have shape (B, L, {width}), got {tuple(features.shape)}")
             hidden_states = self.embed_features(features.to(self.embed_features.weight.dtype))
         elif input_ids is not None and width is None:
-            if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            if input_ids.ndim != 2 or input_ids.dtype not in (torch.int64, torch.int32):
                 raise ValueError(
-                    "input_ids must be integers of shape (B, L), "
+                    "input_ids must be int64 or int32 integers of shape (B, L), "
                     f"got {input_ids.dtype} of shape {tuple(input_ids.shape)}"
                 )
             self._check_token_ids(input_ids)

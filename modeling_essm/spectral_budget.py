@@ -9,6 +9,7 @@ range, before any compute.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
@@ -71,10 +72,28 @@ def resolve_budget(
         if len(value) != len(capacities):
             raise ValueError(
                 f"spectral_budget as a list needs one integer for each of the {len(capacities)} layers, "
-                f"got {len(value)}: {list(value)!r}"
+                f"got {len(value)}: {reprlib.repr(list(value))}"
             )
         return ResolvedBudget(tuple(_check(K, held) for K, held in zip(value, capacities)))
     return _everywhere(_check(value, max(capacities)), capacities)
+
+
+def stored_budget(value: SpectralBudget, capacities: Sequence[int]) -> int | list[int] | None:
+    """The form in which a config keeps a budget: None, an int or a list of one per layer, which JSON can hold.
+
+    Raises:
+        ValueError: as `resolve_budget`; also for a preset, and for (B,) budgets, which belong to one batch.
+    """
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor) and value.ndim > 0:
+        raise ValueError(
+            f"a tensor of budgets, one for each row, is given in a call; a config keeps an integer in [1, "
+            f"{max(capacities)}] or a list of {len(capacities)}, got shape {tuple(value.shape)}"
+        )
+    if isinstance(value, (list, tuple)):
+        return list(resolve_budget(value, capacities=capacities).layers)
+    return _check(value, max(capacities))
 
 
 def _everywhere(budget: int, capacities: Sequence[int], rows: torch.Tensor | None = None) -> ResolvedBudget:
@@ -83,24 +102,31 @@ def _everywhere(budget: int, capacities: Sequence[int], rows: torch.Tensor | Non
 
 def _check(value: object, capacity: int) -> int:
     """A plain budget as int; NumPy integers and integer tensors of one element pass, bool and float do not."""
-    if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype != torch.bool:
+    if isinstance(value, torch.Tensor) and _holds_integers(value) and value.numel() == 1:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= capacity:
         raise ValueError(f"spectral_budget must be an integer in [1, {capacity}], got {value!r}")
     return tuple(range(capacity + 1))[value]  # an index is a constant to torch.compile: one graph per budget
 
 
+def _holds_integers(value: torch.Tensor) -> bool:
+    return not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+
+
 def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: int | None) -> ResolvedBudget:
     capacity = max(capacities)
-    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+    if not _holds_integers(value):
         raise ValueError(f"spectral_budget as a tensor must hold integers in [1, {capacity}], got dtype {value.dtype}")
     if value.ndim != 1 or (batch_size is not None and value.shape[0] != batch_size):
         rows = "batch_size" if batch_size is None else batch_size
         raise ValueError(f"spectral_budget as a tensor must have shape ({rows},), got {tuple(value.shape)}")
+    if value.numel() == 0:  # an empty batch: its cache has room for any
+        return _everywhere(capacity, capacities)
+    value = value.long()
     low, high = (int(x) for x in torch.aminmax(value))
     if low < 1 or high > capacity:
         raise ValueError(f"spectral_budget must hold integers in [1, {capacity}], got values from {low} to {high}")
-    return _everywhere(high, capacities, value.long() if low != high else None)
+    return _everywhere(high, capacities, value if low != high else None)
 
 
 class StepBudgets:

@@ -27,6 +27,7 @@ from .spectral_step import step
 
 ALGORITHMS = ("chunked", "fft", "step", "naive")
 _RUN = {"chunked": chunked, "fft": fft, "step": step, "naive": naive}
+_LONGEST_CHUNK = 512
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,16 @@ class SpectralOperator:
     Attributes:
         filter_length: H. Sequences longer than H leave the range in which recurrence and convolution agree.
         state_margin: see `spectral_basis.num_states`.
-        chunk_size: C.
+        chunk_size: C, which beyond H or 512 is taken as that: the constants of a chunk grow with C^2, at H = 512 and
+            K = 32 to 55 MB for C = 512, and longer chunks are slower.
     """
 
     filter_length: int
     state_margin: int = 16
     chunk_size: int = 64
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk_size", min(self.chunk_size, self.filter_length, _LONGEST_CHUNK))
 
     def num_states(self, num_channels: int) -> int:
         """N, the number of states that a budget K reads and writes."""

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import random_ids, random_model
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import analyze
-from analyze import gate_statistics, layer_cost, mixers_of, stability_bounds
+from analyze import gate_statistics, layer_cost, measured_cost, mixers_of, stability_bounds
 
 from modeling_essm import ESSMModel, build_byte_tokenizer
-from modeling_essm.spectral_ops import SpectralOperator
 
 
 def test_gate_statistics_are_those_of_the_gates():
@@ -53,11 +53,35 @@ def test_no_layer_amplifies_beyond_its_bound(gating):
 
 
 def test_the_cost_model_counts_the_products():
-    # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 256: features, states with 6 levels, mixing.
-    cost = layer_cost(SpectralOperator(4096), 4, 256, 4096)
-    assert cost["chunked"] == 4 * 80 * 256 + (16 + 256 / 64 * 6) * 256 + 4 * 256**2
-    assert cost["step"] == 16**2 * 256 + 4 * 256**2
-    assert cost["fft"] == 5 * 2.5 * 13 * 256 + 16 * 256 + 4 * 256**2
+    # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 32, D_g = 8: skip, gate, weights and mixing; then
+    # features, and states with 6 levels.
+    mixer = mixers_of(random_model(ESSMModel, hidden_size=32, filter_length=4096, chunk_size=64))[0]
+    cost, fixed = layer_cost(mixer, 4, 4096), 32**2 + 32 * 8 + 8 * 4 + 4 + 4 * 32 + 4 * 32**2
+    assert cost["chunked"] == fixed + 4 * 80 * 32 + (16 + 256 / 64 * 6) * 32
+    assert cost["step"] == fixed + 16 * 17 * 32
+    assert cost["fft"] == fixed + 5 * 2.5 * 13 * 32 + 16 * 32
+    mixer = mixers_of(random_model(ESSMModel, hidden_size=32, filter_length=4096, gating="none"))[0]
+    assert cost["step"] - layer_cost(mixer, 4, 4096)["step"] == 32 * 8 + 8 * 4 + 4
+
+
+@pytest.mark.parametrize("fields", [{}, {"gating": "none"}, {"ar_order": 2}], ids=str)
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_cost_model_counts_what_a_layer_computes(fields, length):
+    """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u."""
+    mixer = mixers_of(random_model(ESSMModel, spectral_algorithm="step", **fields))[0]
+    for K in (1, 6, 32):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            mixer(torch.randn(1, length, 16), K)
+        elements = (K + mixer.operator.num_states(K)) * 16 * (2 if mixer.ar_order else 1) + (K if mixer.gated else 0)
+        products = layer_cost(mixer, K, length)["step"] - elements
+        assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
+
+
+def test_measuring_leaves_the_layer_as_it_was():
+    model = random_model(ESSMModel, spectral_algorithm="step")
+    model.truncate([8, 3])
+    seconds = measured_cost(mixers_of(model)[1], (2, 8), 20, rounds=1)
+    assert [len(values) for values in seconds.values()] == [2, 2] and mixers_of(model)[1].algorithm == "step"
 
 
 def test_script(tmp_path, monkeypatch, capsys):

@@ -1,27 +1,38 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Mistakes in configs, inputs, caches and files: each is refused by an error that names the value and what is legal."""
 
+import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import captured_warnings, random_ids, random_model, tiny_config
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import DynamicCache
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import (
+    ESSMCache,
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForSequenceClassification,
+    ESSMModel,
+    configuration_essm,
+)
 
 BAD_FIELDS = [
-    ({"vocab_size": 0}, "vocab_size must be an integer >= 1, got 0"),
-    ({"vocab_size": True}, "vocab_size must be an integer >= 1, got True"),
-    ({"hidden_size": 0}, "hidden_size must be an integer >= 1, got 0"),
-    ({"hidden_size": 2.5}, "hidden_size must be an integer >= 1, got 2.5"),
-    ({"hidden_size": "16"}, "hidden_size must be an integer >= 1, got '16'"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
-    ({"intermediate_size": -4}, "intermediate_size must be an integer >= 1, got -4"),
-    ({"gate_hidden_size": 0}, "gate_hidden_size must be an integer >= 1, got 0"),
-    ({"num_spectral_channels": 0}, "num_spectral_channels must be an integer >= 1, got 0"),
-    ({"chunk_size": 0}, "chunk_size must be an integer >= 1, got 0"),
-    ({"state_margin": -1}, "state_margin must be an integer >= 0, got -1"),
+    ({"vocab_size": 0}, r"vocab_size must be .*an integer in \[1, \d+\], got 0"),
+    ({"vocab_size": True}, r"vocab_size must be .*an integer in \[1, \d+\], got True"),
+    ({"hidden_size": 0}, r"hidden_size must be .*an integer in \[1, \d+\], got 0"),
+    ({"hidden_size": 2.5}, r"hidden_size must be .*an integer in \[1, \d+\], got 2.5"),
+    ({"hidden_size": "16"}, r"hidden_size must be .*an integer in \[1, \d+\], got '16'"),
+    ({"num_hidden_layers": 0}, r"num_hidden_layers must be .*an integer in \[1, \d+\], got 0"),
+    ({"intermediate_size": -4}, r"intermediate_size must be .*an integer in \[1, \d+\], got -4"),
+    ({"gate_hidden_size": 0}, r"gate_hidden_size must be .*an integer in \[1, \d+\], got 0"),
+    ({"num_spectral_channels": 0}, r"num_spectral_channels must be .*an integer in \[1, \d+\], got 0"),
+    ({"chunk_size": 0}, r"chunk_size must be .*an integer in \[1, \d+\], got 0"),
+    ({"state_margin": -1}, r"state_margin must be an integer in \[0, \d+\], got -1"),
     ({"filter_length": 0}, r"filter_length must be an integer in \[1, \d+\], got 0"),
     ({"filter_length": 512.0}, r"filter_length must be an integer in \[1, \d+\], got 512.0"),
     ({"filter_length": 2**25}, rf"filter_length must be an integer in \[1, \d+\], got {2**25}"),
@@ -37,8 +48,8 @@ BAD_FIELDS = [
     ({"initializer_range": -1.0}, r"initializer_range must be a number in \[0, inf\), got -1.0"),
     ({"layer_norm_eps": -1e-5}, r"layer_norm_eps must be a number in \[0, inf\), got -1e-05"),
     ({"scaling_exponent": float("nan")}, r"scaling_exponent must be a number in \[0, inf\), got nan"),
-    ({"num_input_features": 0}, "num_input_features must be None or an integer >= 1, got 0"),
-    ({"num_input_features": 2.5}, "num_input_features must be None or an integer >= 1, got 2.5"),
+    ({"num_input_features": 0}, r"num_input_features must be None or an integer in \[1, \d+\], got 0"),
+    ({"num_input_features": 2.5}, r"num_input_features must be None or an integer in \[1, \d+\], got 2.5"),
 ]
 
 
@@ -46,6 +57,158 @@ BAD_FIELDS = [
 def test_config_fields(fields, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(**fields)
+
+
+NOTHING_TAKES = [object(), {1, 2}, 1j, b"x", math.nan, -math.inf, 10**400, [[4], [4]], {"a": {"b": 4}}, {(1, 2): 4}]
+NOTHING_TAKES += [torch.tensor(2.5), torch.tensor([4, 4, 4]), np.array([4, 4]), [torch.zeros(2), 1], len]
+NOT_AN_INTEGER = [
+    "2",
+    "",
+    2.0,
+    0.5,
+    True,
+    False,
+    np.True_,
+    math.inf,
+    10**30,
+    [4],
+    (4, 4),
+    {"a": 4},
+    torch.tensor(4),
+    "none",
+]
+NOT_A_NUMBER = ["2", "", True, False, np.False_, math.inf, -1, -0.5, [0.5], {"a": 0.5}, torch.tensor(0.5), "none"]
+NOT_A_FLAG = ["true", "", 2.0, -1, 10**30, [True], {"a": 4}, torch.tensor(True), "none"]
+NOT_A_CHOICE = ["2", "", 2.5, -1, True, ["gelu"], ("chunked",), {"a": 4}, torch.tensor(2), "none"]
+NOT_TEXTS = ["2", 4, 2.5, True, [4], [None], {"a": 4}, torch.tensor(4)]
+NOT_LABELS = ["ab", 4, 2.5, True, ["a"], {0: None}, {0: 2.5}, {None: "a"}, {0: ["a"]}]
+BAD_VALUES = {
+    "vocab_size hidden_size num_hidden_layers num_spectral_channels filter_length chunk_size": [*NOT_AN_INTEGER, 0, -1],
+    "intermediate_size gate_hidden_size num_input_features num_labels": [*NOT_AN_INTEGER[:-1], 0, -1],
+    "state_margin chunk_size_feed_forward": [*NOT_AN_INTEGER, -1],
+    "ar_order": [*NOT_AN_INTEGER, 1, -1],
+    "scaling_exponent initializer_range layer_norm_eps": NOT_A_NUMBER,
+    "dropout stochastic_depth": [*NOT_A_NUMBER, 1, 1.0],
+    "tie_word_embeddings use_cache is_encoder_decoder": NOT_A_FLAG,
+    "output_hidden_states return_dict": NOT_A_FLAG[:-1],
+    "hidden_act spectral_algorithm gating classifier_pooling": NOT_A_CHOICE,
+    "problem_type dtype": [*NOT_A_CHOICE[:-1], "load"],
+    "pad_token_id bos_token_id": NOT_AN_INTEGER[:-1],
+    "eos_token_id": [x for x in NOT_AN_INTEGER[:-1] if type(x) not in (list, tuple)] + [["a"], [2.0], [True], [None]],
+    "transformers_version": [4, 2.5, True, ["5"]],
+    "architectures": NOT_TEXTS,
+    "layer_types": [*NOT_TEXTS, 5, ["linear_attention"], ["linear_attention"] * 3, ["conv", "conv"]],
+    "spectral_capacities": [
+        *["32", 32, [32], [32, 16, 8], [16, 16], [0, 32], [32.0, 32], ["32", 32], [True, 32], {"a": 4}]
+    ],
+    "spectral_budget": ["a", 0, 33, 2.0, True, [4], [4, 33], [4, "a"], [4, True], {"a": 4}, torch.tensor([4, 4])],
+    "trained_budgets": ["4", 4, [0], [33], [2.0], [True], ["a"], [None], [[4, 4]], {"a": 4}, torch.tensor([4])],
+    "budget_presets": [
+        *[[4], "a", 4, {1: 4}, {1: 4, "a": 4}, {None: 4}, {"a": 33}, {"a": 2.0}, {"a": [4]}, {"a": True}],
+        *[{"a": "b", "b": 4}, {"a": "a"}, {"a": torch.tensor([4, 4])}, {"a": [4, "b"], "b": 4}],
+    ],
+    "id2label": [*NOT_LABELS, {"x": "a"}],
+    "label2id": NOT_LABELS,
+}
+BAD_VALUES = {name: values for names, values in BAD_VALUES.items() for name in names.split()}
+
+
+def test_every_field_of_a_config_has_its_bad_values():
+    assert {field.name for field in dataclasses.fields(ESSMConfig)} <= set(BAD_VALUES)
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_values_that_a_field_does_not_take(name):
+    """No raw error and no acceptance: the message names the field, also where the value comes beside a file.
+
+    Some versions of transformers look at the types of their own fields first.
+    """
+    for value in [*NOTHING_TAKES, *BAD_VALUES[name]]:
+        value = None if isinstance(value, str) and value == "none" else value
+        with pytest.raises((ValueError, StrictDataclassFieldValidationError), match=name):
+            tiny_config(**{name: value})
+    with pytest.raises((ValueError, StrictDataclassFieldValidationError), match=name):
+        ESSMConfig.from_dict(tiny_config().to_dict(), **{name: BAD_VALUES[name][0]})
+
+
+def test_other_names_of_fields_are_checked_too():
+    with pytest.raises(ValueError, match=r"filter_length must be an integer in .* got \[512\]"):
+        tiny_config(max_position_embeddings=[512])
+    with pytest.raises(ValueError, match=r"filter_length must be an integer in .* got '512'"):
+        ESSMConfig.from_dict(tiny_config().to_dict(), max_position_embeddings="512")
+    with pytest.raises(ValueError, match=r"dtype must be .*, got 'float33'"):
+        tiny_config(torch_dtype="float33")
+
+
+ODD_BUT_LEGAL = {
+    "hidden_size": (np.int64(24), 24),
+    "num_hidden_layers": (np.int32(2), 2),
+    "filter_length": (np.uint16(600), 600),
+    "ar_order": (np.int64(2), 2),
+    "dropout": (np.float32(0.5), 0.5),
+    "scaling_exponent": (0, 0),
+    "use_cache": (np.False_, False),
+    "num_labels": (np.int64(3), 3),
+    "id2label": ({"0": "a", "1": "b", "2": "c"}, {0: "a", 1: "b", 2: "c"}),
+    "eos_token_id": ((np.int64(7), 8), [7, 8]),
+    "layer_types": (("linear_attention",) * 2, ["linear_attention"] * 2),
+    "spectral_capacities": ((np.int64(32), 16), [32, 16]),
+    "spectral_budget": (torch.tensor(4), 4),
+    "spectral_budget-list": ([np.int64(4), torch.tensor([5])], [4, 5]),
+    "trained_budgets": ((np.int64(4), 8), [4, 8]),
+    "budget_presets": ({"a": np.int64(4), "b": (4, np.int8(5)), "c": None}, {"a": 4, "b": [4, 5], "c": None}),
+}
+
+
+@pytest.mark.parametrize("name", ODD_BUT_LEGAL)
+def test_what_a_config_takes_it_can_save(name, tmp_path):
+    given, kept = ODD_BUT_LEGAL[name]
+    name = name.split("-")[0]
+    config = tiny_config(**{name: given})
+    assert getattr(config, name) == kept and type(getattr(config, name)) is type(kept)
+    config.save_pretrained(tmp_path)
+    assert getattr(ESSMConfig.from_pretrained(tmp_path), name) == kept
+    assert getattr(ESSMConfig.from_dict(tiny_config().to_dict(), **{name: given}), name) == kept
+
+
+def test_a_field_set_later_is_checked_when_it_is_saved(tmp_path):
+    model = random_model()
+    model.config.spectral_budget = torch.tensor(4)
+    model.save_pretrained(tmp_path / "converted")
+    assert ESSMForCausalLM.from_pretrained(tmp_path / "converted").config.spectral_budget == 4
+    model.config.spectral_budget = torch.tensor([4, 8])
+    with pytest.raises(ValueError, match=r"spectral_budget.*in a call"):
+        model.save_pretrained(tmp_path / "refused")
+    assert not list((tmp_path / "refused").glob("config.json"))
+
+
+LARGE = {
+    "num_labels": 10**8,
+    "num_hidden_layers": 10**9,
+    "trained_budgets": [4] * 10**6,
+    "budget_presets": {str(i): 4 for i in range(10**5)},
+    "id2label": dict.fromkeys(range(1_000_001), "a"),
+    "spectral_capacities": [4] * 10**6,
+    "spectral_budget": [4] * 10**6,
+    "architectures": ["a"] * 10**6,
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_values_are_refused_before_any_work(name, monkeypatch):
+    """Nothing is built from them, nothing in them is looked at, and the message stays short."""
+    monkeypatch.setattr(configuration_essm.PreTrainedConfig, "__post_init__", None)
+    monkeypatch.setattr(configuration_essm, "resolve_budget", None)
+    with pytest.raises(ValueError, match=name) as error:
+        tiny_config(**{name: LARGE[name]})
+    assert len(str(error.value)) < 300
+
+
+def test_changed_layers_beside_a_file():
+    config = ESSMConfig.from_dict(tiny_config().to_dict(), num_hidden_layers=3)
+    assert config.layer_types == ["linear_attention"] * 3
+    config, unused = ESSMConfig.from_dict(tiny_config().to_dict(), hidden_size=8, foo=3, return_unused_kwargs=True)
+    assert config.hidden_size == 8 and unused == {"foo": 3}
 
 
 @pytest.mark.parametrize("filter_length, channels", [(64, 32), (512, 64), (1, 2)], ids=str)
@@ -76,6 +239,9 @@ BAD_CALLS = {
     "ids-negative": ({"input_ids": torch.tensor([[-1, 3]])}, r"input_ids must be in \[0, 258\], got .*-1 to 3"),
     "ids-float": ({"input_ids": IDS.float()}, "integers of shape.*got torch.float32"),
     "ids-bool": ({"input_ids": IDS > 9}, "integers of shape.*got torch.bool"),
+    "ids-uint8": ({"input_ids": IDS.to(torch.uint8)}, "int64 or int32 integers of shape.*got torch.uint8"),
+    "ids-uint16": ({"input_ids": IDS.to(torch.uint16)}, "int64 or int32 integers of shape.*got torch.uint16"),
+    "ids-int8": ({"input_ids": (IDS % 9).to(torch.int8)}, "int64 or int32 integers of shape.*got torch.int8"),
     "ids-1d": ({"input_ids": IDS[0]}, r"shape \(B, L\), got torch.int64 of shape \(6,\)"),
     "ids-3d": ({"input_ids": IDS[None]}, r"shape \(B, L\), got torch.int64 of shape \(1, 2, 6\)"),
     "empty": ({"input_ids": IDS[:, :0]}, r"at least one position, got shape \(2, 0\)"),

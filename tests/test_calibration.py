@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import random_ids, random_model, truncate
+from helpers import captured_warnings, random_ids, random_model, truncate
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -137,6 +137,7 @@ def test_a_quality_of_zero():
         ({"max_latency_ms": 1, "phase": "prefill"}, "no budget reads its input within 1 ms .* K=2, needs 10 ms"),
         ({"max_latency_ms": 1.9, "max_quality_drop": 0.02}, "most 0.02 .* 1.9 ms .* K=8, needs 2 ms; .* K=4, .* 0.05"),
         ({"max_latency_ms": 0}, "max_latency_ms must be a finite number > 0, got 0"),
+        ({"max_latency_ms": 10**400}, "max_latency_ms must be a finite number > 0, got 1000"),
         ({"max_latency_ms": "2"}, "max_latency_ms must be a finite number > 0, got '2'"),
         ({"max_latency_ms": math.nan}, "max_latency_ms must be a finite number > 0, got nan"),
         ({"max_latency_ms": True}, "max_latency_ms must be a finite number > 0, got True"),
@@ -287,8 +288,8 @@ ROW = ("devices", HERE, "rows", 0)
         (("format_version",), del_, r"format_version must be one of \[1\], got nothing"),
         (("quality",), del_, "quality must be a JSON object, got None"),
         (("devices",), [], r"devices must be a JSON object, got \[\]"),
-        (("model", "hidden_size"), 0, "model.hidden_size must be an integer >= 1, got 0"),
-        (("model", "capacities"), [32, 0], r"model.capacities must be a list of integers >= 1, got \[32, 0\]"),
+        (("model", "hidden_size"), 0, r"model.hidden_size must be an integer in \[1, \d+\], got 0"),
+        (("model", "capacities"), [32, 0], r"model.capacities must be a list of integers in \[1, \d+\], got \[32, 0\]"),
         (
             ("model", "samples", "the norms"),
             [1.0, None],
@@ -296,22 +297,36 @@ ROW = ("devices", HERE, "rows", 0)
         ),
         (("quality", "metric"), None, "quality.metric must be text, got None"),
         (("quality", "higher_is_better"), 1, r"quality.higher_is_better must be one of \[True, False\], got 1"),
-        (("quality", "budgets"), [4, 2], r"quality.budgets must be a list of ascending integers >= 1, got \[4, 2\]"),
-        (("quality", "budgets"), [2, 2], r"quality.budgets must be a list of ascending integers >= 1, got \[2, 2\]"),
-        (("quality", "budgets"), [], r"quality.budgets must be a list of ascending integers >= 1, got \[\]"),
+        (("quality", "budgets"), [4, 2], r"budgets must be a list of ascending integers in \[1, 32\], got \[4, 2\]"),
+        (("quality", "budgets"), [2, 2], r"budgets must be a list of ascending integers in \[1, 32\], got \[2, 2\]"),
+        (("quality", "budgets"), [], r"quality.budgets must be a list of ascending integers in \[1, 32\], got \[\]"),
         (("quality", "budgets"), ["2"], r"quality.budgets must be .* got \['2'\]"),
         (("quality", "values"), [1.0] * 4, r"quality.values must be a list of 5 finite numbers, got \[1.0"),
         (("quality", "values"), [1.0] * 4 + [math.nan], "quality.values must be a list of 5 finite numbers, got .*nan"),
         (("quality", "drop_errors"), [0, 0, 0, 0, -1], "quality.drop_errors must be .* 5 finite numbers >= 0, got"),
         (("devices", HERE, "rows"), [], r"devices\['this machine'\].rows must be a list of at least one object, got"),
-        (("devices", HERE, "threads"), 1.5, r"devices\['this machine'\].threads must be an integer >= 1, got 1.5"),
+        (
+            ("devices", HERE, "threads"),
+            1.5,
+            r"devices\['this machine'\].threads must be an integer in \[1, \d+\], got 1.5",
+        ),
         (("devices", HERE, "versions"), None, r"devices\['this machine'\].versions must be a JSON object, got None"),
         ((*ROW, "phase"), "train", r"rows\[0\].phase must be one of \['prefill', 'decode'\], got 'train'"),
-        ((*ROW, "budget"), "2", r"rows\[0\].budget must be an integer >= 1, got '2'"),
+        ((*ROW, "budget"), "2", r"rows\[0\].budget must be an integer in \[1, 32\], got '2'"),
+        (
+            ("quality", "budgets"),
+            [2, 4, 8, 16, 33],
+            r"budgets must be a list of ascending integers in \[1, 32\], got .*33",
+        ),
+        ((*ROW, "budget"), 33, r"rows\[0\].budget must be an integer in \[1, 32\], got 33"),
+        ((*ROW, "max_ms"), 10**400, r"rows\[0\].max_ms must be a finite number >= 10, got 1000"),
+        (("quality", "values"), [10**400] * 5, r"quality.values must be a list of 5 finite numbers, got \[1000"),
+        ((*ROW, "peak_bytes"), 10**400, r"rows\[0\].peak_bytes must be an integer in \[0, \d+\], got 1000"),
+        (("model", "samples", "the norms"), [10**400], r"samples.the norms must be a list of finite numbers, got"),
         ((*ROW, "min_ms"), -1, r"rows\[0\].min_ms must be a finite number >= 0, got -1"),
         ((*ROW, "median_ms"), 8.9, r"rows\[0\].median_ms must be a finite number >= 9, got 8.9"),
         ((*ROW, "max_ms"), math.inf, r"rows\[0\].max_ms must be a finite number >= 10, got inf"),
-        ((*ROW, "peak_bytes"), del_, r"rows\[0\].peak_bytes must be an integer >= 0, got nothing"),
+        ((*ROW, "peak_bytes"), del_, r"rows\[0\].peak_bytes must be an integer in \[0, \d+\], got nothing"),
     ],
     ids=lambda x: str(x) if isinstance(x, tuple) else "",
 )
@@ -323,13 +338,49 @@ def test_a_damaged_field(tmp_path, keys, value, message):
     assert str(error.value).startswith(str(path))
 
 
-@pytest.mark.parametrize("content", [b"", b'{"format_version": 1, "mod', b"\xff\xfe", b"[1]"])
+DAMAGED = {
+    "empty": b"",
+    "cut": b'{"format_version": 1, "mod',
+    "binary": b"\xff\xfe",
+    "list": b"[1]",
+    "nested": b"[" * 100_000 + b"]" * 100_000,
+    "nested-objects": b'{"model": ' * 100_000 + b"1" + b"}" * 100_000,
+    "nested-within": b'{"format_version": ' + b"[" * 900 + b"]" * 900 + b"}",
+    "digits": b'{"format_version": 1' + b"0" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file(tmp_path, content):
     path = tmp_path / FILE_NAME
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=FILE_NAME):
+    with pytest.raises(ValueError, match=FILE_NAME) as error:
         read_profile(tmp_path)
-    assert path.read_bytes() == content
+    assert path.read_bytes() == content and len(str(error.value)) < len(str(path)) + 300
+
+
+@pytest.mark.parametrize("damage", [lambda text: "[" * 100_000, lambda text: text.replace(" 2.4", " 1" + "0" * 400)])
+def test_a_damaged_profile_does_not_keep_a_model_from_being_saved(tmp_path, damage):
+    model = random_model(seed=3)
+    model.save_pretrained(tmp_path / "model")
+    path = of(model).save(tmp_path / "model")
+    path.write_text(damage(path.read_text()))
+    loaded = type(model).from_pretrained(tmp_path / "model")
+    with captured_warnings("deployment") as messages:
+        loaded.save_pretrained(tmp_path / "again")
+    assert len(messages) == 1 and messages[0].startswith(f"no budget profile is saved: {path}")
+    assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / FILE_NAME).exists()
+    with pytest.raises(ValueError, match=FILE_NAME):
+        loaded.choose_budget(max_quality_drop=0.1)
+
+
+def test_no_budget_above_the_capacity_is_chosen(tmp_path):
+    """Also where all layers ran the whole of what they hold at that budget."""
+    model = random_model(seed=3)
+    record = of(model)
+    replace(record, quality=replace(record.quality, budgets=(2, 4, 8, 16, 40))).save(tmp_path)
+    with pytest.raises(ValueError, match=r"quality.budgets must be .* in \[1, 32\], got \[2, 4, 8, 16, 40\]"):
+        read_profile(tmp_path, model)
 
 
 def test_no_file(tmp_path):
@@ -459,14 +510,15 @@ def test_layers_truncated_to_different_lengths(tmp_path, monkeypatch):
     own = fingerprint(model)
 
     def budgets(measured, capacities):
-        replace(of(model), model=replace(own, capacities=measured)).save(tmp_path)
+        record = of(model).restricted_to(max(measured))
+        replace(record, model=replace(own, capacities=measured)).save(tmp_path)
         monkeypatch.setattr(budget_profile, "fingerprint", lambda model: replace(own, capacities=capacities))
         found = read_profile(tmp_path, model).quality.budgets
         monkeypatch.setattr(budget_profile, "fingerprint", fingerprint)
         return found
 
     assert budgets((32, 32), (4, 16)) == (2, 4)
-    assert budgets((4, 16), (4, 16)) == BUDGETS  # measured so: the first layer always ran 4
+    assert budgets((4, 16), (4, 16)) == (2, 4, 8, 16)  # measured so: the first layer always ran 4
     assert budgets((4, 16), (4, 8)) == (2, 4, 8)
 
 
@@ -812,6 +864,66 @@ def test_a_classifier_is_calibrated(tmp_path):
     assert choose_budget(model, max_latency_ms=1e9) in (2, 32)
 
 
+def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
+    """Numbers are scaled as features.json says, whatever their type, and text as labels means the model's classes."""
+    values = np.random.default_rng(0).integers(0, 256, (9, 24)) * np.arange(9)[:, None] // 8
+    folder, names = tmp_path / "model", ["walk", "sit", "run"]  # not sorted
+    model = random_model(ESSMForSequenceClassification, num_input_features=2, id2label=dict(enumerate(names)))
+    with torch.no_grad():  # without what all samples share, or all are of one class
+        inputs = torch.tensor(values.reshape(9, 12, 2)[:, :10] * 0.01 - 0.5).float()
+        mean = model.model(input_features=inputs).last_hidden_state.mean((0, 1))
+        model.score.weight -= torch.outer(model.score.weight @ mean, mean) / mean.square().sum()
+    model.save_pretrained(folder)
+    record = {"multiplier": 0.01, "offset": -0.5, "max_length": 10, "frame_length": 2}
+    (folder / "features.json").write_text(json.dumps(record))
+
+    def predictions(multiplier: float, offset: float, K: int) -> torch.Tensor:
+        inputs = torch.tensor(values.reshape(9, 12, 2)[:, :10] * multiplier + offset).float()
+        with torch.no_grad():
+            return model(input_features=inputs, spectral_budget=K).logits.argmax(-1)
+
+    labels = predictions(0.01, -0.5, 32)
+    assert len(set(labels.tolist())) > 1 and not torch.equal(labels, predictions(1.0, 0.0, 32))
+    lines = ["kind," + ",".join(f"t{i}" for i in range(24))]
+    lines += [f"{names[label]}," + ",".join(map(str, row)) for label, row in zip(labels, values)]
+    (tmp_path / "test.csv").write_text("\n".join(lines))
+    arguments = ["--model", str(folder), "--test_file", str(tmp_path / "test.csv"), "--label_column", "kind"]
+    found = calibrate.main([*arguments, "--features_column", "t*", "--budgets", "2", *QUICK])
+    expected = float((predictions(0.01, -0.5, 2) == labels).double().mean())
+    assert found.quality.values == pytest.approx((expected, 1.0))
+    assert (found.quality.metric, found.quality.samples, found.quality.length) == ("accuracy", 9, 10)
+    for change, message in (
+        (["--features_column", "t*", "--label_column", "t0"], r"row \d of .*: labels must be in \[0, 2\], got"),
+        (["--features_column", "nothing"], "features_column must be one of"),
+        ([], "give text_column or features_column, and not both"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate.main([*arguments, *change, *QUICK])
+    (folder / "features.json").write_text('{"offset": "none"}')
+    with pytest.raises(ValueError, match=r"features\.json must hold numbers for multiplier"):
+        calibrate.main([*arguments, "--features_column", "t*", *QUICK])
+
+
+def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path):
+    tokenizer = bpe_tokenizer(documents())
+    folder = tmp_path / "model"
+    model = random_model(ESSMForSequenceClassification, vocab_size=len(tokenizer), num_labels=2)
+    model.save_pretrained(folder)
+    tokenizer.model_max_length = 7
+    tokenizer.save_pretrained(folder)
+    rows = [{"text": text, "label": i % 2} for i, text in enumerate(documents()) if text]
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = calibrate.CalibrateArguments(str(folder), test_file=[str(tmp_path / "test.jsonl")], text_column="text")
+    held_out = calibrate.open_held_out(args, calibrate.read_config(folder))
+    hits, _ = held_out.score(model, 32)
+    with torch.no_grad():
+        expected = [
+            int(model(torch.tensor([tokenizer(row["text"])["input_ids"][:7]])).logits.argmax()) == row["label"]
+            for row in rows
+        ]
+    assert hits.tolist() == expected and held_out.length == 7
+
+
 def test_a_classifier_of_token_ids_is_timed():
     model = random_model(ESSMForSequenceClassification, num_labels=3)
     assert calibrate.random_inputs(model, 2, 9)["input_ids"].shape == (2, 9)
@@ -820,7 +932,8 @@ def test_a_classifier_of_token_ids_is_timed():
 
 
 BAD_ARGUMENTS = {
-    "nothing": ([], "give text_files, task or timing_only, one of them"),
+    "nothing": ([], "give text_files, test_file, dataset_name, task or timing_only, one of them, got none"),
+    "files": (["--test_file", "a.csv", "--text_column", "a"], "measure classifiers; a language model needs text_files"),
     "both": (["--text_files", "a", "--task", "smnist"], "one of them"),
     "timing-and-text": (["--timing_only", "--text_files", "a"], "timing_only measures no quality"),
     "rounds": (["--timing_only", "--rounds", "0"], "rounds must be at least 1, got 0"),
@@ -868,7 +981,7 @@ def test_bad_models(saved, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message):
             calibrate.main(["--model", str(tmp_path), *text])
     random_model(ESSMForSequenceClassification, num_labels=3).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(ValueError, match="text_files measure language models; a classifier needs task"):
+    with pytest.raises(ValueError, match="text_files measure language models; a classifier needs test_file"):
         calibrate.main(["--model", str(tmp_path / "classifier"), *text])
 
 

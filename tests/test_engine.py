@@ -878,12 +878,17 @@ def test_a_row_that_breaks_the_stream_stops_the_run_and_keeps_its_checkpoint(dat
     assert os.listdir(tmp_path / "run").count("model") == 0
 
 
-def test_a_config_is_not_mixed_with_sizes(arguments, tmp_path):
-    config = str(Path(__file__).parents[1] / "hub_configs" / "essm-tiny")
-    with pytest.raises(ValueError, match="hidden_size is part of config_name: leave it out, got 77"):
-        parse_arguments(train_clm.CLMArguments, ["--config_name", config, "--hidden_size", "77"])
-    args = parse_arguments(train_clm.CLMArguments, ["--config_name", config, "--dropout", "0.3"])
-    assert train_clm.build_model(args, train_clm.ByteEncoder()).config.dropout == 0.3
+def test_a_run_is_not_resumed_with_other_sizes_beside_its_configuration(arguments, tmp_path):
+    ESSMConfig(hidden_size=8, num_hidden_layers=1, filter_length=512).save_pretrained(tmp_path / "config")
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+    given = sizes | {"config_name": tmp_path / "config", "gating": "none", "max_steps": 1}
+    train(arguments(tmp_path / "run", **given))
+    config = ESSMConfig.from_pretrained(tmp_path / "run" / "model")
+    assert (config.hidden_size, config.gating, config.filter_length) == (8, "none", 512)
+    train(arguments(tmp_path / "run", **given))  # finished already
+    for changes in ({"gating": None}, {"gating": "softmax"}, {"hidden_size": 128}):
+        with pytest.raises(ValueError, match=r"config_overrides was {'gating': 'none'} and is now "):
+            train(arguments(tmp_path / "run", **given | changes))
 
 
 def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -237,6 +238,26 @@ def test_rows_are_shared_left_out_and_set_beside_the_paper(novels, tmp_path, cap
     reproduce.reproduce("exponents", novels(rows=["exponent 1/4"], seeds=1))
     with pytest.raises(FileNotFoundError, match="fetch it"):
         reproduce.reproduce("table2", novels(rows=["pg19"], seeds=1))
+
+
+def test_the_papers_figure_of_a_baseline_stands_under_ours():
+    """Also in a table of baselines alone, which has one column."""
+    one = Evaluation(Metric("accuracy", higher_is_better=True), (1,), ((0.5,),), ((1.0,),), (0,), (0,))
+    many = replace(one, budgets=(2, 4), values=((0.4, 0.6),), tokens_per_second=((1.0, 1.0),))
+    experiment, paper = reproduce.EXPERIMENTS["table1"], {"text, mamba": {"32": 0.8}, "text": {"2": 0.7}}
+
+    def lines(**rows):
+        names = {"mamba": "text, mamba", "essm": "text"}
+        shown = {names[row]: evaluation for row, evaluation in rows.items()}
+        text = reproduce.markdown(experiment, shown, {}, paper)
+        return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+
+    header, _, ours, theirs = lines(mamba=one)
+    assert header[2] == "one budget" and ours[2] == "0.5000"
+    assert theirs[:3] == ["text, mamba, the paper's", "", "0.8"] and len(theirs) == len(header)
+    header, _, elastic, of_elastic, ours, theirs = lines(essm=many, mamba=one)
+    assert header[2:4] == ["K=2", "K=4"] and elastic[2:4] == ["0.4000", "0.6000"] and of_elastic[2:4] == ["0.7", ""]
+    assert ours[2:4] == ["", "0.5000"] and theirs[2:4] == ["", "0.8"]
 
 
 @pytest.mark.parametrize(

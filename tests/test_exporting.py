@@ -380,7 +380,11 @@ def classifier_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("classifier")
     fields = ONE | {"num_input_features": 2, "filter_length": 64, "num_spectral_channels": 8}
     random_model(ESSMForSequenceClassification, num_labels=3, **fields).save_pretrained(folder)
+    (folder / "features.json").write_text(json.dumps(SCALED))
     return folder
+
+
+SCALED = {"multiplier": 1 / 127.5, "offset": -1.0, "max_length": 30}
 
 
 def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path):
@@ -391,7 +395,7 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
         assert description["spectral_budget"] == [K] and description["max_length"] == 9
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert {path.name for path in before} == {"export.json", "classify.pt2"}
+    assert {path.name for path in before} == {"export.json", "features.json", "classify.pt2"}
     model = ESSMForSequenceClassification.from_pretrained(classifier_folder)
     program = torch.export.load(tmp_path / "out" / "classify.pt2")
     assert sum(t.numel() for t in program.parameters()) == model.num_active_parameters(3)
@@ -443,17 +447,22 @@ def test_script_names_missing_packages_and_models(model_folder, tmp_path, monkey
 
 @needs_onnx
 def test_script_exports_classifiers(classifier_folder, tmp_path):
+    """What is left is enough to classify numbers as they are stored, which the model never sees."""
     export("--model", classifier_folder, "--spectral_budget", 2, "--output_dir", tmp_path)  # an empty folder
     description = json.loads((tmp_path / "export.json").read_text())
-    assert description["files"] == ["classify.onnx"] and description["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert description["files"] == ["classify.onnx", "features.json"]
+    assert description["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    assert description["features"] == SCALED == json.loads((tmp_path / "features.json").read_text())
     import onnxruntime
 
-    features = np.random.default_rng(0).normal(size=(2, 30, 2)).astype(np.float32)
+    stored = np.random.default_rng(0).integers(0, 256, (2, 30, 2))
+    scale = description["features"]
+    features = (stored * scale["multiplier"] + scale["offset"]).astype(np.float32)
     mask = (np.arange(30) < [[30], [11]]).astype(np.int64)
     onnx = onnxruntime.InferenceSession(tmp_path / "classify.onnx")
     (logits,) = onnx.run(None, {"input_features": features, "attention_mask": mask})
     model = ESSMForSequenceClassification.from_pretrained(classifier_folder)
-    inputs = {"input_features": torch.from_numpy(features), "attention_mask": torch.from_numpy(mask)}
+    inputs = {"input_features": torch.from_numpy(stored / 127.5 - 1).float(), "attention_mask": torch.from_numpy(mask)}
     with torch.no_grad():
         expected = model(**inputs, spectral_budget=2).logits
     assert_close(torch.from_numpy(logits), expected)

@@ -104,6 +104,41 @@ def test_a_configuration_is_read_and_rates_override_it(script, tmp_path):
     assert (args.dropout, args.stochastic_depth) == (0.0, 0.0)  # as in runs from before they could be left out
 
 
+@scripts
+def test_sizes_override_a_configuration(script, tmp_path):
+    """Those of a new model's defaults too, where the configuration has others."""
+    own = {"hidden_size": 24, "num_hidden_layers": 3, "num_spectral_channels": 8, "filter_length": 600}
+    own |= {"scaling_exponent": 0.125, "gating": "none", "ar_order": 2}
+    ESSMConfig(**own, chunk_size=32).save_pretrained(tmp_path)
+    changes = {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
+    changes |= {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0}
+    for name, value in changes.items():
+        config = read_config(parse(script, config_name=tmp_path, **{name: value}))
+        assert {field: getattr(config, field) for field in own} == own | {name: value} and config.chunk_size == 32
+    with pytest.raises(ValueError, match=r"filter_length 600 resolves at most .* got num_spectral_channels=99"):
+        read_config(parse(script, config_name=tmp_path, num_spectral_channels=99))
+
+
+@scripts
+def test_what_overrides_a_configuration_is_part_of_the_run(script):
+    plain, changed = (parse(script, config_name="x", **sizes).identity() for sizes in ({}, {"gating": "softmax"}))
+    assert {name for name in plain if plain[name] != changed[name]} == {"config_overrides"}
+    assert changed["config_overrides"] == {"gating": "softmax"} and plain["config_overrides"] is None
+    # A run from before sizes could stand there recorded the defaults, and is gone on with.
+    assert (plain["hidden_size"], plain["filter_length"], plain["gating"]) == (128, 1024, "softmax")
+    sizes = parse(script, hidden_size=16).identity()
+    assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 4 and "config_overrides" not in sizes
+
+
+def test_a_baseline_has_the_size_of_a_configuration(tmp_path):
+    config = ESSMConfig(hidden_size=32, num_hidden_layers=2, num_spectral_channels=4, filter_length=600, dropout=0.1)
+    config.save_pretrained(tmp_path)
+    args = parse(config_name=tmp_path, architecture="transformer")
+    baseline = make_model(args, ESSMForCausalLM, vocab_size=259)
+    assert abs(baseline.num_parameters() / ESSMForCausalLM(config).num_parameters() - 1) <= 0.05
+    assert (baseline.config.max_position_embeddings, baseline.config.dropout) == (600, 0.1)
+
+
 @pytest.mark.parametrize("saved", [ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel])
 @pytest.mark.parametrize("cls", [ESSMForCausalLM, ESSMForSequenceClassification])
 def test_weights_are_read_and_a_head_of_another_class_is_new(cls, saved, tmp_path):
@@ -152,12 +187,13 @@ def test_what_is_no_configuration_is_refused(tmp_path, monkeypatch):
 
 @scripts
 def test_errors(script):
-    for extra in ({"config_name": "x"}, {"model_name_or_path": "x"}, {"push_to_hub": True, "hub_model_id": "a/b"}):
+    for extra in ({"model_name_or_path": "x"}, {"push_to_hub": True, "hub_model_id": "a/b"}):
         with pytest.raises(ValueError, match="'transformer' is there to compare with"):
             parse(script, **TINY, architecture="transformer", **extra)
     with pytest.raises(ValueError, match="config_name or model_name_or_path, not both"):
         parse(script, config_name="x", model_name_or_path="y")
-    for name, value in {"num_spectral_channels": 8, "gating": "none", "ar_order": 2, "scaling_exponent": 0.0}.items():
+    given = {"num_spectral_channels": 8, "gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "hidden_size": 128}
+    for name, value in given.items():  # also what happens to be the default of a new model
         with pytest.raises(ValueError, match=f"{name} is part of model_name_or_path: leave it out, got '?{value}"):
             parse(script, model_name_or_path="x", **{name: value})
     with pytest.raises(ValueError, match=r"architecture must be one of .* got 'rnn'"):

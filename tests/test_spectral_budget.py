@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import captured_warnings, random_ids, random_model, tiny_config
 
+from modeling_essm import ESSMCache
 from modeling_essm.spectral_budget import resolve_budget
 
 
@@ -47,6 +48,26 @@ def test_row_budgets():
     assert resolve(torch.tensor([4, 4]), batch_size=2).rows is None
 
 
+def test_budgets_of_an_empty_batch():
+    assert resolve(torch.tensor([], dtype=torch.long), batch_size=0).layers == (32, 32)
+    model, none = random_model(), torch.zeros(0, 5, dtype=torch.long)
+    for budget in (None, 4, torch.tensor([], dtype=torch.int32)):
+        cache = ESSMCache(model.config)
+        assert model(none, past_key_values=cache, spectral_budget=budget).logits.shape == (0, 5, 259)
+        lengths = torch.tensor([], dtype=torch.long)
+        model(none, past_key_values=cache, spectral_budget=budget, state_lengths=lengths)
+        assert cache.get_seq_length() == 10
+    with pytest.raises(ValueError, match=r"shape \(0,\), got \(2,\)"):
+        model(none, spectral_budget=torch.tensor([4, 4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.uint64], ids=str)
+def test_row_budgets_of_any_integer_type(dtype):
+    assert resolve(torch.tensor([3, 9], dtype=dtype), batch_size=2).rows.tolist() == [3, 9]
+    with pytest.raises(ValueError, match="got values from 3 to 40"):
+        resolve(torch.tensor([3, 40], dtype=dtype), batch_size=2)
+
+
 @pytest.mark.parametrize(
     "default, layers", [(None, (32, 32)), (6, (6, 6)), ([2, 3], (2, 3)), ("phone", (4, 4))], ids=str
 )
@@ -83,6 +104,8 @@ REFUSED = {
     "list-with-none": ([4, None], r"integer in \[1, 32\], got None"),
     "list-with-str": ([4, "phone"], r"integer in \[1, 32\], got 'phone'"),
     "list-with-list": ([4, [5]], r"integer in \[1, 32\], got \[5\]"),
+    "list-with-tensor": ([4, torch.tensor([4, 4])], r"integer in \[1, 32\], got tensor\(\[4, 4\]\)"),
+    "list-with-complex": ([4, torch.tensor(1j)], r"integer in \[1, 32\], got tensor\(0\.\+1\.j\)"),
     "tensor-too-long": (torch.tensor([1, 2, 3, 4]), r"shape \(3,\), got \(4,\)"),
     "tensor-empty": (torch.tensor([], dtype=torch.long), r"shape \(3,\), got \(0,\)"),
     "tensor-2d": (torch.ones(3, 1, dtype=torch.long), r"shape \(3,\), got \(3, 1\)"),
@@ -121,10 +144,10 @@ def test_the_model_refuses_before_any_compute(value, message):
         ({"spectral_budget": "phone"}, "unknown spectral_budget preset 'phone'"),
         ({"spectral_budget": [4]}, "each of the 2 layers, got 1"),
         ({"budget_presets": {"phone": 40}}, r"integer in \[1, 32\], got 40"),
-        ({"budget_presets": {"phone": "laptop"}}, "unknown spectral_budget preset 'laptop'"),
+        ({"budget_presets": {"phone": "laptop", "laptop": 4}}, r"\['phone'\]: .*integer in \[1, 32\], got 'laptop'"),
         ({"budget_presets": [4]}, r"budget_presets must be a dict.*got \[4\]"),
-        ({"trained_budgets": [0, 4]}, r"integer in \[1, 32\], got 0"),
-        ({"trained_budgets": "4"}, "trained_budgets must be a list.*got '4'"),
+        ({"trained_budgets": [0, 4]}, r"integer in \[1, 32\], got \[0, 4\]"),
+        ({"trained_budgets": "4"}, "trained_budgets must be .*a list.*got '4'"),
     ],
     ids=str,
 )

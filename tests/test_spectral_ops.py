@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from modeling_essm import spectral_step
+from modeling_essm import spectral_basis, spectral_constants, spectral_step
 from modeling_essm.spectral_constants import state_dtype
 from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator
 
@@ -131,7 +131,10 @@ def test_heads_are_blocks_of_dense_matrices(shape, algorithm):
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((12, 5, 2, 2, 1), "5 heads of width 2 do not make up D = 12"), ((12, 4, 3, 3, 3), "must divide the 4 heads, got 3")],
+    [
+        ((12, 5, 2, 2, 1), "5 heads of width 2 do not make up D = 12"),
+        ((12, 4, 3, 3, 3), "must divide the 4 heads, got 3"),
+    ],
     ids=str,
 )
 def test_heads_that_do_not_fit(shape, message):
@@ -179,6 +182,29 @@ def test_any_chunk_size(C):
     expected = SpectralOperator(H)(u, gates, M, algorithm="naive")[0]
     actual = SpectralOperator(H, chunk_size=C)(u, gates, M)[0]
     assert relative_error(actual, expected) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("filter_length, chunk_size, covered", [(64, 8192, 64), (2**20, 2**20, 512)], ids=str)
+def test_a_chunk_is_no_longer_than_the_filters_and_512(filter_length, chunk_size, covered, monkeypatch):
+    """Its cost grows with the square of C: chunks of 8192 steps took 22 GiB at filters of 512."""
+    lengths = []
+
+    def record(H, N, C):
+        lengths.append(C)
+        assert covered >= C, "gigabytes"
+        return spectral_basis.chunk_operators(H, N, C)
+
+    monkeypatch.setattr(spectral_constants, "chunk_operators", record)
+    spectral_constants._chunk_constants.cache_clear()
+    spectral_constants._channel_readout.cache_clear()
+    u, gates, M = make_inputs(1, 60, 3)
+    long = SpectralOperator(filter_length, chunk_size=chunk_size)
+    y, state = long(u, gates, M)
+    assert set(lengths) == {covered}
+    expected = SpectralOperator(filter_length, chunk_size=covered)
+    assert long == expected
+    assert all(map(torch.equal, expected(u, gates, M), (y, state)))
+    assert relative_error(y, expected(u, gates, M, algorithm="naive")[0]) < TOLERANCE[torch.float64]
 
 
 @pytest.mark.parametrize("algorithm", ["chunked", "step"])

@@ -7,7 +7,7 @@ import torch
 from helpers import random_ids
 from transformers import TextStreamer
 
-from modeling_essm import ESSMCache, build_byte_tokenizer
+from modeling_essm import ESSMCache, build_byte_tokenizer, modeling_essm
 from modeling_essm.speculative import _judge
 
 VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
@@ -228,3 +228,22 @@ def test_state_lengths(variant):
         model(ids, use_cache=False, state_lengths=lengths)
     with pytest.raises(ValueError, match="got shape"):
         model(ids, past_key_values=ESSMCache(model.config), state_lengths=lengths[:2])
+    for bad, message in {
+        (13, 1, 5): r"integers in \[0, 12\], got values from 1 to 13",
+        (0, -1, 5): r"integers in \[0, 12\], got values from -1 to 5",
+        (1.0, 2.0, 5.0): r"integers in \[0, 12\], got torch.float32",
+    }.items():
+        cache = ESSMCache(model.config)
+        with pytest.raises(ValueError, match=f"state_lengths must be {message}"):
+            model(ids, past_key_values=cache, state_lengths=torch.tensor(bad))
+        assert cache.get_seq_length() == 0 and not cache.layers[0].tensors
+    model(ids, past_key_values=(cache := ESSMCache(model.config)), state_lengths=torch.tensor([0, 12, 3]))
+    assert cache.get_seq_length() == 12
+
+
+def test_the_check_of_state_lengths_is_not_compiled():
+    """It waits for the device, and a graph would break there."""
+    compiled = torch.compile(
+        lambda lengths: modeling_essm._check_state_lengths(lengths, 4) or lengths + 1, backend="eager", fullgraph=True
+    )
+    assert compiled(torch.tensor([9])).item() == 10

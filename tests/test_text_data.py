@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
@@ -18,15 +19,19 @@ from text_data import (
     ByteEncoder,
     PackBlocks,
     TokenizerEncoder,
+    choose_tokenizer,
     cut_blocks,
     evaluation_blocks,
     load_text,
+    open_tokenizer,
     read_files,
     text_labels,
     to_stream,
+    with_end_token,
 )
 from training_run import bpe_tokenizer, documents, write_tables
 
+from modeling_essm import ESSMConfig, build_byte_tokenizer
 from modeling_essm.byte_tokenizer import EOS_ID, PAD_ID
 
 BYTES = ByteEncoder()
@@ -88,8 +93,94 @@ def test_tokenizers_need_an_end_of_text_and_utf8():
         TokenizerEncoder(bare, "bare")
 
 
+def test_a_tokenizer_may_be_one_file(tmp_path):
+    tokenizer = bpe_tokenizer(documents())
+    tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
+    alone = open_tokenizer(str(tmp_path / "bpe.json"))
+    assert alone.get_vocab() == tokenizer.get_vocab() and alone.eos_token_id is None
+    assert alone.name_or_path == str(tmp_path / "bpe.json")  # for error messages
+    (tmp_path / "other.json").write_text('{"version": "1.0"}')
+    for name, reason in (("other.json", "a file must be what"), ("nowhere", "")):
+        with pytest.raises(ValueError, match=f"cannot load tokenizer '.*{name}': {reason}"):
+            open_tokenizer(str(tmp_path / name))
+
+
+def test_an_end_token_is_found_or_made():
+    tokenizer = bpe_tokenizer(documents())
+    known = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)  # forgets which token it is
+    assert with_end_token(known).eos_token == "<|end|>" and len(known) == 300
+    plain = tokenizers.ByteLevelBPETokenizer()
+    plain.train_from_iterator(documents(), vocab_size=299, show_progress=False)
+    made = with_end_token(PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer))
+    assert (made.eos_token, made.eos_token_id, len(made)) == ("<eos>", 299, 300)
+    encoder = TokenizerEncoder(made, "mine")
+    assert encoder(("a test", "ab"))[0][-1] == 299 and encoder.vocab_size == 300 and 299 in encoder.special_ids
+    assert with_end_token(made) is made and len(made) == 300
+
+
+def test_the_tokenizer_of_the_weights_counts(tmp_path):
+    def choose(**names):
+        values = {"tokenizer_name": None, "model_name_or_path": None, "replace_tokenizer": False} | names
+        return choose_tokenizer(SimpleNamespace(**{k: str(v) if isinstance(v, Path) else v for k, v in values.items()}))
+
+    own, other, of_bytes, bare = (tmp_path / name for name in ("own", "other", "bytes", "bare"))
+    tokenizer = bpe_tokenizer(documents())
+    for folder, saved in ((own, tokenizer), (other, bpe_tokenizer(["xyz" * 50])), (of_bytes, build_byte_tokenizer())):
+        ESSMConfig(hidden_size=8, num_hidden_layers=1).save_pretrained(folder)
+        saved.save_pretrained(folder)
+    ESSMConfig().save_pretrained(bare)
+    assert choose(model_name_or_path=own).get_vocab() == tokenizer.get_vocab()
+    assert choose() is None and choose(model_name_or_path=bare) is None and choose(model_name_or_path=of_bytes) is None
+    assert choose(model_name_or_path=own, tokenizer_name=own).get_vocab() == tokenizer.get_vocab()
+    assert choose(model_name_or_path=bare, tokenizer_name=own).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(
+        ValueError, match=r"must be the tokenizer of '.*own', whose .* 300 tokens, got '.*other' with \d+"
+    ):
+        choose(model_name_or_path=own, tokenizer_name=other)
+    with pytest.raises(ValueError, match=r"must be the tokenizer of '.*bytes'"):
+        choose(model_name_or_path=of_bytes, tokenizer_name=own)
+    told = choose(model_name_or_path=own, tokenizer_name=other, replace_tokenizer=True)
+    assert len(told) < 300
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Documents.
+
+
+def test_a_folder_of_text_files_is_documents(tmp_path):
+    """By --train_file and by --dataset_name, streamed too: a file is one document, with its line ends."""
+    folder = tmp_path / "books"
+    (folder / "part").mkdir(parents=True)
+    texts = {"a.txt": "one\ntwo\n\nthree\n" * 9, "part/b.txt": "zwölf\n" * 9}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / ".hidden").write_text("not this")
+    (folder / "part" / "empty.txt").touch()
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("held out")
+    stream = stream_of(*texts.values())
+    named = {"train_file": [str(folder)], "validation_file": [str(held_out)]}
+    text = load_text(arguments(**named), BYTES)
+    assert np.array_equal(text.source.samples, cut_blocks(stream, 16)) and "books (2 files)" in text.description
+    both = load_text(arguments(**named | {"validation_file": [str(folder)]}), BYTES)
+    assert torch.equal(both.held_out, evaluation_blocks(stream, 16, 100))
+    (folder / "part" / "empty.txt").unlink()
+    for streaming in (False, True):
+        named = {"dataset_name": str(folder), "validation_file": [str(held_out)], "shuffle_buffer": 1}
+        text = load_text(arguments(**named, streaming=streaming), BYTES)
+        blocks = cut_blocks(stream, 16)
+        assert sorted(all_blocks(text, len(blocks))) == sorted(block.tobytes() for block in blocks)
+
+
+def test_folders_that_hold_no_text(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"folder '.*books' holds no file with text"):
+        load_text(arguments(train_file=[str(tmp_path / "books")]), BYTES)
+    (tmp_path / "books" / "a.txt").write_bytes(b"caf\xe9" * 100)
+    with pytest.raises(ValueError, match=r"a file is not UTF-8 .*; --train_file takes any bytes"):
+        load_text(arguments(dataset_name=str(tmp_path / "books")), BYTES)
+    assert len(load_text(arguments(train_file=[str(tmp_path / "books")]), BYTES).held_out)
 
 
 def test_files_are_read_in_order_whole_or_by_rows(tmp_path):

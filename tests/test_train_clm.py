@@ -104,10 +104,12 @@ def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys
     assert (finished / "budget_sweep.json").exists() and list_checkpoints(finished) == checkpoints
 
 
-def test_a_tokenizer_replaces_bytes(data, tmp_path):
+@pytest.mark.parametrize("name", ["tokenizer", "bpe.json"])  # the second does not say which token ends a text
+def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
     tokenizer = bpe_tokenizer(documents())
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    changes = {"tokenizer_name": tmp_path / "tokenizer", "num_spectral_channels": 4, "max_steps": 1}
+    tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
+    changes = {"tokenizer_name": tmp_path / name, "num_spectral_channels": 4, "max_steps": 1}
     train(command_line(tmp_path / "run", **data, **changes, learning_rate=1e-9, ema_decay=0), whole=True)
     model = tmp_path / "run" / "model"
     config = AutoConfig.from_pretrained(model)
@@ -176,6 +178,31 @@ def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
         build(300)
     with pytest.raises(ValueError, match=r"block_size must be in \[2, filter_length = 4096\], got 4097"):
         build(259, block_size=4097)
+
+
+def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
+    """Without a word; with another one only if that is said, and then the model ends its texts as that one does."""
+    tokenizer = bpe_tokenizer(documents())
+    config = ESSMConfig(vocab_size=320, hidden_size=8, num_hidden_layers=1, pad_token_id=0, eos_token_id=299)
+    ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+    changes = sizes | {"model_name_or_path": tmp_path / "model", "max_steps": 1}
+    train(command_line(tmp_path / "run", **data, **changes))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    assert "tokens of" in json.loads((tmp_path / "run" / "training.json").read_text())["data"]
+    other = bpe_tokenizer(["xyz" * 50])
+    other.save_pretrained(tmp_path / "other")
+    line = command_line(tmp_path / "run", **data, **changes, tokenizer_name=tmp_path / "other")
+    with pytest.raises(ValueError, match=r"tokenizer_name must be the tokenizer of .*model'.* --replace_tokenizer"):
+        train(line)
+    args = engine.parse_arguments(train_clm.CLMArguments, [*line, "--replace_tokenizer"])
+    model = train_clm.build_model(args, train_clm.make_encoder(args))
+    assert (model.config.vocab_size, model.config.eos_token_id) == (320, other.eos_token_id)
+    assert model.generation_config.eos_token_id == other.eos_token_id != 299
+    with pytest.raises(ValueError, match="replace_tokenizer needs tokenizer_name and model_name_or_path"):
+        engine.parse_arguments(train_clm.CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
 
 
 @pytest.mark.parametrize(

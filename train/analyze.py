@@ -30,7 +30,6 @@ from torch import Tensor
 from transformers import AutoModel, HfArgumentParser, PreTrainedModel
 
 from modeling_essm.spectral_basis import spectral_basis
-from modeling_essm.spectral_ops import SpectralOperator
 
 
 @dataclass(frozen=True)
@@ -101,38 +100,51 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
     return bounds
 
 
-def layer_cost(operator: SpectralOperator, budget: int, width: int, length: int) -> dict[str, float]:
-    """Multiply-adds of one spectral layer per token, forward, for D = width and L = length.
+def layer_cost(mixer: Any, budget: int, length: int) -> dict[str, float]:
+    """Multiply-adds of one spectral layer per token, forward, for L = length: Eq. (11) of the paper, term by term.
 
-    chunked  K (C + N) D for the features, (N + (N^2/C) log2(L/C)) D for the states, K D^2 for mixing.
-    fft      the paper's algorithm, O(K L log L D + K L D^2): a real FFT of u and K inverse ones of length n = 2 L, each
-             counted as 1.25 n log2 n, K complex products, K D^2 for mixing.
-    step     N^2 D for the recurrence, K D^2 for mixing.
+    Any algorithm: D^2 for the skip term; with a gate D D_g + D_g K for its two layers and K for softmax and scaling;
+    K D to weight the features and K D^2 to mix them. The features themselves:
+
+    chunked  K (C + N) D, and (N + (N^2/C) log2(L/C)) D for the states.
+    fft      the paper's algorithm, O(K L log L D): a real FFT of u and K inverse ones of length n = 2 L, each counted
+             as 1.25 n log2 n, and K complex products.
+    step     N (N + 1) D for the recurrence.
+
+    AR-STU (`ar_order=2`) has features, weights and mixing twice, 2 D^2 for past inputs, and about
+    log2(L) products by 2D x 2D matrices for the feedback.
     """
-    K, D, C, N = budget, width, operator.chunk_size, operator.num_states(budget)
+    D, K, operator = mixer.skip.in_features, min(budget, len(mixer.channel_mixing)), mixer.operator
+    C, N = operator.chunk_size, operator.num_states(K)
+    gate = mixer.gate_in.out_features * (D + K) + K if mixer.gated else 0
+    feedback = length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length if mixer.ar_order else 0
+    fixed = D * D + gate + mixer.ar_order * D * D + feedback
     levels = max(0, math.ceil(math.log2(max(1, length / C))))
     transform = 1.25 * 2 * math.log2(2 * length)
-    return {
-        "chunked": K * (C + N) * D + (N + N * N / C * levels) * D + K * D * D,
-        "fft": (1 + K) * transform * D + 4 * K * D + K * D * D,
-        "step": N * N * D + K * D * D,
+    features = {
+        "chunked": K * (C + N) * D + (N + N * N / C * levels) * D,
+        "fft": (1 + K) * transform * D + 4 * K * D,
+        "step": N * (N + 1) * D,
     }
+    operators = 2 if mixer.ar_order else 1
+    return {name: fixed + operators * (count + K * D + K * D * D) for name, count in features.items()}
 
 
 @torch.no_grad()
-def measured_cost(
-    operator: SpectralOperator, budgets: Sequence[int], width: int, length: int, rounds: int = 5
-) -> dict[str, list[float]]:
+def measured_cost(mixer: Any, budgets: Sequence[int], length: int, rounds: int = 5) -> dict[str, list[float]]:
     """Median seconds of one layer's forward pass, batch 1, for `chunked` and `fft` at every budget, taking turns."""
-    u = torch.randn(1, length, width)
+    weight, configured = mixer.skip.weight, mixer.algorithm
+    u = torch.randn(1, length, weight.shape[1], dtype=weight.dtype, device=weight.device)
     seconds: dict[tuple[str, int], list[float]] = {}
-    for _ in range(1 + rounds):
-        for K in budgets:
-            gates, M = torch.rand(1, length, K), 0.01 * torch.randn(K, width, width)
-            for algorithm in ("chunked", "fft"):
-                start = time.perf_counter()
-                operator(u, gates, M, algorithm=algorithm)
-                seconds.setdefault((algorithm, K), []).append(time.perf_counter() - start)
+    try:
+        for _ in range(1 + rounds):
+            for K in budgets:
+                for mixer.algorithm in ("chunked", "fft"):
+                    start = time.perf_counter()
+                    mixer(u, min(K, len(mixer.channel_mixing)))
+                    seconds.setdefault((mixer.algorithm, K), []).append(time.perf_counter() - start)
+    finally:
+        mixer.algorithm = configured
     return {
         algorithm: [statistics.median(seconds[algorithm, K][1:]) for K in budgets] for algorithm in ("chunked", "fft")
     }
@@ -199,9 +211,9 @@ def main() -> None:
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
     budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
-    operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
-    modelled = [layer_cost(operator, K, config.hidden_size, args.block_size) for K in budgets]
-    measured = measured_cost(operator, budgets, config.hidden_size, args.block_size)
+    largest = max(mixers_of(model), key=lambda mixer: len(mixer.channel_mixing))
+    modelled = [layer_cost(largest, K, args.block_size) for K in budgets]
+    measured = measured_cost(largest, budgets, args.block_size)
     record: dict[str, Any] = {"model": args.model, "budgets": budgets}
     record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
     record["seconds_per_layer"] = measured

@@ -2,6 +2,7 @@
 """Which budget for this machine? Quality of a saved model at every budget, and its speed and memory on this device.
 
     python train/calibrate.py --model runs/x/model --text_files held_out.txt             # a language model
+    python train/calibrate.py --model runs/y/model --test_file test.csv --features_column "t*"      # a classifier
     python train/calibrate.py --model runs/y/model --task smnist --data_dir data         # a task of tasks/catalog.py
     python train/calibrate.py --model runs/x/model --timing_only                         # the same on another device
 
@@ -34,16 +35,25 @@ import torch.nn.functional as F
 import transformers
 from budget_dropout import BUDGETS, clip_budgets
 from budget_sweep import BITS_PER_BYTE
-from classification_data import collate, load_classification
+from classification_data import Reader, Split, collate, load_classification, load_test, read_record
 from command import run_script
 from engine import Metric, check_writable, run_at_budget
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
 from models import TRUST_HELP, load_model
-from text_data import ByteEncoder, TokenizerEncoder, evaluation_blocks, load_text, read_files, text_labels, to_stream
+from text_data import (
+    ByteEncoder,
+    TokenizerEncoder,
+    evaluation_blocks,
+    load_text,
+    open_tokenizer,
+    read_files,
+    text_labels,
+    to_stream,
+)
 from torch import Tensor
-from train_classification import ACCURACY
+from train_classification import ACCURACY, ClassificationArguments, check_weights, class_names
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -55,6 +65,7 @@ from transformers import (
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for benchmarks/
 from benchmarks.common import check_peak_memory, paired, peak_memory, pick_device, threads
 from benchmarks.decoding import decoder
+from modeling_essm import ESSMConfig
 from modeling_essm.budget_profile import (
     FILE_NAME,
     BudgetProfile,
@@ -77,6 +88,16 @@ class CalibrateArguments:
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM; the results go there too."})
     text_files: list[str] | None = field(default=None, metadata={"help": "Held-out text, for a language model."})
+    test_file: list[str] | None = field(
+        default=None, metadata={"help": "Held-out parquet, json(l) or csv files, for a classifier, with their columns:"}
+    )
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Or a data set of the Hub or a local folder, whose test split counts if any."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Which configuration of that data set."})
+    text_column: str | None = field(default=None, metadata={"help": "As in train_classification.py."})
+    features_column: str | None = field(default=None, metadata={"help": "As in train_classification.py."})
+    label_column: str = field(default="label", metadata={"help": "As in train_classification.py."})
     task: str | None = field(default=None, metadata={"help": "Or a task of tasks/catalog.py, by its held-out data."})
     data_dir: str = field(default="data", metadata={"help": "Folder of the tasks' data."})
     scale: str = field(default="full", metadata={"help": "'full' or 'small', as the model was trained."})
@@ -101,12 +122,12 @@ class CalibrateArguments:
     trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
 
     def __post_init__(self) -> None:
-        if self.timing_only and (self.text_files or self.task):
-            raise ValueError("timing_only measures no quality: give it without text_files and task")
-        if not self.timing_only and bool(self.text_files) == bool(self.task):
-            raise ValueError(
-                f"give text_files, task or timing_only, one of them, got {self.text_files!r} and {self.task!r}"
-            )
+        names = ("text_files", "test_file", "dataset_name", "task")
+        given = [name for name in names if getattr(self, name)]
+        if self.timing_only and given:
+            raise ValueError(f"timing_only measures no quality: give it without {', '.join(given)}")
+        if not self.timing_only and len(given) != 1:
+            raise ValueError(f"give {', '.join(names)} or timing_only, one of them, got {given or 'none'}")
         names = ("decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads", "block_size")
         values = {name: [getattr(self, name)] for name in names if getattr(self, name) is not None}
         for name, numbers in (values | {"batch_sizes": self.batch_sizes, "budgets": self.budgets or [1]}).items():
@@ -165,17 +186,15 @@ def hold_out_blocks(
     return HeldOut(BITS_PER_BYTE, score, input_ids.shape[1], description)
 
 
-def hold_out_samples(args: Any, batch_size: int, description: str) -> HeldOut:
-    """Hits among the test samples, or validation samples where there are none, that `ClassificationArguments` name."""
-    data = load_classification(args)
-    split = data.test or data.validation
+def hold_out_samples(reader: Reader, split: Split, batch_size: int, description: str) -> HeldOut:
+    """Hits among the samples of a split."""
 
     @torch.no_grad()
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
         hits = []
         for start in range(0, len(split.samples), batch_size):
             rows = range(start, min(start + batch_size, len(split.samples)))
-            batch = collate(data.reader, [split.samples[row] for row in rows])
+            batch = collate(reader, [split.samples[row] for row in rows])
             labels = batch.pop("labels")
             logits = run_at_budget(model, {name: v.to(model.device) for name, v in batch.items()}, K).logits
             hits.append((logits.argmax(-1).cpu() == labels).double())
@@ -183,6 +202,31 @@ def hold_out_samples(args: Any, batch_size: int, description: str) -> HeldOut:
 
     length = max(len(sample.values) for sample in split.samples)
     return HeldOut(ACCURACY, score, length, f"{description}; {len(split.samples):,} samples: {split.name}")
+
+
+def open_own_samples(args: CalibrateArguments) -> HeldOut:
+    """The files or data set that the arguments name, read as the classifier was trained: see its features.json or
+    tokenizer. Raises ValueError if they cannot be read, or do not fit the model."""
+    folder, config = Path(args.model), ESSMConfig.from_pretrained(args.model)
+    record, max_length = read_record(folder), config.filter_length
+    if args.text_column and (folder / "tokenizer_config.json").exists():
+        max_length = min(max_length, open_tokenizer(args.model).model_max_length)
+    arguments = ClassificationArguments(
+        model_name_or_path=args.model,
+        train_file=args.test_file,  # is not looked at
+        test_file=args.test_file,
+        dataset_name=args.dataset_name,
+        dataset_config_name=args.dataset_config_name,
+        text_column=args.text_column,
+        features_column=args.features_column,
+        label_column=args.label_column,
+        max_length=record.get("max_length", max_length),
+        frame_length=record.get("frame_length"),
+    )
+    reader, split, names = load_test(arguments, class_names(config), record)
+    check_weights(arguments, config, reader, len(names or config.id2label), names)
+    title = args.dataset_name or ", ".join(Path(path).name for path in args.test_file or [])
+    return hold_out_samples(reader, split, args.eval_batch_size, title)
 
 
 def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
@@ -194,7 +238,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     causal, batch_size = _is_causal(config), args.eval_batch_size
     if args.text_files:
         if not causal:
-            raise ValueError("text_files measure language models; a classifier needs task")
+            raise ValueError("text_files measure language models; a classifier needs test_file, dataset_name or task")
         encoder: Any = ByteEncoder()
         if config["vocab_size"] != encoder.vocab_size:
             encoder = TokenizerEncoder(
@@ -206,9 +250,16 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
         names = ", ".join(Path(path).name for path in args.text_files)
         return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
 
+    if args.task is None:
+        if causal:
+            raise ValueError(
+                "test_file and dataset_name measure classifiers; a language model needs text_files or task"
+            )
+        return open_own_samples(args)
+
     from tasks.catalog import get_task, make_arguments
 
-    spec = get_task(str(args.task))
+    spec = get_task(args.task)
     if spec.script == "retrieval":
         raise ValueError(f"task {args.task!r} is evaluated by its own script, train/tasks/retrieval.py")
     if causal != (spec.script == "train_clm"):
@@ -217,7 +268,8 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     arguments = make_arguments(spec.name, args.data_dir, args.scale)
     title = f"{spec.title} ({args.scale} scale)"
     if not causal:
-        return hold_out_samples(arguments, batch_size, title)
+        data = load_classification(arguments)
+        return hold_out_samples(data.reader, data.test or data.validation, batch_size, title)
     byte_encoder = ByteEncoder()
     text = load_text(arguments, byte_encoder)
     return hold_out_blocks(text.held_out, byte_encoder.special_ids, text.bytes_per_token, batch_size, title)

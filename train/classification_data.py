@@ -1,14 +1,17 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Labelled sequences: text as tokens, or flat features (pixels, mu-law codes, ..) and frames of features.
+"""Labelled sequences: text as tokens, or flat features (pixels, mu-law codes, ..), frames of features, or sound.
 
-A row of the data is a sequence in one column and an integer label in another. Everything that can be wrong with a row
+A row of the data is a sequence in one column, or numbers in many, and a label in another: an integer, or text, whose
+sorted values are the classes. Everything that can be wrong with a row
 is checked before training, of a stream when the row is met, and the error names the row. What is read stays in Arrow
 files on disk; a `Sample` is cut to `max_length` when it is drawn, and scaled and padded when it is put into a batch.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +24,16 @@ import numpy as np
 import pyarrow as pa
 import torch
 from samples import MapSamples, SampleSource, StreamSamples
-from text_data import TABLES, load_splits, open_table
+from sound_data import decode_wav, is_sound, sound_splits, undecoded
+from text_data import TABLES, choose_tokenizer, load_splits, open_table
 from torch import Tensor
 
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
 HELD_OUT_FRACTION = 0.1  # of the training rows, where no validation part is given
+FEATURES = "features.json"  # beside a model of features
+_RECORD = {"multiplier": float, "offset": float, "max_length": int, "frame_length": int, "sampling_rate": int}
 _ROWS_AT_ONCE = 1000
 _FINGERPRINT_ROWS = 64  # of a stream that comes from no local file
 _FINGERPRINT_BYTES = 1 << 20  # at either end of a file that is streamed
@@ -123,16 +129,28 @@ class FeatureReader:
         num_features: F; None for a flat sequence. dtype: of the column, as `datasets` names it.
         scale: "auto" maps columns of type uint8 onto [-1, 1] and leaves other numbers as they are; "uint8" maps
             [0, 255] onto [-1, 1] whatever the type; a number multiplies.
+        frame_length: steps of a row that one position of the model reads, all their numbers; an incomplete end is
+            left out.
     """
 
-    def __init__(self, column: str, max_length: int, num_features: int | None, dtype: str | None, scale: str):
+    def __init__(
+        self,
+        column: str,
+        max_length: int,
+        num_features: int | None,
+        dtype: str | None,
+        scale: str,
+        frame_length: int | None = None,
+    ):
         self.column, self.max_length, self.num_features = column, max_length, num_features
+        self.frame_length = frame_length or 1
+        self.width = (num_features or 1) * self.frame_length
         self.is_uint8 = scale == "uint8" or (scale == "auto" and dtype == "uint8")
         self.multiplier = 1 / 127.5 if self.is_uint8 else 1.0 if scale == "auto" else float(scale)
         self.offset = -1.0 if self.is_uint8 else 0.0
 
     def check(self, value: Any, where: str) -> np.ndarray:
-        """(L, F). Raises ValueError for anything but finite numbers of that shape."""
+        """(L, F * frame_length). Raises ValueError for anything but finite numbers of that shape."""
         where = f"{where}: features_column {self.column!r}"
         array = as_array(value, where)
         if array.size == 0:
@@ -148,7 +166,10 @@ class FeatureReader:
         if self.is_uint8 and array.dtype != np.uint8 and not ((array >= 0) & (array <= 255)).all():
             worst = array[(array < 0) | (array > 255)][0]
             raise ValueError(f"{where} must hold numbers in [0, 255] for feature_scale uint8, got {worst}")
-        return array
+        frames = len(array) // self.frame_length
+        if frames == 0:
+            raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
+        return array[: frames * self.frame_length].reshape(frames, self.width)
 
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
@@ -159,7 +180,7 @@ class FeatureReader:
         return len(array)
 
     def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
-        features = np.zeros((len(samples), length, self.num_features or 1), np.float32)
+        features = np.zeros((len(samples), length, self.width), np.float32)
         for row, sample in zip(features, samples):
             row[: len(sample.values)] = sample.values * np.float32(self.multiplier) + np.float32(self.offset)
         return {"input_features": torch.from_numpy(features)}
@@ -167,17 +188,60 @@ class FeatureReader:
     @property
     def config_fields(self) -> dict[str, Any]:
         """What the model's config must say."""
-        return {"num_input_features": self.num_features or 1}
+        return {"num_input_features": self.width}
 
     @property
     def name(self) -> str:
-        unit = "numbers" if self.num_features is None else f"frames of {self.num_features} numbers"
+        unit = "numbers" if self.width == 1 else f"frames of {self.width} numbers"
         return f"{unit}, x -> {self.multiplier:.6g} x {self.offset:+g}"
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What has to be done to numbers before the model reads them."""
+        record = {"multiplier": self.multiplier, "offset": self.offset, "max_length": self.max_length}
+        return record | ({"frame_length": self.frame_length} if self.frame_length > 1 else {})
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Do what a `record` says; it may be empty."""
+        self.multiplier, self.offset = (record.get(name, getattr(self, name)) for name in ("multiplier", "offset"))
+        self.is_uint8 = (self.multiplier, self.offset) == (1 / 127.5, -1.0)
+
     def save_pretrained(self, folder: Path) -> None:
-        """features.json: what has to be done to numbers before the model reads them."""
-        record = f'{{"multiplier": {self.multiplier!r}, "offset": {self.offset!r}, "max_length": {self.max_length}}}\n'
-        (folder / "features.json").write_text(record)
+        """features.json, the `record`."""
+        (folder / FEATURES).write_text(json.dumps(self.record) + "\n")
+
+
+class SoundReader(FeatureReader):
+    """WAV files: a step is a sample in [-1, 1) of every channel.
+
+    Args:
+        sampling_rate, channels: of all files. The others as of `FeatureReader`.
+    """
+
+    def __init__(self, column: str, max_length: int, sampling_rate: int, channels: int, scale: str, frame: int | None):
+        super().__init__(column, max_length, channels, "float32", scale, frame)
+        self.sampling_rate = sampling_rate
+
+    def check(self, value: Any, where: str) -> np.ndarray:
+        """(L, channels * frame_length). Raises ValueError for another file than WAV, or another sampling rate."""
+        if not is_sound(value):
+            raise ValueError(f"{where}: features_column {self.column!r} must hold sound, got {type(value).__name__}")
+        samples, rate = decode_wav(value, where)
+        if rate != self.sampling_rate:
+            raise ValueError(
+                f"{where}, {value['path']}: sound must have {self.sampling_rate} samples a second, as in the first row "
+                f"(or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav -ar {self.sampling_rate} "
+                "out.wav`"
+            )
+        return super().check(samples, where)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return super().record | {"sampling_rate": self.sampling_rate}
+
+    def take(self, record: dict[str, Any]) -> None:
+        super().take(record)
+        self.sampling_rate = record.get("sampling_rate", self.sampling_rate)
 
 
 Reader = TextReader | FeatureReader
@@ -211,8 +275,8 @@ def _read_label(value: Any, column: str, where: str) -> int:
     if isinstance(value, (bool, int, np.integer)):
         return int(value)
     raise ValueError(
-        f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; number the classes first "
-        "(`datasets.Dataset.class_encode_column`)"
+        f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; text is numbered where all of the "
+        "data is text and read whole, without --streaming (else by `datasets.Dataset.class_encode_column`)"
     )
 
 
@@ -335,19 +399,49 @@ def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None
 # Opening what the arguments name.
 
 
-def load_classification(args: Any) -> ClassificationData:
+def load_classification(args: Any, label_names: Sequence[str] | None = None) -> ClassificationData:
     """The data that the arguments (`ClassificationArguments`) name, checked.
 
+    Args:
+        label_names: in which order labels that are text are the classes; by default sorted.
     Raises:
         ValueError: anything about it that cannot work, naming the file, column or row.
     """
     _check_files(args)
-    return _load_streams(args) if args.streaming else _load_tables(args)
+    return _load_streams(args) if args.streaming else _load_tables(args, label_names)
+
+
+def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Reader, Split, list[str] | None]:
+    """The test split, or else validation or training split, that the arguments name, as a trained model reads it.
+
+    Args:
+        label_names: of the model's classes. record: its features.json, if it reads features.
+    Returns:
+        The reader, all samples, and the names of the classes where the data numbers them itself.
+    Raises:
+        ValueError: as `load_classification`.
+    """
+    _check_files(args)
+    opened = next((found for split in ("test", "validation", "train") if (found := _open(args, split))), None)
+    if opened is None:
+        raise ValueError(f"dataset {args.dataset_name!r} has none of the splits test, validation and train")
+    rows, source = opened
+    if len(rows) == 0:
+        raise ValueError(f"{source} holds no rows")
+    _check_columns(args, rows.column_names, source)
+    reader = _make_reader(args, rows.with_format("arrow")[:1], rows.features, source)
+    if isinstance(reader, FeatureReader):
+        reader.take(record)
+    feature = rows.features[args.label_column]
+    split, _ = _table_split(args, rows, source, reader, len(label_names), label_names, args.test_samples)
+    return reader, split, list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
 def _check_files(args: Any) -> None:
     for name in ("train_file", "validation_file", "test_file"):
         for path in getattr(args, name) or []:
+            if os.path.isdir(path):
+                raise ValueError(f"{name} {path!r} is a folder: give it as dataset_name")
             if not os.path.isfile(path):
                 raise ValueError(f"{name} {path!r} is not there")
             if os.path.getsize(path) == 0:
@@ -362,14 +456,62 @@ def _open(args: Any, split: str) -> tuple[Any, str] | None:
     source = f"{split}_file {', '.join(Path(path).name for path in paths or [])}"
     try:
         if not args.dataset_name:
-            return (open_table(paths, args.streaming), source) if paths else None
+            return (_as_column(args, open_table(paths, args.streaming), source), source) if paths else None
         source = f"dataset {args.dataset_name!r}"
-        splits = load_splits(args.dataset_name, args.dataset_config_name, args.streaming)
-        return (splits[split], f"split {split!r} of {source}") if split in splits else None
+        splits = sound_splits(args.dataset_name, args.streaming) if os.path.isdir(args.dataset_name) else None
+        if splits is None:
+            splits = load_splits(args.dataset_name, args.dataset_config_name, args.streaming)
+        source = f"split {split!r} of {source}"
+        return (_as_column(args, splits[split], source), source) if split in splits else None
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         if "corresponds to no data" in str(error):  # how `datasets` puts it
             raise ValueError(f"{source} holds no rows") from error
         raise ValueError(f"cannot read {source}: {_reason(error)}") from error
+
+
+def _as_column(args: Any, rows: Any, source: str) -> Any:
+    """The same rows, where features_column is a pattern with the numbers of all columns of such names in one.
+
+    It is called like the pattern. Text in a cell, or no such column, is for the checks that follow; nothing is a NaN.
+    """
+    pattern = args.features_column
+    rows = undecoded(rows, pattern)
+    if pattern is None or not set(pattern) & set("*?["):
+        return rows
+    names = rows.column_names or _first_table(rows, source).column_names  # a stream may not know its own
+    columns = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name != args.label_column]
+    if pattern in names or not columns:
+        return rows
+
+    def gather(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        numbers = []
+        for name in columns:
+            try:
+                numbers.append(np.array(batch[name], np.float32))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"features_column {pattern!r}: column {name!r} must hold numbers: {error}") from None
+        return {pattern: list(np.stack(numbers, 1))}
+
+    return rows.map(gather, batched=True, remove_columns=columns)
+
+
+def _number_labels(
+    rows: datasets.Dataset, column: str, names: Sequence[str] | None, source: str
+) -> tuple[datasets.Dataset, Sequence[str] | None]:
+    """Labels that are text as a `ClassLabel` of those names, by default of all values, sorted; and the names.
+
+    Raises:
+        ValueError: a row without a label, or with another one; names the row.
+    """
+    if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
+        return rows, names
+    labels = rows.with_format("arrow")[column].to_pylist()
+    names = sorted({label for label in labels if label is not None}) if names is None else list(names)
+    known = set(names)
+    for row, label in enumerate(labels):
+        if label not in known:
+            raise ValueError(f"row {row} of {source}: label_column {column!r} must be one of {names}, got {label!r}")
+    return rows.cast_column(column, datasets.ClassLabel(names=names)), names
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -399,30 +541,41 @@ def _check_columns(args: Any, columns: Sequence[str], source: str) -> None:
 
 def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source: str) -> Reader:
     if args.text_column is not None:
-        tokenizer = None
-        if args.tokenizer_name is not None:
-            from transformers import AutoTokenizer
-
-            try:
-                tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"cannot load tokenizer {args.tokenizer_name!r}: {error}") from error
-        return TextReader(args.text_column, args.max_length, tokenizer)
+        return TextReader(args.text_column, args.max_length, choose_tokenizer(args))
     where = f"row 0 of {source}: features_column {args.features_column!r}"
-    array = as_array(_value(first.column(args.features_column)[0]), where)
+    value = _value(first.column(args.features_column)[0])
+    if is_sound(value):
+        samples, rate = decode_wav(value, where)
+        return SoundReader(
+            args.features_column, args.max_length, rate, samples.shape[1], args.feature_scale, args.frame_length
+        )
+    array = as_array(value, where)
     if array.ndim not in (1, 2):
         raise ValueError(f"{where} must hold a flat sequence of numbers or frames, got an array of shape {array.shape}")
     leaf = features[args.features_column]
     while hasattr(leaf, "feature"):
         leaf = leaf.feature
     num_features = array.shape[1] if array.ndim == 2 else None
+    dtype = getattr(leaf, "dtype", None)
     return FeatureReader(
-        args.features_column, args.max_length, num_features, getattr(leaf, "dtype", None), args.feature_scale
+        args.features_column, args.max_length, num_features, dtype, args.feature_scale, args.frame_length
     )
 
 
 def _features(rows: Any, first: pa.Table) -> datasets.Features:
     return rows.features or datasets.Features.from_arrow_schema(first.schema)  # a stream may not know its own
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """features.json of a saved model; empty if there is none. Raises ValueError if it is damaged."""
+    path = folder / FEATURES
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+        return {name: type_(record[name]) for name, type_ in _RECORD.items() if name in record}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} must hold numbers for {', '.join(_RECORD)}: {error}") from error
 
 
 class _Scan(NamedTuple):
@@ -475,7 +628,7 @@ def _some(count: int, wanted: int | None, seed: int) -> np.ndarray:
     return np.sort(order[: count if wanted is None else wanted])
 
 
-def _load_tables(args: Any) -> ClassificationData:
+def _load_tables(args: Any, label_names: Sequence[str] | None) -> ClassificationData:
     opened = _open(args, "train")
     if opened is None:
         raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
@@ -484,6 +637,7 @@ def _load_tables(args: Any) -> ClassificationData:
         raise ValueError(f"{source} holds no rows")
     _check_columns(args, rows.column_names, source)
     reader = _make_reader(args, rows.with_format("arrow")[:1], rows.features, source)
+    rows, label_names = _number_labels(rows, args.label_column, label_names, source)
     # All rows are checked before any are held out, so that errors name rows of the file.
     samples = TableSamples(rows, reader, args.label_column, source)
     scan = _scan(samples)
@@ -494,7 +648,7 @@ def _load_tables(args: Any) -> ClassificationData:
     fingerprints = {"sha256 of the training data": scan.sha256}
     if given is not None:
         kept = np.arange(len(rows))
-        validation, sha256 = _table_split(args, *given, reader, num_labels, args.validation_samples)
+        validation, sha256 = _table_split(args, *given, reader, num_labels, label_names, args.validation_samples)
         fingerprints["sha256 of the validation data"] = sha256
     else:
         order = np.random.default_rng([args.seed, 1]).permutation(len(rows))
@@ -512,7 +666,7 @@ def _load_tables(args: Any) -> ClassificationData:
     given = _open(args, "test")
     test = None
     if given is not None and not _is_unlabelled(args, given[0]):
-        test, _ = _table_split(args, *given, reader, num_labels, args.test_samples)
+        test, _ = _table_split(args, *given, reader, num_labels, label_names, args.test_samples)
     lengths = np.minimum(scan.lengths[kept], args.max_length)
     cut = float((scan.lengths[kept] > args.max_length).mean())
     return ClassificationData(
@@ -529,12 +683,19 @@ def _load_tables(args: Any) -> ClassificationData:
 
 
 def _table_split(
-    args: Any, rows: datasets.Dataset, source: str, reader: Reader, num_labels: int, wanted: int | None
+    args: Any,
+    rows: datasets.Dataset,
+    source: str,
+    reader: Reader,
+    num_labels: int,
+    label_names: Sequence[str] | None,
+    wanted: int | None,
 ) -> tuple[Split, str]:
     """(held-out rows, checked; their fingerprint)."""
     if len(rows) == 0:
         raise ValueError(f"{source} holds no rows")
     _check_columns(args, rows.column_names, source)
+    rows, _ = _number_labels(rows, args.label_column, label_names, source)
     scan = _scan(TableSamples(rows, reader, args.label_column, source))
     _check_labels(scan.labels, num_labels, source)
     chosen = _some(len(rows), wanted, args.seed)

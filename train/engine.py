@@ -173,6 +173,10 @@ class RunArguments:
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
 
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in self.RESUMABLE}
+
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
 
@@ -582,7 +586,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         max_steps = max(1, round(args.num_train_epochs * task.source.num_samples / samples_per_update))
 
     # 1. What defines the run, and the run already in output_dir, if any.
-    identity = {k: v for k, v in dataclasses.asdict(args).items() if k not in args.RESUMABLE} | task.identity
+    identity = args.identity() | task.identity
     identity |= {"max_steps": max_steps, "eval_budgets": list(validated), "num_processes": ranks}
     identity |= {"mixed_precision": accelerator.mixed_precision, "distributed_type": str(accelerator.distributed_type)}
     identity |= {"device": accelerator.device.type}  # each kind has random states of its own

@@ -6,10 +6,10 @@
     python examples/decode_without_torch.py exported "import "
 
 A language model leaves prefill.onnx and step.onnx, a classifier classify.onnx (.pt2 for torch; ExecuTorch puts all of
-them into model.pte, for batches of one row); with them tokenizer.json and export.json, which names and describes
-inputs, outputs and states. See modeling_essm/exporting.py for what they compute. Weights are exported in fp32, those of
-the budget's channels only. What was written is loaded again and compared with the model before the folder appears
-under its name.
+them into model.pte, for batches of one row); with them tokenizer.json, or features.json, which says how numbers are
+scaled, and export.json, which names and describes inputs, outputs and states and repeats that scale. See
+modeling_essm/exporting.py for what they compute. Weights are exported in fp32, those of the budget's channels only.
+What was written is loaded again and compared with the model before the folder appears under its name.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 import transformers
 from calibrate import read_config
 from checkpoints import publish, temporary_folder
+from classification_data import FEATURES, read_record
 from engine import check_writable
 from torch import Tensor
 from torch.export import ExportedProgram
@@ -250,6 +251,7 @@ def describe(
         "eos_token_ids": ([] if eos is None else eos if isinstance(eos, list) else [eos]) if causal else [],
         "bos_token_id": config.bos_token_id if causal else None,
         "pad_token_id": config.pad_token_id,
+        "features": read_record(Path(args.model)) or None,  # x -> multiplier * x + offset, before input_features
         "labels": None if causal else [config.id2label[i] for i in range(config.num_labels)],
         "programs": {name: {"file": files[name], **ports[name]} for name in programs},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -274,10 +276,11 @@ def export(args: ExportArguments) -> dict[str, Any]:
     try:
         files = write_programs(programs, temporary, args.format)
         description = describe(model, args, programs, files)
-        if (source / "tokenizer.json").exists():
-            shutil.copyfile(source / "tokenizer.json", temporary / "tokenizer.json")
-        elif model.config.num_input_features is None:
-            print(f"{source} has no tokenizer.json: none is exported")
+        companion = "tokenizer.json" if model.config.num_input_features is None else FEATURES
+        if (source / companion).exists():
+            shutil.copyfile(source / companion, temporary / companion)
+        else:
+            print(f"{source} has no {companion}: none is exported")
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         description["files"] = list(sizes)
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")

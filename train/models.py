@@ -7,6 +7,7 @@ An ES-SSM is new, from sizes or from a configuration that holds them, or starts 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,23 +16,34 @@ from transformers import PreTrainedModel
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
-_SIZES = "hidden_size num_hidden_layers num_spectral_channels filter_length scaling_exponent gating ar_order"
+# Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
+_SIZES = MappingProxyType(
+    {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
+    | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0}
+)
 _RATES = ("dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
+
+
+def _size(name: str, help: str) -> Any:
+    """None says that it was not given; SizeArguments and a configuration then each have their own value."""
+    return field(default=None, metadata={"help": f"{help} By default {_SIZES[name]}, or as configured."})
 
 
 @dataclass
 class SizeArguments(RunArguments):
     """A new ES-SSM's shape; how to train is in engine.RunArguments."""
 
-    hidden_size: int = _arg(128, "Model width D.")
-    num_hidden_layers: int = _arg(4, "Number of blocks.")
-    num_spectral_channels: int = _arg(32, "Capacity: the largest budget the model will be able to run.")
-    filter_length: int = _arg(1024, "Longest sequence the filters cover; longer costs nothing.")
-    gating: str = _arg("softmax", "The gate: 'softmax' (Eq. 8), or 'none' (Eq. 6).")
-    ar_order: int = _arg(0, "2 adds the autoregressive and negative-filter terms of AR-STU.")
-    scaling_exponent: float = _arg(0.25, "Power of sigma_k in Eq. (7).")
+    hidden_size: int | None = _size("hidden_size", "Model width D.")
+    num_hidden_layers: int | None = _size("num_hidden_layers", "Number of blocks.")
+    num_spectral_channels: int | None = _size(
+        "num_spectral_channels", "Capacity: the largest budget the model will be able to run."
+    )
+    filter_length: int | None = _size("filter_length", "Longest sequence the filters cover; longer costs nothing.")
+    gating: str | None = _size("gating", "The gate: 'softmax' (Eq. 8), or 'none' (Eq. 6).")
+    ar_order: int | None = _size("ar_order", "2 adds the autoregressive and negative-filter terms of AR-STU.")
+    scaling_exponent: float | None = _size("scaling_exponent", "Power of sigma_k in Eq. (7).")
     dropout: float | None = field(
         default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
     )
@@ -39,36 +51,49 @@ class SizeArguments(RunArguments):
         default=None, metadata={"help": "Rate of skipping a whole sub-layer; by default 0, or as configured."}
     )
 
-    def sizes(self) -> dict[str, Any]:
-        """The fields of ESSMConfig among the arguments, without those left to its defaults."""
-        values = {name: getattr(self, name) for name in (*_SIZES.split(), *_RATES)}
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source is None:
+            for name, default in _SIZES.items():
+                setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
+
+    @property
+    def source(self) -> str | None:
+        """The folder or Hub name that holds the model's shape; None if the arguments do."""
+        return None
+
+    def given(self) -> dict[str, Any]:
+        """The fields of ESSMConfig that the arguments name."""
+        values = {name: getattr(self, name) for name in (*_SIZES, *_RATES)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass
 class ModelArguments(SizeArguments):
-    """The model: sizes, for ES-SSM or a baseline, or a configuration or weights of ES-SSM instead of them."""
+    """The model: sizes, for ES-SSM or a baseline; or a configuration, which sizes override; or weights of ES-SSM."""
 
     architecture: str = _arg(
         "essm",
         "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
         "'mamba', 'mamba2', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
     )
-    config_name: str | None = _arg(None, "Folder or Hub name of a configuration, instead of sizes.")
+    config_name: str | None = _arg(
+        None, "Folder or Hub name of a configuration; sizes that are given beside it take the place of its own."
+    )
     model_name_or_path: str | None = _arg(None, "Weights to start from, instead of a new model.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.is_baseline and (self.push_to_hub or self.source):
+        if self.is_baseline and (self.push_to_hub or self.model_name_or_path):
             raise ValueError(
                 f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
-                "from config_name or model_name_or_path, and cannot be pushed"
+                "from model_name_or_path, and cannot be pushed"
             )
         if self.config_name and self.model_name_or_path:
             raise ValueError("give config_name or model_name_or_path, not both")
-        if self.source:
+        if self.model_name_or_path:
             self.refuse_sizes()
-        else:
+        if self.source is None:
             self.dropout, self.stochastic_depth = self.dropout or 0.0, self.stochastic_depth or 0.0
 
     @property
@@ -77,27 +102,33 @@ class ModelArguments(SizeArguments):
 
     @property
     def source(self) -> str | None:
-        """The folder or Hub name that holds the model's shape; None if the arguments do."""
         return self.config_name or self.model_name_or_path
 
     def refuse_sizes(self) -> None:
-        """Raises ValueError if the model's shape is given beside a configuration that holds it."""
-        source = "config_name" if self.config_name else "model_name_or_path"
-        for name in _SIZES.split():
-            if getattr(self, name) != getattr(ModelArguments, name):
-                raise ValueError(f"{name} is part of {source}: leave it out, got {getattr(self, name)!r}")
+        """Raises ValueError if the shape of weights is given beside them."""
+        for name in _SIZES:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {getattr(self, name)!r}")
+
+    def identity(self) -> dict[str, Any]:
+        """Beside a configuration sizes stand in one entry: runs from before they could override it have none."""
+        values = super().identity()
+        if self.source is not None:
+            overrides = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
+            values |= _SIZES | {"config_overrides": overrides or None}
+        return values
 
 
 def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
     """The configuration that the arguments name, or make from sizes.
 
     Args:
-        fields: of the configuration, which override it, as do `dropout` and `stochastic_depth` of the arguments.
+        fields: of the configuration, which override it, as do the sizes and rates that the arguments name.
     Raises:
         ValueError: sizes or rates that cannot be, or no ES-SSM's configuration where the arguments look for one.
     """
     if args.source is None:
-        return ESSMConfig(**args.sizes(), **fields)
+        return ESSMConfig(**args.given(), **fields)
     try:
         values, _ = ESSMConfig.get_config_dict(args.source)
     except OSError as error:
@@ -107,8 +138,10 @@ def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
             f"{args.source!r} must hold the config.json of an ES-SSM, model_type {ESSMConfig.model_type!r}, "
             f"got model_type {values.get('model_type')!r}"
         )
-    rates = {name: getattr(args, name) for name in _RATES if getattr(args, name) is not None}
-    return ESSMConfig.from_dict(values | rates | fields)
+    given = args.given()
+    if given.get("num_hidden_layers", values.get("num_hidden_layers")) != values.get("num_hidden_layers"):
+        values.pop("layer_types", None)  # one entry per layer, all of them the same
+    return ESSMConfig.from_dict(values | given | fields)
 
 
 def load_model(auto: Any, name: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -136,19 +169,19 @@ def holds_head(config: ESSMConfig, cls: type[PreTrainedModel]) -> bool:
     return cls.__name__ in (config.architectures or ())
 
 
-def check_vocabulary(args: Any, config: ESSMConfig, name: str, vocab_size: int) -> None:
+def check_vocabulary(args: ModelArguments, config: ESSMConfig, name: str, vocab_size: int, is_bytes: bool) -> None:
     """Raises ValueError if the weights were not made for these tokens.
 
     Args:
-        args: ModelArguments with tokenizer_name. name: of the tokens, for people. vocab_size: how many ids they need.
+        name: of the tokens, for people. vocab_size: how many ids they need.
     """
     # A tokenizer's model may have room to spare; bytes have one vocabulary.
-    fits = config.vocab_size >= vocab_size if args.tokenizer_name else config.vocab_size == vocab_size
+    fits = config.vocab_size == vocab_size if is_bytes else config.vocab_size >= vocab_size
     if not fits:
-        legal = f"at least {vocab_size}" if args.tokenizer_name else vocab_size
+        legal = vocab_size if is_bytes else f"at least {vocab_size}"
         raise ValueError(
             f"vocab_size of {args.model_name_or_path!r} must be {legal} for {name}, got {config.vocab_size}: give the "
-            "tokenizer_name it was trained with, or none for bytes"
+            "tokenizer_name it was trained with, or none for that in its folder, or for bytes if there is none"
         )
 
 
@@ -176,10 +209,10 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
             args.architecture,
             target,
             model_class=baseline,
-            hidden_size=args.hidden_size,
-            num_hidden_layers=args.num_hidden_layers,
-            max_position_embeddings=args.filter_length,
-            dropout=args.dropout,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            max_position_embeddings=config.filter_length,
+            dropout=config.dropout,
             **fields,
         )
     ).float()

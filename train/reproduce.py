@@ -207,9 +207,12 @@ def markdown(
         marks = (evaluation.curve.sweet_spot, evaluation.curve.collapse_boundary) if elastic else ("", "")
         size = f"{parameters[name]:,}" if parameters.get(name) else ""
         lines.append(f"| {name} | {size} | {' | '.join(cells)} | {marks[0]} | {marks[1]} | {len(evaluation.values)} |")
-        if name in paper:
+        if paper.get(name):
             cells = [f"{paper[name][str(K)]:g}" if str(K) in paper[name] else "" for K in budgets]
-            lines.append(f"| {name}, the paper's | | {' | '.join(cells or [''])} | | | |")
+            if not elastic:  # its one figure, whatever the budget it was written down under
+                figure = paper[name][max(paper[name], key=int)]
+                cells = [""] * (len(columns) - 1) + [f"{figure:g}"]
+            lines.append(f"| {name}, the paper's | | {' | '.join(cells)} | | | |")
     return f"{experiment.question}\n\n" + "\n".join(lines) + "\n"
 
 

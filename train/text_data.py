@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from samples import MapSamples, SampleSource, StreamSamples
 from torch import Tensor
+from transformers.utils import cached_file
 
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.byte_tokenizer import EOS_ID, PAD_ID
@@ -28,6 +29,8 @@ NUM_BYTES = 256  # ids below are bytes
 HELD_OUT_FRACTION = 0.1  # of a text that comes without a validation part: its end
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # else a file is one document
 _FINGERPRINT_DOCUMENTS = 64  # of a data set too long to be read whole
+# Names that an end-of-sequence token has in tokenizers that do not say which of their tokens it is.
+_END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "[EOS]")
 
 # The default corpus: programs, not their tests, tables or generated files.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
@@ -93,6 +96,61 @@ class TokenizerEncoder:
 Encoder = ByteEncoder | TokenizerEncoder
 
 
+def open_tokenizer(name: str) -> Any:
+    """A tokenizer of the Hub, of a local folder, or of a tokenizer.json by itself. Raises ValueError if it is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not Path(name).is_file():
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot load tokenizer {name!r}: {error}") from error
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=name, name_or_path=name)
+    except Exception as error:  # the library's own type
+        raise ValueError(
+            f"cannot load tokenizer {name!r}: a file must be what `tokenizers.Tokenizer.save` writes: {error}"
+        ) from error
+
+
+def choose_tokenizer(args: Any) -> Any:
+    """The tokenizer of a run: that of tokenizer_name, else that of the weights it starts from; None for bytes.
+
+    Args:
+        args: tokenizer_name, model_name_or_path and replace_tokenizer.
+    Raises:
+        ValueError: it cannot be loaded; or it gives tokens other ids than that of the weights, and replace_tokenizer
+            does not say that this is meant.
+    """
+    own, weights = None, args.model_name_or_path
+    if weights and any(
+        cached_file(
+            weights, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        for file in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        own = open_tokenizer(weights)
+    if args.tokenizer_name is None:
+        return None if own is None or own.get_vocab() == build_byte_tokenizer().get_vocab() else own
+    tokenizer = open_tokenizer(args.tokenizer_name)
+    if own is not None and own.get_vocab() != tokenizer.get_vocab() and not args.replace_tokenizer:
+        raise ValueError(
+            f"tokenizer_name must be the tokenizer of {weights!r}, whose weights know its {len(own)} tokens, got "
+            f"{args.tokenizer_name!r} with {len(tokenizer)}: leave it out, or give --replace_tokenizer if the model "
+            "shall learn other tokens"
+        )
+    return tokenizer
+
+
+def with_end_token(tokenizer: Any) -> Any:
+    """The same tokenizer with an end-of-sequence token: its own, a token of such a name, or else a new one, <eos>."""
+    if tokenizer.eos_token_id is None:
+        known = tokenizer.get_vocab()
+        token = next((name for name in _END_TOKENS if name in known), _END_TOKENS[0])
+        tokenizer.add_special_tokens({"eos_token": token})
+    return tokenizer
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Documents.
 
@@ -128,10 +186,12 @@ def standard_library() -> tuple[list[Document], list[Document]]:
 def read_files(paths: Sequence[str], text_column: str = "text") -> Iterator[Document]:
     """Documents of local files in the given order: rows of parquet, json(l) and csv files, other files whole.
 
+    A folder stands for the files in it, see `files_of`.
+
     Raises:
         ValueError: a file is missing, unreadable or empty, or has no such column.
     """
-    for path in paths:
+    for path in files_of(paths):
         try:
             size = Path(path).stat().st_size
             if size and Path(path).suffix not in TABLES:
@@ -142,6 +202,32 @@ def read_files(paths: Sequence[str], text_column: str = "text") -> Iterator[Docu
             raise ValueError(f"text file {path!r} is empty")
         if Path(path).suffix in TABLES:
             yield from documents_of(open_table([path], streaming=False), text_column, f"file {path!r}")
+
+
+def files_of(paths: Sequence[str]) -> list[str]:
+    """The paths, and of a folder all files in it and its sub-folders, sorted, without hidden and empty ones.
+
+    Raises:
+        ValueError: a folder holds no such file.
+    """
+    found: list[str] = []
+    for path in paths:
+        if not Path(path).is_dir():
+            found.append(path)
+            continue
+        inside = sorted(inside.relative_to(path) for inside in Path(path).rglob("*") if inside.is_file())
+        shown = [name for name in inside if not any(part.startswith(".") for part in name.parts)]
+        filled = [str(Path(path, name)) for name in shown if Path(path, name).stat().st_size]
+        if not filled:
+            raise ValueError(f"folder {path!r} holds no file with text")
+        found += filled
+    return found
+
+
+def describe_files(paths: Sequence[str]) -> str:
+    """Their names, and of a folder how many files it stands for."""
+    counts = {path: f" ({len(files_of([path])):,} files)" for path in paths if Path(path).is_dir()}
+    return ", ".join(f"{Path(path).name}{counts.get(path, '')}" for path in paths)
 
 
 def open_table(paths: Sequence[str], streaming: bool) -> Any:
@@ -168,12 +254,28 @@ def open_table(paths: Sequence[str], streaming: bool) -> Any:
 
 
 def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
-    """Splits of a data set on the Hub, in a local folder, or of one local file (its only split is "train")."""
+    """Splits of a data set on the Hub, in a local folder, or of one local file (its only split is "train").
+
+    Of a local folder of text files a file is a row.
+
+    Raises:
+        ValueError: no split "train", or text that is not UTF-8.
+    """
     import datasets
 
     if Path(name).is_file():
         return {"train": open_table([name], streaming)}
-    splits = datasets.load_dataset(name, config_name, streaming=streaming)
+    options = {}
+    if Path(name).is_dir() and datasets.load_dataset_builder(name, config_name).name == "text":
+        options = {"sample_by": "document"}  # by default it makes a row of every line, and drops the line's end
+    try:
+        splits = datasets.load_dataset(name, config_name, streaming=streaming, **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        if not isinstance(error.__cause__, UnicodeDecodeError):
+            raise
+        raise ValueError(
+            f"cannot read dataset {name!r}: a file is not UTF-8 ({error.__cause__}); --train_file takes any bytes"
+        ) from error
     if "train" not in splits:
         raise ValueError(f"dataset {name!r} has no split 'train', only {sorted(splits)}")
     return splits
@@ -340,7 +442,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         stream, density = to_stream(read_files(args.train_file, args.text_column), encoder)
         if args.validation_file:
             held_out, density = to_stream(read_files(args.validation_file, args.text_column), encoder)
-        description = ", ".join(Path(path).name for path in args.train_file)
+        description = describe_files(args.train_file)
     elif args.dataset_name:
         splits = load_splits(args.dataset_name, args.dataset_config_name, streaming=False)
         stream, density = to_stream(_split(splits, "train", args), encoder)
@@ -378,9 +480,10 @@ def _load_stream(args: Any, encoder: Encoder) -> TextData:
     if args.train_file:
         if not args.validation_file:
             raise ValueError("streaming needs validation_file: the end of a stream cannot be held out")
-        open_train = lambda: open_table(args.train_file, streaming=True)  # noqa: E731
-        description = ", ".join(Path(path).name for path in args.train_file)
-        sizes = [Path(path).stat().st_size for path in args.train_file if Path(path).is_file()]
+        paths = files_of(args.train_file)
+        open_train = lambda: open_table(paths, streaming=True)  # noqa: E731
+        description = describe_files(args.train_file)
+        sizes = [Path(path).stat().st_size for path in paths if Path(path).is_file()]
     elif args.dataset_name:
         splits = load_splits(args.dataset_name, args.dataset_config_name, streaming=True)
         if "validation" not in splits and not args.validation_file:

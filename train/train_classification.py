@@ -30,7 +30,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from budget_dropout import BUDGETS
 from budget_sweep import BudgetSweep, load_metric, sweep_metric
-from classification_data import ClassificationData, collate, load_classification
+from classification_data import ClassificationData, Reader, collate, load_classification
 from command import run_script
 from engine import (
     Metric,
@@ -72,17 +72,25 @@ class ClassificationArguments(ModelArguments):
         default=None,
         metadata={"help": "Files for the final sweep, looked at once; without them it reports validation."},
     )
-    dataset_name: str | None = _arg(None, "Instead of files: a data set on the Hub, or a local folder.")
+    dataset_name: str | None = _arg(
+        None,
+        "Instead of files: a data set on the Hub, or a local folder, of WAV files one folder per class.",
+    )
     dataset_config_name: str | None = _arg(None, "Which configuration of that data set.")
     streaming: bool = _arg(False, "Read while training instead of before: for data larger than the disk.")
     shuffle_buffer: int = _arg(1000, "With streaming: samples among which the next one is drawn.")
     text_column: str | None = _arg(None, "The column that holds text. Give this one or features_column.")
     features_column: str | None = _arg(
         None,
-        "The column that holds a flat list of numbers per sample (pixels, mu-law codes, ..), each one a position, or a "
-        "list of frames, each one a list of as many numbers.",
+        "The column that holds a flat list of numbers per sample (pixels, mu-law codes, ..), each one a position, a "
+        "list of frames, each one a list of as many numbers, or WAV files (of a folder of them: audio). A pattern such "
+        "as 't*' stands for all columns of numbers of such names, in the order of the file.",
     )
-    label_column: str = _arg("label", "The column that holds the class, an integer from 0.")
+    frame_length: int | None = field(
+        default=None,
+        metadata={"help": "So many consecutive numbers, frames or samples of a sound are one position; by default 1."},
+    )
+    label_column: str = _arg("label", "The column that holds the class, an integer from 0 or text.")
     num_labels: int | None = field(
         default=None, metadata={"help": "Classes; by default what the data says. Streams of plain integers need it."}
     )
@@ -90,7 +98,12 @@ class ClassificationArguments(ModelArguments):
         default=None,
         metadata={"help": "Positions (bytes, tokens or frames) that are read of a sample; by default filter_length."},
     )
-    tokenizer_name: str | None = _arg(None, "A tokenizer of the Hub or a local folder; by default bytes are tokens.")
+    tokenizer_name: str | None = _arg(
+        None,
+        "A tokenizer of the Hub, a local folder or a tokenizer.json; by default that of model_name_or_path, else bytes "
+        "are tokens.",
+    )
+    replace_tokenizer: bool = _arg(False, "Take tokenizer_name although model_name_or_path has another one.")
     feature_scale: str = _arg(
         "auto",
         "'auto' maps columns of type uint8 from [0, 255] onto [-1, 1] and leaves others as they are; 'uint8' does so "
@@ -113,14 +126,15 @@ class ClassificationArguments(ModelArguments):
         },
     )
 
-    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
+    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples", "replace_tokenizer"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("train_file", "validation_file", "test_file"):
             if isinstance(getattr(self, name), str):  # one name in a YAML file
                 setattr(self, name, [getattr(self, name)])
-        for name in ("shuffle_buffer", "eval_batch_size", "validation_samples", "test_samples", "max_length"):
+        counts = "shuffle_buffer eval_batch_size validation_samples test_samples max_length frame_length"
+        for name in counts.split():
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -139,6 +153,10 @@ class ClassificationArguments(ModelArguments):
             )
         if self.tokenizer_name and self.text_column is None:
             raise ValueError("tokenizer_name needs text_column")
+        if self.replace_tokenizer and not (self.tokenizer_name and self.model_name_or_path):
+            raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
+        if self.frame_length is not None and self.features_column is None:
+            raise ValueError("frame_length needs features_column")
         if self.num_labels is not None and self.num_labels < 2:
             raise ValueError(f"num_labels must be at least 2, got {self.num_labels}")
         if self.source is None:
@@ -161,27 +179,33 @@ def _is_number(text: str) -> bool:
         return False
 
 
-def check_weights(args: ClassificationArguments, config: ESSMConfig, data: ClassificationData) -> None:
-    """Raises ValueError if the weights read other inputs than the data's, or hold a head for other classes."""
-    name, fields = repr(args.model_name_or_path), data.reader.config_fields
+def check_weights(
+    args: ClassificationArguments, config: ESSMConfig, reader: Reader, num_labels: int, label_names: list[str] | None
+) -> None:
+    """Raises ValueError if the weights read other inputs than the data's, or hold a head for other classes.
+
+    Args:
+        reader, num_labels, label_names: of the data.
+    """
+    name, fields = repr(args.model_name_or_path), reader.config_fields
     width = fields.get("num_input_features")
     if config.num_input_features != width:
         raise ValueError(
-            f"num_input_features of {name} must be {width} for column {data.reader.column!r}, got "
+            f"num_input_features of {name} must be {width} for column {reader.column!r}, got "
             f"{config.num_input_features} (None reads token ids)"
         )
     if width is None:
-        check_vocabulary(args, config, data.reader.name, fields["vocab_size"])
+        check_vocabulary(args, config, reader.name, fields["vocab_size"], reader.tokenizer is None)
     if not holds_head(config, ESSMForSequenceClassification):
         return
-    if config.num_labels != data.num_labels:
+    if config.num_labels != num_labels:
         raise ValueError(
-            f"the head of {name} has {config.num_labels} labels, and the data {data.num_labels}: give num_labels "
+            f"the head of {name} has {config.num_labels} labels, and the data {num_labels}: give num_labels "
             f"{config.num_labels} if the data merely shows fewer, or start from weights without a head"
         )
-    names = _label_names(config)
-    if data.label_names is not None and names != _unnamed(len(names)) and names != data.label_names:
-        raise ValueError(f"the labels of {name} are {names}, and those of the data {data.label_names}")
+    names = class_names(config)
+    if label_names is not None and names != _unnamed(len(names)) and names != label_names:
+        raise ValueError(f"the labels of {name} are {names}, and those of the data {label_names}")
     if args.classifier_pooling not in (None, config.classifier_pooling):
         raise ValueError(
             f"classifier_pooling must be {config.classifier_pooling!r}, with which the head of {name} was trained, got "
@@ -189,7 +213,13 @@ def check_weights(args: ClassificationArguments, config: ESSMConfig, data: Class
         )
 
 
-def _label_names(config: ESSMConfig) -> list[str]:
+def trained_labels(config: ESSMConfig) -> list[str] | None:
+    """The names of the classes of a trained head; None if there is no such head, or it has none."""
+    names = class_names(config)
+    return names if holds_head(config, ESSMForSequenceClassification) and names != _unnamed(len(names)) else None
+
+
+def class_names(config: ESSMConfig) -> list[str]:
     return [config.id2label[i] for i in range(config.num_labels)]
 
 
@@ -202,11 +232,11 @@ def build_model(args: ClassificationArguments, data: ClassificationData) -> PreT
     config = read_config(args)
     fields = {"num_input_features": None, **data.reader.config_fields}
     if args.model_name_or_path:
-        check_weights(args, config, data)
+        check_weights(args, config, data.reader, data.num_labels, data.label_names)
         fields["vocab_size"] = config.vocab_size  # which may have room to spare
     names = data.label_names
     if names is None:
-        names = _label_names(config) if config.num_labels == data.num_labels else _unnamed(data.num_labels)
+        names = class_names(config) if config.num_labels == data.num_labels else _unnamed(data.num_labels)
     return make_model(
         args,
         ESSMForSequenceClassification,
@@ -298,7 +328,7 @@ def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
     args.set_max_length(config.filter_length)
     schedule = make_schedule(args, 1 if args.is_baseline else config.num_spectral_channels)
     with accelerator.main_process_first():
-        data = load_classification(args)
+        data = load_classification(args, trained_labels(config))
     set_seed(args.seed)  # the same weights on every process
     model = build_model(args, data)
     if not args.is_baseline:

@@ -44,9 +44,18 @@ from models import ModelArguments, check_vocabulary, make_model, read_config
 from push_to_hub import check_can_push
 from run_card import write_card_and_push
 from samples import even_shares
-from text_data import ByteEncoder, Encoder, TextData, TokenizerEncoder, load_text, text_labels
+from text_data import (
+    ByteEncoder,
+    Encoder,
+    TextData,
+    TokenizerEncoder,
+    choose_tokenizer,
+    load_text,
+    text_labels,
+    with_end_token,
+)
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from modeling_essm import ESSMForCausalLM
 
@@ -63,25 +72,34 @@ class CLMArguments(ModelArguments):
         default=None,
         metadata={
             "help": "Local files to train on: parquet, json(l) or csv with a column of text, or any others, each one "
-            "document, as bytes whatever their encoding."
+            "document, as bytes whatever their encoding. A folder stands for all files in it."
         },
     )
     validation_file: list[str] | None = field(
         default=None, metadata={"help": "Held-out files; without them, the last tenth of the text."}
     )
-    dataset_name: str | None = _arg(None, "Instead of files: a data set on the Hub, a local folder or parquet file.")
+    dataset_name: str | None = _arg(
+        None,
+        "Instead of files: a data set on the Hub, a local folder (of tables, or of text files, each one document) or "
+        "parquet file.",
+    )
     dataset_config_name: str | None = _arg(None, "Which configuration of that data set.")
     text_column: str = _arg("text", "The column that holds the text.")
     streaming: bool = _arg(False, "Read while training instead of before: for text larger than memory.")
     shuffle_buffer: int = _arg(1000, "With streaming: blocks among which the next one is drawn.")
-    tokenizer_name: str | None = _arg(None, "A tokenizer with an end-of-sequence token; by default bytes are tokens.")
+    tokenizer_name: str | None = _arg(
+        None,
+        "A tokenizer of the Hub, a local folder or a tokenizer.json; by default that of model_name_or_path, else bytes "
+        "are tokens. One without an end-of-sequence token gets <eos>.",
+    )
+    replace_tokenizer: bool = _arg(False, "Take tokenizer_name although model_name_or_path has another one.")
     block_size: int = _arg(512, "Tokens per training sequence; at most filter_length.")
 
     validation_blocks: int = _arg(32, "Held-out blocks that a validation reads.")
     sweep_blocks: int = _arg(128, "Held-out blocks that the final sweep over all budgets reads.")
 
-    # Where the text lies may change; what it says may not, and is compared by its hash.
-    RESUMABLE = RunArguments.RESUMABLE | {"train_file", "validation_file"}
+    # Where the text lies may change; what it says may not, and is compared by the hash of its tokens.
+    RESUMABLE = RunArguments.RESUMABLE | {"train_file", "validation_file", "replace_tokenizer"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +112,8 @@ class CLMArguments(ModelArguments):
             )
         if self.train_file and self.dataset_name:
             raise ValueError("give train_file or dataset_name, not both")
+        if self.replace_tokenizer and not (self.tokenizer_name and self.model_name_or_path):
+            raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
         if self.validation_file and not (self.train_file or self.dataset_name):
             raise ValueError("validation_file needs train_file or dataset_name")
         if self.source is None:
@@ -106,10 +126,11 @@ class CLMArguments(ModelArguments):
 
 
 def make_encoder(args: CLMArguments) -> Encoder:
-    """Bytes, or the tokenizer that the arguments name."""
-    if args.tokenizer_name is None:
+    """Bytes or a tokenizer, as `choose_tokenizer` finds and refuses it."""
+    tokenizer = choose_tokenizer(args)
+    if tokenizer is None:
         return ByteEncoder()
-    return TokenizerEncoder(AutoTokenizer.from_pretrained(args.tokenizer_name), args.tokenizer_name)
+    return TokenizerEncoder(with_end_token(tokenizer), args.tokenizer_name or args.model_name_or_path)
 
 
 def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
@@ -121,9 +142,14 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
     config = read_config(args)
     args.check_block_size(config.filter_length)
     if args.model_name_or_path:
-        check_vocabulary(args, config, encoder.name, encoder.vocab_size)
-        ids = {}  # it has its own
-    return make_model(args, ESSMForCausalLM, **ids)
+        check_vocabulary(args, config, encoder.name, encoder.vocab_size, isinstance(encoder, ByteEncoder))
+        del ids["vocab_size"]  # which may have room to spare
+        if not args.replace_tokenizer:
+            ids = {}  # it has its own
+    model = make_model(args, ESSMForCausalLM, **ids)
+    if args.replace_tokenizer:
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model
 
 
 def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encoder: Encoder) -> Task:

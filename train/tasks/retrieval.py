@@ -329,7 +329,7 @@ def load_retrieval(args: RetrievalArguments) -> RetrievalData:
 
 def make_model(args: RetrievalArguments, budgets: Sequence[int]) -> TwoTowerClassifier:
     """A new model. Raises ValueError for sizes that cannot be."""
-    fields = {**args.sizes(), "head_hidden_size": args.head_hidden_size}
+    fields = {**args.given(), "head_hidden_size": args.head_hidden_size}
     labels = ("unrelated", "related")
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: i for i, label in enumerate(labels)}}
     return TwoTowerClassifier(TwoTowerConfig(**fields, **names, trained_budgets=list(budgets)))
