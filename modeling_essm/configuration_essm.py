@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 import sys
 from collections.abc import Callable
@@ -113,7 +114,11 @@ _RULES: dict[str, _Rule] = {
     "vocab_size": _integer(1, _MOST_IDS),
     "num_hidden_layers": _integer(1, _MOST_LAYERS),
     **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length", "chunk_size"), _WIDTH),
-    **dict.fromkeys(("intermediate_size", "gate_hidden_size", "num_input_features"), _optional(_WIDTH)),
+    **dict.fromkeys(("gate_hidden_size", "num_input_features", "inner_size", "num_heads"), _optional(_WIDTH)),
+    "intermediate_size": _optional(_integer(0, _MOST_WIDTH)),
+    "block": _one_of("paper", "gated"),
+    "mixing_size": _optional(_WIDTH),
+    "conv_kernel_size": _optional(_integer(0, 64)),
     "state_margin": _integer(0, _MOST_WIDTH),
     "ar_order": _one_of(0, 2),
     "hidden_act": _one_of(*ACT2FN),
@@ -121,7 +126,8 @@ _RULES: dict[str, _Rule] = {
     "gating": _one_of("softmax", "none"),
     "classifier_pooling": _one_of("mean", "last"),
     **dict.fromkeys(("dropout", "stochastic_depth"), _number(1.0)),
-    **dict.fromkeys(("scaling_exponent", "initializer_range", "layer_norm_eps"), _number(float("inf"))),
+    **dict.fromkeys(("initializer_range", "layer_norm_eps"), _number(float("inf"))),
+    "scaling_exponent": _optional(_number(float("inf"))),
     **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder"), _FLAG),
     **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
@@ -154,7 +160,15 @@ class ESSMConfig(PreTrainedConfig):
         vocab_size (`int`): number of token ids.
         hidden_size (`int`): model width D.
         num_hidden_layers (`int`): number of blocks.
-        intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default.
+        block (`str`): "paper", a pre-norm mixer and a feed-forward layer, or "gated": projection, short convolution,
+            mixer, normalisation, output gate, projection.
+        inner_size (`int`, *optional*): of the gated block, width of its mixer, D by default.
+        num_heads (`int`, *optional*): of the gated block, groups of the inner width with a gate of Eq. (8) each.
+        mixing_size (`int`, *optional*): of the gated block, d, size of the blocks on the diagonal of M_k: 1 for a
+            diagonal M_k, by default the width of a head.
+        conv_kernel_size (`int`, *optional*): of the gated block, taps of the convolution before the mixer; 0 for none.
+        intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default; 0, the default of the
+            gated block, for none.
         hidden_act (`str`): activation of feed-forward layer and gate; "gelu" is the exact GELU of the paper.
         num_spectral_channels (`int`): channel capacity, the largest budget that the weights can run.
         spectral_capacities (`list[int]`, *optional*): capacity of each layer where they differ; the largest is
@@ -163,7 +177,7 @@ class ESSMConfig(PreTrainedConfig):
             convolution. It costs nothing, so choose it at least as long as any sequence you will see;
             H = training length reproduces the paper.
         state_margin (`int`): states kept beyond K so that the first K filters are reproduced, see `num_states`.
-        scaling_exponent (`float`): power of sigma_k in Eq. (7), 1/4 in the paper.
+        scaling_exponent (`float`, *optional*): power of sigma_k in Eq. (7), 1/4 in the paper, 0 in the gated block.
         chunk_size (`int`): C, steps that one matrix product of the chunked algorithm covers; more than `filter_length`
             or 512 means the smaller of these.
         spectral_algorithm (`str`): "chunked", "fft" (the paper's), "step" or "naive": one meaning, different cost.
@@ -190,13 +204,18 @@ class ESSMConfig(PreTrainedConfig):
     vocab_size: int = 259
     hidden_size: int = 256
     num_hidden_layers: int = 8
+    block: str = "paper"
+    inner_size: int = None  # type: ignore[assignment]
+    num_heads: int = None  # type: ignore[assignment]
+    mixing_size: int = None  # type: ignore[assignment]
+    conv_kernel_size: int = None  # type: ignore[assignment]
     intermediate_size: int = None  # type: ignore[assignment]
     hidden_act: str = "gelu"
     num_spectral_channels: int = 32
     spectral_capacities: list[int] | None = None
     filter_length: int = 4096
     state_margin: int = 16
-    scaling_exponent: float = 0.25
+    scaling_exponent: float = None  # type: ignore[assignment]
     chunk_size: int = 64
     spectral_algorithm: str = "chunked"
     gate_hidden_size: int = None  # type: ignore[assignment]
@@ -225,8 +244,10 @@ class ESSMConfig(PreTrainedConfig):
             kwargs["num_labels"] = _checked("num_labels", labels, _RULES["num_labels"])
         _checked("dtype", kwargs.get("torch_dtype"), _RULES["dtype"])
         self._validate()
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
+        for name, value in self._block_defaults().items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self._validate_block()
         if self.gate_hidden_size is None:
             self.gate_hidden_size = max(1, self.hidden_size // 4)
         if self.layer_types is None:
@@ -238,6 +259,38 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError(f"auto_map must be a dict of Auto classes and the classes they load, got {given!r}")
         kwargs["auto_map"] = {**AUTO_MAP, **given}
         super().__post_init__(**kwargs)
+
+    def _block_defaults(self) -> dict[str, Any]:
+        """Fields that a block gives a value when they are None."""
+        if self.block == "paper":
+            inner, heads = self.hidden_size, 1
+            defaults = {"conv_kernel_size": 0, "intermediate_size": 4 * self.hidden_size, "scaling_exponent": 0.25}
+        else:
+            inner = self.inner_size or self.hidden_size
+            heads = self.num_heads or math.gcd(4, inner)
+            defaults = {"conv_kernel_size": 4, "intermediate_size": 0, "scaling_exponent": 0.0}
+        return defaults | {"inner_size": inner, "num_heads": heads, "mixing_size": max(1, inner // heads)}
+
+    def _validate_block(self) -> None:
+        """Raises ValueError for sizes that do not fit each other, or the block."""
+        if self.block == "paper":
+            fixed = {"inner_size": self.hidden_size, "num_heads": 1, "mixing_size": self.hidden_size}
+            for name, value in (fixed | {"conv_kernel_size": 0}).items():
+                if getattr(self, name) != value:
+                    raise ValueError(
+                        f'{name} belongs to block="gated"; here it must be {value}, got {getattr(self, name)}'
+                    )
+            if self.intermediate_size < 1:
+                raise ValueError(
+                    f"intermediate_size of the paper's block must be at least 1, got {self.intermediate_size}"
+                )
+        elif self.ar_order:
+            raise ValueError(f'ar_order must be 0 with block="gated", got {self.ar_order}')
+        if self.inner_size % self.num_heads or (self.inner_size // self.num_heads) % self.mixing_size:
+            raise ValueError(
+                f"num_heads must divide inner_size {self.inner_size}, and mixing_size the width of a head, "
+                f"got {self.num_heads} and {self.mixing_size}"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):

@@ -104,18 +104,32 @@ class ESSMFeatureEmbedding(nn.Linear):
 
 
 class ESSMPrefixLinear(nn.Module):
-    """A linear layer that computes its first outputs only: (.., D_in), n -> (.., n), reading n rows of the weight.
+    """Scores of the first channels only: (.., D_in), n -> (.., n), or (.., n, G) for G heads; reads n of the weights.
 
     Not an nn.Linear, which tools replace by layers that know nothing of n. The mixer initialises it.
     """
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, channels: int, heads: int = 1):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
+        shape = (channels,) if heads == 1 else (channels, heads)
+        self.weight = nn.Parameter(torch.empty(*shape, in_features))
+        self.bias = nn.Parameter(torch.empty(*shape))
 
     def forward(self, x: Tensor, num_outputs: int) -> Tensor:
-        return F.linear(x, self.weight[:num_outputs], self.bias[:num_outputs])
+        weight, bias = self.weight[:num_outputs], self.bias[:num_outputs]
+        scores = F.linear(x, weight.view(-1, weight.shape[-1]), bias.flatten())
+        return scores if bias.ndim == 1 else scores.unflatten(-1, bias.shape)
+
+
+class ESSMScale(nn.Module):
+    """A factor for each channel of the width: (.., D) -> (.., D)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
 
 
 class ESSMSpectralMixer(nn.Module):
@@ -123,19 +137,25 @@ class ESSMSpectralMixer(nn.Module):
 
     With `gating="none"` alpha is 1, Eq. (6). With `ar_order=2` the terms of AR-STU (Agarwal et al. 2023) are added:
     negative filters (-1)^tau phi_k, direct terms in u(t-0..2) and feedback of y(t-1), y(t-2).
+
+    In the gated block u is SiLU of a short causal convolution of the input, the matrix D is diagonal, M_k consists of
+    blocks of `mixing_size` on the diagonal, and each of `num_heads` groups of the width has an alpha of its own.
     """
 
     def __init__(self, config: ESSMConfig, capacity: int):
         super().__init__()
-        D, K, D_g = config.hidden_size, capacity, config.gate_hidden_size
+        D, K, D_g, d = config.inner_size, capacity, config.gate_hidden_size, config.mixing_size
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
-        self.skip = nn.Linear(D, D, bias=False)
-        self.channel_mixing = nn.Parameter(torch.empty(K, D, D))
+        self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
+        self.skip = nn.Linear(D, D, bias=False) if config.block == "paper" else ESSMScale(D)
+        self.channel_mixing = nn.Parameter(torch.empty((K, D, D) if d == D else (K, D // d, d, d)))
+        if self.taps:
+            self.convolution = nn.Parameter(torch.empty(self.taps, D))  # the last row is that of u(t)
         if self.gated:
             self.gate_in = nn.Linear(D, D_g)
-            self.gate_out = ESSMPrefixLinear(D_g, K)
+            self.gate_out = ESSMPrefixLinear(D_g, K, self.num_heads)
             self.gate_act = ACT2FN[config.hidden_act]
         if self.ar_order:
             self.channel_mixing_negative = nn.Parameter(torch.empty(K, D, D))
@@ -167,24 +187,27 @@ class ESSMSpectralMixer(nn.Module):
         Args:
             u: (B, L, D). budget: K, the largest of any row. rows: (B,) K of each row, or None.
         Returns:
-            (B, L, K) in u's dtype; zero beyond a row's own K.
+            (B, L, K), or (B, L, K, G) for G heads, in u's dtype; zero beyond a row's own K.
         """
         scale = self.operator.sigma(budget, self.scaling_exponent, u)
+        heads = () if self.num_heads == 1 or not self.gated else (1,)
+        scale = scale.view(budget, *heads)
         inactive = None
         if rows is not None:
-            inactive = (torch.arange(budget, device=u.device) >= rows[:, None])[:, None]  # (B, 1, K)
+            inactive = torch.arange(budget, device=u.device) >= rows[:, None]
+            inactive = inactive.view(-1, 1, budget, *heads)
         if not self.gated:
             gates = scale.expand(*u.shape[:2], budget)
             return gates if inactive is None else gates.masked_fill(inactive, 0.0)
         s = self.gate_out(self.gate_act(self.gate_in(u)), budget)
         s = s.to(state_dtype(s.dtype))
-        K: Tensor | int = budget if rows is None else rows[:, None, None]
+        K: Tensor | int = budget if rows is None else rows.view(-1, 1, 1, *heads)
         if inactive is not None:
             s = s.masked_fill(inactive, 0.0)
-        s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + _GATE_EPS))
+        s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + _GATE_EPS))
         if inactive is not None:
             s = s.masked_fill(inactive, -math.inf)
-        return s.softmax(-1).to(u.dtype) * scale
+        return s.softmax(2).to(u.dtype) * scale
 
     def forward(
         self,
@@ -196,6 +219,9 @@ class ESSMSpectralMixer(nn.Module):
     ) -> Tensor:
         """(B, L, D) -> (B, L, D), reading and updating the layer's state; `lengths` (B,) as in `SpectralOperator`."""
         past = {} if cache is None else {name: t.to(u.device) for name, t in cache.tensors.items()}
+        convolved = {}
+        if self.taps:
+            u, convolved["convolution"] = self._convolve(u, past.get("convolution"), lengths)
         gates = self.gates(u, budget, rows)
         num_states = None
         if cache is not None:
@@ -204,13 +230,28 @@ class ESSMSpectralMixer(nn.Module):
             u, gates, self.channel_mixing, past.get("features"), lengths, self.algorithm, num_states
         )
         y = y + self.skip(u)
-        state = {"features": features}
+        state = {"features": features} | convolved
         if self.ar_order:
             y, extra = self._autoregression(u, y, gates, lengths, past, num_states)
             state |= extra
         if cache is not None:
             cache.update(**state)
         return y
+
+    def _convolve(self, u: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """SiLU of the causal convolution of each channel, and the last taps - 1 inputs (B, taps - 1, D).
+
+        There is no bias: silence stays silence, so that left padding changes nothing.
+        """
+        p, L = self.taps - 1, u.shape[1]
+        u_all = (
+            u if p == 0 else torch.cat([u.new_zeros(len(u), p, u.shape[2]) if past is None else past.to(u.dtype), u], 1)
+        )
+        weight = self.convolution.to(u.dtype)
+        v = u_all[:, :L] * weight[0]
+        for i in range(1, self.taps):
+            v = v + u_all[:, i : i + L] * weight[i]
+        return F.silu(v), _last_inputs(u_all, p, lengths)
 
     def _autoregression(self, u: Tensor, y: Tensor, gates: Tensor, lengths: Tensor | None, past: dict, num_states):
         """The terms of AR-STU, added to y. The filters (-1)^tau phi_k are phi_k on an input modulated by (-1)^t."""
@@ -232,13 +273,20 @@ class ESSMSpectralMixer(nn.Module):
         symbolic = torch.compiler.is_exporting() and not isinstance(L, int)
         reach = self.operator.filter_length if symbolic else L
         y_all = _linear_feedback(y, y_past, self.output_mixing, reach)
-        recent = last[:, None] + torch.arange(p, device=u.device)  # the p positions up to each row's last step
         state = {
             "negative": features,
-            "inputs": u_all.gather(1, recent[..., None].expand(-1, -1, u.shape[2])),
-            "outputs": y_all.gather(1, recent[..., None].expand(-1, -1, u.shape[2])),
+            "inputs": _last_inputs(u_all, p, lengths),
+            "outputs": _last_inputs(y_all, p, lengths),
         }
         return y_all[:, p:], state
+
+
+def _last_inputs(x: Tensor, p: int, lengths: Tensor | None) -> Tensor:
+    """The p positions up to each row's last step: (B, p + L, D) that begins p positions before step 0 -> (B, p, D)."""
+    if lengths is None:
+        return x[:, x.shape[1] - p :]
+    recent = lengths[:, None] + torch.arange(p, device=x.device)
+    return x.gather(1, recent[..., None].expand(-1, -1, x.shape[2]))
 
 
 def _linear_feedback(v: Tensor, past: Tensor, mixing: Tensor, reach: int) -> Tensor:
@@ -273,37 +321,43 @@ class ESSMFeedForward(nn.Module):
         return self.down(self.act(self.up(x)))
 
 
-class ESSMLayer(GradientCheckpointingLayer):
-    """Pre-norm residual block: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
+class ESSMGatedFeedForward(nn.Module):
+    """(B, L, D) -> (B, L, D) through a hidden layer of width intermediate_size, half of whose inputs are SiLU gates."""
+
+    def __init__(self, config: ESSMConfig):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * value)
+
+
+class _Block(GradientCheckpointingLayer):
+    """What the two blocks share: how the mixer is run, and dropout."""
 
     def __init__(self, config: ESSMConfig, capacity: int):
         super().__init__()
-        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixer = ESSMSpectralMixer(config, capacity)
-        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.ffn = ESSMFeedForward(config)
         self.dropout = nn.Dropout(config.dropout)
         self.stochastic_depth = config.stochastic_depth
 
-    def forward(
+    def _mix(
         self,
-        hidden_states: Tensor,
+        u: Tensor,
         budget: int,
-        rows: Tensor | None = None,
-        padding: Tensor | None = None,
-        lengths: Tensor | None = None,
-        cache: ESSMCacheLayer | None = None,
-        packing: Packing | None = None,
+        rows: Tensor | None,
+        padding: Tensor | None,
+        lengths: Tensor | None,
+        cache: ESSMCacheLayer | None,
+        packing: Packing | None,
     ) -> Tensor:
-        u = self.input_norm(hidden_states)
-        if padding is not None:  # after the norm and its bias, so that padding is silence to the operator
+        if padding is not None:  # after norms and biases, so that padding is silence to the operator
             u = u.masked_fill(padding, 0.0)
         if packing is None:
-            mixed = self.mixer(u, budget, rows, lengths, cache)
-        else:
-            mixed = packing.apply(self.mixer, u, budget, rows)
-        hidden_states = hidden_states + self._drop(mixed)
-        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+            return self.mixer(u, budget, rows, lengths, cache)
+        return packing.apply(self.mixer, u, budget, rows)
 
     def _drop(self, branch: Tensor) -> Tensor:
         if not self.training:
@@ -315,11 +369,70 @@ class ESSMLayer(GradientCheckpointingLayer):
         return branch
 
 
+class ESSMGatedLayer(_Block):
+    """Residual block of modern recurrent models around Eq. (7-8), with a gated feed-forward layer if one is asked for.
+
+    z, v = in_proj(norm(x)); x + out_proj(norm(mixer(v)) * silu(z)).
+    """
+
+    def __init__(self, config: ESSMConfig, capacity: int):
+        super().__init__(config, capacity)
+        D, inner = config.hidden_size, config.inner_size
+        self.input_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
+        self.in_proj = nn.Linear(D, 2 * inner, bias=False)
+        self.mixer_norm = nn.RMSNorm(inner, eps=config.layer_norm_eps)
+        self.out_proj = nn.Linear(inner, D, bias=False)
+        if config.intermediate_size:
+            self.ffn_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
+            self.ffn = ESSMGatedFeedForward(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        budget: int,
+        rows: Tensor | None = None,
+        padding: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cache: ESSMCacheLayer | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        z, v = self.in_proj(self.input_norm(hidden_states)).chunk(2, -1)
+        mixed = self._mix(v, budget, rows, padding, lengths, cache, packing)
+        hidden_states = hidden_states + self._drop(self.out_proj(self.mixer_norm(mixed) * F.silu(z)))
+        if not hasattr(self, "ffn"):
+            return hidden_states
+        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+
+
+class ESSMLayer(_Block):
+    """The paper's pre-norm residual block: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
+
+    def __init__(self, config: ESSMConfig, capacity: int):
+        super().__init__(config, capacity)
+        self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.ffn = ESSMFeedForward(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        budget: int,
+        rows: Tensor | None = None,
+        padding: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cache: ESSMCacheLayer | None = None,
+        packing: Packing | None = None,
+    ) -> Tensor:
+        mixed = self._mix(self.input_norm(hidden_states), budget, rows, padding, lengths, cache, packing)
+        hidden_states = hidden_states + self._drop(mixed)
+        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+
+
 class ESSMPreTrainedModel(ElasticPreTrainedModel):
     config_class = ESSMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = ["ESSMLayer"]
+    _no_split_modules: ClassVar = ["ESSMLayer", "ESSMGatedLayer"]
     _is_stateful = True
     _can_compile_fullgraph = True
 
@@ -337,8 +450,13 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)
+        elif isinstance(module, (nn.RMSNorm, ESSMScale)):
+            init.ones_(module.weight)
         elif isinstance(module, ESSMSpectralMixer):
-            init.normal_(module.channel_mixing, mean=0.0, std=1e-3)
+            d = self.config.mixing_size
+            init.normal_(module.channel_mixing, mean=0.0, std=1e-3 if self.config.block == "paper" else d**-0.5)
+            if module.taps:
+                init.uniform_(module.convolution, -(module.taps**-0.5), module.taps**-0.5)
             if module.gated:
                 init.normal_(module.gate_out.weight, mean=0.0, std=std)
                 init.constant_(module.gate_out.bias, _GATE_BIAS)
@@ -387,9 +505,11 @@ class ESSMModel(ESSMPreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
-        self.layers = nn.ModuleList(ESSMLayer(config, capacity) for capacity in config.capacities)
+        block = ESSMLayer if config.block == "paper" else ESSMGatedLayer
+        self.layers = nn.ModuleList(block(config, capacity) for capacity in config.capacities)
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -247,7 +247,7 @@ def _mix_traceable(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     if M.ndim == 3:
         return torch.matmul((features * gates[..., None]).to(M.dtype).flatten(3), M.reshape(1, -1, M.shape[2]))
     _, h, d, e = M.shape
-    B, n, C, K, D = features.shape
+    B, n, C, K = features.shape[:4]
     gates = gates if gates.ndim == 5 else gates[..., None]
     gated = (features.unflatten(4, (gates.shape[4], -1)) * gates[..., None]).to(M.dtype)
     by_head = gated.reshape(B, n, C, K, h, d).permute(0, 1, 4, 2, 3, 5).flatten(4)  # (B, n, h, C, K d)

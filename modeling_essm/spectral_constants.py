@@ -2,7 +2,7 @@
 """The tensors that all algorithms of Eq. (7) share, made once per process and device, and the dtypes they come in.
 
 They are pure functions of filter length H, number of states N, chunk length C and budget K, computed in fp64 by
-`spectral_basis` and kept in caches: no buffer of a module, so that casting, moving and loading a model leave them alone.
+`spectral_basis` and kept in caches. No module has them as buffers, so casting, moving and loading leave them alone.
 """
 
 from __future__ import annotations
