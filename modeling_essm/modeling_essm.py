@@ -245,7 +245,9 @@ class ESSMSpectralMixer(nn.Module):
         """
         p, L = self.taps - 1, u.shape[1]
         u_all = (
-            u if p == 0 else torch.cat([u.new_zeros(len(u), p, u.shape[2]) if past is None else past.to(u.dtype), u], 1)
+            u
+            if p == 0
+            else torch.cat([u.new_zeros(u.shape[0], p, u.shape[2]) if past is None else past.to(u.dtype), u], 1)
         )
         weight = self.convolution.to(u.dtype)
         v = u_all[:, :L] * weight[0]

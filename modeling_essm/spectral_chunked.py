@@ -234,22 +234,24 @@ def _chunked_traceable(
         x = x + state_matmul(powers[j], F.pad(x, (0, 0, 0, 0, 1 << j, 0))[:, : n + 1])
     x = x[:, :n]
     features = torch.matmul(W, torch.cat([chunks.to(W.dtype), x.to(W.dtype)], 2)).view(B, n, C, K, D)
-    y = _mix_traceable(features, gates[:, source].to(feature_dtype(u.dtype)), M[:K])  # (B, n, C, E)
+    y = _mix_traceable(features, gates[:, source].to(feature_dtype(u.dtype)), M[:K])  # (B, n C, E)
     t = torch.arange(L, device=u.device)
     last = (torch.full((B,), L, device=u.device) if lengths is None else lengths) - 1
     row = torch.arange(B, device=u.device)
     inputs = torch.cat([chunks[row, last // C].to(x.dtype), x[row, last // C]], 1)
-    return y[:, t // C, t % C], state_matmul(readout[last % C], inputs)
+    return y[:, t], state_matmul(readout[last % C], inputs)
 
 
 def _mix_traceable(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
-    """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M (K, D, E) or (K, h, d, e): (B, n, C, E)."""
+    """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M (K, D, E) or (K, h, d, e): (B, n C, E)."""
     if M.ndim == 3:
-        return torch.matmul((features * gates[..., None]).to(M.dtype).flatten(3), M.reshape(1, -1, M.shape[2]))
+        return torch.matmul((features * gates[..., None]).to(M.dtype).flatten(3), M.reshape(1, -1, M.shape[2])).flatten(
+            1, 2
+        )
     _, h, d, e = M.shape
     B, n, C, K = features.shape[:4]
     gates = gates if gates.ndim == 5 else gates[..., None]
-    gated = (features.unflatten(4, (gates.shape[4], -1)) * gates[..., None]).to(M.dtype)
-    by_head = gated.reshape(B, n, C, K, h, d).permute(0, 1, 4, 2, 3, 5).flatten(4)  # (B, n, h, C, K d)
-    y = torch.matmul(by_head, M.permute(1, 0, 2, 3).reshape(h, K * d, e))
-    return y.transpose(2, 3).reshape(B, n, C, h * e)
+    gated = (features.unflatten(4, (gates.shape[4], -1)) * gates[..., None]).to(M.dtype).flatten(4).unflatten(4, (h, d))
+    by_head = gated.permute(4, 0, 1, 2, 3, 5).reshape(h, B * n * C, K * d)
+    y = torch.bmm(by_head, M.transpose(0, 1).reshape(h, K * d, e))
+    return y.view(h, B, n * C, e).permute(1, 2, 0, 3).flatten(2)  # split no further, or an export asks what n divides

@@ -4,6 +4,7 @@
 import contextlib
 import logging
 
+import pytest
 import torch
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
@@ -12,6 +13,15 @@ torch.set_num_threads(1)  # the models are tiny: threads only wait for each othe
 
 CAPACITY = 32
 BUDGETS = (1, 2, 5, 8, 17, 32)
+# Both blocks, and what can be varied in them; of the gated one with blocks of M_k below a head's width, and diagonal.
+VARIANTS = {
+    "paper": {},
+    "no-gate": {"gating": "none"},
+    "ar": {"ar_order": 2},
+    "gated": {"block": "gated", "mixing_size": 2, "intermediate_size": 24},
+    "gated-diagonal": {"block": "gated", "mixing_size": 1, "inner_size": 24, "conv_kernel_size": 3},
+}
+variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
 def tiny_config(**fields) -> ESSMConfig:

@@ -7,13 +7,11 @@ import os
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model
+from helpers import assert_close, random_ids, random_model, variants
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache
-
-VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
 
 
 @torch.no_grad()
@@ -33,7 +31,7 @@ def states(cache):
     return [tensor for layer in cache.layers for tensor in layer.tensors.values()]
 
 
-@VARIANTS
+@variants
 def test_merged_rows_equal_solo_runs(variant):
     """Rows of several budgets and lengths, decoded together and taken apart again."""
     model, budgets, lengths = random_model(**variant), [2, 32, 7], [5, 19, 12]
@@ -101,7 +99,7 @@ def test_every_row_keeps_its_own_stamp():
     model(random_ids(2, 5), past_key_values=merged, use_cache=True)  # as new
 
 
-@VARIANTS
+@variants
 def test_shrinking_a_running_cache(variant):
     model, ids = random_model(**variant), random_ids(2, 9)
     whole, small = filled(model, ids, 32), filled(model, ids, 32)
@@ -149,7 +147,7 @@ def test_moving_between_devices():
 # --- On disk
 
 
-@VARIANTS
+@variants
 def test_a_saved_cache_goes_on_bit_for_bit(variant, tmp_path):
     model, path = random_model(**variant), tmp_path / "cache.safetensors"
     cache = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 9), 20)])
@@ -242,7 +240,7 @@ def write_without_checksum(path, record, tensors):
     save_file(tensors, path, metadata={"format": "essm-cache-1", "cache": json.dumps(record)})
 
 
-@VARIANTS
+@variants
 def test_files_without_a_checksum_still_load(variant, tmp_path):
     model, path = random_model(**variant), tmp_path / "cache"
     cache = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 9), 20)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model
+from helpers import assert_close, random_ids, random_model, variants
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from modeling_essm import ESSMForCausalLM
@@ -72,7 +72,7 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
+@variants
 def test_it_trains_and_merges(name, variant):
     model, fields = random_model(**variant), TARGETS[name]
     if "gating" in variant and "target_modules" in fields:

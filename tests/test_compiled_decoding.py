@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import assert_close, captured_warnings, random_ids, random_model
+from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import CompileConfig
 
 from modeling_essm import ESSMCache, compiled_decoding
@@ -47,8 +47,8 @@ def decode(model, ids, budget, cache=None):
 
 @pytest.mark.parametrize(
     ("variant", "budget"),
-    [({}, 5), ({}, [3, 17]), ({"gating": "none"}, 5), ({"ar_order": 2}, None)],
-    ids=["gated", "per layer", "sum", "ar"],
+    [({}, 5), ({}, [3, 17]), *((variant, 5) for variant in VARIANTS.values())],
+    ids=["full", "per layer", *VARIANTS],
 )
 def test_steps_equal_eager_ones(variant, budget, taken):
     model = compiled_model([budget], taken, batch_size=2, **variant)
@@ -257,7 +257,7 @@ def compile_config(backend="eager", **fields):
     return config
 
 
-@pytest.mark.parametrize("fields", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["gated", "sum", "ar"])
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("start", ["ids", "padded", "embeddings"])
 def test_generate_with_a_static_cache_is_one_graph(start, fields):
     """What the library asks of a static cache: no graph break, and one graph for all steps of all calls of a shape."""

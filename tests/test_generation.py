@@ -10,7 +10,7 @@ from contextlib import redirect_stdout
 import helpers
 import pytest
 import torch
-from helpers import assert_close, captured_warnings, random_ids
+from helpers import assert_close, captured_warnings, random_ids, variants
 from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer, pipeline
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
@@ -28,9 +28,6 @@ STRATEGIES = {
     "many-samples": {**FIXED, "do_sample": True, "num_return_sequences": 3},
 }
 strategies = pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES.keys())
-variants = pytest.mark.parametrize(
-    "variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["paper", "no-gate", "ar2"]
-)
 
 
 def random_model(seed=2, **fields):

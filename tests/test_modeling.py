@@ -16,14 +16,13 @@ from helpers import (
     randomise,
     tiny_config,
     truncate,
+    variants,
 )
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.spectral_basis import spectral_basis
 
 ALGORITHMS = ("chunked", "fft", "step", "naive")
-VARIANTS = {"paper": {}, "no-gate": {"gating": "none"}, "ar2": {"ar_order": 2}}
-variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 budgets = pytest.mark.parametrize("K", BUDGETS, ids=lambda K: f"K{K}")
 
@@ -641,15 +640,7 @@ def test_export_with_fixed_shape(variant):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@pytest.mark.parametrize(
-    "variant",
-    [
-        {},
-        {"gating": "none"},
-        {"ar_order": 2},
-    ],
-    ids=VARIANTS.keys(),
-)
+@variants
 def test_export_with_any_batch_and_length(masked, variant):
     model, ids = random_model(**variant), random_ids(2, 21)
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=512)

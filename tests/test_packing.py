@@ -5,13 +5,12 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model
+from helpers import assert_close, random_ids, random_model, variants
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification
 from modeling_essm.packing import Packing, read_packing
 
-VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
 # chunk_size is 8: lengths that end before, on and after a chunk, and starts at every offset in one
 LENGTHS = [[1], [8, 8], [7, 9, 1, 1, 16, 23, 40], [3, 8, 64, 2], [17, 1, 5, 5, 5, 31], list(range(1, 14))]
 
@@ -29,7 +28,7 @@ def described(how: str, lengths: list[int]) -> dict[str, torch.Tensor]:
 WAYS = pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"])
 
 
-@VARIANTS
+@variants
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_packed_equals_separate(lengths, variant):
     model, ids = random_model(**variant), random_ids(1, sum(lengths))
@@ -52,7 +51,7 @@ def test_every_way_of_telling(how):
         assert torch.equal(model(ids, **together).logits, packed)
 
 
-@VARIANTS
+@variants
 def test_gradients(variant):
     model, lengths = random_model(**variant), [7, 9, 1, 1, 16, 6]
     ids = random_ids(1, 40)
@@ -102,7 +101,7 @@ def test_several_rows_budgets_and_padding():
 
 
 @WAYS
-@VARIANTS
+@variants
 def test_masked_positions_inside_packed_sequences(how, variant):
     """They do not exist: each sequence is what its real tokens alone are; one without any is gone."""
     model, lengths = random_model(**variant), [9, 3, 12, 16]

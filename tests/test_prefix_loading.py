@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model
+from helpers import assert_close, random_ids, random_model, variants
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -23,7 +23,6 @@ from modeling_essm import (
 )
 
 CAPACITIES = pytest.mark.parametrize("capacity", [1, 6, 31, 32, [3, 20]], ids=str)
-VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
 CLASSES = pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
 
 
@@ -36,7 +35,7 @@ def outputs(model, budget=None, ids=None):
 
 
 @CAPACITIES
-@VARIANTS
+@variants
 @CLASSES
 def test_a_truncated_model_is_the_large_one_at_that_budget(cls, variant, capacity, tmp_path):
     large = random_model(cls, **variant)

@@ -4,13 +4,12 @@
 import helpers
 import pytest
 import torch
-from helpers import random_ids
+from helpers import random_ids, variants
 from transformers import TextStreamer
 
 from modeling_essm import ESSMCache, build_byte_tokenizer, modeling_essm
 from modeling_essm.speculative import _judge
 
-VARIANTS = pytest.mark.parametrize("variant", [{}, {"gating": "none"}, {"ar_order": 2}], ids=["softmax", "none", "ar"])
 NEW = 17
 
 
@@ -23,7 +22,7 @@ def decode(model, ids, **kwargs):
     return model.generate(ids, max_new_tokens=NEW, pad_token_id=256, **{"do_sample": False, **kwargs})
 
 
-@VARIANTS
+@variants
 @pytest.mark.parametrize("draft_length", [None, 1, 4])
 @pytest.mark.parametrize("prompt", [1, 2, 19])
 def test_greedy_is_token_identical(prompt, draft_length, variant):
@@ -81,7 +80,7 @@ def test_what_is_reported():
     assert isinstance(plain, torch.Tensor)
 
 
-@VARIANTS
+@variants
 def test_the_drafter_returns_to_the_last_accepted_token(variant):
     """Counts of a loop of full forward passes, which has no states to get wrong."""
     model, ids, length = random_model(**variant), random_ids(1, 9), 3
@@ -208,7 +207,7 @@ def test_a_state_from_before_is_refused():
         decode(model, ids, draft_budget=4, past_key_values=cache)
 
 
-@VARIANTS
+@variants
 def test_state_lengths(variant):
     """Outputs of all positions, the state of the first: as if the rest had not been read."""
     model, ids = random_model(**variant), random_ids(3, 12)
