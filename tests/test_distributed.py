@@ -39,7 +39,7 @@ FSDP2 = {
 }
 # Two ranks add up gradients in another order. Adam divides by a gradient's size, so a weight's share of that error is
 # eps over how small its gradient is; of the 2^14 weights here the smallest is 2^-14 of the typical one. Five updates
-# move a weight by at most the sum of their learning rates, 0.013: 0.013 * 2^14 * eps = 2.5e-5. A lost sample moves 1e-3.
+# move a weight by at most the sum of their rates, 0.013: 0.013 * 2^14 * eps = 2.5e-5. A lost sample moves it by 1e-2.
 SUMMATION = 2.5e-5
 
 
