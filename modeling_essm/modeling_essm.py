@@ -42,6 +42,8 @@ _GATE_BIAS = 1.0  # any nonzero constant starts the gate at equal weights; zero 
 class _ElasticOutput(ModelOutput):
     """`items()` leaves spectral_budget out: Trainers gather and concatenate all items, which must be tensors then."""
 
+    attentions = None  # which generate(output_attentions=True) collects
+
     def items(self):
         return [(name, value) for name, value in super().items() if name != "spectral_budget"]
 

@@ -59,8 +59,11 @@ def derived_class(cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
 def code_files(model: Any) -> dict[str, str]:
     """By name, the text of every file that the classes of a model and of its config need beside its weights.
 
-    A file from outside the package reads there what it imports from the package with a dot: the folder is enough.
+    A file from outside the package reads there what it imports from the package with a dot: the folder is enough. None
+    for a config whose auto_map was taken away: its class is asked for by import.
     """
+    if getattr(model.config, "auto_map", None) is None:
+        return {}
     classes = (*type(model).__mro__, *type(model.config).__mro__)
     files = [getattr(sys.modules[cls.__module__], "__file__", None) for cls in classes if _is_saved(cls)]
     waiting = [Path(file) for file in files if file is not None]
@@ -111,13 +114,16 @@ def _home(name: str) -> str | None:
 
 
 def prune_auto_map(config: Any, names: Mapping[str, Any], folder: str | os.PathLike) -> None:
-    """Let auto_map name only classes whose files will be in the folder: of others, ours, or none.
+    """Let auto_map name only classes whose files will be in the folder: of others, ours, or none. One that was taken
+    away, as a model whose class is not saved does, stays away.
 
     Args:
         config: changed in place. names: of the files that will be written there.
     """
+    if getattr(config, "auto_map", None) is None:
+        return
     kept = {}
-    for auto, references in (getattr(config, "auto_map", None) or {}).items():
+    for auto, references in config.auto_map.items():
         each = references if isinstance(references, (list, tuple)) else [references]
         files = [f"{name.split('.')[0]}.py" for name in each if isinstance(name, str) and "--" not in name]
         if all(file in names or (Path(folder) / file).is_file() for file in files):

@@ -89,7 +89,8 @@ def test_distortions_are_those_measured(monte_carlo):
             assert B1[K - 1] > 10 * tail and B1[K - 1] > 1.5 * B2[K - 1]
         else:
             assert float(B1[K - 1]) == pytest.approx(tail) and float(B2[K - 1]) == pytest.approx(tail)
-    assert B1[-1] == 0.0 and B2[-1] <= 1e-12 * power
+    # Three fp64 sums of 32 terms that add up to `power` cancel: 4 * 32 eps = 3e-14 of it may stay.
+    assert B1[-1] <= 1e-12 * power and B2[-1] <= 1e-12 * power
 
 
 def test_powers_of_channels_add_up():

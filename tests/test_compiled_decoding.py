@@ -264,7 +264,7 @@ def test_generate_with_a_static_cache_is_one_graph(start, fields):
     torch._dynamo.reset()
     model, ids = random_model(**fields), random_ids(2, 9)
     wanted = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    wanted |= {"output_logits": True, "output_hidden_states": True, "spectral_budget": 5}
+    wanted |= {"output_logits": True, "output_hidden_states": True, "output_attentions": True, "spectral_budget": 5}
     calls = []
     for prompt in (ids, ids.flip(0)):
         mask = torch.ones_like(prompt)

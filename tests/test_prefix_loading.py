@@ -133,7 +133,7 @@ def test_the_small_folder_loads_without_the_package(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "spectral_budget must be an integer in [1, 6], got 7" in done.stdout
-    assert torch.equal(torch.load(tmp_path / "data.pt"), expected)
+    assert_close(torch.load(tmp_path / "data.pt"), expected)  # another process: not always as many threads
 
 
 def test_by_the_name_of_a_repository(tmp_path):

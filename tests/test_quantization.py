@@ -325,7 +325,7 @@ def test_a_fresh_process_loads_it_without_the_package(folders, models, tmp_path)
         with torch.no_grad():
             whole, four = models[name](ids).logits, models[name](ids, spectral_budget=4).logits
         for found, expected in zip(results[name], (whole, four, whole, four), strict=True):
-            assert torch.equal(found, expected)
+            assert_close(found, expected)  # another process: not always as many threads
 
 
 def test_a_remote_copy_beside_the_package(folders, models, tmp_path, monkeypatch):

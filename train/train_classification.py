@@ -20,10 +20,13 @@ budget_sweep.json and budget_sweep.png.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait sleep rather than spin
 
 import torch
 from accelerate import Accelerator

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait sleep rather than spin
 
 import numpy as np
 import torch
