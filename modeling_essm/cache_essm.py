@@ -32,7 +32,9 @@ from .spectral_budget import SpectralBudget
 from .spectral_ops import SpectralOperator
 
 _FORMAT, _FORMAT_WITHOUT_CHECKSUM = "essm-cache-2", "essm-cache-1"
-_SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")  # what states mean depends on these alone
+# What states mean depends on these alone; in files of the paper's block only the first are named.
+_SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
+_SHAPE_OF_GATED = (*_SHAPE, "inner_size", "conv_kernel_size")
 _PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
 
 
@@ -361,7 +363,8 @@ class ElasticCache(Cache):
 
     def _shape(self) -> dict[str, int]:
         """What two models must share for one to read the other's states."""
-        return {name: getattr(self.config, name) for name in _SHAPE}
+        names = _SHAPE if self.config.block == "paper" else _SHAPE_OF_GATED
+        return {name: getattr(self.config, name) for name in names}
 
 
 class ESSMCache(ElasticCache, DynamicCache):
@@ -398,9 +401,17 @@ def _operator(config: Any) -> SpectralOperator:
     return SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
 
 
+def _recent_inputs(config: Any) -> dict[str, int]:
+    """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
+    names = ("inputs", "outputs") if config.ar_order else ()
+    return dict.fromkeys(names, config.ar_order) | (
+        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
+    )
+
+
 def _state_names(config: Any) -> tuple[str, ...]:
     """Names of a layer's tensors, in the order in which the mixer makes them."""
-    return ("features", "negative", "inputs", "outputs") if config.ar_order else ("features",)
+    return ("features", *(("negative",) if config.ar_order else ()), *_recent_inputs(config))
 
 
 def _checksum(record: str, tensors: dict[str, Tensor]) -> str:
@@ -423,7 +434,7 @@ def _check_fingerprint(record: dict[str, Any]) -> Fingerprint:
 
 def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
     """Raises ValueError unless all layers hold what one call of a model of this shape leaves, finite throughout."""
-    D, p, B = config.hidden_size, config.ar_order, 0
+    D, recent, B = config.inner_size, _recent_inputs(config), 0
     operator = _operator(config)
     least, most = operator.num_states(1), operator.num_states(config.filter_length)
     for i, layer in enumerate(layers):
@@ -433,7 +444,7 @@ def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
             raise ValueError(f"features of layer {i} must have shape (B, N in [{least}, {most}], {D}), got {got}")
         B, N = B or len(features), features.shape[1]
         for name in _state_names(config):
-            tensor, shape = layer.tensors.get(name), (B, N if name in _PER_STATE else p, D)
+            tensor, shape = layer.tensors.get(name), (B, recent.get(name, N), D)
             if tensor is None or tuple(tensor.shape) != shape:
                 got = "none" if tensor is None else tuple(tensor.shape)
                 raise ValueError(f"{name} of layer {i} must have shape {shape}, got {got}")
@@ -495,7 +506,7 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     num_layers = config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
-    for name in _SHAPE:
+    for name in _SHAPE_OF_GATED:
         made_for, own = getattr(cache.config, name), getattr(config, name)
         if made_for != own:
             raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {own}")

@@ -50,12 +50,13 @@ class Fingerprint:
 def fingerprint(model: Any) -> Fingerprint:
     """Of an ES-SSM with or without a head, on any device, in any dtype, truncated or quantised."""
     base, config = model.base_model, model.config
-    norms = [norm for layer in base.layers for norm in (layer.input_norm, layer.ffn_norm)] + [base.norm]
+    names = ("input_norm", "mixer_norm", "ffn_norm")
+    norms = [getattr(layer, name) for layer in base.layers for name in names if hasattr(layer, name)] + [base.norm]
     layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
     mixings = [getattr(layer.mixer, "channel_mixing", None) for layer in layers]
     embedding = getattr(base, "embed_tokens", None) or getattr(base, "embed_features", None)
     parts = {
-        "the norms": ([tensor for norm in norms for tensor in (norm.weight, norm.bias)], 32),
+        "the norms": ([tensor for norm in norms for tensor in norm.parameters()], 32),
         "channel_mixing[0]": ([None if mixing is None else mixing[:1] for mixing in mixings], 12),
         "the embedding": ([getattr(embedding, "weight", None)], 8),
     }

@@ -28,6 +28,7 @@ from .compiled_decoding import BACKENDS, CompiledSteps
 from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
 from .packing import PACKING_ARGUMENTS, Packing, close_up, read_packing, reorder
+from .quantization import dequantize, is_quantized
 from .spectral_budget import SpectralBudget, StepBudgets, rows_of_samples
 from .spectral_constants import state_dtype
 from .spectral_ops import SpectralOperator
@@ -152,7 +153,8 @@ class ESSMSpectralMixer(nn.Module):
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
         self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
         self.skip = nn.Linear(D, D, bias=False) if config.block == "paper" else ESSMScale(D)
-        self.channel_mixing = nn.Parameter(torch.empty((K, D, D) if d == D else (K, D // d, d, d)))
+        self.mixing_heads = None if d == D else (D // d, d)
+        self.channel_mixing = nn.Parameter(torch.empty(K, D, d))  # blocks of M_k one below the other
         if self.taps:
             self.convolution = nn.Parameter(torch.empty(self.taps, D))  # the last row is that of u(t)
         if self.gated:
@@ -228,9 +230,12 @@ class ESSMSpectralMixer(nn.Module):
         num_states = None
         if cache is not None:
             num_states = cache.num_states or self.operator.num_states(max(budget, cache.state_budget or 0))
-        y, features = self.operator(
-            u, gates, self.channel_mixing, past.get("features"), lengths, self.algorithm, num_states
-        )
+        mixing: Tensor = self.channel_mixing
+        if self.mixing_heads is not None:
+            if is_quantized(mixing):
+                mixing = dequantize(mixing, budget, u.dtype)
+            mixing = mixing.unflatten(1, self.mixing_heads)
+        y, features = self.operator(u, gates, mixing, past.get("features"), lengths, self.algorithm, num_states)
         y = y + self.skip(u)
         state = {"features": features} | convolved
         if self.ar_order:
@@ -288,7 +293,7 @@ class ESSMSpectralMixer(nn.Module):
 def _last_inputs(x: Tensor, p: int, lengths: Tensor | None) -> Tensor:
     """The p positions up to each row's last step: (B, p + L, D) that begins p positions before step 0 -> (B, p, D)."""
     if lengths is None:
-        return x[:, x.shape[1] - p :]
+        return x[:, x.shape[1] - p :].clone()  # or the state would hold all of x
     recent = lengths[:, None] + torch.arange(p, device=x.device)
     return x.gather(1, recent[..., None].expand(-1, -1, x.shape[2]))
 

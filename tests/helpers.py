@@ -34,16 +34,18 @@ def tiny_config(**fields) -> ESSMConfig:
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Move every parameter away from its initial value, so that no zero, one or constant hides a mistake.
 
-    channel_mixing gets a standard deviation of 0.05: large enough for every channel to show in the logits. AR-STU's
-    output_mixing gets 0.02, which keeps its feedback stable.
+    channel_mixing gets a standard deviation of 0.05, or with heads 0.2: large enough for every channel to show in the
+    logits. AR-STU's output_mixing gets 0.02, which keeps its feedback stable.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if "channel_mixing" in name:
-            parameter.copy_(0.05 * noise)
+            parameter.copy_((0.05 if parameter.shape[1] == parameter.shape[2] else 0.2) * noise)
         elif "output_mixing" in name:
             parameter.copy_(0.02 * noise)
+        elif name.endswith(("in_proj.weight", "out_proj.weight")):
+            parameter.copy_(0.5 * noise)
         else:
             parameter.add_(0.1 * noise)
     return model

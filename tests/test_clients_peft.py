@@ -75,8 +75,11 @@ def base(tmp_path_factory):
 @variants
 def test_it_trains_and_merges(name, variant):
     model, fields = random_model(**variant), TARGETS[name]
-    if "gating" in variant and "target_modules" in fields:
-        fields = fields | {"target_modules": ["mixer.skip", "ffn.up", "ffn.down"]}  # there is no gate
+    if "target_modules" in fields:  # of the block's linear layers those that it has
+        kept = [name for name in fields["target_modules"] if "gate" not in name or "gating" not in variant]
+        if "block" in variant:
+            kept = ["mixer.gate_in", "in_proj", "out_proj"]
+        fields = fields | {"target_modules": kept}
     if "ar_order" in variant and "target_parameters" in fields:
         names = ("channel_mixing", "channel_mixing_negative", "input_mixing", "output_mixing")
         fields = fields | {"target_parameters": [f"mixer.{parameter}" for parameter in names]}

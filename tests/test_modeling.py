@@ -98,13 +98,16 @@ def test_initialisation_is_deterministic_and_depends_on_the_seed():
 
 @variants
 def test_initial_values(variant):
-    """Small random M_k, gate bias constant and nonzero, norms at identity, feedback off."""
+    """Small random M_k, gate bias constant and nonzero, norms and diagonal skip terms at identity, feedback off."""
     torch.manual_seed(0)
     config = tiny_config(hidden_size=32, initializer_range=0.02, **variant)
     for name, tensor in ESSMForCausalLM(config).state_dict().items():
         if "channel_mixing" in name:
-            assert 0.9e-3 < tensor.std() < 1.1e-3, name  # 32768 draws: the standard error is 0.4%
-        elif name.endswith("gate_out.bias") or "norm.weight" in name:
+            std = 1e-3 if config.block == "paper" else config.mixing_size**-0.5
+            assert 0.9 * std < tensor.std() < 1.1 * std, name  # at least 768 draws: the standard error is below 3%
+        elif name.endswith("convolution"):
+            assert 0.4 < tensor.abs().max() * config.conv_kernel_size**0.5 <= 1.0, name
+        elif name.endswith("gate_out.bias") or "norm.weight" in name or (config.block == "gated" and "skip" in name):
             assert (tensor == 1.0).all(), name
         elif name.endswith("bias") or name.endswith("output_mixing"):
             assert (tensor == 0.0).all(), name
@@ -132,7 +135,7 @@ def test_every_missing_weight_is_initialised(cls, variant, tmp_path):
     config = tiny_config(**variant)
     cls(config).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    kept = next(name for name in weights if name.endswith("norm.bias"))
+    kept = next(name for name in weights if name.endswith("norm.weight"))
     save_file({kept: torch.full_like(weights[kept], 7.0)}, tmp_path / "model.safetensors", {"format": "pt"})
 
     def load(seed):
