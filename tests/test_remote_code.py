@@ -265,9 +265,9 @@ def test_package_and_remote_copies_live_in_one_process(folders, tmp_path):
     """Their custom operators must not collide, and caches and configs of either serve both."""
     package = Path(modeling_essm.__file__).parents[1]
     changed = shutil.copytree(folders / "causal", tmp_path / "changed")
-    code = (changed / "spectral_ops.py").read_text()
+    code = (changed / "spectral_chunked.py").read_text()
     assert "    return y, state, x\n" in code  # of the custom operator
-    (changed / "spectral_ops.py").write_text(code.replace("    return y, state, x\n", "    return 2 * y, state, x\n"))
+    (changed / "spectral_chunked.py").write_text(code.replace("    return y, state, x\n", "    return 2 * y, state, x\n"))
     assert "all copies work" in run_child(BOTH, tmp_path, folders / "causal", package, changed)
 
 
