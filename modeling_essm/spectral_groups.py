@@ -18,7 +18,7 @@ from .spectral_constants import Realization, channel_readout, readout_by_channel
 
 # Features of one group, the working set: cache-sized on a CPU, but never so few rows that reading M dominates; large on
 # an accelerator, where launches cost more than memory.
-_GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256
+_GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256  # rows: steps of dense groups, of heads D
 _GROUP_BYTES_ACCELERATOR = 128 << 20
 
 
@@ -94,18 +94,9 @@ def unmix_dense(
     return dchunks, dx, dgates, dM
 
 
-def _head_matrices(M: Tensor, K: int) -> Tensor:
-    """(>= K, h, d, e) -> (h, e, d K): what multiplies a head's features from the left."""
-    _, h, d, e = M.shape
-    return M[:K].permute(1, 3, 2, 0).reshape(h, e, d * K)
-
-
 def _head_inputs(chunks: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(m, C, D) and (m, N, D) -> (m D, C + N), a row for each channel of the width."""
-    m, C, D = chunks.shape
-    inputs = torch.empty(m, D, C + x.shape[1], dtype=dtype, device=x.device)
-    inputs[:, :, :C], inputs[:, :, C:] = chunks.mT, x.mT
-    return inputs.view(m * D, -1)
+    """(m, C, D) inputs and (m, N, D) states -> (m, D, C + N), a row for each channel of the width."""
+    return torch.cat([chunks.to(dtype), x.to(dtype)], 1).mT
 
 
 def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
@@ -114,26 +105,21 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     R, K, G = gates.shape[1:]
     h, d, e = M.shape[1:]
     W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
-    gates, matrices = gates.permute(0, 3, 2, 1).unsqueeze(2), _head_matrices(M, K)  # (m, G, 1, K, R)
+    matrices = M[:K].permute(1, 3, 2, 0).reshape(h, e, d * K)
+    gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)  # (m, G, 1, K, R)
     y = chunks.new_empty(m, R, h * e)
-    group = _chunks_per_group((R, K, D), chunks)
+    group = _chunks_per_group((D, K, R), chunks)
     buffer = W.new_empty(min(group, m), D, K * R)
     for a in range(0, m, group):
         g = slice(a, a + group)
         inputs = _head_inputs(chunks[g], x[g], W.dtype)
-        count = len(inputs) // D
-        features = torch.mm(inputs, W, out=buffer[:count].view(-1, K * R))
-        gated = features.view(count, G, D // G, K, R).mul_(gates[g]).to(y.dtype)
-        y[g] = _mix_group(gated, matrices, h, d).mT
+        features = torch.bmm(inputs, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
+        gated = features.view(-1, G, D // G, K, R).mul_(gates[g]).view(-1, h, d * K, R).to(y.dtype)
+        if d == e == 1 and K < 8:  # a product of so few terms is slower than two passes
+            y[g] = (gated * matrices.mT).sum(2).mT
+        else:
+            y[g] = torch.matmul(matrices, gated).flatten(1, 2).mT
     return y
-
-
-def _mix_group(gated: Tensor, matrices: Tensor, h: int, d: int) -> Tensor:
-    """(m, .., K, R) gated features, D in the middle, by (h, e, d K): (m, h e, R)."""
-    m, (K, R) = len(gated), gated.shape[-2:]
-    if d == matrices.shape[1] == 1:
-        return torch.einsum("mhkr,hk->mhr", gated.view(m, h, K, R), matrices[:, 0])
-    return torch.matmul(matrices, gated.view(m, h, d * K, R)).flatten(1, 2)
 
 
 def unmix_heads(
@@ -144,26 +130,31 @@ def unmix_heads(
     R, K, G = gates.shape[1:]
     h, d, e = M.shape[1:]
     W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
-    gates, matrices = gates.permute(0, 3, 2, 1).unsqueeze(2), _head_matrices(M, K)
+    matrices = M[:K].permute(1, 2, 0, 3).reshape(h, d * K, e)
+    gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)
     dmatrices = torch.zeros(h, e, d * K, dtype=state_dtype(M.dtype), device=M.device)
     dgates = W.new_empty(m, G, K, R)
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
-    group = _chunks_per_group((R, K, D), chunks)
-    buffers = W.new_empty(2, min(group, m), D, K * R)
+    group = _chunks_per_group((D, K, R), chunks)
+    buffers = W.new_empty(3, min(group, m), D, K * R)
     for a in range(0, m, group):
         g = slice(a, a + group)
         inputs = _head_inputs(chunks[g], x[g], W.dtype)
-        count = len(inputs) // D
-        features, dgated = buffers[:, :count]
-        torch.mm(inputs, W, out=features.view(-1, K * R))
+        count = len(inputs)
+        features, dgated, product = buffers[:, :count]
+        torch.bmm(inputs, W.expand(count, -1, -1), out=features)
         dy_t = dy[g].mT.reshape(count, h, e, R)
-        dgated.view(count, h, d * K, R).copy_(torch.matmul(matrices.mT, dy_t))
-        split = (count, G, D // G, K, R)
-        torch.sum(dgated.view(split) * features.view(split), 2, out=dgates[g])
-        gated = features.view(split).mul_(gates[g]).view(count, h, d * K, R).to(dy.dtype)
+        by_head, by_gate = (count, h, d * K, R), (count, G, D // G, K, R)
+        if d == e == 1:
+            torch.mul(matrices, dy_t, out=dgated.view(by_head))
+        else:
+            dgated.view(by_head).copy_(torch.matmul(matrices, dy_t))
+        torch.sum(torch.mul(dgated, features, out=product).view(by_gate), 2, out=dgates[g])
+        gated = features.view(by_gate).mul_(gates[g]).view(by_head).to(dy.dtype)
         dmatrices += torch.matmul(dy_t, gated.mT).sum(0, dtype=dmatrices.dtype)
-        dinputs = torch.mm(dgated.view(split).mul_(gates[g]).view(-1, K * R), W.T).view(count, D, -1)
-        dchunks[g], dx[g] = dinputs[..., :C].mT, dinputs[..., C:].mT
+        dgated.view(by_gate).mul_(gates[g])
+        dinputs = torch.bmm(W.expand(count, -1, -1), dgated.mT)
+        dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
     dM = torch.zeros(M.shape, dtype=dmatrices.dtype, device=M.device)
     dM[:K] = dmatrices.view(h, e, d, K).permute(3, 0, 2, 1)
     return dchunks, dx, dgates.permute(0, 3, 2, 1), dM

@@ -267,7 +267,9 @@ def test_package_and_remote_copies_live_in_one_process(folders, tmp_path):
     changed = shutil.copytree(folders / "causal", tmp_path / "changed")
     code = (changed / "spectral_chunked.py").read_text()
     assert "    return y, state, x\n" in code  # of the custom operator
-    (changed / "spectral_chunked.py").write_text(code.replace("    return y, state, x\n", "    return 2 * y, state, x\n"))
+    (changed / "spectral_chunked.py").write_text(
+        code.replace("    return y, state, x\n", "    return 2 * y, state, x\n")
+    )
     assert "all copies work" in run_child(BOTH, tmp_path, folders / "causal", package, changed)
 
 
