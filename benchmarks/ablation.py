@@ -5,9 +5,9 @@
     python -m benchmarks.ablation --only paper gated llama --updates 500 --processes 2   # Python's own sources
     python -m benchmarks.ablation --table --runs_dir runs/ablation                       # of the runs that are there
 
-A run is a model, a learning rate and a seed: one JSON file in runs_dir, written when the run has ended. A sweep that was
-killed goes on when it is started again: finished runs are skipped, others begin anew. Models have as many parameters as
-asked for within 3%: widths give way first, then depth.
+A run is a model, a learning rate and a seed: one JSON file in runs_dir, written when the run has ended. A sweep that
+was killed goes on when it is started again: finished runs are skipped, others begin anew. Models have as many
+parameters as asked for within 3%: widths give way first, then depth.
 """
 
 from __future__ import annotations
@@ -153,12 +153,8 @@ def matched_config(row: Row, target: int) -> Any:
         if found and depth >= min(found)[0]:
             break
         middle = first(lambda D, layers=layers: count(D, follows(D), layers) >= target)
-        inners = (
-            {follows(middle - 2), follows(middle), follows(middle) - step, follows(middle) + step} if gated else {0}
-        )
-        for inner in sorted(inners - {-step} if gated else inners):
-            if gated and inner < step:
-                continue
+        around = range(follows(middle) - step, follows(middle) + step + 1, step)
+        for inner in [width for width in around if width > 0] if gated else [0]:
             hidden = first(lambda D, inner=inner, layers=layers: count(D, inner or D, layers) >= target)
             for D in (hidden - 2, hidden):
                 if D >= 2 and abs(count(D, inner or D, layers) / target - 1) <= TOLERANCE:
