@@ -498,7 +498,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             p.error(f"--{name} must be at least 1, got {getattr(args, name)}")
     names = args.only or [*ROWS]
     if not args.table:
-        size = (20_000, min(args.updates, 3)) if args.quick else (args.parameters, args.updates)
+        size = (60_000, min(args.updates, 3)) if args.quick else (args.parameters, args.updates)
         small = {"batch_size": 2, "block_size": 64, "validation_blocks": 4, "filter_length": 512} if args.quick else {}
         device = str(common.pick_device(args.device))
         settings = Settings(args.train_file, args.validation_file, *size, **small, device=device)
