@@ -194,8 +194,8 @@ class Run:
 class Settings:
     """What all runs of a table have in common; training is otherwise at the defaults of train_clm.py."""
 
-    train_file: list[str] | None
-    validation_file: list[str] | None
+    train_file: tuple[str, ...] | None
+    validation_file: tuple[str, ...] | None
     parameters: int
     updates: int
     batch_size: int = 4
@@ -204,8 +204,8 @@ class Settings:
     filter_length: int = 4096
     device: str = "cpu"
 
-    def arguments(self, run: Run) -> Any:
-        """The same run as arguments of train_clm.py, without the model's sizes."""
+    def arguments(self, rate: float = 0.0, seed: int = 0) -> Any:
+        """A run as arguments of train_clm.py, without the model's sizes."""
         from train_clm import CLMArguments
 
         return CLMArguments(
@@ -217,24 +217,25 @@ class Settings:
             sweep_blocks=self.validation_blocks,
             max_steps=self.updates,
             per_device_batch_size=self.batch_size,
-            learning_rate=run.rate,
+            learning_rate=rate,
             warmup_steps=50,
             weight_decay=0.1,
             adam_beta2=0.95,
             max_grad_norm=1.0,
             budget_schedule="discrete",
-            seed=run.seed,
+            seed=seed,
         )
 
 
-def load(settings: Settings, run: Run) -> tuple[Any, dict[str, Any]]:
+@functools.cache
+def load(settings: Settings) -> tuple[Any, dict[str, Any]]:
     """The text, and what must be the same of a run that is found: settings, and hashes of what is read.
 
-    Where the text lies is not part of it.
+    In which folder the text lies is not part of it.
     """
     from text_data import ByteEncoder, load_text
 
-    text = load_text(settings.arguments(run), ByteEncoder())
+    text = load_text(settings.arguments(), ByteEncoder())
     values = {k: v for k, v in dataclasses.asdict(settings).items() if not k.endswith("_file")}
     held_out = hashlib.sha256(text.held_out.numpy().tobytes()).hexdigest()
     data = {"data": text.description, "training_text": text.fingerprint, "validation_blocks_hash": held_out}
@@ -244,16 +245,18 @@ def load(settings: Settings, run: Run) -> tuple[Any, dict[str, Any]]:
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     """Train on one thread, measure, write the file in one move, return what it holds."""
     from engine import capacity_of, write_json
+    from samples import MapSamples
 
     with common.threads(1):
-        text, values = load(settings, run)
+        text, values = load(settings)
         config = matched_config(ROWS[run.name], settings.parameters)
         torch.manual_seed(run.seed)
         model = make_model(config, settings.filter_length).to(settings.device)
         record: dict[str, Any] = {"model": run.name, "rate": run.rate, "seed": run.seed}
         record |= {"settings": values, "definition": definition(run.name)}
         record |= {"parameters": model.num_parameters(), "sizes": sizes_of(config)}
-        record |= train(model, text.source, settings.arguments(run))
+        source = MapSamples(text.source.samples, run.seed)  # the order that train_clm.py has at this seed
+        record |= train(model, source, settings.arguments(run.rate, run.seed))
         budgets = sorted({min(K, capacity_of(model)) for K in (*BUDGETS, capacity_of(model))})
         record["bits_per_byte"] = None if record["diverged"] else score(model, text.held_out, budgets)
         record["machine"] = common.machine(torch.device(settings.device))
@@ -354,7 +357,7 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
     Raises:
         ValueError: a run was found that has other settings, or a model cannot be made; before any work.
     """
-    _, values = load(settings, runs[0])
+    _, values = load(settings)
     for name in dict.fromkeys(run.name for run in runs):
         matched_config(ROWS[name], settings.parameters)
     waiting = []
@@ -400,14 +403,20 @@ def collect(folder: Path) -> list[dict[str, Any]]:
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model at its best rate, that of the lowest mean over seeds and budgets; a diverged run rules a rate out."""
+    """One model at its best rate, that of the lowest mean over budgets and the seeds that all its rates have.
+
+    A diverged run rules its rate out.
+    """
     by_rate: dict[float, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda r: (r["rate"], r["seed"])):
         by_rate.setdefault(record["rate"], []).append(record)
+    shared = set.intersection(*({run["seed"] for run in runs} for runs in by_rate.values()))
     means = {
         rate: None
         if any(run["diverged"] for run in runs)
-        else statistics.fmean(statistics.fmean(run["bits_per_byte"].values()) for run in runs)
+        else statistics.fmean(
+            statistics.fmean(run["bits_per_byte"].values()) for run in runs if not shared or run["seed"] in shared
+        )
         for rate, runs in by_rate.items()
     }
     first = records[0]
@@ -423,6 +432,7 @@ def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
         "best_rate": best,
         "at_the_edge": best in ends,  # a rate beyond may be better still
         "seeds": [run["seed"] for run in runs],
+        "by_seed": {str(run["seed"]): run["bits_per_byte"] for run in runs},
         "bits_per_byte": {K: _mean([run["bits_per_byte"][K] for run in runs]) for K in runs[0]["bits_per_byte"]},
         "tokens_per_cpu_second": _mean([run["tokens_per_cpu_second"] for run in runs]),
         "cpu_seconds": _mean([run["cpu_seconds"] for run in runs]),
@@ -434,6 +444,15 @@ def _mean(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
+def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
+    """Bits per byte at the full budget above the other model's, seed by seed; None where they share no seed."""
+    mine, theirs = (
+        {seed: list(bits.values())[-1] for seed, bits in r.get("by_seed", {}).items()} for r in (result, other)
+    )
+    shared = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
+    return _mean(shared) if shared else None
+
+
 def full(result: dict[str, Any]) -> float:
     """Mean bits per byte at the full budget; infinite if every rate diverged."""
     bits = result.get("bits_per_byte")
@@ -441,10 +460,8 @@ def full(result: dict[str, Any]) -> float:
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
-    def shown(result: dict[str, Any], K: str | None) -> str:
-        bits = result.get("bits_per_byte", {})
-        value = bits.get(K) if K else (list(bits.values()) or [None])[-1]
-        return f"{value['mean']:.4f}±{value['deviation']:.4f}" if value else "-"
+    def shown(value: dict[str, float] | None, sign: str = "") -> str:
+        return f"{value['mean']:{sign}.4f}±{value['deviation']:.4f}" if value else "-"
 
     rows = []
     for r in results:
@@ -452,11 +469,13 @@ def print_table(results: list[dict[str, Any]]) -> None:
         s = r["sizes"]
         shape = f"{s['hidden_size']}x{s['num_hidden_layers']}"
         speed = f"{r['tokens_per_cpu_second']['mean']:,.0f}" if "cpus" in r else "-"
+        bits = r.get("bits_per_byte", {})
+        cells = [bits.get(str(K)) for K in BUDGETS] + [(list(bits.values()) or [None])[-1]]
         row = [r["model"].replace(" ", "_"), f"{r['parameters']:,}", shape, rate, len(r.get("seeds", []))]
-        rows.append([*row, *(shown(r, str(K)) for K in BUDGETS), shown(r, None), speed])
+        rows.append([*row, *map(shown, cells), shown(r["against_gated"], "+"), speed])
     budgets = " ".join(f"K={K}" for K in BUDGETS)
-    common.table(f"model parameters DxL rate seeds {budgets} full tokens/CPU_s", rows)
-    print("* the best rate is the smallest or the largest tried")
+    common.table(f"model parameters DxL rate seeds {budgets} full full-gated tokens/CPU_s", rows)
+    print("* the best rate is the smallest or the largest tried; full-gated: the difference, seed by seed")
 
 
 def targets_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -501,7 +520,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         size = (60_000, min(args.updates, 3)) if args.quick else (args.parameters, args.updates)
         small = {"batch_size": 2, "block_size": 64, "validation_blocks": 4, "filter_length": 512} if args.quick else {}
         device = str(common.pick_device(args.device))
-        settings = Settings(args.train_file, args.validation_file, *size, **small, device=device)
+        files = [None if paths is None else tuple(paths) for paths in (args.train_file, args.validation_file)]
+        settings = Settings(*files, *size, **small, device=device)
         # Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
         runs = [
             Run(name, rate, seed)
@@ -513,6 +533,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("ablation", args, **records[0]["settings"])
     by_name = {name: [r for r in records if r["model"] == name] for name in names}
     report["results"] = sorted((summarise(runs) for runs in by_name.values() if runs), key=full)
+    gated = next((r for r in report["results"] if r["model"] == "gated"), {})
+    for result in report["results"]:
+        result["against_gated"] = difference(result, gated)
     print_table(report["results"])
     report["targets"] = targets_of(report["results"])
     return common.finish(report, args, device)

@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_config
@@ -141,28 +142,39 @@ def test_ablation_runs_are_tabled_at_their_best_rate(ablation, tmp_path, monkeyp
         return run_at_budget(model, batch, budget)
 
     monkeypatch.setattr(engine, "run_at_budget", watched)
-    names = ["gated, d 16", "llama"]
+    names = ["gated", "llama"]
     report = run(tmp_path, "--only", *names, "--rates", "0.001", "0.1", "--seeds", "0", "1")
     assert {r["model"] for r in report["results"]} == {*names} and len(list((tmp_path / "runs").iterdir())) == 8
+    runs = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").iterdir())]
     for result in report["results"]:
         assert result["seeds"] == [0, 1] and abs(result["parameters"] / 60_000 - 1) <= module.TOLERANCE
         assert result["rates"][f"{result['best_rate']:g}"] == min(result["rates"].values()) and result["at_the_edge"]
-        runs = [json.loads(path.read_text()) for path in (tmp_path / "runs").iterdir()]
-        runs = [r for r in runs if (r["model"], r["rate"]) == (result["model"], result["best_rate"])]
+        best = [r for r in runs if (r["model"], r["rate"]) == (result["model"], result["best_rate"])]
         for K, bits in result["bits_per_byte"].items():
-            assert bits["mean"] == pytest.approx(sum(r["bits_per_byte"][K] for r in runs) / 2) and bits["deviation"] > 0
+            assert bits["mean"] == pytest.approx(sum(r["bits_per_byte"][K] for r in best) / 2) and bits["deviation"] > 0
     budgets = {r["model"]: [*r["bits_per_byte"]] for r in report["results"]}
-    assert budgets == {"gated, d 16": ["2", "4", "8", "16"], "llama": ["1"]}
-    assert [t["target"] for t in report["targets"]][2:] == ["gated, d 16: bits per byte against llama"]
+    assert budgets == {"gated": ["2", "4", "8", "16"], "llama": ["1"]}
+    assert [t["target"] for t in report["targets"]][2:] == ["gated: bits per byte against llama"]
+    gated, llama = (next(r for r in report["results"] if r["model"] == name) for name in names)
+    above = [llama["by_seed"][seed]["1"] - gated["by_seed"][seed]["16"] for seed in "01"]
+    assert llama["against_gated"] == {
+        "mean": pytest.approx(sum(above) / 2),
+        "deviation": pytest.approx(np.std(above, ddof=1)),
+    }
+    assert gated["against_gated"] == {"mean": 0.0, "deviation": 0.0}
     # 3 updates of 2 seeds at 2 rates: seed by seed, the same blocks for every model and rate.
     orders = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]
     assert len(orders) == 8 and all(torch.equal(order, orders[0]) for order in orders[:4])
     assert all(torch.equal(order, orders[4]) for order in orders[4:]) and not torch.equal(orders[0], orders[4])
+    # A rate that has a seed of its own is compared by those that it shares.
+    (worse,) = {*llama["rates"]} - {f"{llama['best_rate']:g}"}
+    extra = json.loads((tmp_path / "runs" / f"llama-rate{worse}-seed0.json").read_text())
+    extra |= {"seed": 2, "bits_per_byte": {"1": 0.01}}
+    records = [r for r in runs if r["model"] == "llama"]
+    assert module.summarise([*records, extra])["best_rate"] == llama["best_rate"]
     monkeypatch.setattr(module, "perform", None)
-    assert run(tmp_path, "--table", "--only", "llama")["results"] == [
-        r for r in report["results"] if r["model"] == "llama"
-    ]
-    assert "gated,_d_16" in capsys.readouterr().out
+    assert run(tmp_path, "--table", "--only", *names)["results"] == report["results"]
+    assert f"±{llama['bits_per_byte']['1']['deviation']:.4f}" in capsys.readouterr().out
 
 
 def test_ablation_goes_on_where_it_was_killed(ablation, tmp_path, monkeypatch):
