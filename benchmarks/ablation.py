@@ -391,7 +391,7 @@ def _performed(settings: Settings, runs: list[Run], folder: Path, processes: int
 
 def collect(folder: Path) -> list[dict[str, Any]]:
     """The records of a folder. Raises ValueError if there are none, or they have different settings."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*-seed*.json"))]
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("[!.]*-seed*.json"))]
     if not records:
         raise ValueError(f"{folder} holds no finished run")
     for record in records:

@@ -317,7 +317,8 @@ class ESSMConfig(PreTrainedConfig):
         if _checked("block", given.get("block", block), _RULES["block"]) != block:
             return {*_BLOCK_FIELDS}
         stale = set()
-        hidden, inner, heads, mixing = (fields.get(x) for x in ("hidden_size", *_BLOCK_FIELDS[:3]))
+        sizes: tuple[Any, ...] = tuple(fields.get(x) for x in ("hidden_size", *_BLOCK_FIELDS[:3]))
+        hidden, inner, heads, mixing = sizes
         if "hidden_size" in given and inner == hidden:
             stale.add("inner_size")
         resized = {"hidden_size", "inner_size", "num_heads"} & given.keys()

@@ -193,6 +193,7 @@ def test_ablation_goes_on_where_it_was_killed(ablation, tmp_path, monkeypatch):
             run(tmp_path, *order)
     found = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     assert {path.name for path in found} == {"paper-rate0.01-seed0.json", "s4d-rate0.01-seed0.json"}
+    (tmp_path / "runs" / ".partial-x-seed1.json").write_text("{")  # killed while it was written
     report = run(tmp_path, *order)
     assert [r["seeds"] for r in report["results"]] == [[0, 1, 2]] * 2
     assert all(path.stat().st_mtime_ns == time for path, time in found.items())
