@@ -30,6 +30,9 @@ AUTO_MAP = {
 # Generous, and small enough that whatever is made from a legal value is made at once.
 _MOST_LAYERS, _MOST_WIDTH, _MOST_IDS, _MOST_LABELS, _MOST_BUDGETS = 10_000, 2**24, 2**31 - 1, 1_000_000, 1024
 
+# Fields whose default depends on the block.
+_BLOCK_FIELDS = ("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size", "scaling_exponent")
+
 _ILLEGAL = object()
 _Rule = tuple[str, Callable[[Any], Any]]  # what is legal, and from a value to what JSON would give back, or _ILLEGAL
 
@@ -127,7 +130,7 @@ _RULES: dict[str, _Rule] = {
     "classifier_pooling": _one_of("mean", "last"),
     **dict.fromkeys(("dropout", "stochastic_depth"), _number(1.0)),
     **dict.fromkeys(("initializer_range", "layer_norm_eps"), _number(float("inf"))),
-    "scaling_exponent": _optional(_number(float("inf"))),
+    **dict.fromkeys(("scaling_exponent", "embedding_initializer_range"), _optional(_number(float("inf")))),
     **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder"), _FLAG),
     **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
@@ -187,6 +190,9 @@ class ESSMConfig(PreTrainedConfig):
         spectral_budget (`int`, `list[int]` or `str`, *optional*): default budget K of every call; None is the capacity.
         trained_budgets (`list[int]`, *optional*): budgets seen in training; others warn once.
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
+        initializer_range (`float`): standard deviation of new linear layers.
+        embedding_initializer_range (`float`, *optional*): that of new embeddings of token ids, `initializer_range` by
+            default.
         dropout, stochastic_depth (`float`): rates after each sub-layer and for skipping a whole sub-layer.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
         num_input_features (`int`, *optional*): width of continuous inputs (audio frames, pixels), which a linear
@@ -228,6 +234,7 @@ class ESSMConfig(PreTrainedConfig):
     dropout: float = 0.0
     stochastic_depth: float = 0.0
     initializer_range: float = 0.02
+    embedding_initializer_range: float | None = None
     layer_norm_eps: float = 1e-5
     tie_word_embeddings: bool = True
     use_cache: bool = True
@@ -300,7 +307,24 @@ class ESSMConfig(PreTrainedConfig):
         given = {names[name]: kwargs.pop(name) for name in names.keys() & kwargs.keys()}
         if "num_hidden_layers" in given:
             given.setdefault("layer_types", None)
-        return super().from_dict(config_dict | given, **kwargs)
+        stale = cls._derived_otherwise(config_dict, given)
+        return super().from_dict({k: v for k, v in config_dict.items() if k not in stale} | given, **kwargs)
+
+    @staticmethod
+    def _derived_otherwise(fields: dict[str, Any], given: dict[str, Any]) -> set[str]:
+        """Sizes that stand in a dictionary only because its block follows from other sizes, which are given anew."""
+        block = fields.get("block", "paper")
+        if _checked("block", given.get("block", block), _RULES["block"]) != block:
+            return {*_BLOCK_FIELDS}
+        stale = set()
+        sizes: tuple[Any, ...] = tuple(fields.get(x) for x in ("hidden_size", *_BLOCK_FIELDS[:3]))
+        hidden, inner, heads, mixing = sizes
+        if "hidden_size" in given and inner == hidden:
+            stale.add("inner_size")
+        resized = {"hidden_size", "inner_size", "num_heads"} & given.keys()
+        if resized and all(type(x) is int and x > 0 for x in (inner, heads)) and mixing == inner // heads:
+            stale.add("mixing_size")
+        return stale
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers; ValueError for a field that was set to what could not be loaded again."""

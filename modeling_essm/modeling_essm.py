@@ -455,7 +455,8 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
             elif module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, mean=0.0, std=std)
+            own = self.config.embedding_initializer_range
+            init.normal_(module.weight, mean=0.0, std=std if own is None else own)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
             init.zeros_(module.bias)

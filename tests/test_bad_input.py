@@ -28,7 +28,14 @@ BAD_FIELDS = [
     ({"hidden_size": 2.5}, r"hidden_size must be .*an integer in \[1, \d+\], got 2.5"),
     ({"hidden_size": "16"}, r"hidden_size must be .*an integer in \[1, \d+\], got '16'"),
     ({"num_hidden_layers": 0}, r"num_hidden_layers must be .*an integer in \[1, \d+\], got 0"),
-    ({"intermediate_size": -4}, r"intermediate_size must be .*an integer in \[1, \d+\], got -4"),
+    ({"intermediate_size": -4}, r"intermediate_size must be .*an integer in \[0, \d+\], got -4"),
+    ({"intermediate_size": 0}, r"intermediate_size of the paper's block must be at least 1, got 0"),
+    ({"block": "s4"}, r"block must be one of \('paper', 'gated'\), got 's4'"),
+    ({"num_heads": 2}, r'num_heads belongs to block="gated"; here it must be 1, got 2'),
+    ({"block": "gated", "num_heads": 3}, r"num_heads must divide inner_size 16, .* got 3 and 5"),
+    ({"block": "gated", "mixing_size": 3}, r"mixing_size the width of a head, got 4 and 3"),
+    ({"block": "gated", "conv_kernel_size": 65}, r"conv_kernel_size must be None or an integer in \[0, 64\], got 65"),
+    ({"block": "gated", "ar_order": 2}, r'ar_order must be 0 with block="gated", got 2'),
     ({"gate_hidden_size": 0}, r"gate_hidden_size must be .*an integer in \[1, \d+\], got 0"),
     ({"num_spectral_channels": 0}, r"num_spectral_channels must be .*an integer in \[1, \d+\], got 0"),
     ({"chunk_size": 0}, r"chunk_size must be .*an integer in \[1, \d+\], got 0"),
@@ -46,8 +53,12 @@ BAD_FIELDS = [
     ({"stochastic_depth": -0.1}, r"stochastic_depth must be a number in \[0, 1\), got -0.1"),
     ({"stochastic_depth": float("nan")}, r"stochastic_depth must be a number in \[0, 1\), got nan"),
     ({"initializer_range": -1.0}, r"initializer_range must be a number in \[0, inf\), got -1.0"),
+    (
+        {"embedding_initializer_range": -0.1},
+        r"embedding_initializer_range must be None or a number in \[0, inf\), got -0.1",
+    ),
     ({"layer_norm_eps": -1e-5}, r"layer_norm_eps must be a number in \[0, inf\), got -1e-05"),
-    ({"scaling_exponent": float("nan")}, r"scaling_exponent must be a number in \[0, inf\), got nan"),
+    ({"scaling_exponent": float("nan")}, r"scaling_exponent must be None or a number in \[0, inf\), got nan"),
     ({"num_input_features": 0}, r"num_input_features must be None or an integer in \[1, \d+\], got 0"),
     ({"num_input_features": 2.5}, r"num_input_features must be None or an integer in \[1, \d+\], got 2.5"),
 ]
@@ -85,13 +96,16 @@ NOT_LABELS = ["ab", 4, 2.5, True, ["a"], {0: None}, {0: 2.5}, {None: "a"}, {0: [
 BAD_VALUES = {
     "vocab_size hidden_size num_hidden_layers num_spectral_channels filter_length chunk_size": [*NOT_AN_INTEGER, 0, -1],
     "intermediate_size gate_hidden_size num_input_features num_labels": [*NOT_AN_INTEGER[:-1], 0, -1],
+    "inner_size num_heads mixing_size": [*NOT_AN_INTEGER[:-1], 0, -1],
+    "conv_kernel_size": [*NOT_AN_INTEGER[:-1], 65, -1],
     "state_margin chunk_size_feed_forward": [*NOT_AN_INTEGER, -1],
     "ar_order": [*NOT_AN_INTEGER, 1, -1],
-    "scaling_exponent initializer_range layer_norm_eps": NOT_A_NUMBER,
+    "initializer_range layer_norm_eps": NOT_A_NUMBER,
+    "scaling_exponent embedding_initializer_range": NOT_A_NUMBER[:-1],
     "dropout stochastic_depth": [*NOT_A_NUMBER, 1, 1.0],
     "tie_word_embeddings use_cache is_encoder_decoder": NOT_A_FLAG,
     "output_hidden_states return_dict": NOT_A_FLAG[:-1],
-    "hidden_act spectral_algorithm gating classifier_pooling": NOT_A_CHOICE,
+    "hidden_act spectral_algorithm gating classifier_pooling block": NOT_A_CHOICE,
     "problem_type dtype": [*NOT_A_CHOICE[:-1], "load"],
     "pad_token_id bos_token_id": NOT_AN_INTEGER[:-1],
     "eos_token_id": [x for x in NOT_AN_INTEGER[:-1] if type(x) not in (list, tuple)] + [["a"], [2.0], [True], [None]],
@@ -202,6 +216,24 @@ def test_large_values_are_refused_before_any_work(name, monkeypatch):
     with pytest.raises(ValueError, match=name) as error:
         tiny_config(**{name: LARGE[name]})
     assert len(str(error.value)) < 300
+
+
+def test_sizes_that_follow_from_others_are_derived_anew_beside_a_file():
+    """Those that a file holds because of its block; what it says besides stays."""
+
+    def sizes(given, **fields):
+        config = ESSMConfig.from_dict(tiny_config(**fields).to_dict(), **given)
+        return config.inner_size, config.num_heads, config.mixing_size, config.conv_kernel_size, config.scaling_exponent
+
+    assert sizes({"hidden_size": 24}) == (24, 1, 24, 0, 0.25)
+    assert sizes({"block": "gated"}, scaling_exponent=0.5) == (16, 4, 4, 4, 0.0)
+    assert sizes({"block": "paper"}, block="gated", mixing_size=1) == (16, 1, 16, 0, 0.25)
+    assert sizes({"block": "gated", "num_heads": 2, "scaling_exponent": 0.5}) == (16, 2, 8, 4, 0.5)
+    assert sizes({"hidden_size": 24}, block="gated", conv_kernel_size=2) == (24, 4, 6, 2, 0.0)
+    assert sizes({"hidden_size": 24}, block="gated", inner_size=32) == (32, 4, 8, 4, 0.0)
+    assert sizes({"num_heads": 2}, block="gated", mixing_size=2) == (16, 2, 2, 4, 0.0)
+    with pytest.raises(ValueError, match=r"block must be one of .*, got tensor"):
+        sizes({"block": torch.tensor([1, 2])})
 
 
 def test_changed_layers_beside_a_file():

@@ -6,6 +6,7 @@ import importlib
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_config
@@ -114,6 +115,135 @@ def test_training_step_dropout_is_balanced(benchmark_module):
     updates = benchmark_module("training_step").balanced_updates(32)
     assert sorted(updates) == [(2,), (3,), (4,), (6,), (8,), (12,), (16,), (24,), (32,)]
     assert updates != sorted(updates)
+
+
+@pytest.fixture
+def ablation(benchmark_module):
+    """The module, tiny arguments, and the runs that they make."""
+    module = benchmark_module("ablation")
+
+    def run(tmp_path, *arguments):
+        (tmp_path / "text.txt").write_text("spectral budgets " * 300)
+        order = ["--train_file", str(tmp_path / "text.txt"), "--runs_dir", str(tmp_path / "runs"), *arguments]
+        return quick_report(module, tmp_path, *order)
+
+    return module, run
+
+
+def test_ablation_runs_are_tabled_at_their_best_rate(ablation, tmp_path, monkeypatch, capsys):
+    import engine
+
+    module, run = ablation
+    seen, run_at_budget = [], engine.run_at_budget
+
+    def watched(model, batch, budget):
+        if "labels" in batch:  # an update
+            seen.append(batch["input_ids"])
+        return run_at_budget(model, batch, budget)
+
+    monkeypatch.setattr(engine, "run_at_budget", watched)
+    names = ["gated", "llama"]
+    report = run(tmp_path, "--only", *names, "--rates", "0.001", "0.1", "--seeds", "0", "1")
+    assert {r["model"] for r in report["results"]} == {*names} and len(list((tmp_path / "runs").iterdir())) == 8
+    runs = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").iterdir())]
+    for result in report["results"]:
+        assert result["seeds"] == [0, 1] and abs(result["parameters"] / 60_000 - 1) <= module.TOLERANCE
+        assert result["rates"][f"{result['best_rate']:g}"] == min(result["rates"].values()) and result["at_the_edge"]
+        best = [r for r in runs if (r["model"], r["rate"]) == (result["model"], result["best_rate"])]
+        for K, bits in result["bits_per_byte"].items():
+            assert bits["mean"] == pytest.approx(sum(r["bits_per_byte"][K] for r in best) / 2) and bits["deviation"] > 0
+    budgets = {r["model"]: [*r["bits_per_byte"]] for r in report["results"]}
+    assert budgets == {"gated": ["2", "4", "8", "16"], "llama": ["1"]}
+    assert [t["target"] for t in report["targets"]][2:] == ["gated: bits per byte against llama"]
+    gated, llama = (next(r for r in report["results"] if r["model"] == name) for name in names)
+    above = [llama["by_seed"][seed]["1"] - gated["by_seed"][seed]["16"] for seed in "01"]
+    assert llama["against_gated"] == {
+        "mean": pytest.approx(sum(above) / 2),
+        "deviation": pytest.approx(np.std(above, ddof=1)),
+    }
+    assert gated["against_gated"] == {"mean": 0.0, "deviation": 0.0}
+    # 3 updates of 2 seeds at 2 rates: seed by seed, the same blocks for every model and rate.
+    orders = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]
+    assert len(orders) == 8 and all(torch.equal(order, orders[0]) for order in orders[:4])
+    assert all(torch.equal(order, orders[4]) for order in orders[4:]) and not torch.equal(orders[0], orders[4])
+    # A rate that has a seed of its own is compared by those that it shares.
+    (worse,) = {*llama["rates"]} - {f"{llama['best_rate']:g}"}
+    extra = json.loads((tmp_path / "runs" / f"llama-rate{worse}-seed0.json").read_text())
+    extra |= {"seed": 2, "bits_per_byte": {"1": 0.01}}
+    records = [r for r in runs if r["model"] == "llama"]
+    assert module.summarise([*records, extra])["best_rate"] == llama["best_rate"]
+    monkeypatch.setattr(module, "perform", None)
+    assert run(tmp_path, "--table", "--only", *names)["results"] == report["results"]
+    assert f"±{llama['bits_per_byte']['1']['deviation']:.4f}" in capsys.readouterr().out
+
+
+def test_ablation_goes_on_where_it_was_killed(ablation, tmp_path, monkeypatch):
+    module, run = ablation
+    order, train, calls = ["--only", "paper", "s4d", "--rates", "0.01"], module.train, []
+
+    def dies(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return train(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", dies)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, *order)
+    found = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert {path.name for path in found} == {"paper-rate0.01-seed0.json", "s4d-rate0.01-seed0.json"}
+    (tmp_path / "runs" / ".partial-x-seed1.json").write_text("{")  # killed while it was written
+    report = run(tmp_path, *order)
+    assert [r["seeds"] for r in report["results"]] == [[0, 1, 2]] * 2
+    assert all(path.stat().st_mtime_ns == time for path, time in found.items())
+    with pytest.raises(ValueError, match=r"updates was 3 and is now 2; choose another --runs_dir"):
+        run(tmp_path, *order, "--updates", "2")
+    (tmp_path / "runs" / "other-seed0.json").write_text(json.dumps({"model": "x", "settings": {}}))
+    with pytest.raises(ValueError, match="runs of different settings"):
+        run(tmp_path, "--table")
+
+
+def test_ablation_reports_a_run_that_diverged(ablation, tmp_path):
+    (result,) = ablation[1](tmp_path, "--only", "paper", "--rates", "1e38", "0.01", "--seeds", "0")["results"]
+    assert result["rates"]["1e+38"] is None and result["best_rate"] == 0.01
+    (result,) = ablation[1](tmp_path / "runs", "--only", "paper", "--rates", "1e38", "--seeds", "0")["results"]
+    assert result["best_rate"] is None
+
+
+def test_an_ablation_run_is_a_run_of_train_clm(ablation, tmp_path):
+    """So that what it measures is what a user gets."""
+    import train_clm
+    from engine import parse_arguments
+
+    ablation[1](tmp_path, "--only", "gated, FFN", "--rates", "0.01", "--seeds", "1")
+    (path,) = (tmp_path / "runs").iterdir()
+    record = json.loads(path.read_text())
+    own = {"block": "gated", "embedding_initializer_range": 0.1, "conv_kernel_size": 4, "filter_length": 512}
+    own |= {"block_size": 64, "sweep_blocks": 4, "validation_blocks": 4, "per_device_batch_size": 2, "max_steps": 3}
+    own |= {"learning_rate": 0.01, "seed": 1, "train_file": tmp_path / "text.txt", "output_dir": tmp_path / "run"}
+    values = {name: size for name, size in record["sizes"].items() if name != "state_size"} | own
+    line = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    train_clm.main(parse_arguments(train_clm.CLMArguments, [*line, "--cpu_threads", "1"]))
+    sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
+    bits = dict(zip(map(str, sweep["budgets"]), sweep["bits_per_byte"]))
+    assert {K: bits[K] for K in record["bits_per_byte"]} == pytest.approx(record["bits_per_byte"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["paper", "gated, d 32", "gated, 8 heads, d 16", "gated, FFN", "mamba2"])
+def test_ablation_models_have_as_many_parameters(benchmark_module, name):
+    module = benchmark_module("ablation")
+    row = module.ROWS[name]
+    config = module.matched_config(row, 800_000)
+    with torch.device("meta"):
+        assert abs(module.make_model(config, 4096).num_parameters() / 800_000 - 1) <= 0.03
+    for field, value in row.fields.items():
+        assert value is None or getattr(config, field) == value
+    if row.peer is None:
+        assert abs(config.inner_size / config.hidden_size - row.expansion) <= 0.25
+        assert abs(config.num_hidden_layers - row.layers) <= 2
+    with pytest.raises(ValueError, match="has 500 parameters"):
+        module.matched_config(row, 500)
 
 
 def test_peak_memory_is_exact_where_the_answer_is_known(benchmark_module):

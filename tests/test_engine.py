@@ -64,6 +64,13 @@ def data(tmp_path_factory) -> dict:
             "streaming": True,
             "shuffle_buffer": 5,
         },
+        "gated": {
+            "train_file": write_text(folder),
+            "validation_file": held_out,
+            "block": "gated",
+            "inner_size": 24,
+            "mixing_size": 2,
+        },
     }
 
 
@@ -410,7 +417,7 @@ EPOCH_AND_A_HALF = {
 }
 
 
-@pytest.mark.parametrize("kind", ["map-style", "streaming"])
+@pytest.mark.parametrize("kind", ["map-style", "streaming", "gated"])
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, tmp_path):
     """In mid-epoch, between checkpoints and inside of a checkpoint, with the buffer and the rest of a row half used."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -561,8 +568,11 @@ def test_checkpoints_of_earlier_versions_resume(arguments, finished, tmp_path):
     delete_folder(tmp_path / "checkpoint-00000008")
     state = as_of_an_earlier_version(tmp_path / "checkpoint-00000006") / "run_state.json"
     known = json.loads(state.read_text())
-    known["identity"].pop("adam_beta2")  # as if that argument were new
+    for name in ("adam_beta2", "block", "inner_size", "embedding_initializer_range"):  # as if they were new
+        known["identity"].pop(name)
     state.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=r"block was 'paper' and is now 'gated'"):
+        train(arguments(tmp_path, "gated"))
     with pytest.raises(ValueError, match=r"adam_beta2 was 0.95 and is now 0.9"):
         train(arguments(tmp_path, adam_beta2=0.9))
     train(arguments(tmp_path))

@@ -96,11 +96,13 @@ def test_initialisation_is_deterministic_and_depends_on_the_seed():
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
+@pytest.mark.parametrize("embeddings", [None, 0.1])
 @variants
-def test_initial_values(variant):
+def test_initial_values(variant, embeddings):
     """Small random M_k, gate bias constant and nonzero, norms and diagonal skip terms at identity, feedback off."""
     torch.manual_seed(0)
-    config = tiny_config(hidden_size=32, initializer_range=0.02, **variant)
+    own = {"embedding_initializer_range": embeddings, "tie_word_embeddings": embeddings is None}
+    config = tiny_config(hidden_size=32, initializer_range=0.02, **own, **variant)
     for name, tensor in ESSMForCausalLM(config).state_dict().items():
         if "channel_mixing" in name:
             std = 1e-3 if config.block == "paper" else config.mixing_size**-0.5
@@ -111,6 +113,8 @@ def test_initial_values(variant):
             assert (tensor == 1.0).all(), name
         elif name.endswith("bias") or name.endswith("output_mixing"):
             assert (tensor == 0.0).all(), name
+        elif "embed_tokens" in name and embeddings is not None:
+            assert 0.09 < tensor.std() < 0.11, name
         else:
             assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
 

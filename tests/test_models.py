@@ -24,6 +24,8 @@ from tasks.retrieval import TwoTowerClassifier, TwoTowerConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 3}
+GATED = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
+GATED |= {"intermediate_size": 20}
 TINY |= {"warmup_steps": 1, "validate_every": 3, "checkpoint_every": 2, "per_device_batch_size": 2, "cpu_threads": 1}
 
 
@@ -33,10 +35,15 @@ def command_line(**values) -> list[str]:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"gating": "none"}, {"gating": "none", "ar_order": 2, "budget_schedule": "full"}, {"scaling_exponent": 0.0}],
-    ids=["dropout only", "AR-STU", "exponent 0"],
+    [
+        {"gating": "none"},
+        {"gating": "none", "ar_order": 2, "budget_schedule": "full"},
+        {"scaling_exponent": 0.0},
+        GATED | {"scaling_exponent": 0.0625, "embedding_initializer_range": 0.1},
+    ],
+    ids=["dropout only", "AR-STU", "exponent 0", "gated"],
 )
-def test_variants_train(changes, tmp_path):
+def test_variants_train(changes, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("spectral budgets " * 100)
     values = TINY | {"train_file": text, "block_size": 64, "validation_blocks": 2, "sweep_blocks": 2} | changes
@@ -45,6 +52,7 @@ def test_variants_train(changes, tmp_path):
     assert {name: config[name] for name in changes if name in config} == {
         name: value for name, value in changes.items() if name != "budget_schedule"
     }
+    assert f" parameters ({changes.get('block', 'paper')} block) on " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("architecture", ["transformer", "s4d"])
@@ -110,11 +118,16 @@ def test_sizes_override_a_configuration(script, tmp_path):
     own = {"hidden_size": 24, "num_hidden_layers": 3, "num_spectral_channels": 8, "filter_length": 600}
     own |= {"scaling_exponent": 0.125, "gating": "none", "ar_order": 2}
     ESSMConfig(**own, chunk_size=32).save_pretrained(tmp_path)
-    changes = {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
+    config = read_config(parse(script, config_name=tmp_path, ar_order=0, **GATED))
+    assert {name: getattr(config, name) for name in GATED} == GATED
+    assert (config.hidden_size, config.scaling_exponent) == (24, 0.0)  # the exponent of a block goes with it
+    changes = {"embedding_initializer_range": 0.1, "intermediate_size": 20}
+    changes |= {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
     changes |= {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0}
     for name, value in changes.items():
         config = read_config(parse(script, config_name=tmp_path, **{name: value}))
-        assert {field: getattr(config, field) for field in own} == own | {name: value} and config.chunk_size == 32
+        assert {field: getattr(config, field) for field in {*own, name}} == own | {name: value}
+        assert config.chunk_size == 32
     with pytest.raises(ValueError, match=r"filter_length 600 resolves at most .* got num_spectral_channels=99"):
         read_config(parse(script, config_name=tmp_path, num_spectral_channels=99))
 
@@ -128,6 +141,10 @@ def test_what_overrides_a_configuration_is_part_of_the_run(script):
     assert (plain["hidden_size"], plain["filter_length"], plain["gating"]) == (128, 1024, "softmax")
     sizes = parse(script, hidden_size=16).identity()
     assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 4 and "config_overrides" not in sizes
+    assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("paper", None, 0.25)
+    sizes = parse(script, **GATED).identity()
+    assert {name: sizes[name] for name in GATED} == GATED and sizes["scaling_exponent"] == 0.0
+    assert parse(script, block="gated", scaling_exponent=0.5).identity()["scaling_exponent"] == 0.5
 
 
 def test_a_baseline_has_the_size_of_a_configuration(tmp_path):
@@ -193,6 +210,7 @@ def test_errors(script):
     with pytest.raises(ValueError, match="config_name or model_name_or_path, not both"):
         parse(script, config_name="x", model_name_or_path="y")
     given = {"num_spectral_channels": 8, "gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "hidden_size": 128}
+    given |= GATED
     for name, value in given.items():  # also what happens to be the default of a new model
         with pytest.raises(ValueError, match=f"{name} is part of model_name_or_path: leave it out, got '?{value}"):
             parse(script, model_name_or_path="x", **{name: value})

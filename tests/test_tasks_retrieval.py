@@ -231,6 +231,9 @@ def test_sizes_make_the_encoder(files, tmp_path):
     model = retrieval.make_model(arguments(tmp_path, files, **sizes, head_hidden_size=24), (2, 8))
     assert {name: getattr(model.config, name) for name in sizes} == sizes
     assert (model.config.head_hidden_size, model.config.trained_budgets) == (24, [2, 8])
+    sizes = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
+    config = retrieval.make_model(arguments(tmp_path, files, **sizes, intermediate_size=20), (2, 8)).config
+    assert {name: getattr(config, name) for name in sizes} == sizes and config.intermediate_size == 20
     config = retrieval.make_model(arguments(tmp_path, files, filter_length=None), (2, 8)).config
     assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
 

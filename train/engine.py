@@ -32,6 +32,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -133,6 +134,9 @@ class RunArguments:
     push_to_hub: bool = _arg(False, "Push the finished model, with its card, to hub_model_id.")
     hub_model_id: str | None = _arg(None, "owner/name on the Hub.")
     hub_private: bool = _arg(False, "Create that repository as a private one.")
+
+    # Values, by name, that runs had before these were arguments.
+    EARLIER = MappingProxyType({})  # type: ignore[var-annotated]
 
     # What may differ when a run is resumed: no weight depends on it (on the number of threads only by rounding).
     RESUMABLE = frozenset(
@@ -843,7 +847,12 @@ def train_and_record(
         script: its file. data: what it trains on, for people.
     """
     parameters = sum(p.numel() for p in task.model.parameters())
-    say(accelerator, f"{parameters:,} parameters on {accelerator.num_processes} x {accelerator.device.type}; {data}")
+    block = getattr(task.model.config, "block", None)
+    kind = "" if block is None else f" ({block} block)"
+    say(
+        accelerator,
+        f"{parameters:,} parameters{kind} on {accelerator.num_processes} x {accelerator.device.type}; {data}",
+    )
     record = train(accelerator, args, task, schedule)
     record |= {"script": Path(script).name, "data": data, "schedule": args.budget_schedule, "parameters": parameters}
     record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}

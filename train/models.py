@@ -19,8 +19,11 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassifica
 # Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
 _SIZES = MappingProxyType(
     {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
-    | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0}
+    | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
+    | dict.fromkeys(("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"))
+    | {"embedding_initializer_range": None}
 )
+_GATED = MappingProxyType({"scaling_exponent": 0.0})  # other defaults of the gated block
 _RATES = ("dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
@@ -28,7 +31,9 @@ _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "sco
 
 def _size(name: str, help: str) -> Any:
     """None says that it was not given; SizeArguments and a configuration then each have their own value."""
-    return field(default=None, metadata={"help": f"{help} By default {_SIZES[name]}, or as configured."})
+    default = "what ESSMConfig makes of the others" if _SIZES[name] is None else _SIZES[name]
+    gated = f" ({_GATED[name]} in the gated block)" if name in _GATED else ""
+    return field(default=None, metadata={"help": f"{help} By default {default}{gated}, or as configured."})
 
 
 @dataclass
@@ -44,6 +49,19 @@ class SizeArguments(RunArguments):
     gating: str | None = _size("gating", "The gate: 'softmax' (Eq. 8), or 'none' (Eq. 6).")
     ar_order: int | None = _size("ar_order", "2 adds the autoregressive and negative-filter terms of AR-STU.")
     scaling_exponent: float | None = _size("scaling_exponent", "Power of sigma_k in Eq. (7).")
+    block: str | None = _size(
+        "block", "The residual block: 'paper', or 'gated' with convolution, heads and output gate."
+    )
+    inner_size: int | None = _size("inner_size", "Of the gated block: width of its mixer.")
+    num_heads: int | None = _size("num_heads", "Of the gated block: groups of that width with a gate of Eq. (8) each.")
+    mixing_size: int | None = _size("mixing_size", "Of the gated block: size of the blocks on the diagonal of M_k.")
+    conv_kernel_size: int | None = _size("conv_kernel_size", "Of the gated block: taps of its convolution; 0 for none.")
+    intermediate_size: int | None = _size(
+        "intermediate_size", "Width of the feed-forward layer; 0, for none, in the gated block only."
+    )
+    embedding_initializer_range: float | None = _size(
+        "embedding_initializer_range", "Standard deviation of new embeddings; Mamba-2's is 0.1."
+    )
     dropout: float | None = field(
         default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
     )
@@ -51,10 +69,12 @@ class SizeArguments(RunArguments):
         default=None, metadata={"help": "Rate of skipping a whole sub-layer; by default 0, or as configured."}
     )
 
+    EARLIER = MappingProxyType({"block": "paper"})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source is None:
-            for name, default in _SIZES.items():
+            for name, default in (_SIZES | (_GATED if self.block == "gated" else {})).items():
                 setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
 
     @property
@@ -138,10 +158,7 @@ def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
             f"{args.source!r} must hold the config.json of an ES-SSM, model_type {ESSMConfig.model_type!r}, "
             f"got model_type {values.get('model_type')!r}"
         )
-    given = args.given()
-    if given.get("num_hidden_layers", values.get("num_hidden_layers")) != values.get("num_hidden_layers"):
-        values.pop("layer_types", None)  # one entry per layer, all of them the same
-    return ESSMConfig.from_dict(values | given | fields)
+    return ESSMConfig.from_dict(values | fields, **args.given())
 
 
 def load_model(auto: Any, name: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:

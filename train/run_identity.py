@@ -27,7 +27,8 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
 def check_same_run(checkpoint: Path, identity: dict[str, Any], args: Any) -> None:
     """Raises ValueError if the checkpoint belongs to a run that would have given other weights.
 
-    What the checkpoint does not know, as it was written by an earlier version, must be an argument at its default.
+    What the checkpoint does not know, as it was written by an earlier version, must be an argument at its default, or
+    as `EARLIER` of the arguments says.
 
     Args:
         identity: what defines the run, with the `model_identity` as "model". args: engine.RunArguments.
@@ -39,7 +40,8 @@ def check_same_run(checkpoint: Path, identity: dict[str, Any], args: Any) -> Non
     saved = read_run_state(checkpoint)["identity"]
     if args.extend and identity["max_steps"] > saved["max_steps"]:
         identity = {name: new for name, new in identity.items() if name not in ("max_steps", "num_train_epochs")}
-    known = {f.name: f.default for f in dataclasses.fields(args) if f.default is not dataclasses.MISSING} | saved
+    defaults = {f.name: f.default for f in dataclasses.fields(args) if f.default is not dataclasses.MISSING}
+    known = defaults | args.EARLIER | saved
     changed = {
         name: f"{name} was {old!r} and is now {new!r}{reasons.get(name, '')}"
         for name, new in identity.items()
