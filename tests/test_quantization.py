@@ -240,7 +240,8 @@ def test_saved_copies_are_the_model(models, folders, name, block, tmp_path):
         sum(p.stat().st_size for p in f.glob("*.safetensors")) for f in (folders / name, tmp_path / "small")
     )
     full = (folders / "full" / "model.safetensors").stat().st_size
-    assert small < whole < {"paper": 0.33 if name == "int8" else 0.20, "gated": 0.45, "gated-diagonal": 0.8}[block] * full
+    share = {"paper": 0.33 if name == "int8" else 0.20, "gated": 0.45, "gated-diagonal": 0.8}[block]
+    assert small < whole < share * full
     with safe_open(folders / name / "model.safetensors", "pt") as file:
         matrix = MATRICES[block][0]  # channel_mixing of the paper's block
         stored = file.get_slice("model.layers.0." + "._".join(matrix.rsplit(".", 1)) + "_qdata")
@@ -448,7 +449,7 @@ def test_older_int8_checkpoints_load(folders, models, tmp_path):
     quantization = config["quantization_config"]
     formats = quantization["quant_type"]["default"]["_data"]
     for key in ("fqn_to_config", "module_fqn_to_config"):
-        for value in (formats[key] if key in formats else {}).values():
+        for value in formats.get(key, {}).values():
             value |= {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"set_inductor_config": False}}
     (tmp_path / "old" / "config.json").write_text(json.dumps(config))
     assert "ESSMInt8Config" not in (tmp_path / "old" / "config.json").read_text()
