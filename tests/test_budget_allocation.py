@@ -71,7 +71,8 @@ def monte_carlo(request):
 
     H = 1024; the first 1024 steps, in which the filters have not seen their whole length, are left out.
     """
-    (mixer,) = spectral_mixers(random_model(num_hidden_layers=1, filter_length=1024, **request.param))
+    sizes = {"num_hidden_layers": 1, "filter_length": 1024, "scaling_exponent": 0.25}  # energies that fall with k
+    (mixer,) = spectral_mixers(random_model(**sizes, **request.param))
     with torch.no_grad():
         if mixer.gated:
             mixer.gate_out.weight.mul_(10.0)  # gates that move
@@ -92,12 +93,12 @@ def test_distortions_are_those_measured(monte_carlo):
         gain = float((y[32] * y[K]).sum() / y[K].square().sum())
         gain_free = float((y[32] - gain * y[K]).square().sum(-1).mean())
         # Slow filters leave about 200 independent samples; the rounding of fp32 shows below 1e-10 of the power.
-        assert float(B1[K - 1]) == pytest.approx(measured, rel=0.05, abs=1e-10 * power)
-        assert float(B2[K - 1]) == pytest.approx(gain_free, rel=0.05, abs=1e-10 * power)
+        rel = 0.05 if mixer.num_heads == 1 else 0.1  # outputs of heads are sums of fewer independent terms
+        assert float(B1[K - 1]) == pytest.approx(measured, rel=rel, abs=1e-10 * power)
+        assert float(B2[K - 1]) == pytest.approx(gain_free, rel=rel, abs=1e-10 * power)
         tail = float((found.square[-1] * found.energies)[K:].sum())  # over channels, and over gates of heads
         if mixer.gated:  # dropping channels raises the gates of the others
-            flat = not mixer.scaling_exponent  # energies that do not fall with k
-            assert B1[K - 1] > (2 if flat else 10) * tail and B1[K - 1] > 1.5 * B2[K - 1]
+            assert B1[K - 1] > 10 * tail and B1[K - 1] > 1.5 * B2[K - 1]
         else:
             assert float(B1[K - 1]) == pytest.approx(tail) and float(B2[K - 1]) == pytest.approx(tail)
     # Three fp64 sums of 32 terms that add up to `power` cancel: 4 * 32 eps = 3e-14 of it may stay.
