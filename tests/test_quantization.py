@@ -144,6 +144,7 @@ def test_a_budget_is_the_quantised_prefix(large, folders, models, name, tmp_path
     assert read.get_memory_footprint() == small.get_memory_footprint() < models[name].get_memory_footprint()
 
 
+@pytest.mark.parametrize("block", ["paper", "gated"], indirect=True, scope="module")
 @FORMATS
 def test_channels_beyond_the_budget_are_not_read(models, name):
     model = copy.deepcopy(models[name])
@@ -251,6 +252,7 @@ def test_saved_copies_are_the_model(models, folders, name, block, tmp_path):
     )
 
 
+@blocks
 @FORMATS
 def test_options_of_loading(folders, models, name):
     reference = outputs(models[name]).float()
@@ -357,6 +359,7 @@ def test_a_fresh_process_loads_it_without_the_package(folders, models, tmp_path)
             assert_close(found, expected)  # another process: not always as many threads
 
 
+@blocks
 def test_a_remote_copy_beside_the_package(folders, models, tmp_path, monkeypatch):
     """Two copies of the code in one process: each reads what the other wrote."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
