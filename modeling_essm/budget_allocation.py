@@ -13,6 +13,7 @@ gates of those that stay (Eq. 8). With a = alpha at the capacity and b = alpha a
     D'(K) = min_c E||y_a - c y_b||^2 = sum_k E[a_k^2] e_k - (sum_k E[a_k b_k] e_k)^2 / sum_k E[b_k^2] e_k           (B2)
 
 (B2) leaves out the pure gain, which the layers above absorb. Without a gate a = b = 1, and both are the plain tail.
+With heads each has gates of its own and its own part of the outputs, so the sums run over heads as well as channels.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def allocate_spectral_budget(
     if calibration is None and method != "aire":
         raise ValueError(f"method {method!r} needs calibration, an iterable of dicts of model inputs, got None")
     if calibration is None:
-        return aire_budgets([channel_energies(mixer) for mixer in mixers], total, min_budget)
+        return aire_budgets([by_channel(channel_energies(mixer)) for mixer in mixers], total, min_budget)
     batches = read_calibration(model, calibration, need_labels=method == "loss")
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -93,7 +94,7 @@ def allocate_spectral_budget(
         for module, training in modes:
             module.training = training
     if method == "aire":
-        return aire_budgets([s.square[-1] * s.energies for s in statistics], total, min_budget)
+        return aire_budgets([by_channel(s.square[-1] * s.energies) for s in statistics], total, min_budget)
     curves = [s.weight * non_increasing(distortions(s)[min_budget - 1 :]) for s in statistics]
     return minimise(curves, total, min_budget)
 
@@ -170,8 +171,9 @@ class LayerStatistics:
     """Of one mixer with capacity C over all real calibration positions; fp64 on the CPU.
 
     Attributes:
-        energies: (C,) e_k of the inputs seen.
-        square, cross: (C, C), row K - 1 holds E[b_k^2] and E[a_k b_k] of the gates at budget K, zero beyond K.
+        energies: (C,) e_k of the inputs seen, or (C, G) where G heads have gates of their own.
+        square, cross: (C, C) or (C, C, G), row K - 1 holds E[b_k^2] and E[a_k b_k] of the gates at budget K, zero
+            beyond K.
         weight: of the layer's distortion, as in `allocate_spectral_budget`.
     """
 
@@ -183,10 +185,20 @@ class LayerStatistics:
 
 def distortions(statistics: LayerStatistics, gain_free: bool = True) -> Tensor:
     """(B2), or (B1) with gain_free=False, for K = 1, .., C: (C,) fp64."""
-    e = statistics.energies
-    full, power, cross = statistics.square[-1] @ e, statistics.square @ e, statistics.cross @ e
+    e, square, cross = statistics.energies.flatten(), statistics.square.flatten(1), statistics.cross.flatten(1)
+    full, power, cross = square[-1] @ e, square @ e, cross @ e
     D = full - cross**2 / power.clamp(min=_TINY) if gain_free else full - 2 * cross + power
     return D.clamp(min=0.0)
+
+
+def by_channel(values: Tensor) -> Tensor:
+    """(C,) or (C, G) -> (C,): the sum over heads."""
+    return values.reshape(len(values), -1).sum(1)
+
+
+def _num_gates(mixer: Any) -> int:
+    """G, gates that a channel has; code of before there were heads has one."""
+    return getattr(mixer, "num_heads", 1) if mixer.gated else 1
 
 
 @torch.no_grad()
@@ -194,14 +206,15 @@ def channel_energies(mixer: Any, u: Tensor | None = None, real: Tensor | None = 
     """e_k = sigma_k^(2p) tr(M_k^T R_k M_k), the power of channel k at alpha = 1; rows as in y = f M.
 
     Args:
-        u: (B, L, D) inputs of the mixer, real: (B, L) bool, the positions to average over: R_k = E[f_k^T f_k] of the
+        u: (B, L, D) inputs of the operator, real: (B, L) bool, the positions to average over: R_k = E[f_k^T f_k] of the
             features f_k = phi_k * u. Without them u is white with unit variance, and R_k is the identity.
     Returns:
-        (C,) fp64 on the CPU.
+        (C,), or (C, G) for the outputs of each of G > 1 gates, fp64 on the CPU.
     """
-    M, basis = mixer.channel_mixing, spectral_basis(mixer.operator.filter_length)
+    M, basis, G = mixer.channel_mixing, spectral_basis(mixer.operator.filter_length), _num_gates(mixer)
     M = dequantize(M) if is_quantized(M) else M
-    power = M.double().square().sum((1, 2))
+    M = M.unflatten(1, (-1, M.shape[2]))  # (C, h, d, d), of one head the whole M_k
+    power = M.double().square().sum((2, 3)).unflatten(1, (G, -1)).sum(2)
     if u is not None:
         L, dtype = u.shape[1], state_dtype(u.dtype)
         phi = torch.from_numpy(basis.filters(len(M), np.arange(min(L, basis.filter_length)))).to(u.device)
@@ -209,8 +222,10 @@ def channel_energies(mixer: Any, u: Tensor | None = None, real: Tensor | None = 
         u_f = torch.fft.rfft(u.to(dtype).mT, 2 * L)  # (B, D, L + 1)
         for k in range(len(M)):
             f = torch.fft.irfft(u_f * phi_f[k], 2 * L)[..., :L].mT[real]  # (n, D)
-            power[k] = (f @ M[k].to(dtype)).double().square().sum(-1).mean()
-    return torch.from_numpy(basis.sigma[: len(M)] ** (2 * mixer.scaling_exponent)) * power.cpu()
+            y = torch.einsum("nhd,hde->nhe", f.unflatten(1, M.shape[1:3]), M[k].to(dtype)).double()
+            power[k] = y.square().mean(0).view(G, -1).sum(1)
+    sigma = torch.from_numpy(basis.sigma[: len(M)] ** (2 * mixer.scaling_exponent))
+    return (sigma[:, None] * power.cpu()).squeeze(1)
 
 
 @torch.no_grad()
@@ -219,8 +234,10 @@ def gate_moments(mixer: Any, u: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     C = len(mixer.channel_mixing)
     u = u[real][None]  # gates look at one position at a time
     scale = mixer.operator.sigma(C, mixer.scaling_exponent, u).double().clamp(min=_TINY)
-    alpha = [mixer.gates(u, K)[0].double() / scale[:K] for K in range(1, C + 1)]  # (n, K), Eq. (8)
-    square, cross = scale.new_zeros(C, C), scale.new_zeros(C, C)
+    heads = (_num_gates(mixer),) if _num_gates(mixer) > 1 else ()
+    scale = scale.view(C, *(1 for _ in heads))
+    alpha = [mixer.gates(u, K)[0].double() / scale[:K] for K in range(1, C + 1)]  # (n, K) or (n, K, G), Eq. (8)
+    square, cross = scale.new_zeros(C, C, *heads), scale.new_zeros(C, C, *heads)
     for K, b in enumerate(alpha, 1):
         square[K - 1, :K] = (b * b).mean(0)
         cross[K - 1, :K] = (alpha[-1][:, :K] * b).mean(0)
@@ -236,7 +253,9 @@ def layer_statistics(model: nn.Module, batches: Sequence[Batch]) -> list[LayerSt
     seen: list[tuple[Tensor, Tensor]] = []  # u and y of every mixer
 
     def see(mixer: Any, args: tuple[Any, ...], y: Tensor) -> None:
-        seen.append((args[0].detach(), y if y.requires_grad else y.requires_grad_(labelled)))  # weights may be frozen
+        with torch.no_grad():
+            u = mixer.operator_inputs(args[0]) if getattr(mixer, "taps", 0) else args[0].detach()
+        seen.append((u, y if y.requires_grad else y.requires_grad_(labelled)))  # weights may be frozen
 
     for batch in batches:
         seen.clear()

@@ -29,7 +29,7 @@ from .prefix_loading import (
     resolve_capacity,
     truncated_config,
 )
-from .quantization import INSTALL, dequantize, is_quantized, register_int4, resolve_quantization, weight_bytes
+from .quantization import INSTALL, dequantize, is_quantized, register_formats, resolve_quantization, weight_bytes
 from .remote_code import code_files, derived_class, prune_auto_map
 from .spectral_budget import SpectralBudget
 
@@ -69,7 +69,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             return derived.from_pretrained(source, *args, **kwargs)
         if quantization_config is not None:
             kwargs["quantization_config"] = resolve_quantization(quantization_config)
-        register_int4()  # which a checkpoint may hold
+        register_formats()  # which a checkpoint may hold
         try:
             if spectral_capacity is None:
                 loaded = super().from_pretrained(source, *args, **kwargs)

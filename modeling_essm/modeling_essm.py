@@ -213,6 +213,10 @@ class ESSMSpectralMixer(nn.Module):
             s = s.masked_fill(inactive, -math.inf)
         return s.softmax(2).to(u.dtype) * scale
 
+    def operator_inputs(self, u: Tensor) -> Tensor:
+        """What gates and operator read of a whole sequence (B, L, D): in the gated block its convolution."""
+        return self._convolve(u, None, None)[0] if self.taps else u
+
     def forward(
         self,
         u: Tensor,

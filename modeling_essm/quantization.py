@@ -11,8 +11,10 @@ budget stays a prefix, in memory and on disk.
 own, because those of torchao pack only for GPUs: what one input gives to up to 64 outputs is a group of entries q in
 0..15 with an fp16 scale s and an fp16 bias b, value s q + b, laid out as torch's 4-bit embedding rows.
 
-Kept in full precision: embedding and head, norms, biases, the gate's output layer, and what AR-STU adds: its feedback
-amplifies errors, and files of torchao 0.18 confuse names that begin alike.
+Kept in full precision: embedding and head, norms, biases, the gate's output layer, the short convolution and the
+diagonal skip of the gated block, and what AR-STU adds: its feedback amplifies errors, and files of torchao 0.18 confuse
+names that begin alike. So are matrices whose rows are shorter than 16, which would spend on scales what they save: with
+`mixing_size` below 16 the M_k, of which a diagonal holds little; in "int4" also rows that 16 does not divide.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _LEAST_GROUP = 16  # smaller ones would spend more on scales than they save
 # Parameters of a layer that are quantised, as torchao matches names.
 _MATRICES = (
     r"re:(.+\.)?layers\.\d+\.mixer\.channel_mixing",
-    r"re:(.+\.)?layers\.\d+\.(mixer\.(skip|gate_in)|ffn\.(up|down))\.weight",
+    r"re:(.+\.)?layers\.\d+\.(mixer\.(skip|gate_in)|ffn\.(up|down)|in_proj|out_proj)\.weight",
 )
 INSTALL = "quantised weights need torchao: pip install 'torchao>=0.18'"
 
@@ -49,15 +51,14 @@ def essm_quantization(name: str) -> Any:
     """
     if name not in FORMATS:
         raise ValueError(f"quantization_config as a name must be one of {FORMATS}, got {name!r}")
-    register_int4()
+    register_formats()
     from transformers import TorchAoConfig
 
     try:
-        from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig
+        from torchao.quantization import FqnToConfig
     except ImportError as error:
         raise ImportError(INSTALL) from error
-    # The recommended inductor settings of torchao are global: not for a library to set.
-    config = Int8WeightOnlyConfig(set_inductor_config=False) if name == "int8" else globals()["ESSMInt4Config"]()
+    config = globals()[{"int8": "ESSMInt8Config", "int4": "ESSMInt4Config"}[name]]()
     return TorchAoConfig(FqnToConfig({key: config for key in _MATRICES}), modules_to_not_convert=["lm_head", "score"])
 
 
@@ -142,7 +143,7 @@ def parts(weight: Any) -> Iterator[Tensor]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# int4: the arithmetic, and its place in torchao.
+# int4: the arithmetic, and the place of both formats in torchao.
 
 
 def pack_rows(weight: Tensor, group_size: int) -> Tensor:
@@ -164,11 +165,12 @@ def unpack_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1)
-def register_int4() -> None:
-    """Make ESSMInt4Tensor and ESSMInt4Config known to torchao and to files; does nothing without torchao."""
+def register_formats() -> None:
+    """Make ESSMInt4Tensor and the configs of both formats known to torchao and to files; nothing without torchao."""
     try:
         from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
         from torchao.prototype.safetensors import safetensors_utils
+        from torchao.quantization import Int8Tensor, PerRow
         from torchao.quantization.transform_module import register_quantize_module_handler
         from torchao.utils import TorchAOBaseTensor, fill_defaults
     except ImportError:
@@ -198,6 +200,10 @@ def register_int4() -> None:
             return dequantize(self, dtype=output_dtype)
 
     @dataclass
+    class ESSMInt8Config(AOBaseConfig):
+        """Weight-only int8 of ES-SSM, a scale for each row; rows that are too short stay."""
+
+    @dataclass
     class ESSMInt4Config(AOBaseConfig):
         """Weight-only int4 of ES-SSM, in groups of at most that size; where 16 does not divide a row it stays."""
 
@@ -218,9 +224,19 @@ def register_int4() -> None:
             raise NotImplementedError(f"int4 weights can be sliced by channels only, got dimension {dim}")
         return ESSMInt4Tensor(func(weight.qdata, 0, start, end, step), weight.dtype)
 
+    @register_quantize_module_handler(ESSMInt8Config)
+    def _(module, config, *, parameter_name: str = "weight"):
+        weight = getattr(module, parameter_name)
+        if weight.ndim > 1 and weight.shape[-1] >= _LEAST_GROUP:
+            scaled = Int8Tensor.from_hp(weight, granularity=PerRow())
+            setattr(module, parameter_name, torch.nn.Parameter(scaled, requires_grad=False))
+        return module
+
     @register_quantize_module_handler(ESSMInt4Config)
     def _(module, config, *, parameter_name: str = "weight"):
         weight = getattr(module, parameter_name)
+        if weight.ndim == 1:  # the diagonal skip of the gated block
+            return module
         rows = weight if weight.ndim == 3 else weight.T
         group_size = math.gcd(rows.shape[-1], config.group_size)
         if group_size >= _LEAST_GROUP:
@@ -230,7 +246,7 @@ def register_int4() -> None:
 
     # Where torchao looks for the classes named in config.json and in safetensors files. Each copy of this module, in
     # the package and beside a model, has classes of its own; files name no copy, so the first one reads them all.
-    for cls in (ESSMInt4Tensor, ESSMInt4Config):
+    for cls in (ESSMInt4Tensor, ESSMInt8Config, ESSMInt4Config):
         cls.__qualname__ = cls.__name__
         globals()[cls.__name__] = cls
     ALLOWED_AO_MODULES.add(__name__)

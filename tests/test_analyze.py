@@ -8,23 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import random_ids, random_model
+from helpers import VARIANTS, random_ids, random_model, variants
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import analyze
-from analyze import gate_statistics, layer_cost, measured_cost, mixers_of, stability_bounds
+from analyze import gate_statistics, layer_cost, measured_cost, mixers_of, parts_of, stability_bounds
 
 from modeling_essm import ESSMModel, build_byte_tokenizer
 
 
-def test_gate_statistics_are_those_of_the_gates():
-    model, ids = random_model(ESSMModel), random_ids(2, 20)
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_gate_statistics_are_those_of_the_gates(block):
+    model, ids = random_model(ESSMModel, **VARIANTS[block]), random_ids(2, 20)
+    heads = () if block == "paper" else (4,)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, 12:] = 0  # right padding does not count
     found = gate_statistics(model, {"input_ids": ids, "attention_mask": mask}, 6)
-    torch.testing.assert_close(found.mean.sum(1), torch.ones(2, dtype=torch.float64))
+    torch.testing.assert_close(found.mean.sum(-1), torch.ones(2, *heads, dtype=torch.float64))
     assert ((found.entropy > 0) & (found.entropy <= math.log(6) + 1e-6)).all()
     inputs = []
     hook = mixers_of(model)[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
@@ -34,20 +36,31 @@ def test_gate_statistics_are_those_of_the_gates():
             model(row, spectral_budget=6)
     hook.remove()
     mixer = mixers_of(model)[1]
-    alpha = torch.cat([(mixer.gates(u, 6) / mixer.operator.sigma(6, 0.25, u))[0] for u in inputs])  # (20 + 12, 6)
+    sigma = mixer.operator.sigma(6, mixer.scaling_exponent, inputs[0])
+    with torch.no_grad():
+        gates = torch.cat([mixer.gates(mixer.operator_inputs(u), 6)[0] for u in inputs])  # (20 + 12, 6), or (.., 4)
+    alpha = gates.movedim(1, -1) / sigma
     torch.testing.assert_close(found.mean[1], alpha.double().mean(0), atol=1e-5, rtol=1e-4)
+    entropy = -(alpha * alpha.log()).sum(-1).double().mean(0)
+    torch.testing.assert_close(found.entropy[1], entropy, atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="gating='softmax'"):
         gate_statistics(random_model(ESSMModel, gating="none"), {"input_ids": ids}, 6)
 
 
-@pytest.mark.parametrize("gating", ["softmax", "none"])
-def test_no_layer_amplifies_beyond_its_bound(gating):
-    model = random_model(ESSMModel, gating=gating)
-    u = torch.nn.functional.normalize(torch.randn(4, 300, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+@pytest.mark.parametrize("name", ["paper", "no-gate", "gated", "gated-diagonal"])
+def test_no_layer_amplifies_beyond_its_bound(name):
+    model = random_model(ESSMModel, **VARIANTS[name])
+    width = model.config.inner_size
+    u = torch.nn.functional.normalize(torch.randn(4, 300, width, generator=torch.Generator().manual_seed(0)), dim=-1)
     for K in (1, 4, 32):
         for mixer, bound in zip(mixers_of(model), stability_bounds(model, K), strict=True):
             with torch.no_grad():
                 assert mixer(u, K).norm(dim=-1).max() <= bound * (1 + 1e-5)
+    for mixer in mixers_of(model):
+        mixer.skip.weight.data.zero_()
+    for mixer, bound in zip(mixers_of(model), stability_bounds(model, 1), strict=True):
+        with torch.no_grad():  # the spectral part alone; of one channel random inputs reach a part of the bound
+            assert 0.003 * bound < mixer(u, 1).norm(dim=-1).max() <= bound * (1 + 1e-5)
     with pytest.raises(ValueError, match="ar_order"):
         stability_bounds(random_model(ESSMModel, gating="none", ar_order=2), 4)
 
@@ -64,36 +77,45 @@ def test_the_cost_model_counts_the_products():
     assert cost["step"] - layer_cost(mixer, 4, 4096)["step"] == 32 * 8 + 8 * 4 + 4
 
 
-@pytest.mark.parametrize("fields", [{}, {"gating": "none"}, {"ar_order": 2}], ids=str)
+@variants
 @pytest.mark.parametrize("length", [1, 5])
-def test_the_cost_model_counts_what_a_layer_computes(fields, length):
-    """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u."""
-    mixer = mixers_of(random_model(ESSMModel, spectral_algorithm="step", **fields))[0]
+def test_the_cost_model_counts_what_a_layer_computes(variant, length):
+    """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u.
+
+    Of the gated block also convolution and skip, and a diagonal M_k.
+    """
+    part = parts_of(random_model(ESSMModel, spectral_algorithm="step", **variant))[0]
+    mixer = mixers_of(part)[0]
+    D, G, d = mixer.skip.weight.shape[-1], mixer.num_heads, mixer.channel_mixing.shape[2]
     for K in (1, 6, 32):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            mixer(torch.randn(1, length, 16), K)
-        elements = (K + mixer.operator.num_states(K)) * 16 * (2 if mixer.ar_order else 1) + (K if mixer.gated else 0)
-        products = layer_cost(mixer, K, length)["step"] - elements
+            part(torch.randn(1, length, 16), K)
+        elements = (K + mixer.operator.num_states(K)) * D * (2 if mixer.ar_order else 1) + (G * K if mixer.gated else 0)
+        elements += (mixer.taps + 1) * D if part is not mixer else 0
+        elements += K * D if d == 1 else 0
+        products = layer_cost(part, K, length)["step"] - elements
         assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
 
 
-def test_measuring_leaves_the_layer_as_it_was():
-    model = random_model(ESSMModel, spectral_algorithm="step")
+@variants
+def test_measuring_leaves_the_layer_as_it_was(variant):
+    model = random_model(ESSMModel, spectral_algorithm="step", **variant)
     model.truncate([8, 3])
-    seconds = measured_cost(mixers_of(model)[1], (2, 8), 20, rounds=1)
+    seconds = measured_cost(parts_of(model)[1], (2, 8), 20, rounds=1)
     assert [len(values) for values in seconds.values()] == [2, 2] and mixers_of(model)[1].algorithm == "step"
 
 
-def test_script(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_script(block, tmp_path, monkeypatch, capsys):
     model = tmp_path / "model"
-    random_model().save_pretrained(model)
+    random_model(**VARIANTS[block]).save_pretrained(model)
     build_byte_tokenizer().save_pretrained(model)
     (tmp_path / "text.txt").write_text("spectral " * 200)
     argv = ["analyze.py", "--model", str(model), "--text_files", str(tmp_path / "text.txt"), "--block_size", "128"]
     monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(tmp_path / "out")])
     analyze.main()
     record = json.loads((tmp_path / "out" / "analysis.json").read_text())
-    assert len(record["gates"]["mean"]) == 2 and len(record["gates"]["mean"][0]) == 32
+    assert torch.tensor(record["gates"]["mean"]).shape == ((2, 32) if block == "paper" else (2, 4, 32))
     assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
     assert "largest mean gates" in capsys.readouterr().out

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import captured_warnings, random_ids, random_model, truncate
+from helpers import VARIANTS, captured_warnings, random_ids, random_model, truncate
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -425,9 +425,13 @@ SAME = {
 }
 
 
+blocks = pytest.mark.parametrize("block", ["paper", "gated"])
+
+
+@blocks
 @pytest.mark.parametrize("change", SAME.values(), ids=SAME)
-def test_the_same_model_in_another_form(tmp_path, change):
-    model = random_model(seed=3)
+def test_the_same_model_in_another_form(tmp_path, change, block):
+    model = random_model(seed=3, **VARIANTS[block])
     of(model).save(tmp_path)
     changed = change(copy.deepcopy(model))
     assert read_profile(tmp_path, changed).quality.values[0] == 2.4
@@ -461,7 +465,7 @@ def with_other_mixing(model):
 
 
 OTHERS = {
-    "seed": (lambda model: random_model(seed=4), r"other weights: a value of .* is -?0\.\d+ instead of"),
+    "seed": (lambda model: random_model(seed=4), r"other weights: a value of .* is -?\d\.\d+ instead of"),
     "trained": (trained_further, "other weights"),
     "mixing": (with_other_mixing, r"other weights: a value of channel_mixing\[0\]"),
     "width": (lambda model: random_model(hidden_size=8), "hidden_size 8 instead of 16"),
@@ -469,9 +473,10 @@ OTHERS = {
 }
 
 
+@blocks
 @pytest.mark.parametrize("other, message", OTHERS.values(), ids=OTHERS)
-def test_another_model(tmp_path, other, message):
-    model = random_model(seed=3)
+def test_another_model(tmp_path, other, message, block):
+    model = random_model(seed=3, **VARIANTS[block])
     path = of(model).save(tmp_path)
     with pytest.raises(ValueError, match=message) as error:
         read_profile(tmp_path, other(model))
@@ -680,11 +685,12 @@ def test_a_model_of_other_tokens_is_scored_per_byte(tmp_path):
 QUICK = ["--rounds", "1", "--decode_tokens", "3", "--device", "cpu", "--threads", "1", "--batch_sizes", "1", "2"]
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+@pytest.fixture(scope="module", params=["paper", "gated"])
+def saved(request, tmp_path_factory):
     """A language model with a preset of its user's, and some text."""
     root = tmp_path_factory.mktemp("calibration")
-    random_model(seed=5, budget_presets={"phone": 3, "sweet-spot": 1}, dropout=0.1).save_pretrained(root / "model")
+    fields = {"budget_presets": {"phone": 3, "sweet-spot": 1}, "dropout": 0.1} | VARIANTS[request.param]
+    random_model(seed=5, **fields).save_pretrained(root / "model")
     (root / "text.txt").write_text("the spectral state of the spectral budget " * 40)
     return root
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model
+from helpers import VARIANTS, assert_close, random_ids, random_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
@@ -36,6 +36,7 @@ CASES = {
         6,
         ((1, 1), (2, 13), (1, 160)),
     ),
+    "gated": (VARIANTS["gated"] | ONE | {"chunk_size": 64}, 6, ((1, 1), (2, 2), (3, 70))),  # diagonal in `onnx_folder`
 }
 _INTEGERS = (6, 7, 9)  # int32, int64 and bool of onnx.TensorProto
 HAS_ONNX = all(importlib.util.find_spec(name) for name in export_module.PACKAGES["onnx"])
@@ -153,7 +154,7 @@ def test_any_division_of_a_text_is_the_same(case, runtime, runners):
 
 
 @runtimes
-@pytest.mark.parametrize("case", ["per-layer", "ar-ungated"])
+@pytest.mark.parametrize("case", ["per-layer", "ar-ungated", "gated"])
 @torch.no_grad()
 def test_padded_rows_are_what_they_are_alone(case, runtime, runners):
     """Left padding where a row begins and later, right padding, holes, a piece of nothing but padding, and none."""
@@ -185,7 +186,7 @@ def test_a_program_holds_the_weights_of_its_budget_only(case):
 
 
 @needs_onnx
-@pytest.mark.parametrize("case", ["per-layer", "K32"])
+@pytest.mark.parametrize("case", ["per-layer", "K32", "gated"])
 def test_an_onnx_file_holds_the_weights_of_its_budget_once(case, runners):
     import onnx
 
@@ -244,6 +245,10 @@ def test_signature():
         "input_ids",
         *(f"past.0.{name}" for name in ("features", "negative", "inputs", "outputs")),
     ]
+    assert [(spec.name, spec.shape) for spec in signature(exported("gated")[2]["step"])[0][1:]] == [
+        ("past.0.features", ("batch", 22, 16)),
+        ("past.0.convolution", ("batch", 3, 16)),
+    ]
 
 
 def test_the_model_stays_as_it_is():
@@ -292,13 +297,16 @@ def test_other_models_are_refused():
 # --- Classifiers
 
 
-@pytest.mark.parametrize("pooling, features", [("mean", 3), ("last", None)], ids=["features", "ids"])
+@pytest.mark.parametrize(
+    "pooling, features, block",
+    [("mean", 3, "paper"), ("last", None, "paper"), ("mean", 3, "gated-diagonal")],
+    ids=["features", "ids", "gated"],
+)
 @torch.no_grad()
-def test_classifiers(pooling, features):
+def test_classifiers(pooling, features, block):
     """Under onnxruntime in `test_script_exports_classifiers`."""
-    model = random_model(
-        ESSMForSequenceClassification, num_labels=4, classifier_pooling=pooling, num_input_features=features, **ONE
-    )
+    fields = VARIANTS[block] | ONE | {"classifier_pooling": pooling, "num_input_features": features}
+    model = random_model(ESSMForSequenceClassification, num_labels=4, **fields)
     programs = export_programs(model, 6)
     assert list(programs) == ["classify"]
     first = signature(programs["classify"])[0][0]
@@ -314,11 +322,12 @@ def test_classifiers(pooling, features):
 # --- train/export.py and the example
 
 
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
+@pytest.fixture(scope="module", params=["paper", "gated-diagonal"])
+def model_folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     fields = ONE | {"filter_length": 160, "num_spectral_channels": 8, "tie_word_embeddings": False}
-    random_model(seed=4, budget_presets={"fast": [5]}, **fields).save_pretrained(folder)  # of no short cycle
+    fields |= VARIANTS[request.param]
+    random_model(seed=12, budget_presets={"fast": [5]}, **fields).save_pretrained(folder)  # of no short cycle
     build_byte_tokenizer().save_pretrained(folder)
     return folder
 
@@ -468,7 +477,7 @@ def test_script_exports_classifiers(classifier_folder, tmp_path):
     assert_close(torch.from_numpy(logits), expected)
 
 
-@pytest.mark.parametrize("fields", [{}, {"ar_order": 2}], ids=["plain", "ar"])
+@pytest.mark.parametrize("fields", [{}, {"ar_order": 2}, VARIANTS["gated"]], ids=["plain", "ar", "gated"])
 def test_executorch(fields, tmp_path):
     """The script compares every program with the model by itself."""
     pytest.importorskip("executorch.exir")

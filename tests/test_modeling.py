@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import (
     BUDGETS,
     CAPACITY,
+    VARIANTS,
     assert_close,
     random_ids,
     random_model,
@@ -48,7 +49,32 @@ BODY = {
     "norm.bias": (16,),
 }
 IN_MODEL = {f"model.{name}": shape for name, shape in BODY.items()}
+GATED_LAYER = {
+    "input_norm.weight": (16,),
+    "in_proj.weight": (48, 16),
+    "mixer.gate_in.weight": (8, 24),
+    "mixer.gate_in.bias": (8,),
+    "mixer.gate_out.weight": (32, 4, 8),
+    "mixer.gate_out.bias": (32, 4),
+    "mixer.channel_mixing": (32, 24, 3),
+    "mixer.convolution": (4, 24),
+    "mixer.skip.weight": (24,),
+    "mixer_norm.weight": (24,),
+    "out_proj.weight": (16, 24),
+    "ffn_norm.weight": (16,),
+    "ffn.up.weight": (64, 16),
+    "ffn.down.weight": (16, 32),
+}
 FORMATS = {
+    "gated": (
+        ESSMModel,
+        {"block": "gated", "inner_size": 24, "num_heads": 4, "mixing_size": 3, "intermediate_size": 32},
+        {
+            "embed_tokens.weight": (259, 16),
+            **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in GATED_LAYER.items()},
+            "norm.weight": (16,),
+        },
+    ),
     "base": (ESSMModel, {}, {"embed_tokens.weight": (259, 16), **BODY}),
     "causal-lm": (
         ESSMForCausalLM,
@@ -119,10 +145,11 @@ def test_initial_values(variant, embeddings):
             assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
 
 
-def test_a_single_feature_keeps_its_size_from_the_start():
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_a_single_feature_keeps_its_size_from_the_start(block):
     """Without a bias, LayerNorm(w x) is the same for every x > 0; with one, it is not."""
     torch.manual_seed(0)
-    model = ESSMModel(tiny_config(num_input_features=1, hidden_size=64))
+    model = ESSMModel(tiny_config(num_input_features=1, hidden_size=64, block=block))
     encoder = model.embed_features
     assert 0.5 < float(encoder.bias.std() / encoder.weight.std()) < 2.0
     small, large = (model.layers[0].input_norm(encoder(torch.full((1, 1, 1), x))) for x in (0.2, 0.9))
@@ -449,8 +476,9 @@ def test_embeddings_instead_of_ids():
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("features", [None, 5], ids=["ids", "features"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_classifier_ignores_padding(pooling, features, side):
-    fields = {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
+@pytest.mark.parametrize("block", ["paper", "gated", "gated-diagonal"])
+def test_classifier_ignores_padding(pooling, features, side, block):
+    fields = VARIANTS[block] | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
     model, ids = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20)
     lengths = [20, 11, 1]
     padded, mask = _pad(ids, lengths, side)
@@ -487,10 +515,13 @@ def test_pooling_modes_are_the_mean_and_the_last_position():
     ],
     ids=["classes", "regression", "multi-label"],
 )
-def test_classifier_losses(fields, labels, loss):
-    model = random_model(ESSMForSequenceClassification, **fields)
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_classifier_losses(fields, labels, loss, block):
+    model = random_model(ESSMForSequenceClassification, **VARIANTS[block], **fields)
     outputs = model(random_ids(2, 9), labels=labels)
     assert_close(outputs.loss, loss(outputs.logits, labels), atol=1e-6)
+    outputs.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 # --- Training

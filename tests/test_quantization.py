@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -20,7 +21,19 @@ from modeling_essm import quantization as q
 pytest.importorskip("torchao", reason="quantised weights need torchao")
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-SIZES = {"hidden_size": 128, "gate_hidden_size": 32}  # two groups of int4 in a row of channel_mixing
+# Two groups of int4 in a row of the paper's channel_mixing; a gated block that is all quantised, and one whose diagonal
+# M_k stay.
+BLOCKS = {
+    "paper": {"hidden_size": 128, "gate_hidden_size": 32},
+    "gated": {"block": "gated", "hidden_size": 64, "gate_hidden_size": 32, "num_heads": 2, "intermediate_size": 96},
+    "gated-diagonal": {"block": "gated", "hidden_size": 64, "gate_hidden_size": 32, "mixing_size": 1, "num_heads": 2},
+}
+MATRICES = {
+    "paper": ("mixer.channel_mixing", "mixer.skip.weight", "mixer.gate_in.weight", "ffn.up.weight", "ffn.down.weight"),
+    "gated-diagonal": ("mixer.gate_in.weight", "in_proj.weight", "out_proj.weight"),
+}
+MATRICES["gated"] = (*MATRICES["gated-diagonal"], "mixer.channel_mixing", "ffn.up.weight", "ffn.down.weight")
+blocks = pytest.mark.parametrize("block", BLOCKS, indirect=True, scope="module")  # of other tests it is the paper's
 FORMATS = pytest.mark.parametrize("name", q.FORMATS)
 # Rounding to the nearest of n levels is off by half a step at most: of a row scaled by its largest value, of a group by
 # its range, whose fp16 scale and bias add a little.
@@ -28,8 +41,13 @@ STEPS = {"int8": 1 / 127.5, "int4": 1 / 15}
 
 
 @pytest.fixture(scope="module")
-def large():
-    return random_model(**SIZES)
+def block(request):
+    return getattr(request, "param", "paper")
+
+
+@pytest.fixture(scope="module")
+def large(block):
+    return random_model(**BLOCKS[block])
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +71,8 @@ def outputs(model, budget=None):
     ids = random_ids(3, 30)
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
-    return model(ids, attention_mask=mask, spectral_budget=budget)[0]
+    logits = model(ids, attention_mask=mask, spectral_budget=budget)[0]
+    return logits.masked_fill(mask[..., None] == 0, 0.0)  # what stands at padding means nothing
 
 
 def quantised_names(model):
@@ -62,17 +81,18 @@ def quantised_names(model):
 
 def dequantised(model):
     """The model of full precision with the values that the quantised one stores."""
-    plain = random_model(type(model), **{key: getattr(model.config, key) for key in (*SIZES, "ar_order")})
+    fields = {key: value for key, value in model.config.to_diff_dict().items() if key != "quantization_config"}
+    plain = random_model(type(model), **fields)
     state = {name: q.dequantize(t) if q.is_quantized(t) else t for name, t in model.state_dict().items()}
     plain.load_state_dict(state)
     return plain
 
 
+@blocks
 @FORMATS
-def test_the_matrices_are_quantised_and_nothing_else(models, name):
+def test_the_matrices_are_quantised_and_nothing_else(models, name, block):
     model = models[name]
-    matrices = ("mixer.channel_mixing", "mixer.skip.weight", "mixer.gate_in.weight", "ffn.up.weight", "ffn.down.weight")
-    assert quantised_names(model) == {f"model.layers.{i}.{matrix}" for i in range(2) for matrix in matrices}
+    assert quantised_names(model) == {f"model.layers.{i}.{matrix}" for i in range(2) for matrix in MATRICES[block]}
     kind = {"int8": "Int8Tensor", "int4": "ESSMInt4Tensor"}[name]
     for parameter in filter(q.is_quantized, model.parameters()):
         assert type(parameter).__name__ == kind and not parameter.requires_grad
@@ -81,6 +101,7 @@ def test_the_matrices_are_quantised_and_nothing_else(models, name):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@blocks
 @FORMATS
 def test_every_weight_is_near_its_own(large, models, name):
     for (key, weight), quantised in zip(large.named_parameters(), models[name].parameters()):
@@ -100,6 +121,7 @@ def test_every_weight_is_near_its_own(large, models, name):
         assert values.flatten().unique().numel() > 64 and error.max() > 0, key
 
 
+@blocks
 @FORMATS
 def test_a_budget_is_the_quantised_prefix(large, folders, models, name, tmp_path):
     """Bit for bit: nothing of a channel depends on the channels behind it."""
@@ -107,9 +129,8 @@ def test_a_budget_is_the_quantised_prefix(large, folders, models, name, tmp_path
     small = ESSMForCausalLM.from_pretrained(tmp_path, quantization_config=name)
     for a, b in zip(models[name].model.layers, small.model.layers):
         held, cut = a.mixer.channel_mixing, b.mixer.channel_mixing
-        assert len(cut) == 5 and torch.equal(held.qdata[:5], cut.qdata)
-        if name == "int8":
-            assert torch.equal(held.scale[:5], cut.scale)
+        assert len(cut) == 5 and q.is_quantized(cut) == q.is_quantized(held)
+        assert all(torch.equal(x[:5], y) for x, y in zip(q.parts(held), q.parts(cut), strict=True))
     expected = outputs(small)
     assert torch.equal(outputs(models[name], 5), expected)
     assert torch.equal(outputs(copy.deepcopy(models[name]).truncate(5)), expected)
@@ -123,6 +144,7 @@ def test_a_budget_is_the_quantised_prefix(large, folders, models, name, tmp_path
     assert read.get_memory_footprint() == small.get_memory_footprint() < models[name].get_memory_footprint()
 
 
+@pytest.mark.parametrize("block", ["paper", "gated"], indirect=True, scope="module")
 @FORMATS
 def test_channels_beyond_the_budget_are_not_read(models, name):
     model = copy.deepcopy(models[name])
@@ -136,6 +158,7 @@ def test_channels_beyond_the_budget_are_not_read(models, name):
     assert outputs(model, 6).isnan().any()
 
 
+@blocks
 @FORMATS
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_outputs_are_those_of_the_stored_values(models, name, budget):
@@ -150,6 +173,7 @@ def test_outputs_are_those_of_the_stored_values(models, name, budget):
         assert_close(mixed[1:], plain(ids[1:], spectral_budget=3).logits, atol=1e-4)
 
 
+@blocks
 @FORMATS
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -172,7 +196,7 @@ def test_the_kernel_of_4_bit_rows_agrees(monkeypatch):
     kernel = q._BAG
     assert kernel is not None
     monkeypatch.setattr(q, "_BAG", lambda *args: used.append(1) or kernel(*args))
-    q.register_int4()
+    q.register_formats()
     weight, x = torch.randn(6, 16, 128), torch.randn(1, 1, 4 * 16)
     packed = q.ESSMInt4Tensor(q.pack_rows(weight, 64), torch.float32)
     expected = x @ q.dequantize(packed)[:4].flatten(0, 1)
@@ -198,8 +222,9 @@ def test_packing_keeps_what_four_bits_can():
     assert error < 0.12
 
 
+@blocks
 @FORMATS
-def test_saved_copies_are_the_model(models, folders, name, tmp_path):
+def test_saved_copies_are_the_model(models, folders, name, block, tmp_path):
     expected = outputs(models[name], 7)
     again = ESSMForCausalLM.from_pretrained(folders / name)
     assert again.is_quantized and quantised_names(again) == quantised_names(models[name])
@@ -215,15 +240,19 @@ def test_saved_copies_are_the_model(models, folders, name, tmp_path):
     whole, small = (
         sum(p.stat().st_size for p in f.glob("*.safetensors")) for f in (folders / name, tmp_path / "small")
     )
-    assert small < whole < (0.33 if name == "int8" else 0.20) * (folders / "full" / "model.safetensors").stat().st_size
+    full = (folders / "full" / "model.safetensors").stat().st_size
+    share = {"paper": 0.33 if name == "int8" else 0.20, "gated": 0.45, "gated-diagonal": 0.8}[block]
+    assert small < whole < share * full
     with safe_open(folders / name / "model.safetensors", "pt") as file:
-        stored = file.get_slice("model.layers.0.mixer._channel_mixing_qdata")
+        matrix = MATRICES[block][0]  # channel_mixing of the paper's block
+        stored = file.get_slice("model.layers.0." + "._".join(matrix.rsplit(".", 1)) + "_qdata")
         assert stored.get_dtype() == ("I8" if name == "int8" else "U8")
     assert torch.equal(
         outputs(ESSMForCausalLM.from_pretrained(tmp_path / "small", spectral_capacity=3)), outputs(models[name], 3)
     )
 
 
+@blocks
 @FORMATS
 def test_options_of_loading(folders, models, name):
     reference = outputs(models[name]).float()
@@ -242,6 +271,7 @@ def test_options_of_loading(folders, models, name):
     assert torch.equal(outputs(budget), outputs(models[name], 4))
 
 
+@blocks
 @FORMATS
 def test_generation_beams_and_profile_of_a_quantised_model(models, folders, name):
     model, ids = models[name], random_ids(2, 9)
@@ -255,6 +285,7 @@ def test_generation_beams_and_profile_of_a_quantised_model(models, folders, name
     assert torch.equal(outputs(clone), outputs(model))
 
 
+@blocks
 @FORMATS
 @pytest.mark.parametrize("algorithm", ["fft", "step", "naive"])
 def test_every_algorithm_takes_quantised_weights(models, name, algorithm):
@@ -328,6 +359,7 @@ def test_a_fresh_process_loads_it_without_the_package(folders, models, tmp_path)
             assert_close(found, expected)  # another process: not always as many threads
 
 
+@blocks
 def test_a_remote_copy_beside_the_package(folders, models, tmp_path, monkeypatch):
     """Two copies of the code in one process: each reads what the other wrote."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -413,9 +445,23 @@ def test_compiled_models_agree(models, name, shape):
         assert_close(compiled(ids, use_cache=False, spectral_budget=5).logits, model(ids, spectral_budget=5).logits)
 
 
+def test_older_int8_checkpoints_load(folders, models, tmp_path):
+    """Those that name torchao's own config."""
+    shutil.copytree(folders / "int8", tmp_path / "old")
+    config = json.loads((tmp_path / "old" / "config.json").read_text())
+    quantization = config["quantization_config"]
+    formats = quantization["quant_type"]["default"]["_data"]
+    for key in ("fqn_to_config", "module_fqn_to_config"):
+        for value in formats.get(key, {}).values():
+            value |= {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {"set_inductor_config": False}}
+    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
+    assert "ESSMInt8Config" not in (tmp_path / "old" / "config.json").read_text()
+    assert torch.equal(outputs(ESSMForCausalLM.from_pretrained(tmp_path / "old")), outputs(models["int8"]))
+
+
 def test_a_config_can_be_made_before_anything_is_loaded(monkeypatch):
     monkeypatch.delattr(q, "ESSMInt4Config", raising=False)
-    q.register_int4.cache_clear()
+    q.register_formats.cache_clear()
     assert essm_quantization("int4").to_dict()["quant_method"] == "torchao"
 
 

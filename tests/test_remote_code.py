@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import captured_warnings, random_ids, random_model
+from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_essm
@@ -27,7 +27,13 @@ from modeling_essm import (
     build_byte_tokenizer,
 )
 
-CLASSES = {"base": ESSMModel, "causal": ESSMForCausalLM, "classifier": ESSMForSequenceClassification}
+# What is saved; "gated" is of the class that "causal" is of.
+CLASSES = {
+    "base": ESSMModel,
+    "causal": ESSMForCausalLM,
+    "classifier": ESSMForSequenceClassification,
+    "gated": ESSMForCausalLM,
+}
 AUTO = {"base": "AutoModel", "causal": "AutoModelForCausalLM", "classifier": "AutoModelForSequenceClassification"}
 AUTO_MAP = {
     "AutoConfig": "configuration_essm.ESSMConfig",
@@ -68,6 +74,7 @@ AUTO = json.loads(sys.argv[3])
 ids, results = torch.load(out / "ids.pt"), {}
 remote = {"trust_remote_code": True}
 for saved, source in where.items():
+    own = AUTO[{"gated": "causal"}.get(saved, saved)]
     config = AutoConfig.from_pretrained(source, **remote)
     for name, auto in AUTO.items():
         model = getattr(transformers, auto).from_pretrained(source, **remote).eval()
@@ -77,7 +84,7 @@ for saved, source in where.items():
         with torch.no_grad():
             results[saved, name, "class"] = type(model).__name__
             results[saved, name, "hidden"] = body(ids, spectral_budget=7).last_hidden_state
-    auto = getattr(transformers, AUTO[saved])
+    auto = getattr(transformers, own)
     options = {
         "plain": {}, "bf16": {"dtype": torch.bfloat16}, "device-map": {"device_map": {"": "cpu"}},
         "bf16-device-map": {"dtype": torch.bfloat16, "device_map": "auto"}, "budget": {"spectral_budget": 3},
@@ -92,14 +99,15 @@ for saved, source in where.items():
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.save_pretrained(out / "again" / saved)
     results[saved, "tokenizer"] = tokenizer("h\\u00e9llo")["input_ids"]
-    if saved == "causal":
-        results["tied"] = model.lm_head.weight is model.model.embed_tokens.weight
-        results["generated"] = model.eval().generate(
+    if saved in ("causal", "gated"):
+        results[saved, "tied"] = model.lm_head.weight is model.model.embed_tokens.weight
+        results[saved, "prefix"] = auto.from_pretrained(source, **remote, spectral_capacity=5).eval()(ids).logits
+        results[saved, "generated"] = model.eval().generate(
             ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, spectral_budget=5
         )
         generator = pipeline("text-generation", model=source, **remote)
         new = generator("elastic", max_new_tokens=6, do_sample=False, spectral_budget=3, return_tensors=True)
-        results["pipeline"] = new[0]["generated_token_ids"]
+        results[saved, "pipeline"] = new[0]["generated_token_ids"]
 torch.save(results, out / "results.pt")
 """
 
@@ -154,7 +162,10 @@ def run_child(code, cwd, *args):
 
 @pytest.fixture(scope="module")
 def models():
-    return {name: random_model(cls, seed=i, num_labels=3) for i, (name, cls) in enumerate(CLASSES.items())}
+    return {
+        name: random_model(cls, seed=i, num_labels=3, **VARIANTS.get(name, {}))
+        for i, (name, cls) in enumerate(CLASSES.items())
+    }
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +218,7 @@ saved_by = pytest.mark.parametrize("saved", CLASSES)
 
 @routes
 @saved_by
-@pytest.mark.parametrize("loaded_as", CLASSES)
+@pytest.mark.parametrize("loaded_as", AUTO)
 def test_every_auto_class_loads_every_folder(children, models, route, saved, loaded_as):
     results = children(route)
     assert results[saved, loaded_as, "class"] == CLASSES[loaded_as].__name__
@@ -229,14 +240,18 @@ def test_outputs_are_bit_identical(children, folders, route, saved, option):
 
 
 @routes
-def test_generation_and_pipeline(children, models, route):
-    results, model = children(route), models["causal"]
+@pytest.mark.parametrize("saved", ["causal", "gated"])
+def test_generation_and_pipeline(children, models, route, saved):
+    results, model = children(route), models[saved]
+    results = {key[1]: value for key, value in results.items() if key[0] == saved}
     greedy = {"max_new_tokens": 6, "do_sample": False}
     expected = model.generate(IDS, **greedy, min_new_tokens=6, spectral_budget=5)
     assert torch.equal(results["generated"], expected)
     prompt = torch.tensor([list(b"elastic")])
     assert torch.equal(torch.tensor([results["pipeline"]]), model.generate(prompt, **greedy, spectral_budget=3))
     assert results["tied"]
+    with torch.no_grad():
+        assert_close(results["prefix"], model(IDS, spectral_budget=5).logits)
 
 
 @routes
@@ -261,16 +276,17 @@ def test_the_code_saved_along_is_the_packages(folders, saved):
         assert (folders / saved / name).read_text() == (package / name).read_text()
 
 
-def test_package_and_remote_copies_live_in_one_process(folders, tmp_path):
+@pytest.mark.parametrize("saved", ["causal", "gated"])
+def test_package_and_remote_copies_live_in_one_process(folders, saved, tmp_path):
     """Their custom operators must not collide, and caches and configs of either serve both."""
     package = Path(modeling_essm.__file__).parents[1]
-    changed = shutil.copytree(folders / "causal", tmp_path / "changed")
+    changed = shutil.copytree(folders / saved, tmp_path / "changed")
     code = (changed / "spectral_chunked.py").read_text()
     assert "    return y, state, x\n" in code  # of the custom operator
     (changed / "spectral_chunked.py").write_text(
         code.replace("    return y, state, x\n", "    return 2 * y, state, x\n")
     )
-    assert "all copies work" in run_child(BOTH, tmp_path, folders / "causal", package, changed)
+    assert "all copies work" in run_child(BOTH, tmp_path, folders / saved, package, changed)
 
 
 # --- Classes that a user derives

@@ -4,9 +4,11 @@
     python train/analyze.py --model runs/train_clm/model --text_files some.txt --output_dir runs/analysis
 
 Gates: the mean of alpha_k(t) (Eq. 8) over all positions, by layer and channel, and the mean entropy of alpha(t), at a
-budget. Stability (the paper's Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every layer, with
+budget. Stability (the paper's Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every mixer, with
 bound = |D| + max_k sigma_k^(1/4) |M_k| |phi_k|_1 (spectral norms; without a gate the sum over k instead of the
-maximum). Cost: multiply-adds of one layer per token, by each algorithm, beside measured times.
+maximum; where heads choose channels of their own, sum_t max_k sigma_k^(1/4) |M_k| |phi_k(t)|; and the short convolution
+before the mixer multiplies the bound by its gain). Cost: multiply-adds of one layer per token, by each algorithm,
+beside measured times.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from budget_dropout import BUDGETS, clip_budgets
 from command import run_script
@@ -26,7 +29,7 @@ from engine import check_writable, write_json
 from matplotlib.figure import Figure
 from models import TRUST_HELP, load_model
 from text_data import ByteEncoder, evaluation_blocks, read_files, to_stream
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, HfArgumentParser, PreTrainedModel
 
 from modeling_essm.spectral_basis import spectral_basis
@@ -37,8 +40,8 @@ class GateStatistics:
     """Of one budget K.
 
     Attributes:
-        mean: (layers, K) mean of alpha_k, zero for channels that a layer does not hold.
-        entropy: (layers,) mean entropy of alpha(t) in nats, at most log K.
+        mean: (layers, K) mean of alpha_k, zero for channels that a layer does not hold; (layers, G, K) of G > 1 heads.
+        entropy: (layers,) or (layers, G), mean entropy of alpha(t) in nats, at most log K.
     """
 
     budget: int
@@ -46,9 +49,23 @@ class GateStatistics:
     entropy: Tensor
 
 
-def mixers_of(model: PreTrainedModel) -> list[Any]:
+def mixers_of(model: nn.Module) -> list[Any]:
     """The spectral mixers of any ES-SSM model, in order of their layers (its code may be a remote copy)."""
     return [module for module in model.modules() if type(module).__name__ == "ESSMSpectralMixer"]
+
+
+def parts_of(model: nn.Module) -> list[Any]:
+    """What a layer's cost is counted of: the paper's mixers, and whole gated blocks, which are nothing without theirs.
+
+    Each computes (B, L, D) from (B, L, D) and a budget.
+    """
+    blocks = [module for module in model.modules() if type(module).__name__ == "ESSMGatedLayer"]
+    return blocks or mixers_of(model)
+
+
+def _operator_inputs(mixer: Any, u: Tensor) -> Tensor:
+    """What gates and operator read of a mixer's input; code of before the gated block has no convolution."""
+    return mixer.operator_inputs(u) if getattr(mixer, "taps", 0) else u
 
 
 @torch.no_grad()
@@ -66,14 +83,15 @@ def gate_statistics(model: PreTrainedModel, batch: Mapping[str, Tensor], budget:
     entropies: list[Tensor] = []
 
     def record(mixer: Any, args: tuple[Any, ...]) -> None:
-        u, K = args[0], min(budget, len(mixer.channel_mixing))
-        alpha = (mixer.gates(u, K) / mixer.operator.sigma(K, mixer.scaling_exponent, u)).double()
+        u, K = _operator_inputs(mixer, args[0]), min(budget, len(mixer.channel_mixing))
+        gates = mixer.gates(u, K).movedim(2, -1)  # (B, L, K), or (B, L, G, K)
+        alpha = (gates / mixer.operator.sigma(K, mixer.scaling_exponent, u)).double()
         weight = torch.ones(u.shape[:2], dtype=torch.float64, device=u.device) if mask is None else mask.double()
         weight = weight / weight.sum()
-        mean = torch.einsum("blk,bl->k", alpha, weight).cpu()
+        mean = torch.einsum("bl...k,bl->...k", alpha, weight).cpu()
         means.append(torch.nn.functional.pad(mean, (0, budget - K)))
         entropy = -(alpha * alpha.clamp(min=1e-300).log()).sum(-1)
-        entropies.append((entropy * weight).sum().cpu())
+        entropies.append(torch.einsum("bl...,bl->...", entropy, weight).cpu())
 
     hooks = [mixer.register_forward_pre_hook(record) for mixer in mixers]
     try:
@@ -92,19 +110,32 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
         if mixer.ar_order:
             raise ValueError("the bound of Appendix C does not cover the feedback of ar_order = 2")
         basis, K = spectral_basis(mixer.operator.filter_length), min(budget, len(mixer.channel_mixing))
-        phi_1 = torch.from_numpy(abs(basis.filters(K)).sum(0))
+        phi = torch.from_numpy(abs(basis.filters(K)))  # (H, K)
         sigma = torch.from_numpy(basis.sigma[:K] ** mixer.scaling_exponent)
-        gains = phi_1 * sigma * torch.linalg.matrix_norm(mixer.channel_mixing[:K].double().cpu(), 2)
-        skip = torch.linalg.matrix_norm(mixer.skip.weight.double().cpu(), 2)
-        bounds.append(float(skip + (gains.max() if mixer.gated else gains.sum())))
+        M, skip = mixer.channel_mixing[:K].double().cpu(), mixer.skip.weight.double().cpu()
+        M_norm = torch.linalg.matrix_norm(M.unflatten(1, (-1, M.shape[2])), 2).amax(1)  # the largest of its blocks
+        gains = phi * sigma * M_norm
+        if not mixer.gated:
+            spectral = gains.sum()
+        elif getattr(mixer, "num_heads", 1) == 1:
+            spectral = gains.sum(0).max()
+        else:
+            spectral = gains.amax(1).sum()
+        bound = spectral + (skip.abs().max() if skip.ndim == 1 else torch.linalg.matrix_norm(skip, 2))
+        if getattr(mixer, "taps", 0):  # |SiLU(v)| <= |v|
+            bound = bound * mixer.convolution.double().cpu().abs().amax(1).sum()
+        bounds.append(float(bound))
     return bounds
 
 
-def layer_cost(mixer: Any, budget: int, length: int) -> dict[str, float]:
+def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     """Multiply-adds of one spectral layer per token, forward, for L = length: Eq. (11) of the paper, term by term.
 
-    Any algorithm: D^2 for the skip term; with a gate D D_g + D_g K for its two layers and K for softmax and scaling;
-    K D to weight the features and K D^2 to mix them. The features themselves:
+    Of a mixer, or of a whole gated block, as `parts_of` gives them. Any algorithm: D^2 for the skip term; with a gate
+    D D_g + D_g K for its two layers and K for softmax and scaling; K D to weight the features and K D^2 to mix them.
+    A gated block of inner width D and G heads has D for the skip term and D for each tap of its convolution, G times as
+    many gates, K D d to mix the features in blocks of size d, and its projections in and out and those of its
+    feed-forward layer, if any. The features themselves:
 
     chunked  K (C + N) D, and (N + (N^2/C) log2(L/C)) D for the states.
     fft      the paper's algorithm, O(K L log L D): a real FFT of u and K inverse ones of length n = 2 L, each counted
@@ -114,11 +145,16 @@ def layer_cost(mixer: Any, budget: int, length: int) -> dict[str, float]:
     AR-STU (`ar_order=2`) has features, weights and mixing twice, 2 D^2 for past inputs, and about
     log2(L) products by 2D x 2D matrices for the feedback.
     """
-    D, K, operator = mixer.skip.in_features, min(budget, len(mixer.channel_mixing)), mixer.operator
+    mixer = getattr(part, "mixer", part)
+    (capacity, D, d), operator = mixer.channel_mixing.shape, mixer.operator
+    K, G = min(budget, capacity), getattr(mixer, "num_heads", 1)
     C, N = operator.chunk_size, operator.num_states(K)
-    gate = mixer.gate_in.out_features * (D + K) + K if mixer.gated else 0
+    gate = mixer.gate_in.out_features * (D + G * K) + G * K if mixer.gated else 0
     feedback = length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length if mixer.ar_order else 0
-    fixed = D * D + gate + mixer.ar_order * D * D + feedback
+    skip = mixer.skip.weight.numel() + getattr(mixer, "taps", 0) * D
+    inside = {id(module) for module in mixer.modules()}
+    linear = [x for x in part.modules() if isinstance(x, nn.Linear) and id(x) not in inside]
+    fixed = skip + sum(x.weight.numel() for x in linear) + gate + mixer.ar_order * D * D + feedback
     levels = max(0, math.ceil(math.log2(max(1, length / C))))
     transform = 1.25 * 2 * math.log2(2 * length)
     features = {
@@ -127,21 +163,27 @@ def layer_cost(mixer: Any, budget: int, length: int) -> dict[str, float]:
         "step": N * (N + 1) * D,
     }
     operators = 2 if mixer.ar_order else 1
-    return {name: fixed + operators * (count + K * D + K * D * D) for name, count in features.items()}
+    return {name: fixed + operators * (count + K * D + K * D * d) for name, count in features.items()}
 
 
 @torch.no_grad()
-def measured_cost(mixer: Any, budgets: Sequence[int], length: int, rounds: int = 5) -> dict[str, list[float]]:
-    """Median seconds of one layer's forward pass, batch 1, for `chunked` and `fft` at every budget, taking turns."""
+def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 5) -> dict[str, list[float]]:
+    """Median seconds of one layer's forward pass, batch 1, for `chunked` and `fft` at every budget, taking turns.
+
+    Args:
+        part: as in `layer_cost`.
+    """
+    mixer = getattr(part, "mixer", part)
     weight, configured = mixer.skip.weight, mixer.algorithm
-    u = torch.randn(1, length, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    width = weight.shape[-1] if part is mixer else part.in_proj.in_features
+    u = torch.randn(1, length, width, dtype=weight.dtype, device=weight.device)
     seconds: dict[tuple[str, int], list[float]] = {}
     try:
         for _ in range(1 + rounds):
             for K in budgets:
                 for mixer.algorithm in ("chunked", "fft"):
                     start = time.perf_counter()
-                    mixer(u, min(K, len(mixer.channel_mixing)))
+                    part(u, min(K, len(mixer.channel_mixing)))
                     seconds.setdefault((mixer.algorithm, K), []).append(time.perf_counter() - start)
     finally:
         mixer.algorithm = configured
@@ -150,19 +192,24 @@ def measured_cost(mixer: Any, budgets: Sequence[int], length: int, rounds: int =
     }
 
 
+def rows_of(statistics_: GateStatistics) -> list[tuple[str, Tensor, float]]:
+    """A name, the mean gates (K,) and the entropy of each layer, or of each head of each layer."""
+    return [
+        (f"layer {where[0]}" + "".join(f", head {head}" for head in where[1:]), statistics_.mean[where], float(entropy))
+        for where, entropy in np.ndenumerate(statistics_.entropy.numpy())
+    ]
+
+
 def draw_gates(statistics_: GateStatistics) -> Figure:
-    """Mean gates by layer and channel, on a log scale."""
-    figure = Figure(figsize=(8, 1.5 + 0.35 * len(statistics_.mean)), layout="constrained")
+    """Mean gates by layer, or by head, and channel, on a log scale."""
+    rows, log_K = rows_of(statistics_), math.log(max(2, statistics_.budget))
+    figure = Figure(figsize=(8, 1.5 + 0.35 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    image = axes.imshow(statistics_.mean.clamp(min=1e-6).log10(), aspect="auto", cmap="viridis")
-    axes.set_xticks(range(statistics_.budget), [str(k + 1) for k in range(statistics_.budget)], fontsize=7)
-    axes.set_yticks(
-        range(len(statistics_.mean)),
-        [
-            f"layer {i}: entropy {h / math.log(max(2, statistics_.budget)):.2f}"
-            for i, h in enumerate(statistics_.entropy)
-        ],
+    image = axes.imshow(
+        torch.stack([mean for _, mean, _ in rows]).clamp(min=1e-6).log10(), aspect="auto", cmap="viridis"
     )
+    axes.set_xticks(range(statistics_.budget), [str(k + 1) for k in range(statistics_.budget)], fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{name}: entropy {entropy / log_K:.2f}" for name, _, entropy in rows])
     axes.set_xlabel("spectral channel k")
     axes.set_title(f"mean gate at K = {statistics_.budget} (log10), and entropy as a part of log K")
     figure.colorbar(image, ax=axes)
@@ -211,7 +258,7 @@ def main() -> None:
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
     budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
-    largest = max(mixers_of(model), key=lambda mixer: len(mixer.channel_mixing))
+    _, largest = max(zip(mixers_of(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
     modelled = [layer_cost(largest, K, args.block_size) for K in budgets]
     measured = measured_cost(largest, budgets, args.block_size)
     record: dict[str, Any] = {"model": args.model, "budgets": budgets}
@@ -227,9 +274,9 @@ def main() -> None:
         full = gate_statistics(model, {"input_ids": input_ids}, budgets[-1])
         record["gates"] = {"budget": full.budget, "mean": full.mean.tolist(), "entropy": full.entropy.tolist()}
         draw_gates(full).savefig(output_dir / "gates.png", dpi=150)
-        for layer, (mean, entropy) in enumerate(zip(full.mean, full.entropy)):
-            largest = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
-            print(f"layer {layer}: largest mean gates {largest}; entropy {entropy:.3f} of {math.log(full.budget):.3f}")
+        for name, mean, entropy in rows_of(full):
+            most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
+            print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(full.budget):.3f}")
     write_json(output_dir / "analysis.json", record)
     print(f"saved {output_dir / 'analysis.json'}, gates.png and cost.png")
 
