@@ -348,11 +348,12 @@ class ESSMGatedFeedForward(nn.Module):
 
 
 class _Block(GradientCheckpointingLayer):
-    """What the two blocks share: how the mixer is run, and dropout."""
+    """What the two blocks share: how their mixer is run, and dropout."""
 
-    def __init__(self, config: ESSMConfig, capacity: int):
+    mixer: ESSMSpectralMixer
+
+    def __init__(self, config: ESSMConfig):
         super().__init__()
-        self.mixer = ESSMSpectralMixer(config, capacity)
         self.dropout = nn.Dropout(config.dropout)
         self.stochastic_depth = config.stochastic_depth
 
@@ -389,8 +390,9 @@ class ESSMGatedLayer(_Block):
     """
 
     def __init__(self, config: ESSMConfig, capacity: int):
-        super().__init__(config, capacity)
+        super().__init__(config)
         D, inner = config.hidden_size, config.inner_size
+        self.mixer = ESSMSpectralMixer(config, capacity)
         self.input_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
         self.in_proj = nn.Linear(D, 2 * inner, bias=False)
         self.mixer_norm = nn.RMSNorm(inner, eps=config.layer_norm_eps)
@@ -421,8 +423,9 @@ class ESSMLayer(_Block):
     """The paper's pre-norm residual block: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
 
     def __init__(self, config: ESSMConfig, capacity: int):
-        super().__init__(config, capacity)
+        super().__init__(config)
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mixer = ESSMSpectralMixer(config, capacity)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.ffn = ESSMFeedForward(config)
 

@@ -108,7 +108,7 @@ def _chunked_forward(
     x = _states_before_chunks(chunks, x0, readout, powers)
     mix = mix_heads if M.ndim == 4 else mix_dense
     y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
-    y = y.view(B, -1, y.shape[-1])[:, :L].contiguous()
+    y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
     c, read = _last_chunk(lengths, L, C, readout)
     row = slice(None) if lengths is None else torch.arange(B, device=u.device)

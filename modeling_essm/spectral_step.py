@@ -32,7 +32,7 @@ def step(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | N
     for t in range(L):
         x = torch.addcmul(state_matmul(A_T, x), phi0, u[:, t : t + 1].to(dtype))
         state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
-        features = x[:, :K].to(wide).unflatten(2, (per_head.shape[3], -1))
+        features = x[:, :K].to(wide).unflatten(2, (per_head.shape[3], D // per_head.shape[3]))
         gated.append((features * per_head[:, t]).to(u.dtype))
     return _mix(torch.stack(gated, 1).view(B * L, K, D), M).view(B, L, -1), state
 

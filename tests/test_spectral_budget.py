@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import captured_warnings, random_ids, random_model, tiny_config
+from helpers import captured_warnings, random_ids, random_model, tiny_config, variants
 
 from modeling_essm import ESSMCache
 from modeling_essm.spectral_budget import resolve_budget
@@ -48,9 +48,10 @@ def test_row_budgets():
     assert resolve(torch.tensor([4, 4]), batch_size=2).rows is None
 
 
-def test_budgets_of_an_empty_batch():
+@variants
+def test_budgets_of_an_empty_batch(variant):
     assert resolve(torch.tensor([], dtype=torch.long), batch_size=0).layers == (32, 32)
-    model, none = random_model(), torch.zeros(0, 5, dtype=torch.long)
+    model, none = random_model(**variant), torch.zeros(0, 5, dtype=torch.long)
     for budget in (None, 4, torch.tensor([], dtype=torch.int32)):
         cache = ESSMCache(model.config)
         assert model(none, past_key_values=cache, spectral_budget=budget).logits.shape == (0, 5, 259)
