@@ -620,6 +620,24 @@ def test_autocast_trains():
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("K", [1, 5, 32])
+@pytest.mark.parametrize("variant", [VARIANTS[name] for name in ("paper", "gated", "gated-diagonal")], ids=str)
+def test_the_gate_is_eq_8(variant, K):
+    """Head by head: scores of the active prefix scaled to length sqrt(K), softmax over channels, a power of sigma_k."""
+    mixer = random_model(scaling_exponent=0.25, **variant).model.layers[0].mixer
+    u = torch.randn(2, 7, mixer.gate_in.in_features, generator=torch.Generator().manual_seed(4))
+    hidden = F.gelu(u @ mixer.gate_in.weight.T + mixer.gate_in.bias)
+    weight, bias = (t.reshape(32, mixer.num_heads, -1) for t in (mixer.gate_out.weight, mixer.gate_out.bias))
+    with torch.no_grad():
+        gates = mixer.gates(u, K).reshape(2, 7, K, mixer.num_heads)
+        for head in range(mixer.num_heads):
+            s = hidden @ weight[:K, head].T + bias[:K, head, 0]
+            s = s * K**0.5 / (s.square().sum(-1, keepdim=True).sqrt() + 1e-6)
+            alpha = s.exp() / s.exp().sum(-1, keepdim=True)
+            sigma = torch.tensor(spectral_basis(512).sigma[:K], dtype=torch.float32)
+            torch.testing.assert_close(gates[..., head], alpha * sigma**0.25, rtol=1e-5, atol=1e-7)
+
+
 # --- torch.compile and torch.export
 
 
