@@ -121,7 +121,8 @@ def test_the_script_evaluates_pairs(pairs, tmp_path):
     with torch.no_grad():  # so that predictions differ, and between budgets
         model.model.layers[0].mixer.channel_mixing.mul_(20)
         logits = model(**collate(list(test))).logits
-        model.score.bias[1] -= (logits[:, 1] - logits[:, 0]).median()
+        difference = (logits[:, 1] - logits[:, 0]).sort().values
+        model.score.bias[1] -= difference[11:13].mean()  # between two of the 23 pairs: on one, rounding would decide it
     model.save_pretrained(folder)
     script = Path(evaluation.__file__).with_name("evaluate.py")
     line = ["--task", "retrieval", "--data_dir", pairs, "--scale", "small", "--models", folder, "--budgets", 2, 5]
