@@ -638,6 +638,25 @@ def test_the_gate_is_eq_8(variant, K):
             torch.testing.assert_close(gates[..., head], alpha * sigma**0.25, rtol=1e-5, atol=1e-7)
 
 
+def test_the_gated_block_is_what_it_says():
+    """x + out_proj(norm(mixer(v)) silu(z)), where the mixer reads SiLU of a causal convolution of v."""
+    model = random_model(**VARIANTS["gated-diagonal"])
+    layer, x = model.model.layers[0], torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(4))
+    mixer, taps = layer.mixer, layer.mixer.convolution
+    with torch.no_grad():
+        z, v = (layer.input_norm(x) @ layer.in_proj.weight.T).chunk(2, -1)
+        u = torch.zeros_like(v)
+        for t in range(7):
+            for back in range(min(3, t + 1)):  # the last row of taps is that of the same step
+                u[:, t] += taps[2 - back] * v[:, t - back]
+        u = u * torch.sigmoid(u)
+        mixing = mixer.channel_mixing[:5].reshape(5, 24, 1, 1)
+        y = mixer.operator(u, mixer.gates(u, 5), mixing, algorithm="naive")[0] + mixer.skip.weight * u
+        y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.mixer_norm.weight
+        expected = x + (y * z * torch.sigmoid(z)) @ layer.out_proj.weight.T
+        assert_close(layer(x, 5), expected)
+
+
 # --- torch.compile and torch.export
 
 
