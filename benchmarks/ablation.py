@@ -67,9 +67,9 @@ class Row:
     rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
 
 
-def _gated(layers: int = 6, expansion: float = 1.0, feed_forward: float = 0.0, **fields: Any) -> Row:
+def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, **fields: Any) -> Row:
     """The gated block of the protocol with some of its parts exchanged; mixing_size None is the width of a head."""
-    base = {"block": "gated", "num_heads": 4, "mixing_size": None, "conv_kernel_size": 4, "scaling_exponent": 0.0}
+    base = {"block": "gated", "num_heads": 4, "mixing_size": 1, "conv_kernel_size": 4, "scaling_exponent": 0.0}
     base |= {"num_spectral_channels": 16, "embedding_initializer_range": 0.1}
     return Row(layers, base | fields, expansion, feed_forward)
 
@@ -78,15 +78,17 @@ _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
     "gated": _gated(),
-    "gated, d 1": _gated(mixing_size=1),
     "gated, d 16": _gated(mixing_size=16),
-    "gated, d 32": _gated(mixing_size=32),
-    "gated, d D": _gated(num_heads=1),
-    "gated, 1 head, d 16": _gated(num_heads=1, mixing_size=16),
-    "gated, 8 heads, d 16": _gated(num_heads=8, mixing_size=16),
+    "gated, inner D": _gated(expansion=1.0),
+    "gated, inner D, d 16": _gated(expansion=1.0, mixing_size=16),
+    "gated, inner D, d D/4": _gated(expansion=1.0, mixing_size=None),
+    "gated, inner D, d D": _gated(expansion=1.0, mixing_size=None, num_heads=1),
+    "gated, inner 3 D": _gated(expansion=3.0),
+    "gated, 1 head": _gated(num_heads=1),
     "gated, 8 heads": _gated(num_heads=8),
-    "gated, inner 2 D": _gated(expansion=2.0),
-    "gated, inner 2 D, d 1": _gated(expansion=2.0, mixing_size=1),
+    "gated, 16 heads": _gated(num_heads=16),
+    "gated, 4 blocks": _gated(layers=4),
+    "gated, 9 blocks": _gated(layers=9),
     "gated, FFN": _gated(layers=3, feed_forward=8 / 3),
     "gated, no convolution": _gated(conv_kernel_size=0),
     "gated, exponent 1/16": _gated(scaling_exponent=1 / 16),
@@ -122,7 +124,8 @@ def matched_config(row: Row, target: int) -> Any:
         sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
         if gated:
             sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
-        return ESSMConfig(**row.fields, **sizes)
+            sizes["mixing_size"] = row.fields["mixing_size"] or inner // row.fields["num_heads"]
+        return ESSMConfig(**row.fields | sizes)
 
     @functools.cache
     def law(hidden: int, inner: int) -> tuple[int, int]:

@@ -31,7 +31,10 @@ AUTO_MAP = {
 _MOST_LAYERS, _MOST_WIDTH, _MOST_IDS, _MOST_LABELS, _MOST_BUDGETS = 10_000, 2**24, 2**31 - 1, 1_000_000, 1024
 
 # Fields whose default depends on the block.
-_BLOCK_FIELDS = ("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size", "scaling_exponent")
+_BLOCK_FIELDS = (
+    *("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size", "scaling_exponent"),
+    *("embedding_initializer_range", "chunk_size"),
+)
 
 _ILLEGAL = object()
 _Rule = tuple[str, Callable[[Any], Any]]  # what is legal, and from a value to what JSON would give back, or _ILLEGAL
@@ -116,7 +119,8 @@ _TOKEN_ID = _integer(-_MOST_IDS, _MOST_IDS)  # transformers warns of one outside
 _RULES: dict[str, _Rule] = {
     "vocab_size": _integer(1, _MOST_IDS),
     "num_hidden_layers": _integer(1, _MOST_LAYERS),
-    **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length", "chunk_size"), _WIDTH),
+    **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length"), _WIDTH),
+    "chunk_size": _optional(_WIDTH),
     **dict.fromkeys(("gate_hidden_size", "num_input_features", "inner_size", "num_heads"), _optional(_WIDTH)),
     "intermediate_size": _optional(_integer(0, _MOST_WIDTH)),
     "block": _one_of("paper", "gated"),
@@ -165,10 +169,10 @@ class ESSMConfig(PreTrainedConfig):
         num_hidden_layers (`int`): number of blocks.
         block (`str`): "paper", a pre-norm mixer and a feed-forward layer, or "gated": projection, short convolution,
             mixer, normalisation, output gate, projection.
-        inner_size (`int`, *optional*): of the gated block, width of its mixer, D by default.
+        inner_size (`int`, *optional*): of the gated block, width of its mixer, 2 D by default.
         num_heads (`int`, *optional*): of the gated block, groups of the inner width with a gate of Eq. (8) each.
-        mixing_size (`int`, *optional*): of the gated block, d, size of the blocks on the diagonal of M_k: 1 for a
-            diagonal M_k, by default the width of a head.
+        mixing_size (`int`, *optional*): of the gated block, d, size of the blocks on the diagonal of M_k: by default 1,
+            a diagonal M_k, at most the width of a head.
         conv_kernel_size (`int`, *optional*): of the gated block, taps of the convolution before the mixer; 0 for none.
         intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default; 0, the default of the
             gated block, for none.
@@ -181,8 +185,8 @@ class ESSMConfig(PreTrainedConfig):
             H = training length reproduces the paper.
         state_margin (`int`): states kept beyond K so that the first K filters are reproduced, see `num_states`.
         scaling_exponent (`float`, *optional*): power of sigma_k in Eq. (7), 1/4 in the paper, 0 in the gated block.
-        chunk_size (`int`): C, steps that one matrix product of the chunked algorithm covers; more than `filter_length`
-            or 512 means the smaller of these.
+        chunk_size (`int`, *optional*): C, steps that one matrix product of the chunked algorithm covers, by default 64,
+            32 in the gated block; more than `filter_length` or 512 means the smaller of these.
         spectral_algorithm (`str`): "chunked", "fft" (the paper's), "step" or "naive": one meaning, different cost.
         gate_hidden_size (`int`, *optional*): width D_g inside the gate, D // 4 by default.
         gating (`str`): "softmax" for Eq. (8) or "none" for Eq. (6).
@@ -190,9 +194,10 @@ class ESSMConfig(PreTrainedConfig):
         spectral_budget (`int`, `list[int]` or `str`, *optional*): default budget K of every call; None is the capacity.
         trained_budgets (`list[int]`, *optional*): budgets seen in training; others warn once.
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
-        initializer_range (`float`): standard deviation of new linear layers.
+        initializer_range (`float`): standard deviation of new linear layers; in the gated block only of those that
+            write to the residual stream, others start at 1 / sqrt(their inputs).
         embedding_initializer_range (`float`, *optional*): that of new embeddings of token ids, `initializer_range` by
-            default.
+            default, 0.1 in the gated block.
         dropout, stochastic_depth (`float`): rates after each sub-layer and for skipping a whole sub-layer.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
         num_input_features (`int`, *optional*): width of continuous inputs (audio frames, pixels), which a linear
@@ -222,7 +227,7 @@ class ESSMConfig(PreTrainedConfig):
     filter_length: int = 4096
     state_margin: int = 16
     scaling_exponent: float = None  # type: ignore[assignment]
-    chunk_size: int = 64
+    chunk_size: int = None  # type: ignore[assignment]
     spectral_algorithm: str = "chunked"
     gate_hidden_size: int = None  # type: ignore[assignment]
     gating: str = "softmax"
@@ -270,13 +275,14 @@ class ESSMConfig(PreTrainedConfig):
     def _block_defaults(self) -> dict[str, Any]:
         """Fields that a block gives a value when they are None."""
         if self.block == "paper":
-            inner, heads = self.hidden_size, 1
+            inner, heads, mixing = self.hidden_size, 1, self.hidden_size
             defaults = {"conv_kernel_size": 0, "intermediate_size": 4 * self.hidden_size, "scaling_exponent": 0.25}
         else:
-            inner = self.inner_size or self.hidden_size
-            heads = self.num_heads or math.gcd(4, inner)
+            inner = self.inner_size or 2 * self.hidden_size
+            heads, mixing = math.gcd(4, inner), 1
             defaults = {"conv_kernel_size": 4, "intermediate_size": 0, "scaling_exponent": 0.0}
-        return defaults | {"inner_size": inner, "num_heads": heads, "mixing_size": max(1, inner // heads)}
+            defaults |= {"embedding_initializer_range": 0.1, "chunk_size": 32}
+        return {"chunk_size": 64} | defaults | {"inner_size": inner, "num_heads": heads, "mixing_size": mixing}
 
     def _validate_block(self) -> None:
         """Raises ValueError for sizes that do not fit each other, or the block."""
@@ -316,15 +322,12 @@ class ESSMConfig(PreTrainedConfig):
         block = fields.get("block", "paper")
         if _checked("block", given.get("block", block), _RULES["block"]) != block:
             return {*_BLOCK_FIELDS}
-        stale = set()
-        sizes: tuple[Any, ...] = tuple(fields.get(x) for x in ("hidden_size", *_BLOCK_FIELDS[:3]))
-        hidden, inner, heads, mixing = sizes
-        if "hidden_size" in given and inner == hidden:
-            stale.add("inner_size")
-        resized = {"hidden_size", "inner_size", "num_heads"} & given.keys()
-        if resized and all(type(x) is int and x > 0 for x in (inner, heads)) and mixing == inner // heads:
-            stale.add("mixing_size")
-        return stale
+        hidden, inner = fields.get("hidden_size"), fields.get("inner_size")
+        if "hidden_size" not in given or type(hidden) is not int:
+            return set()
+        if block == "paper":
+            return {"inner_size", "mixing_size"}
+        return {"inner_size"} if inner == 2 * hidden else set()
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers; ValueError for a field that was set to what could not be loaded again."""

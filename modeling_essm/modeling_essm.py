@@ -124,6 +124,12 @@ class ESSMPrefixLinear(nn.Module):
         return scores if bias.ndim == 1 else scores.unflatten(-1, bias.shape)
 
 
+def _at_unit_scale(linear: nn.Linear) -> nn.Linear:
+    """Marked to start at 1 / sqrt(its inputs) in the gated block, where it reads what a norm has scaled."""
+    linear.starts_at_unit_scale = True  # type: ignore[assignment]
+    return linear
+
+
 class ESSMScale(nn.Module):
     """A factor for each channel of the width: (.., D) -> (.., D)."""
 
@@ -158,7 +164,7 @@ class ESSMSpectralMixer(nn.Module):
         if self.taps:
             self.convolution = nn.Parameter(torch.empty(self.taps, D))  # the last row is that of u(t)
         if self.gated:
-            self.gate_in = nn.Linear(D, D_g)
+            self.gate_in = nn.Linear(D, D_g) if config.block == "paper" else _at_unit_scale(nn.Linear(D, D_g))
             self.gate_out = ESSMPrefixLinear(D_g, K, self.num_heads)
             self.gate_act = ACT2FN[config.hidden_act]
         if self.ar_order:
@@ -339,7 +345,7 @@ class ESSMGatedFeedForward(nn.Module):
 
     def __init__(self, config: ESSMConfig):
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False)
+        self.up = _at_unit_scale(nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False))
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -394,7 +400,7 @@ class ESSMGatedLayer(_Block):
         D, inner = config.hidden_size, config.inner_size
         self.mixer = ESSMSpectralMixer(config, capacity)
         self.input_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
-        self.in_proj = nn.Linear(D, 2 * inner, bias=False)
+        self.in_proj = _at_unit_scale(nn.Linear(D, 2 * inner, bias=False))
         self.mixer_norm = nn.RMSNorm(inner, eps=config.layer_norm_eps)
         self.out_proj = nn.Linear(inner, D, bias=False)
         if config.intermediate_size:
@@ -456,7 +462,8 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, mean=0.0, std=std)
+            unit = getattr(module, "starts_at_unit_scale", False)
+            init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5 if unit else std)
             if isinstance(module, ESSMFeatureEmbedding) and module.in_features == 1:
                 init.normal_(module.bias, mean=0.0, std=std)
             elif module.bias is not None:
@@ -475,7 +482,8 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
             if module.taps:
                 init.uniform_(module.convolution, -(module.taps**-0.5), module.taps**-0.5)
             if module.gated:
-                init.normal_(module.gate_out.weight, mean=0.0, std=std)
+                unit = getattr(module.gate_in, "starts_at_unit_scale", False)
+                init.normal_(module.gate_out.weight, mean=0.0, std=module.gate_in.out_features**-0.5 if unit else std)
                 init.constant_(module.gate_out.bias, _GATE_BIAS)
             if module.ar_order:
                 init.normal_(module.channel_mixing_negative, mean=0.0, std=1e-3)

@@ -32,7 +32,7 @@ BAD_FIELDS = [
     ({"intermediate_size": 0}, r"intermediate_size of the paper's block must be at least 1, got 0"),
     ({"block": "s4"}, r"block must be one of \('paper', 'gated'\), got 's4'"),
     ({"num_heads": 2}, r'num_heads belongs to block="gated"; here it must be 1, got 2'),
-    ({"block": "gated", "num_heads": 3}, r"num_heads must divide inner_size 16, .* got 3 and 5"),
+    ({"block": "gated", "num_heads": 3}, r"num_heads must divide inner_size 32, .* got 3 and 1"),
     ({"block": "gated", "mixing_size": 3}, r"mixing_size the width of a head, got 4 and 3"),
     ({"block": "gated", "conv_kernel_size": 65}, r"conv_kernel_size must be None or an integer in \[0, 64\], got 65"),
     ({"block": "gated", "ar_order": 2}, r'ar_order must be 0 with block="gated", got 2'),
@@ -94,7 +94,8 @@ NOT_A_CHOICE = ["2", "", 2.5, -1, True, ["gelu"], ("chunked",), {"a": 4}, torch.
 NOT_TEXTS = ["2", 4, 2.5, True, [4], [None], {"a": 4}, torch.tensor(4)]
 NOT_LABELS = ["ab", 4, 2.5, True, ["a"], {0: None}, {0: 2.5}, {None: "a"}, {0: ["a"]}]
 BAD_VALUES = {
-    "vocab_size hidden_size num_hidden_layers num_spectral_channels filter_length chunk_size": [*NOT_AN_INTEGER, 0, -1],
+    "vocab_size hidden_size num_hidden_layers num_spectral_channels filter_length": [*NOT_AN_INTEGER, 0, -1],
+    "chunk_size": [*NOT_AN_INTEGER[:-1], 0, -1],
     "intermediate_size gate_hidden_size num_input_features num_labels": [*NOT_AN_INTEGER[:-1], 0, -1],
     "inner_size num_heads mixing_size": [*NOT_AN_INTEGER[:-1], 0, -1],
     "conv_kernel_size": [*NOT_AN_INTEGER[:-1], 65, -1],
@@ -226,12 +227,12 @@ def test_sizes_that_follow_from_others_are_derived_anew_beside_a_file():
         return config.inner_size, config.num_heads, config.mixing_size, config.conv_kernel_size, config.scaling_exponent
 
     assert sizes({"hidden_size": 24}) == (24, 1, 24, 0, 0.25)
-    assert sizes({"block": "gated"}, scaling_exponent=0.5) == (16, 4, 4, 4, 0.0)
-    assert sizes({"block": "paper"}, block="gated", mixing_size=1) == (16, 1, 16, 0, 0.25)
-    assert sizes({"block": "gated", "num_heads": 2, "scaling_exponent": 0.5}) == (16, 2, 8, 4, 0.5)
-    assert sizes({"hidden_size": 24}, block="gated", conv_kernel_size=2) == (24, 4, 6, 2, 0.0)
-    assert sizes({"hidden_size": 24}, block="gated", inner_size=32) == (32, 4, 8, 4, 0.0)
-    assert sizes({"num_heads": 2}, block="gated", mixing_size=2) == (16, 2, 2, 4, 0.0)
+    assert sizes({"block": "gated"}, scaling_exponent=0.5) == (32, 4, 1, 4, 0.0)
+    assert sizes({"block": "paper"}, block="gated", mixing_size=2) == (16, 1, 16, 0, 0.25)
+    assert sizes({"block": "gated", "num_heads": 2, "scaling_exponent": 0.5}) == (32, 2, 1, 4, 0.5)
+    assert sizes({"hidden_size": 24}, block="gated", conv_kernel_size=2) == (48, 4, 1, 2, 0.0)
+    assert sizes({"hidden_size": 24}, block="gated", inner_size=24) == (24, 4, 1, 4, 0.0)
+    assert sizes({"num_heads": 2}, block="gated", mixing_size=2) == (32, 2, 2, 4, 0.0)
     with pytest.raises(ValueError, match=r"block must be one of .*, got tensor"):
         sizes({"block": torch.tensor([1, 2])})
 
