@@ -37,8 +37,8 @@ def command_line(**values) -> list[str]:
     "changes",
     [
         {"gating": "none"},
-        {"gating": "none", "ar_order": 2, "budget_schedule": "full"},
-        {"scaling_exponent": 0.0},
+        {"block": "paper", "gating": "none", "ar_order": 2, "budget_schedule": "full"},
+        {"block": "paper", "scaling_exponent": 0.0},
         GATED | {"scaling_exponent": 0.0625, "embedding_initializer_range": 0.1},
     ],
     ids=["dropout only", "AR-STU", "exponent 0", "gated"],
@@ -52,7 +52,7 @@ def test_variants_train(changes, tmp_path, capsys):
     assert {name: config[name] for name in changes if name in config} == {
         name: value for name, value in changes.items() if name != "budget_schedule"
     }
-    assert f" parameters ({changes.get('block', 'paper')} block) on " in capsys.readouterr().out
+    assert f" parameters ({changes.get('block', 'gated')} block) on " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("architecture", ["transformer", "s4d"])
@@ -138,10 +138,13 @@ def test_what_overrides_a_configuration_is_part_of_the_run(script):
     assert {name for name in plain if plain[name] != changed[name]} == {"config_overrides"}
     assert changed["config_overrides"] == {"gating": "softmax"} and plain["config_overrides"] is None
     # A run from before sizes could stand there recorded the defaults, and is gone on with.
-    assert (plain["hidden_size"], plain["filter_length"], plain["gating"]) == (128, 1024, "softmax")
+    assert (plain["hidden_size"], plain["num_hidden_layers"], plain["block"]) == (128, 4, "paper")
     sizes = parse(script, hidden_size=16).identity()
-    assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 4 and "config_overrides" not in sizes
-    assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("paper", None, 0.25)
+    assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 8 and "config_overrides" not in sizes
+    assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("gated", None, 0.0)
+    sizes = parse(script, block="paper", hidden_size=16).identity()
+    assert (sizes["block"], sizes["hidden_size"], sizes["num_hidden_layers"]) == ("paper", 16, 4)
+    assert (sizes["scaling_exponent"], sizes["num_spectral_channels"]) == (0.25, 32)
     sizes = parse(script, **GATED).identity()
     assert {name: sizes[name] for name in GATED} == GATED and sizes["scaling_exponent"] == 0.0
     assert parse(script, block="gated", scaling_exponent=0.5).identity()["scaling_exponent"] == 0.5

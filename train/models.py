@@ -18,12 +18,15 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassifica
 
 # Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
 _SIZES = MappingProxyType(
-    {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
-    | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
+    {"hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8, "filter_length": 1024}
+    | {"scaling_exponent": 0.0, "gating": "softmax", "ar_order": 0, "block": "gated"}
     | dict.fromkeys(("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"))
     | {"embedding_initializer_range": None}
 )
-_GATED = MappingProxyType({"scaling_exponent": 0.0})  # other defaults of the gated block
+# Other defaults of the paper's block.
+_PAPER = MappingProxyType({"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25})
+# What runs beside a configuration recorded before its sizes could be overridden: the defaults of that time.
+_RECORDED = _SIZES | _PAPER | {"block": "paper"}
 _RATES = ("dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
@@ -32,8 +35,8 @@ _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "sco
 def _size(name: str, help: str) -> Any:
     """None says that it was not given; SizeArguments and a configuration then each have their own value."""
     default = "what ESSMConfig makes of the others" if _SIZES[name] is None else _SIZES[name]
-    gated = f" ({_GATED[name]} in the gated block)" if name in _GATED else ""
-    return field(default=None, metadata={"help": f"{help} By default {default}{gated}, or as configured."})
+    paper = f" ({_PAPER[name]} with the paper's block)" if name in _PAPER else ""
+    return field(default=None, metadata={"help": f"{help} By default {default}{paper}, or as configured."})
 
 
 @dataclass
@@ -50,7 +53,7 @@ class SizeArguments(RunArguments):
     ar_order: int | None = _size("ar_order", "2 adds the autoregressive and negative-filter terms of AR-STU.")
     scaling_exponent: float | None = _size("scaling_exponent", "Power of sigma_k in Eq. (7).")
     block: str | None = _size(
-        "block", "The residual block: 'paper', or 'gated' with convolution, heads and output gate."
+        "block", "The residual block: 'gated', with convolution, heads and output gate, or 'paper'."
     )
     inner_size: int | None = _size("inner_size", "Of the gated block: width of its mixer.")
     num_heads: int | None = _size("num_heads", "Of the gated block: groups of that width with a gate of Eq. (8) each.")
@@ -60,7 +63,7 @@ class SizeArguments(RunArguments):
         "intermediate_size", "Width of the feed-forward layer; 0, for none, in the gated block only."
     )
     embedding_initializer_range: float | None = _size(
-        "embedding_initializer_range", "Standard deviation of new embeddings; Mamba-2's is 0.1."
+        "embedding_initializer_range", "Standard deviation of new embeddings."
     )
     dropout: float | None = field(
         default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
@@ -74,7 +77,7 @@ class SizeArguments(RunArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source is None:
-            for name, default in (_SIZES | (_GATED if self.block == "gated" else {})).items():
+            for name, default in (_SIZES | (_PAPER if self.block == "paper" else {})).items():
                 setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
 
     @property
@@ -135,7 +138,7 @@ class ModelArguments(SizeArguments):
         values = super().identity()
         if self.source is not None:
             overrides = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
-            values |= _SIZES | {"config_overrides": overrides or None}
+            values |= _RECORDED | {"config_overrides": overrides or None}
         return values
 
 

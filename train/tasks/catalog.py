@@ -507,7 +507,8 @@ def task_arguments(name: str, data_dir: Folders = None, scale: Scale = "full", u
     if scale not in ("full", "small"):
         raise ValueError(f"scale must be 'full' or 'small', got {scale!r}")
     sizes = spec.full if scale == "full" else spec.small
-    arguments: dict[str, Any] = {**spec.columns, **spec.common, **sizes}
+    block = {} if "config_name" in sizes else {"block": "paper"}  # these are the paper's tasks
+    arguments: dict[str, Any] = {**spec.columns, **spec.common, **block, **sizes}
     if use_hub:
         if spec.hub is None:
             raise ValueError(f"task {name!r} has no data set on the Hub with the columns that it needs")
