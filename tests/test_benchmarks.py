@@ -35,7 +35,8 @@ MODULES = {
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1]))
+    for folder in ("train", "."):
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / folder))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny products lose more to waiting threads than they gain
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ compiler

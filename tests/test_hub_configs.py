@@ -24,6 +24,8 @@ NAMES = sorted(make.CONFIGURATIONS)
 LONGEST = {  # positions that the task needs
     "essm-tiny": 512,
     "essm-21m": 4096,
+    "essm-gated-20m": 4096,
+    "essm-gated-130m": 4096,
     "essm-lra-listops": 2000,
     "essm-lra-text": 4096,
     "essm-lra-retrieval": 4000,
