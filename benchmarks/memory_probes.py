@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
 
 from . import common, sweeps
-from .memory_tasks import IGNORED, TASKS, Task, make_task
+from .memory_tasks import IGNORED, TASKS, InductionHeads, Task, make_task
 from .sweeps import TOLERANCE, Row, Run, matched_config
 
 BUDGETS = (2, 4, 8, 16, 32)
@@ -57,13 +57,13 @@ class Settings:
     """What all runs of a table have in common.
 
     Attributes:
-        positions: of an update, in as many samples as they make. held_out: positions to measure on, likewise.
-        longest: samples are cut to this many positions, by another parameter of the task; None leaves them.
+        positions: of an update, in as many samples as make them, see `batch_size`. held_out: to measure on, likewise.
+        budgets: that elastic models are measured at, beside the full one. quick: short tasks, see `task`.
     """
 
     parameters: int
     updates: int
-    positions: int = 4096
+    positions: int = 2048
     held_out: int = 65_536
     filter_length: int = 4096
     budgets: tuple[int, ...] = BUDGETS
@@ -150,7 +150,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch_size(task: Task, positions: int) -> int:
-    return max(1, positions // task.length)
+    """Samples that make so many positions; twice as many of a task that asks a single question in each."""
+    return max(1, (1 + isinstance(task, InductionHeads)) * positions // task.length)
 
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
@@ -274,8 +275,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables and write them, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
     p.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"out of {[*TASKS]}; parameters as in mqar:pairs=8")
-    p.add_argument("--parameters", type=int, default=150_000, help=f"of every model, to {TOLERANCE:.0%}%")
-    sweeps.add_arguments(p, ROWS, "runs/memory_probes", updates=600)
+    p.add_argument("--parameters", type=int, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
+    sweeps.add_arguments(p, ROWS, "runs/memory_probes", updates=800)
     args = p.parse_args(argv)
     sweeps.check_arguments(p, args, "parameters")
     names = args.only or [*ROWS]

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The field's probes of memory: recall, copying, induction and delay, made of random numbers and nothing else.
 
-    task = make_task("mqar:pairs=4,length=64")
+    task = make_task("mqar:pairs=8,length=64")
     inputs, targets = task.sample(32, np.random.default_rng(0))
 
 Tasks of tokens give inputs (n, L) int64 in [0, vocabulary) and targets (n, L) int64: the token that the output AT that
@@ -51,9 +51,9 @@ class AssociativeRecall:
     (i + 1)^(power - 1). All other positions there hold random tokens of the whole vocabulary.
     """
 
-    length: int = 64
+    length: int = 32
     pairs: int = 4
-    vocabulary: int = 64
+    vocabulary: int = 32
     power: float = 0.01
 
     metric: ClassVar[str] = "accuracy"
@@ -95,8 +95,8 @@ class SelectiveCopying:
     Token 0 is noise and 1 the marker; data are uniform over the others, with repetition. The length holds the markers.
     """
 
-    length: int = 64
-    tokens: int = 8
+    length: int = 32
+    tokens: int = 4
     vocabulary: int = 16
 
     metric: ClassVar[str] = "accuracy"
@@ -128,7 +128,7 @@ class InductionHeads:
     uniform over the rest of the vocabulary.
     """
 
-    length: int = 64
+    length: int = 32
     vocabulary: int = 16
 
     metric: ClassVar[str] = "accuracy"
@@ -156,7 +156,7 @@ class TokenDelay:
     """Copying at a distance: the output at t is the token at t - tau; tokens are uniform and independent."""
 
     length: int = 64
-    tau: int = 8
+    tau: int = 16
     vocabulary: int = 16
 
     metric: ClassVar[str] = "accuracy"
@@ -182,7 +182,7 @@ class NoiseDelay:
     """
 
     length: int = 64
-    tau: int = 8
+    tau: int = 16
     band: float = 0.5
 
     metric: ClassVar[str] = "squared_error"  # relative to the variance
@@ -224,7 +224,7 @@ TASKS: dict[str, Task] = {
     "induction": InductionHeads(),
     "delay": TokenDelay(),
     "delay-white": NoiseDelay(),
-    "delay-band": NoiseDelay(tau=16, band=0.05),
+    "delay-band": NoiseDelay(band=0.05),
 }
 
 

@@ -156,9 +156,7 @@ def analytic(tasks: dict[str, list[str]], lengths: tuple[int, ...], filter_lengt
 
 def trained(args: Any, tasks: dict[str, list[str]]) -> list[dict[str, Any]]:
     """A row for each delay: its error at every budget, mean and deviation over seeds."""
-    settings = memory_probes.Settings(
-        args.parameters, args.updates, positions=2048, filter_length=4096, budgets=BUDGETS, device=args.device
-    )
+    settings = memory_probes.Settings(args.parameters, args.updates, budgets=BUDGETS, device=args.device)
     if args.quick:
         settings = dataclasses.replace(settings, positions=128, held_out=128)
     names = [name for group in tasks.values() for name in group]
@@ -232,8 +230,8 @@ def print_report(report: dict[str, Any]) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    sweeps.add_arguments(p, {MODEL: memory_probes.ROWS[MODEL]}, "runs/what_budgets_buy", updates=600)
-    p.set_defaults(rates=[1e-2], seeds=[0])
+    sweeps.add_arguments(p, {MODEL: memory_probes.ROWS[MODEL]}, "runs/what_budgets_buy", updates=300)
+    p.set_defaults(rates=[5e-3], seeds=[0])
     p.add_argument("--parameters", type=int, default=30_000, help="of every model")
     p.add_argument("--analytic", action="store_true", help="the exact part alone")
     args = p.parse_args(argv)
