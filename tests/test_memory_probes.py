@@ -241,7 +241,7 @@ def test_models_do_not_see_the_future(name, kind):
 
 
 def test_training_lowers_the_error(tmp_path):
-    """A delay of one step is a matter of a few updates; and models of one seed see the same samples."""
+    """A delay of one step is a matter of a few updates."""
     settings = memory_probes.Settings(20_000, 60, positions=512, held_out=2048, filter_length=512, quick=True)
     runs = [sweeps.Run("gated, inner 2 D, d 1", 0.02, 0, "delay:tau=1,length=16,vocabulary=4")]
     memory_probes.sweep(settings, runs, tmp_path, 1)
