@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if not args.table:
         settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
         if args.quick:
-            small = {"parameters": 40_000, "updates": min(args.updates, 3), "positions": 64, "held_out": 128}
+            small = {"parameters": 50_000, "updates": min(args.updates, 3), "positions": 64, "held_out": 128}
             settings = dataclasses.replace(settings, **small, quick=True)
         # Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
         runs = [

@@ -187,7 +187,7 @@ def test_every_model_runs_every_kind_of_task(tmp_path, capsys):
     assert [(r["task"]) for r in report["results"]] == [tasks[0]] * len(names) + [tasks[1]] * len(names)
     assert len(list((tmp_path / "runs").iterdir())) == 2 * len(names)
     for result in report["results"]:
-        assert abs(result["parameters"] / 40_000 - 1) <= sweeps.TOLERANCE
+        assert abs(result["parameters"] / 50_000 - 1) <= sweeps.TOLERANCE
         elastic = result["model"] in names[:3]
         assert [*result["error"]] == (["2", "4", "8", "16", "32"] if elastic else ["1"])
         assert result["definition"]["task"]["length"] == 32
