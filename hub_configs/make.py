@@ -305,10 +305,12 @@ def overview() -> str:
     for name, published in CONFIGURATIONS.items():
         config = published.config()
         size = f"{config.num_hidden_layers} x {config.hidden_size}"
-        origin = {"paper": "paper", "own": "ours", "gated": "ours", "audio": "ours"}.get(published.size, "S4's, see card")
+        origin = {"paper": "paper", "own": "ours", "gated": "ours", "audio": "ours"}.get(
+            published.size, "S4's, see card"
+        )
         rows.append(
-            f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {config.block} | {size} | {config.filter_length:,} | "
-            f"{published.inputs} | {origin} |"
+            f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {config.block} | {size} | "
+            f"{config.filter_length:,} | {published.inputs} | {origin} |"
         )
     table = "\n".join(rows)
     return f"""# Published configurations

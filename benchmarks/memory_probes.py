@@ -1,0 +1,306 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The field's probes of memory on the paper's block, the gated block and its peers, of equal size, at every budget.
+
+    python -m benchmarks.memory_probes --processes 2
+    python -m benchmarks.memory_probes --tasks mqar mqar:length=128,pairs=8 --only "gated, d 1" mamba2 --seeds 0
+    python -m benchmarks.memory_probes --table --runs_dir runs/memory_probes
+
+The tasks are those of `benchmarks.memory_tasks`. Every update has new samples, the same for every model and rate at a
+seed; all runs of a task are measured on the same held-out samples. The figure is the error where something is asked:
+the share of wrong tokens, or of noise the mean squared error relative to the variance, so that 1 is what knowing
+nothing gives. Elastic models have 32 channels and are trained with budget dropout. A run is a task, a model, a
+learning rate and a seed: one JSON file in runs_dir; a sweep that was killed goes on when it is started again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
+
+from . import common, sweeps
+from .memory_tasks import IGNORED, TASKS, InductionHeads, Task, make_task
+from .sweeps import TOLERANCE, Row, Run, matched_config
+
+BUDGETS = (2, 4, 8, 16, 32)
+HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of training have others
+METRIC = "error"
+
+_GATED = {"block": "gated", "num_heads": 4, "embedding_initializer_range": 0.1}
+_RATES, _PEER_RATES = (3e-3, 1e-2), (2e-3, 6e-3)
+ROWS: dict[str, Row] = {
+    "paper": Row(2, {"num_spectral_channels": 32}, rates=_RATES),
+    "gated": Row(3, _GATED | {"mixing_size": 1}, expansion=2.0, rates=_RATES),
+    "gated, inner D, d D/4": Row(3, _GATED | {"mixing_size": None}, rates=_RATES),
+    "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
+    "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=96, rates=_PEER_RATES),
+    "s4d": Row(3, peer="s4d", hidden_size=64, rates=_PEER_RATES),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a table have in common.
+
+    Attributes:
+        positions: of an update, in as many samples as make them, see `batch_size`. held_out: to measure on, likewise.
+        budgets: that elastic models are measured at, beside the full one. quick: short tasks, see `task`.
+    """
+
+    parameters: int
+    updates: int
+    positions: int = 2048
+    held_out: int = 65_536
+    filter_length: int = 4096
+    budgets: tuple[int, ...] = BUDGETS
+    quick: bool = False
+    device: str = "cpu"
+
+    def task(self, name: str) -> Task:
+        """Of the quick settings a short one, unless the name says otherwise."""
+        return make_task(name, **({"length": 32, "tau": 4, "pairs": 2, "tokens": 2} if self.quick else {}))
+
+    def values(self) -> dict[str, Any]:
+        """As JSON gives them back."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+
+class Regressor(nn.Module):
+    """A number for every position, from (B, L, 2): the signal and a constant one, so that every encoder has a bias."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        from baselines import BaselinePreTrainedModel
+
+        self.config = config
+        if isinstance(config, ESSMConfig):
+            self.model: nn.Module = ESSMModel(config)
+        else:
+            whole = BaselinePreTrainedModel(config, causal=True)
+            whole.post_init()  # which draws its weights
+            self.model = whole.model
+        self.head = nn.Linear(config.hidden_size, 1)
+
+    def forward(self, input_features: Tensor, use_cache: bool | None = None, spectral_budget: Any = None) -> Any:
+        """(B, L, 2) -> logits (B, L)."""
+        if isinstance(self.config, ESSMConfig):
+            outputs = self.model(input_features=input_features, use_cache=False, spectral_budget=spectral_budget)
+            hidden_states = outputs.last_hidden_state
+        else:
+            hidden_states, _ = self.model(None, input_features, None)
+        return SimpleNamespace(logits=self.head(hidden_states).squeeze(-1))
+
+
+def model_config(row: Row, task: Task, settings: Settings) -> Any:
+    """The row's configuration for the task, with as many parameters as the settings ask for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    fields: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    own: dict[str, Any] = {"num_input_features": 2}
+    model_class: Any = Regressor
+    if task.metric == "accuracy":
+        own, model_class = {"vocab_size": task.vocabulary}, None
+    if row.peer is None:
+        own["filter_length"] = settings.filter_length
+    row = dataclasses.replace(row, fields=row.fields | fields | own)
+    return matched_config(row, settings.parameters, model_class)
+
+
+def make_model(config: Any) -> nn.Module:
+    """A new model in fp32 with `logits`: (B, L, vocabulary) of tokens, or (B, L) of noise."""
+    if config.num_input_features is not None:
+        return Regressor(config).float()
+    if isinstance(config, ESSMConfig):
+        return ESSMForCausalLM(config).float()
+    from baselines import BaselineForCausalLM
+
+    return BaselineForCausalLM(config).float()
+
+
+def batch_of(samples: tuple[np.ndarray, np.ndarray], device: Any) -> tuple[dict[str, Tensor], Tensor]:
+    """What a model reads, and the targets."""
+    inputs, targets = (torch.from_numpy(x).to(device) for x in samples)
+    if inputs.is_floating_point():
+        return {"input_features": torch.stack([inputs, torch.ones_like(inputs)], -1)}, targets
+    return {"input_ids": inputs}, targets
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """() mean over the positions where something is asked: cross-entropy in nats, or the squared error."""
+    if targets.is_floating_point():
+        asked = ~targets.isnan()
+        return F.mse_loss(logits[asked], targets[asked])
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+
+
+def batch_size(task: Task, positions: int) -> int:
+    """Samples that make so many positions; twice as many of a task that asks a single question in each."""
+    return max(1, (1 + isinstance(task, InductionHeads)) * positions // task.length)
+
+
+def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
+    """All updates, each on new samples."""
+    from engine import RunArguments, run_at_budget
+
+    count, updates = batch_size(task, settings.positions), itertools.count()
+    device = next(model.parameters()).device
+    args = RunArguments(max_steps=settings.updates, learning_rate=run.rate, seed=run.seed)
+
+    def next_forward() -> Callable[[int], Any]:
+        rng = np.random.default_rng([run.seed, next(updates)])
+        batch, targets = batch_of(task.sample(count, rng), device)
+
+        def forward(K: int) -> Any:
+            return SimpleNamespace(loss=loss_of(run_at_budget(model, batch, K).logits, targets))
+
+        return forward
+
+    return sweeps.train(model, next_forward, args, count * task.length)
+
+
+@torch.inference_mode()
+def score(model: nn.Module, task: Task, settings: Settings, budgets: Sequence[int]) -> dict[str, float]:
+    """The error on held-out samples at every budget."""
+    from engine import run_at_budget
+
+    size = batch_size(task, settings.positions)
+    rng = np.random.default_rng(HELD_OUT)
+    device = next(model.parameters()).device
+    wrong = dict.fromkeys(budgets, 0.0)
+    asked = 0.0
+    model.eval()
+    for _ in range(math.ceil(batch_size(task, settings.held_out) / size)):
+        batch, targets = batch_of(task.sample(size, rng), device)
+        noise = targets.is_floating_point()
+        where = ~targets.isnan() if noise else targets != IGNORED
+        wanted = targets[where]
+        asked += float(wanted.double().square().sum()) if noise else wanted.numel()
+        for K in budgets:
+            answers = run_at_budget(model, batch, K).logits[where]
+            errors = (answers - wanted).double().square() if noise else answers.argmax(-1) != wanted
+            wrong[K] += float(errors.sum())
+    return {str(K): value / asked for K, value in wrong.items()}
+
+
+def definition(settings: Settings, run: Run) -> dict[str, Any]:
+    """What makes a task and a row, but for the rates."""
+    task = settings.task(run.task or "")
+    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | sweeps.definition(ROWS[run.name])
+
+
+def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
+    """Train on one thread, measure, write the file in one move, return what it holds."""
+    from engine import capacity_of, write_json
+
+    with common.threads(1):
+        task = settings.task(run.task or "")
+        config = model_config(ROWS[run.name], task, settings)
+        torch.manual_seed(run.seed)
+        model = make_model(config).to(settings.device)
+        record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
+        record |= {"settings": settings.values(), "definition": definition(settings, run), "metric": task.metric}
+        record |= {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sweeps.sizes_of(config)}
+        record |= train(model, task, settings, run)
+        capacity = capacity_of(model)
+        budgets = sorted({min(K, capacity) for K in (*settings.budgets, capacity)})
+        record[METRIC] = None if record["diverged"] else score(model, task, settings, budgets)
+        record["machine"] = common.machine(torch.device(settings.device))
+    write_json(path, record)
+    return record
+
+
+def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int) -> None:
+    """Perform the runs that are not there yet.
+
+    Raises:
+        ValueError: a run was found that has other settings, or a task or a model cannot be made; before any work.
+    """
+    for task, name in dict.fromkeys((run.task, run.name) for run in runs):
+        model_config(ROWS[name], settings.task(task or ""), settings)
+
+    def wanted(run: Run) -> dict[str, Any]:
+        return settings.values() | {"definition": definition(settings, run)}
+
+    sweeps.sweep(runs, folder, processes, functools.partial(perform, settings), wanted, METRIC)
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every model on every task at its best rate, in the order of the records' tasks, the best model first."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["task"], record["model"]), []).append(record)
+    results = [sweeps.summarise(runs, METRIC) | {"metric": runs[0]["metric"]} for runs in groups.values()]
+    tasks = [*dict.fromkeys(result["task"] for result in results)]
+    return sorted(results, key=lambda r: (tasks.index(r["task"]), sweeps.at_full_budget(r, METRIC)))
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """A table for each task; of tokens the accuracy, of noise the squared error relative to the variance."""
+    for task in dict.fromkeys(result["task"] for result in results):
+        rows = []
+        of_task = [r for r in results if r["task"] == task]
+        accuracy = of_task[0]["metric"] == "accuracy"
+        budgets = [
+            *dict.fromkeys(K for r in of_task for K in r.get(METRIC, {}) if "num_spectral_channels" in r["sizes"])
+        ]
+        for r in of_task:
+            errors = r.get(METRIC, {})
+            values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in errors.items()}
+            peer = "num_spectral_channels" not in r["sizes"]
+            cells = [None if peer else values.get(K) for K in budgets] + [(list(values.values()) or [None])[-1]]
+            rows.append([*sweeps.columns(r), *map(sweeps.shown, cells), sweeps.speed(r)])
+        print(f"\n{task}: {'accuracy' if accuracy else 'squared error over variance'}")
+        header = " ".join(f"K={K}" for K in budgets)
+        common.table(f"{sweeps.COLUMNS} {header} full positions/CPU_s", rows)
+    print("* the best rate is the smallest or the largest tried")
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Perform what is missing, then print the tables and write them, with every rate and the spread over seeds."""
+    p = common.parser(__doc__)
+    p.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"out of {[*TASKS]}; parameters as in mqar:pairs=8")
+    p.add_argument("--parameters", type=int, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
+    sweeps.add_arguments(p, ROWS, "runs/memory_probes", updates=800)
+    args = p.parse_args(argv)
+    sweeps.check_arguments(p, args, "parameters")
+    names = args.only or [*ROWS]
+    if not args.table:
+        settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
+        if args.quick:
+            small = {"parameters": 50_000, "updates": min(args.updates, 3), "positions": 64, "held_out": 128}
+            settings = dataclasses.replace(settings, **small, quick=True)
+        # Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
+        runs = [
+            Run(name, rate, seed, task)
+            for seed, task, name in itertools.product(args.seeds, args.tasks, names)
+            for rate in args.rates or ROWS[name].rates
+        ]
+        sweep(settings, runs, args.runs_dir, args.processes)
+    records = [r for r in sweeps.collect(args.runs_dir) if r["model"] in names and r["task"] in args.tasks]
+    if not records:
+        raise ValueError(f"{args.runs_dir} holds no run of the models {names} on the tasks {args.tasks}")
+    records.sort(key=lambda r: args.tasks.index(r["task"]))
+    device, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
+    report["results"] = summarise(records)
+    print_tables(report["results"])
+    return common.finish(report, args, device)
+
+
+if __name__ == "__main__":
+    main()

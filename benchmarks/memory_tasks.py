@@ -1,0 +1,252 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The field's probes of memory: recall, copying, induction and delay, made of random numbers and nothing else.
+
+    task = make_task("mqar:pairs=8,length=64")
+    inputs, targets = task.sample(32, np.random.default_rng(0))
+
+Tasks of tokens give inputs (n, L) int64 in [0, vocabulary) and targets (n, L) int64: the token that the output AT that
+position shall be, not the next one, or IGNORED where nothing is asked. Delays of noise give float32 (n, L) of variance
+1, and targets that are NaN where nothing is asked. Samples are a pure function of the parameters and of the generator.
+Parameters that cannot be met are a ValueError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+IGNORED = -100  # as torch's cross-entropy has it
+Samples = tuple[np.ndarray, np.ndarray]
+
+
+def _check(task: Any, least: dict[str, int]) -> None:
+    """Raises ValueError for what is no integer, or below its least value."""
+    for name, bound in least.items():
+        value = getattr(task, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < bound:
+            raise ValueError(f"{name} of {type(task).__name__} must be an integer of at least {bound}, got {value!r}")
+
+
+def _distinct(rng: np.random.Generator, weights: np.ndarray, count: int, size: int) -> np.ndarray:
+    """(count, size) distinct indices of `weights` a row, drawn one after the other in proportion to them.
+
+    The largest of log(weight) + Gumbel noise, in descending order, are such a draw.
+    """
+    keys = np.log(weights) + rng.gumbel(size=(count, len(weights)))
+    return np.argsort(-keys, axis=1)[:, :size]
+
+
+@dataclass(frozen=True)
+class AssociativeRecall:
+    """MQAR of Zoology (Arora et al. 2023, arXiv 2312.04927): keys with values, then every key once, in any order.
+
+        k1 v1 k2 v2 .. | .. k2 ? .. k1 ? ..       the output at a key of the second part is its value
+
+    Keys are from the lower half of the vocabulary, without 0, values from the upper half, both without repetition. Of
+    the room after the pairs, every second position can hold a key; number i from there (0, 1, ..) with a weight of
+    (i + 1)^(power - 1). All other positions there hold random tokens of the whole vocabulary.
+    """
+
+    length: int = 32
+    pairs: int = 4
+    vocabulary: int = 32
+    power: float = 0.01
+
+    metric: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        _check(self, {"length": 4, "pairs": 1, "vocabulary": 4})
+        if self.length % 2 or 4 * self.pairs > self.length:
+            raise ValueError(
+                f"length must be even and at least 4 pairs = {4 * self.pairs}, so that every key fits twice with its "
+                f"value, got {self.length}"
+            )
+        if self.pairs > self.vocabulary // 2 - 1:
+            raise ValueError(
+                f"a vocabulary of {self.vocabulary} has {self.vocabulary // 2 - 1} keys, too few for {self.pairs} pairs"
+            )
+        if not 0 < self.power <= 1:
+            raise ValueError(f"power must be in (0, 1], where 1 spreads the queries evenly, got {self.power!r}")
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        half, first = self.vocabulary // 2, 2 * self.pairs
+        keys = 1 + _distinct(rng, np.ones(half - 1), count, self.pairs)
+        values = half + _distinct(rng, np.ones(self.vocabulary - half), count, self.pairs)
+        slots = np.arange(1, (self.length - first) // 2 + 1)
+        places = first + 2 * _distinct(rng, slots ** (self.power - 1.0), count, self.pairs)
+        inputs = rng.integers(self.vocabulary, size=(count, self.length))
+        inputs[:, 0:first:2], inputs[:, 1:first:2] = keys, values
+        targets = np.full_like(inputs, IGNORED)
+        np.put_along_axis(inputs, places, keys, 1)
+        np.put_along_axis(targets, places, values, 1)
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class SelectiveCopying:
+    """Selective copying (Gu and Dao 2023, arXiv 2312.00752): tokens at random places among noise, then in their order.
+
+        . . b . a . . c . | > > >         the outputs at the markers are b a c
+
+    Token 0 is noise and 1 the marker; data are uniform over the others, with repetition. The length holds the markers.
+    """
+
+    length: int = 32
+    tokens: int = 4
+    vocabulary: int = 16
+
+    metric: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        _check(self, {"length": 2, "tokens": 1, "vocabulary": 4})
+        if 2 * self.tokens > self.length:
+            raise ValueError(f"length must be at least 2 tokens = {2 * self.tokens}, got {self.length}")
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        context = self.length - self.tokens
+        data = rng.integers(2, self.vocabulary, size=(count, self.tokens))
+        places = np.sort(_distinct(rng, np.ones(context), count, self.tokens), axis=1)
+        inputs = np.zeros((count, self.length), np.int64)
+        np.put_along_axis(inputs, places, data, 1)
+        inputs[:, context:] = 1
+        targets = np.full_like(inputs, IGNORED)
+        targets[:, context:] = data
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class InductionHeads:
+    """Induction heads (Olsson et al. 2022, as in Gu and Dao 2023): what followed the special token the first time?
+
+        c a * b d a c b * -> b         one question, at the last position
+
+    Token 0 is special: it stands once at a random place, before a token of its own, and at the end. All others are
+    uniform over the rest of the vocabulary.
+    """
+
+    length: int = 32
+    vocabulary: int = 16
+
+    metric: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        _check(self, {"length": 3, "vocabulary": 3})
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        inputs = rng.integers(1, self.vocabulary, size=(count, self.length))
+        places = rng.integers(self.length - 2, size=count)
+        rows = np.arange(count)
+        inputs[rows, places] = inputs[:, -1] = 0
+        targets = np.full_like(inputs, IGNORED)
+        targets[:, -1] = inputs[rows, places + 1]
+        return inputs, targets
+
+
+def _check_tau(task: Any) -> None:
+    if task.tau >= task.length:
+        raise ValueError(f"tau must be below the length {task.length}, or nothing is asked, got {task.tau}")
+
+
+@dataclass(frozen=True)
+class TokenDelay:
+    """Copying at a distance: the output at t is the token at t - tau; tokens are uniform and independent."""
+
+    length: int = 64
+    tau: int = 16
+    vocabulary: int = 16
+
+    metric: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        _check(self, {"length": 2, "tau": 1, "vocabulary": 2})
+        _check_tau(self)
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        inputs = rng.integers(self.vocabulary, size=(count, self.length))
+        targets = np.full_like(inputs, IGNORED)
+        targets[:, self.tau :] = inputs[:, : -self.tau]
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class NoiseDelay:
+    """The delay of Gaussian noise of variance 1: white, or without frequencies above `band` cycles a step.
+
+    Band-limited noise is a window of a period of at least 4 lengths and 8 / band steps, so that nothing comes back:
+
+        x(t) = sum_j a_j cos(2 pi j t / n) + b_j sin(2 pi j t / n),   0 < j <= band n,   a, b ~ N(0, 1 / number of j)
+    """
+
+    length: int = 64
+    tau: int = 16
+    band: float = 0.5
+
+    metric: ClassVar[str] = "squared_error"  # relative to the variance
+
+    def __post_init__(self) -> None:
+        _check(self, {"length": 2, "tau": 1})
+        _check_tau(self)
+        if not 1e-5 <= self.band <= 0.5:
+            raise ValueError(f"band must be in [1e-05, 0.5] cycles a step, where 0.5 is white noise, got {self.band!r}")
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """Of band-limited noise, in cycles a step."""
+        period = 2 ** math.ceil(math.log2(max(4 * self.length, 8 / self.band)))
+        return np.arange(1, math.floor(self.band * period) + 1) / period
+
+    def noise(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        """(count, length) float64."""
+        if self.band == 0.5:
+            return rng.standard_normal((count, self.length))
+        number = len(self.frequencies)
+        period = round(1 / self.frequencies[0])
+        a, b = rng.standard_normal((2, count, number)) / math.sqrt(number)
+        spectrum = np.zeros((count, period // 2 + 1), complex)
+        spectrum[:, 1 : number + 1] = (a - 1j * b) * (period / 2)
+        return np.fft.irfft(spectrum, period)[:, : self.length]
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        inputs = self.noise(count, rng).astype(np.float32)
+        targets = np.full_like(inputs, np.nan)
+        targets[:, self.tau :] = inputs[:, : -self.tau]
+        return inputs, targets
+
+
+Task = AssociativeRecall | SelectiveCopying | InductionHeads | TokenDelay | NoiseDelay
+TASKS: dict[str, Task] = {
+    "mqar": AssociativeRecall(),
+    "selective-copying": SelectiveCopying(),
+    "induction": InductionHeads(),
+    "delay": TokenDelay(),
+    "delay-white": NoiseDelay(),
+    "delay-band": NoiseDelay(band=0.05),
+}
+
+
+def make_task(name: str, **sizes: Any) -> Task:
+    """A task of TASKS, or with other parameters: "mqar:length=128,pairs=8".
+
+    Args:
+        sizes: parameters that hold unless the name says otherwise; those that the task does not have are left out.
+    Raises:
+        ValueError: no such task or parameter, or one that cannot be met.
+    """
+    kind, _, rest = name.partition(":")
+    if kind not in TASKS:
+        raise ValueError(f"a task must be one of {[*TASKS]}, with parameters as in 'mqar:pairs=8', got {name!r}")
+    legal = {field.name: field.type for field in dataclasses.fields(TASKS[kind])}
+    given = {key: value for key, value in sizes.items() if key in legal}
+    for part in rest.split(",") if rest else []:
+        key, _, value = part.partition("=")
+        if key not in legal:
+            raise ValueError(f"parameters of {kind} are {[*legal]}, got {part!r} in {name!r}")
+        try:
+            given[key] = float(value) if legal[key] == "float" else int(value)
+        except ValueError:
+            raise ValueError(f"{key} of {kind} must be a number ({legal[key]}), got {value!r} in {name!r}") from None
+    return dataclasses.replace(TASKS[kind], **given)

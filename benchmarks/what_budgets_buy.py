@@ -1,0 +1,261 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""How far back does a budget K reach: by what the first K filters span, and by what trained models remember?
+
+    python -m benchmarks.what_budgets_buy                # 13 short runs, then report and figure
+    python -m benchmarks.what_budgets_buy --analytic     # the first part alone, seconds
+
+Exact part. The share of energy of a response h(tau) that the span of the first K filters holds is |Phi^T h|^2 / |h|^2,
+as the filters are orthonormal: for the impulse at lag tau (a delay), exp(-lag / tau) and a window of tau steps. The
+horizon of K is the tau up to which the share is at least a level, `growth` its factor per channel. For stationary noise
+the error of the best linear read-out of x(t - tau) from the features (phi_k * x)(t), k <= K, relative to the variance,
+where the input has white noise of 1/1000 of its variance on top: without it, differences of nearly equal features would
+tell all of a smooth signal's past.
+
+Trained part. A gated model (inner width 2 D, diagonal M_k, 3 layers) of 32 channels with budget dropout for every
+delay, and its error at every budget. Noise is white, of at most 0.01 cycles a step, or of at most one cycle per delay.
+Runs are those of `benchmarks.memory_probes`: one file each in runs_dir, and a sweep that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from modeling_essm.spectral_basis import spectral_basis
+
+from . import common, memory_probes, sweeps
+from .memory_tasks import NoiseDelay, make_task
+from .sweeps import Run
+
+BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+LENGTHS = (512, 4096, 32768)
+LEVELS = {"impulse": 0.5, "exponential": 0.9, "window": 0.9}  # of the share, for a horizon
+CLAIM = 1.9  # growth per channel, as earlier notes of the project had it
+MODEL = "gated"
+NOISE = 1e-3
+
+
+def delays(quick: bool) -> dict[str, list[str]]:
+    """Tasks of the trained part by the kind of their noise; a sample is twice as long as its delay, and at least 64."""
+
+    def task(tau: int, band: float) -> str:
+        kind = "delay-white" if band == 0.5 else "delay-band"
+        return f"{kind}:length={max(64, 2 * tau)},tau={tau}" + (f",band={band:g}" if band < 0.5 else "")
+
+    if quick:
+        return {"white": [task(1, 0.5)], "one cycle per delay": [task(4, 0.25)]}
+    return {
+        "white": [task(tau, 0.5) for tau in (1, 4, 16, 64)],
+        "0.01 cycles a step": [task(tau, 0.01) for tau in (16, 64, 256, 1024)],
+        "one cycle per delay": [task(tau, 1 / tau) for tau in (4, 16, 64, 256, 1024)],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact.
+
+
+def shares(filter_length: int, num_channels: int, kind: str, taus: np.ndarray) -> np.ndarray:
+    """(T, K): of the energy of the response with each tau, what the first 1, 2, .., K filters span.
+
+    Args:
+        kind: "impulse", "exponential" or "window". taus: (T,), integers in [0, H) of the impulse, [1, H] of the window.
+    """
+    phi = spectral_basis(filter_length).filters(num_channels)
+    if kind == "impulse":
+        return np.cumsum(phi[taus.astype(int)] ** 2, 1)
+    if kind == "window":
+        return np.cumsum(np.cumsum(phi, 0)[taus.astype(int) - 1] ** 2, 1) / taus[:, None]
+    parts = []
+    for block in np.array_split(taus, max(1, len(taus) * filter_length // 2**22)):
+        h = np.exp(-np.arange(filter_length) / block[:, None])
+        parts.append(np.cumsum((h @ phi) ** 2, 1) / (h**2).sum(1)[:, None])
+    return np.concatenate(parts)
+
+
+def horizon(taus: np.ndarray, share: np.ndarray, level: float) -> float:
+    """The last tau (ascending) before the share first falls below the level: 0 if at once, inf if never."""
+    below = np.flatnonzero(share < level)
+    if not len(below):
+        return math.inf
+    return float(taus[below[0] - 1]) if below[0] else 0.0
+
+
+def horizons(filter_length: int, kind: str) -> dict[str, Any]:
+    """Of every budget, and growth: the factor per channel from the budget before, None where one has no horizon.
+
+    Exponentials are looked at up to a time constant of H / 4: what lies beyond H is then 3e-4 of their energy.
+    """
+    last = {"impulse": filter_length - 1, "window": filter_length, "exponential": filter_length / 4}[kind]
+    taus = np.geomspace(0.5, last, 2000)
+    if kind != "exponential":
+        taus = np.unique(np.maximum(1, taus.round()))
+    held = shares(filter_length, max(BUDGETS), kind, taus)
+    found = {K: horizon(taus, held[:, K - 1], LEVELS[kind]) for K in BUDGETS}
+    growth = {}
+    for K, after in itertools.pairwise(BUDGETS):
+        known = found[K] > 0 and found[after] < math.inf
+        growth[f"{K} to {after}"] = (found[after] / found[K]) ** (1 / (after - K)) if known else None
+    shown = {str(K): value if value < math.inf else None for K, value in found.items()}
+    return {"filter_length": filter_length, "response": kind, "level": LEVELS[kind], "horizon": shown, "growth": growth}
+
+
+def energy_lags(filter_length: int, parts: tuple[float, ...] = (0.5, 0.9)) -> dict[str, list[int]]:
+    """The least lags up to which these parts of the energy of phi_k lie, for each k of BUDGETS and 1."""
+    energy = np.cumsum(spectral_basis(filter_length).filters(max(BUDGETS)) ** 2, 0)
+    return {str(k): [int(np.argmax(energy[:, k - 1] >= part)) for part in parts] for k in (1, *BUDGETS)}
+
+
+def readout_errors(filter_length: int, band: float, tau: int, noise: float = NOISE) -> dict[str, float]:
+    """Relative error of the best linear read-out of x(t - tau) from K features of noise up to `band` cycles a step.
+
+    With real c, E |x(t - tau) - sum_k c_k (phi_k * x)(t)|^2 is the mean over the noise's frequencies of
+    |e^{-i w tau} - sum_k c_k Phi_k(w)|^2, here at those of the 2 H evenly spaced ones. White noise of variance `noise`
+    on the input adds noise |c|^2, as the filters are orthonormal.
+    """
+    steps = np.arange(filter_length + 1) / (2 * filter_length)
+    inside = np.flatnonzero((steps > 0) & (steps <= band) | (band == 0.5))
+    weight = np.where((inside == 0) | (inside == filter_length), 0.5, 1.0)  # these have no mirror image
+    root = np.sqrt(weight / weight.sum())
+    phi = spectral_basis(filter_length).filters(max(BUDGETS))
+    response = root[:, None] * np.fft.rfft(phi, 2 * filter_length, axis=0)[inside]  # (F, K)
+    wanted = root * np.exp(-2j * np.pi * steps[inside] * tau)
+    target = np.concatenate([wanted.real, wanted.imag, np.zeros(max(BUDGETS))])
+    matrix = np.concatenate([response.real, response.imag, math.sqrt(noise) * np.eye(max(BUDGETS))])
+    errors = {}
+    for K in BUDGETS:
+        solution = np.linalg.lstsq(matrix[:, :K], target, rcond=None)[0]
+        errors[str(K)] = float(np.square(target - matrix[:, :K] @ solution).sum())
+    return errors
+
+
+def analytic(tasks: dict[str, list[str]], lengths: tuple[int, ...], filter_length: int) -> dict[str, Any]:
+    """All of the exact part."""
+    errors = []
+    for name in [name for names in tasks.values() for name in names]:
+        task = make_task(name)
+        assert isinstance(task, NoiseDelay)
+        found = readout_errors(filter_length, task.band, task.tau)
+        errors.append({"task": name, "tau": task.tau, "band": task.band, "error": found})
+    return {
+        "horizons": [horizons(H, kind) for kind in LEVELS for H in lengths],
+        "energy_lags": energy_lags(filter_length),
+        "readout_errors": errors,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trained, and what comes of both.
+
+
+def trained(args: Any, tasks: dict[str, list[str]]) -> list[dict[str, Any]]:
+    """A row for each delay: its error at every budget, mean and deviation over seeds."""
+    settings = memory_probes.Settings(args.parameters, args.updates, budgets=BUDGETS, device=args.device)
+    if args.quick:
+        settings = dataclasses.replace(settings, positions=128, held_out=128)
+    names = [name for group in tasks.values() for name in group]
+    runs = [Run(MODEL, rate, seed, name) for seed in args.seeds for name in names for rate in args.rates]
+    memory_probes.sweep(settings, runs, args.runs_dir, args.processes)
+    records = [sweeps.read_run(args.runs_dir / run.file) for run in runs]
+    return memory_probes.summarise([record for record in records if record is not None])
+
+
+def draw(report: dict[str, Any], tasks: dict[str, list[str]]) -> Figure:
+    """Error against K, a panel for each kind of noise and a line for each delay; and the horizons."""
+    figure = Figure(figsize=(10.5, 7.6), layout="constrained")
+    panels = figure.subplots(2, 2).flatten()
+    exact = report["results"]["analytic"]
+    measured = {row["task"]: row for row in report["results"]["trained"]}
+    for axes, (kind, names) in zip(panels, tasks.items()):
+        for i, name in enumerate(names):
+            row = next(row for row in exact["readout_errors"] if row["task"] == name)
+            color = f"C{i}"
+            axes.plot(BUDGETS, [*row["error"].values()], ":", color=color, linewidth=1.2)
+            errors = measured.get(name, {}).get("error", {})
+            line = [errors[str(K)]["mean"] for K in BUDGETS] if errors else []
+            axes.plot(BUDGETS[: len(line)], line, "o-", color=color, markersize=3.5, label=f"{row['tau']}")
+        axes.set(title=f"noise: {kind}", xlabel="budget K", ylabel="squared error / variance")
+        axes.set(xscale="log", yscale="log", ylim=(1e-4, 2))
+        axes.legend(
+            title="delay, trained (dotted: linear read-out)", fontsize=8, title_fontsize=8, ncols=5, loc="lower left"
+        )
+    axes = panels[3]
+    names = {"impulse": "impulse, half", "exponential": "exponential, 90%", "window": "window, 90%"}
+    for row in exact["horizons"]:
+        if row["filter_length"] == report["settings"]["filter_length"]:
+            held = {int(K): value for K, value in row["horizon"].items() if value}
+            axes.plot(list(held), list(held.values()), "o-", markersize=3.5, label=names[row["response"]])
+    line = [6.3 * CLAIM ** (K - 2) for K in BUDGETS if K <= 12]  # through the exponential's at K = 2
+    axes.plot(BUDGETS[: len(line)], line, "--", color="gray", linewidth=1, label=f"{CLAIM} per channel")
+    axes.set(title="horizon of the first K filters (exact)", xlabel="budget K", ylabel="steps")
+    axes.set(yscale="log")
+    axes.legend(fontsize=8)
+    for axes in panels[:3]:
+        axes.set_xticks(BUDGETS, [str(K) for K in BUDGETS])
+        axes.minorticks_off()
+    return figure
+
+
+def print_report(report: dict[str, Any]) -> None:
+    def number(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4g}"
+
+    exact = report["results"]["analytic"]
+    budgets = " ".join(f"K={K}" for K in BUDGETS)
+    print("\nhorizon in steps, and its growth per channel from the budget before")
+    rows = []
+    for row in exact["horizons"]:
+        head = [row["response"], row["level"], row["filter_length"]]
+        rows.append([*head, "horizon", *map(number, row["horizon"].values())])
+        rows.append([*head, "growth", "", *map(number, row["growth"].values())])
+    common.table(f"response level H what {budgets}", rows)
+    print("\nlags up to which half and 90% of the energy of phi_k lie")
+    common.table("k half 90%", [[k, *lags] for k, lags in exact["energy_lags"].items()])
+    print("\nsquared error over variance: trained, and of the best linear read-out from features")
+    rows = []
+    measured = {row["task"]: row for row in report["results"]["trained"]}
+    for row in exact["readout_errors"]:
+        head = [row["tau"], f"{row['band']:g}"]
+        rows.append([*head, "exact", *(f"{e:.4f}" for e in row["error"].values())])
+        if row["task"] in measured:
+            errors = measured[row["task"]].get("error", {})
+            rows.append([*head, "trained", *(f"{e['mean']:.4f}" for e in errors.values())])
+    common.table(f"tau band what {budgets}", rows)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    p = common.parser(__doc__)
+    sweeps.add_arguments(p, {MODEL: memory_probes.ROWS[MODEL]}, "runs/what_budgets_buy", updates=300)
+    p.set_defaults(rates=[5e-3], seeds=[0])
+    p.add_argument("--parameters", type=int, default=30_000, help="of every model")
+    p.add_argument("--analytic", action="store_true", help="the exact part alone")
+    args = p.parse_args(argv)
+    sweeps.check_arguments(p, args, "parameters")
+    if args.quick:
+        args.updates, args.parameters = min(args.updates, 3), 12_000
+    tasks, lengths = delays(args.quick), (512,) if args.quick else LENGTHS
+    filter_length = 512 if args.quick else 4096
+    settings = {"filter_length": filter_length, "model": MODEL, "budgets": list(BUDGETS)}
+    settings |= {name: getattr(args, name) for name in ("parameters", "updates", "rates", "seeds")}
+    device, report = common.start("what_budgets_buy", args, **settings)
+    report["results"] = {"analytic": analytic(tasks, lengths, filter_length)}
+    report["results"]["trained"] = [] if args.analytic else trained(args, tasks)
+    print_report(report)
+    for row in report["results"]["analytic"]["horizons"]:
+        if row["filter_length"] == filter_length and (known := [v for v in row["growth"].values() if v is not None]):
+            name = f"growth of the horizon of an {row['response']} per channel, least".replace("an w", "a w")
+            report.setdefault("targets", []).append(common.target(name, min(known), least=CLAIM))
+    common.finish(report, args, device)
+    path: Path = args.out or common.RESULTS / f"what_budgets_buy-{device.type}{'-quick' * args.quick}.json"
+    draw(report, tasks).savefig(path.with_suffix(".png"), dpi=130)
+    return report
+
+
+if __name__ == "__main__":
+    main()
