@@ -62,7 +62,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from modeling_essm import ESSMForCausalLM
 
-SAMPLE_BUDGETS = (2, 6, 32)
+SAMPLE_BUDGETS = (2, 4, 32)
 
 
 @dataclass
@@ -70,6 +70,7 @@ class CLMArguments(ModelArguments):
     """Text; the model is in models.ModelArguments, how to train in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_clm", "Where everything goes; a run found there is continued.")
+    max_steps: int = _arg(800, "Updates.")
 
     train_file: list[str] | None = field(
         default=None,
