@@ -32,14 +32,16 @@ data = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
 batch = torch.tensor(blocks)
 
 
+capacity = model.config.num_spectral_channels
+
+
 @torch.no_grad()
 def losses() -> str:
     model.eval()
-    return ", ".join(f"{model(batch, labels=batch, spectral_budget=K).loss:.3f} at K={K}" for K in (2, 8, 32))
+    return ", ".join(f"{model(batch, labels=batch, spectral_budget=K).loss:.3f} at K={K}" for K in (2, 4, capacity))
 
 
 before = losses()
-capacity = model.config.num_spectral_channels
 with tempfile.TemporaryDirectory() as folder:
     settings = {
         "learning_rate": 5e-3,

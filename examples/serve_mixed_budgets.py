@@ -20,9 +20,10 @@ if len(sys.argv) > 1:
     model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
 else:
     model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2)).eval()
+BUDGETS = (2, 4, 6, model.config.num_spectral_channels)
 prompts = [b"The ", b"In the beginning there was", b"def main(", b"It was a dark and", b"x", b"Once upon a time"] * 4
 requests = [
-    {"ids": torch.tensor([list(prompt)]), "budget": (2, 4, 8, 32)[i % 4], "new": 8 + 5 * (i % 7), "out": []}
+    {"ids": torch.tensor([list(prompt)]), "budget": BUDGETS[i % 4], "new": 8 + 5 * (i % 7), "out": []}
     for i, prompt in enumerate(prompts)
 ]
 
@@ -54,5 +55,5 @@ def serve(requests: list[dict], slots: int) -> float:
 batched = serve(requests, SLOTS)
 together = [request["out"] for request in requests]
 alone = serve(requests, 1)
-print(f"{len(requests)} requests at K = 2, 4, 8 and 32: {batched:,.0f} tokens/s in {SLOTS} slots, {alone:,.0f} in one")
+print(f"{len(requests)} requests at K in {BUDGETS}: {batched:,.0f} tokens/s in {SLOTS} slots, {alone:,.0f} in one")
 print("rows equal solo runs:", together == [request["out"] for request in requests])

@@ -46,7 +46,7 @@ def test_serve_mixed_budgets(tmp_path):
     random_model().save_pretrained(tmp_path)
     for arguments in ([], [str(tmp_path)]):
         speeds, equal = run_example("serve_mixed_budgets.py", *arguments).splitlines()[-2:]
-        assert speeds.startswith("24 requests at K = 2, 4, 8 and 32: ") and equal == "rows equal solo runs: True"
+        assert speeds.startswith("24 requests at K in (2, 4, 6, 32): ") and equal == "rows equal solo runs: True"
 
 
 def test_byte_terminal(tmp_path):
