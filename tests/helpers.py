@@ -18,7 +18,7 @@ VARIANTS = {
     "paper": {},
     "no-gate": {"gating": "none"},
     "ar": {"ar_order": 2},
-    "gated": {"block": "gated", "mixing_size": 2, "intermediate_size": 24},
+    "gated": {"block": "gated", "inner_size": 16, "mixing_size": 2, "intermediate_size": 24},
     "gated-diagonal": {"block": "gated", "mixing_size": 1, "inner_size": 24, "conv_kernel_size": 3},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

@@ -60,7 +60,7 @@ def text(rows=4, length=24, seed=0):
 # Closed forms.
 
 
-GATED = {"block": "gated", "num_heads": 4, "mixing_size": 2}
+GATED = {"block": "gated", "inner_size": 16, "num_heads": 4, "mixing_size": 2}
 CASES = {"softmax": {}, "none": {"gating": "none"}, "gated": GATED, "gated-diagonal": GATED | {"mixing_size": 1}}
 cases = pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
 

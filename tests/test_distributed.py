@@ -35,7 +35,6 @@ FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "ESSMLayer",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
 }
@@ -142,7 +141,7 @@ def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
     logs = []
     for name, ranks, environment, batch in (("one", 1, {}, 4), ("fsdp2", 2, FSDP2, 2)):
         (tmp_path / name).mkdir()
-        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_batch_size": batch}
+        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_batch_size": batch, "block": "paper"}
         order = command_line(tmp_path / name / "run", **equal | changes)
         bf16 = environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
         codes, log = train_apart(order, tmp_path / name, ranks=ranks, environment=bf16)

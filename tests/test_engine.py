@@ -563,20 +563,23 @@ def as_of_an_earlier_version(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def test_checkpoints_of_earlier_versions_resume(arguments, finished, tmp_path):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    delete_folder(tmp_path / "checkpoint-00000008")
-    state = as_of_an_earlier_version(tmp_path / "checkpoint-00000006") / "run_state.json"
+def test_checkpoints_of_earlier_versions_resume(arguments, tmp_path):
+    """They hold the paper's block and do not say so."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    train(arguments(whole, block="paper"))
+    shutil.copytree(whole, folder)
+    delete_folder(folder / "checkpoint-00000008")
+    state = as_of_an_earlier_version(folder / "checkpoint-00000006") / "run_state.json"
     known = json.loads(state.read_text())
     for name in ("adam_beta2", "block", "inner_size", "embedding_initializer_range"):  # as if they were new
         known["identity"].pop(name)
     state.write_text(json.dumps(known))
     with pytest.raises(ValueError, match=r"block was 'paper' and is now 'gated'"):
-        train(arguments(tmp_path, "gated"))
+        train(arguments(folder))
     with pytest.raises(ValueError, match=r"adam_beta2 was 0.95 and is now 0.9"):
-        train(arguments(tmp_path, adam_beta2=0.9))
-    train(arguments(tmp_path))
-    assert same(tmp_path, finished)
+        train(arguments(folder, block="paper", adam_beta2=0.9))
+    train(arguments(folder, block="paper"))
+    assert same(folder, whole)
 
 
 def flip(path: Path) -> None:

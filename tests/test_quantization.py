@@ -23,10 +23,11 @@ pytest.importorskip("torchao", reason="quantised weights need torchao")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # Two groups of int4 in a row of the paper's channel_mixing; a gated block that is all quantised, and one whose diagonal
 # M_k stay.
+_GATED = {"block": "gated", "hidden_size": 64, "inner_size": 64, "gate_hidden_size": 32, "num_heads": 2}
 BLOCKS = {
     "paper": {"hidden_size": 128, "gate_hidden_size": 32},
-    "gated": {"block": "gated", "hidden_size": 64, "gate_hidden_size": 32, "num_heads": 2, "intermediate_size": 96},
-    "gated-diagonal": {"block": "gated", "hidden_size": 64, "gate_hidden_size": 32, "mixing_size": 1, "num_heads": 2},
+    "gated": {**_GATED, "mixing_size": 32, "intermediate_size": 96},
+    "gated-diagonal": _GATED,
 }
 MATRICES = {
     "paper": ("mixer.channel_mixing", "mixer.skip.weight", "mixer.gate_in.weight", "ffn.up.weight", "ffn.down.weight"),

@@ -228,6 +228,7 @@ def test_bad_arguments(changes, message, files, tmp_path):
 
 def test_sizes_make_the_encoder(files, tmp_path):
     sizes = {"gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "dropout": 0.1, "stochastic_depth": 0.2}
+    sizes["block"] = "paper"
     model = retrieval.make_model(arguments(tmp_path, files, **sizes, head_hidden_size=24), (2, 8))
     assert {name: getattr(model.config, name) for name in sizes} == sizes
     assert (model.config.head_hidden_size, model.config.trained_budgets) == (24, [2, 8])

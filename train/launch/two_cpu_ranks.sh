@@ -7,7 +7,7 @@ set -euo pipefail
 export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1
 if [ "${FSDP2:-0}" = 1 ]; then
     export ACCELERATE_USE_FSDP=true FSDP_VERSION=2 FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP
-    export FSDP_TRANSFORMER_CLS_TO_WRAP=ESSMLayer FSDP_STATE_DICT_TYPE=SHARDED_STATE_DICT
+    export FSDP_STATE_DICT_TYPE=SHARDED_STATE_DICT
     export FSDP_CPU_RAM_EFFICIENT_LOADING=false
 fi
 exec torchrun --standalone --nproc_per_node 2 "$@"
