@@ -454,7 +454,6 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
     config_class = ESSMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules: ClassVar = []  # of a model the block it has: sharding looks for each that is named
     _is_stateful = True
     _can_compile_fullgraph = True
 
@@ -531,7 +530,7 @@ class ESSMModel(ESSMPreTrainedModel):
         else:
             self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
         block = ESSMLayer if config.block == "paper" else ESSMGatedLayer
-        self._no_split_modules = [block.__name__]
+        self._no_split_modules = [block.__name__]  # sharding looks for each that is named
         self.layers = nn.ModuleList(block(config, capacity) for capacity in config.capacities)
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
         norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
