@@ -209,6 +209,20 @@ def test_hub_only_when_asked_for():
         task_arguments("smnist", "nowhere", use_hub=True)
 
 
+@pytest.mark.parametrize("scale", ["full", "small"])
+def test_tasks_are_the_papers_block(scale, monkeypatch):
+    """Whatever the scripts make by default; a named configuration says its own."""
+    from modeling_essm import ESSMConfig
+
+    monkeypatch.setattr(catalog, "find_data", lambda *args: {})
+    for name in catalog.TASKS:
+        arguments = catalog.task_arguments(name, "nowhere", scale)
+        if "config_name" in arguments:
+            assert "block" not in arguments and ESSMConfig.from_pretrained(arguments["config_name"]).block == "paper"
+        else:
+            assert arguments["block"] == "paper"
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"task must be one of listops, text, .*, got 'lists'"):
         task_arguments("lists")
