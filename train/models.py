@@ -26,7 +26,11 @@ _SIZES = MappingProxyType(
 # Other defaults of the paper's block.
 _PAPER = MappingProxyType({"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25})
 # What runs beside a configuration recorded before its sizes could be overridden: the defaults of that time.
-_RECORDED = _SIZES | _PAPER | {"block": "paper"}
+_RECORDED = MappingProxyType(
+    dict.fromkeys(_SIZES)
+    | {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
+    | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
+)
 _RATES = ("dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
