@@ -39,14 +39,19 @@ METRIC = "bits_per_byte"
 # What is compared.
 
 
-def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, **fields: Any) -> Row:
+def _gated(
+    layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, full_share: float = 0.0, **fields: Any
+) -> Row:
     """The gated block of the protocol with some of its parts exchanged; mixing_size None is the width of a head."""
     base = {"block": "gated", "num_heads": 4, "mixing_size": 1, "conv_kernel_size": 4, "scaling_exponent": 0.0}
     base |= {"num_spectral_channels": 16, "embedding_initializer_range": 0.1}
-    return Row(layers, base | fields, expansion, feed_forward)
+    return Row(layers, base | fields, expansion, feed_forward, full_share=full_share)
 
 
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
+_LLAMA = Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES)
+# The library's own scale of new weights for Mamba-2.
+_MAMBA2 = Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
     "gated": _gated(),
@@ -69,10 +74,14 @@ ROWS: dict[str, Row] = {
     "gated, capacity 8": _gated(num_spectral_channels=8),
     "gated, capacity 32": _gated(num_spectral_channels=32),
     "gated, embeddings 0.02": _gated(embedding_initializer_range=0.02),
-    "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
-    # The library's own scale of new weights for Mamba-2.
-    "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
+    "gated, half full": _gated(full_share=0.5),
+    "gated, no budget dropout": _gated(full_share=1.0),
+    "llama": _LLAMA,
+    "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
+    # As many updates as take about the time that the base row takes on a CPU.
+    "llama, equal time": dataclasses.replace(_LLAMA, updates=2.0),
+    "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=2 / 3),
 }
 
 
@@ -94,10 +103,11 @@ class Settings:
     filter_length: int = 4096
     device: str = "cpu"
 
-    def arguments(self, rate: float = 0.0, seed: int = 0) -> Any:
+    def arguments(self, row: Row | None = None, rate: float = 0.0, seed: int = 0) -> Any:
         """A run as arguments of train_clm.py, without the model's sizes."""
         from train_clm import CLMArguments
 
+        updates = round(self.updates * (row.updates if row else 1))
         return CLMArguments(
             train_file=self.train_file,
             validation_file=self.validation_file,
@@ -105,7 +115,8 @@ class Settings:
             filter_length=self.filter_length,
             validation_blocks=self.validation_blocks,
             sweep_blocks=self.validation_blocks,
-            max_steps=self.updates,
+            max_steps=updates,
+            full_budget_updates=round(updates * (row.full_share if row else 0)),
             per_device_batch_size=self.batch_size,
             learning_rate=rate,
             warmup_steps=50,
@@ -146,7 +157,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         record |= {"settings": values, "definition": sweeps.definition(ROWS[run.name])}
         record |= {"parameters": model.num_parameters(), "sizes": sweeps.sizes_of(config)}
         source = MapSamples(text.source.samples, run.seed)  # the order that train_clm.py has at this seed
-        record |= train(model, source, settings.arguments(run.rate, run.seed))
+        record |= train(model, source, settings.arguments(ROWS[run.name], run.rate, run.seed))
         budgets = sorted({min(K, capacity_of(model)) for K in (*BUDGETS, capacity_of(model))})
         record["bits_per_byte"] = None if record["diverged"] else score(model, text.held_out, budgets)
         record["machine"] = common.machine(torch.device(settings.device))

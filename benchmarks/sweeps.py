@@ -48,6 +48,8 @@ class Row:
         expansion: inner width of the gated block over D. feed_forward: width of its feed-forward layer over D.
         peer: architecture of train/baselines.py instead. hidden_size: of a peer, to begin with.
         rates: learning rates.
+        updates: over those of the table, for models compared at equal time.
+        full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
     """
 
     layers: int
@@ -57,6 +59,8 @@ class Row:
     peer: str | None = None
     hidden_size: int = 0
     rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+    updates: float = 1.0
+    full_share: float = 0.0
 
 
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
