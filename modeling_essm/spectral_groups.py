@@ -21,6 +21,9 @@ from .spectral_constants import Realization, channel_readout, readout_by_channel
 _GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256  # rows: steps of dense groups, of heads D
 _GROUP_BYTES_ACCELERATOR = 128 << 20
 
+# torch.bmm multiplies matrices of fewer multiplications than this in a loop of its own on a CPU, slower than two passes.
+_SMALL_PRODUCT = 400
+
 
 def _chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
     """How many chunks whose features have that shape, steps first, make a group."""
@@ -105,7 +108,7 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     R, K, G = gates.shape[1:]
     h, d, e = M.shape[1:]
     W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
-    matrices = M[:K].permute(1, 3, 2, 0).reshape(h, e, d * K)
+    matrices = M[:K].permute(1, 3, 2, 0).reshape(h, e, d * K).contiguous()
     gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)  # (m, G, 1, K, R)
     y = chunks.new_empty(m, R, h * e)
     group = _chunks_per_group((D, K, R), chunks)
@@ -115,8 +118,8 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
         inputs = _head_inputs(chunks[g], x[g], W.dtype)
         features = torch.bmm(inputs, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
         gated = features.view(-1, G, D // G, K, R).mul_(gates[g]).view(-1, h, d * K, R).to(y.dtype)
-        if d == e == 1 and K < 8:  # a product of so few terms is slower than two passes
-            y[g] = (gated * matrices.mT).sum(2).mT
+        if d == e == 1 and K * R < _SMALL_PRODUCT:
+            y[g] = gated.mul_(matrices.mT).sum(2).mT
         else:
             y[g] = torch.matmul(matrices, gated).flatten(1, 2).mT
     return y
@@ -130,7 +133,7 @@ def unmix_heads(
     R, K, G = gates.shape[1:]
     h, d, e = M.shape[1:]
     W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
-    matrices = M[:K].permute(1, 2, 0, 3).reshape(h, d * K, e)
+    matrices = M[:K].permute(1, 2, 0, 3).reshape(h, d * K, e).contiguous()
     gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)
     dmatrices = torch.zeros(h, e, d * K, dtype=state_dtype(M.dtype), device=M.device)
     dgates = W.new_empty(m, G, K, R)
@@ -143,7 +146,7 @@ def unmix_heads(
         count = len(inputs)
         features, dgated, product = buffers[:, :count]
         torch.bmm(inputs, W.expand(count, -1, -1), out=features)
-        dy_t = dy[g].mT.reshape(count, h, e, R)
+        dy_t = dy[g].mT.contiguous().view(count, h, e, R)
         by_head, by_gate = (count, h, d * K, R), (count, G, D // G, K, R)
         if d == e == 1:
             torch.mul(matrices, dy_t, out=dgated.view(by_head))
@@ -151,7 +154,10 @@ def unmix_heads(
             dgated.view(by_head).copy_(torch.matmul(matrices, dy_t))
         torch.sum(torch.mul(dgated, features, out=product).view(by_gate), 2, out=dgates[g])
         gated = features.view(by_gate).mul_(gates[g]).view(by_head).to(dy.dtype)
-        dmatrices += torch.matmul(dy_t, gated.mT).sum(0, dtype=dmatrices.dtype)
+        if d == e == 1 and K * R < _SMALL_PRODUCT:
+            dmatrices += gated.mul_(dy_t).sum((0, 3), dtype=dmatrices.dtype).unsqueeze(1)
+        else:
+            dmatrices += torch.matmul(dy_t, gated.mT).sum(0, dtype=dmatrices.dtype)
         dgated.view(by_gate).mul_(gates[g])
         dinputs = torch.bmm(W.expand(count, -1, -1), dgated.mT)
         dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
