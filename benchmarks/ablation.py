@@ -39,22 +39,21 @@ METRIC = "bits_per_byte"
 # What is compared.
 
 
-def _gated(
-    layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, full_share: float = 0.0, **fields: Any
-) -> Row:
+def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, **fields: Any) -> Row:
     """The gated block of the protocol with some of its parts exchanged; mixing_size None is the width of a head."""
     base = {"block": "gated", "num_heads": 4, "mixing_size": 1, "conv_kernel_size": 4, "scaling_exponent": 0.0}
     base |= {"num_spectral_channels": 16, "embedding_initializer_range": 0.1}
-    return Row(layers, base | fields, expansion, feed_forward, full_share=full_share)
+    return Row(layers, base | fields, expansion, feed_forward)
 
 
+_BASE, _CAPACITY_8 = _gated(), _gated(num_spectral_channels=8)
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 _LLAMA = Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES)
 # The library's own scale of new weights for Mamba-2.
 _MAMBA2 = Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
-    "gated": _gated(),
+    "gated": _BASE,
     "gated, d 16": _gated(mixing_size=16),
     "gated, inner D": _gated(expansion=1.0),
     "gated, inner D, d 16": _gated(expansion=1.0, mixing_size=16),
@@ -71,11 +70,14 @@ ROWS: dict[str, Row] = {
     "gated, exponent 1/16": _gated(scaling_exponent=1 / 16),
     "gated, exponent 1/4": _gated(scaling_exponent=1 / 4),
     "gated, no gating": _gated(gating="none"),
-    "gated, capacity 8": _gated(num_spectral_channels=8),
+    "gated, capacity 8": _CAPACITY_8,
     "gated, capacity 32": _gated(num_spectral_channels=32),
     "gated, embeddings 0.02": _gated(embedding_initializer_range=0.02),
-    "gated, half full": _gated(full_share=0.5),
-    "gated, no budget dropout": _gated(full_share=1.0),
+    "gated, half full": dataclasses.replace(_BASE, full_share=0.5),
+    "gated, no budget dropout": dataclasses.replace(_BASE, full_share=1.0),
+    "gated, authors' schedule": dataclasses.replace(_BASE, schedule="authors"),
+    "gated, capacity 8, half full": dataclasses.replace(_CAPACITY_8, full_share=0.5),
+    "gated, capacity 8, no budget dropout": dataclasses.replace(_CAPACITY_8, full_share=1.0),
     "llama": _LLAMA,
     "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
@@ -123,7 +125,7 @@ class Settings:
             weight_decay=0.1,
             adam_beta2=0.95,
             max_grad_norm=1.0,
-            budget_schedule="discrete",
+            budget_schedule=row.schedule if row else "discrete",
             seed=seed,
         )
 

@@ -50,6 +50,7 @@ class Row:
         rates: learning rates.
         updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
+        schedule: of the budgets of the others.
     """
 
     layers: int
@@ -61,6 +62,7 @@ class Row:
     rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
     updates: float = 1.0
     full_share: float = 0.0
+    schedule: str = "discrete"
 
 
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
