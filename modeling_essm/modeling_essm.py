@@ -29,6 +29,7 @@ from .configuration_essm import ESSMConfig
 from .deployment import ElasticPreTrainedModel
 from .packing import PACKING_ARGUMENTS, Packing, close_up, read_packing, reorder
 from .quantization import dequantize, is_quantized
+from .short_convolution import short_convolution
 from .spectral_budget import SpectralBudget, StepBudgets, rows_of_samples
 from .spectral_constants import state_dtype
 from .spectral_ops import SpectralOperator
@@ -260,17 +261,13 @@ class ESSMSpectralMixer(nn.Module):
 
         There is no bias: silence stays silence, so that left padding changes nothing.
         """
-        p, L = self.taps - 1, u.shape[1]
+        p = self.taps - 1
         u_all = (
             u
             if p == 0
             else torch.cat([u.new_zeros(u.shape[0], p, u.shape[2]) if past is None else past.to(u.dtype), u], 1)
         )
-        weight = self.convolution.to(u.dtype)
-        v = u_all[:, :L] * weight[0]
-        for i in range(1, self.taps):
-            v = v + u_all[:, i : i + L] * weight[i]
-        return F.silu(v), _last_inputs(u_all, p, lengths)
+        return F.silu(short_convolution(u_all, self.convolution.to(u.dtype))), _last_inputs(u_all, p, lengths)
 
     def _autoregression(self, u: Tensor, y: Tensor, gates: Tensor, lengths: Tensor | None, past: dict, num_states):
         """The terms of AR-STU, added to y. The filters (-1)^tau phi_k are phi_k on an input modulated by (-1)^t."""

@@ -14,30 +14,20 @@ import hashlib
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .spectral_constants import Realization, channel_readout, chunk_constants, feature_dtype, state_dtype, state_matmul
 from .spectral_groups import mix_dense, mix_heads, unmix_dense, unmix_heads
+from .tracing import is_transformed
 
 
 def chunked(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
     """Outputs and final state, see the module."""
-    if torch.compiler.is_exporting() or _is_transformed(u, gates, M, x0):
+    if torch.compiler.is_exporting() or is_transformed(u, gates, M, x0):  # the opaque one would answer with zeros
         return _chunked_traceable(basis, u, gates, M, x0, lengths)
     if M.ndim == 4 and gates.ndim == 3:
         gates = gates[..., None]
     y, state, _ = _chunked_forward(u, gates, M, x0, lengths, *basis)
     return y, state
-
-
-def _is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether torch.func or forward-mode AD looks at the operator, which the opaque one would answer with zeros."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._are_functorch_transforms_active():
-        return True
-    level = forward_ad._current_level
-    return level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
 def _scan(v: Tensor, powers: Tensor) -> None:

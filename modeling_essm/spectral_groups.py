@@ -21,7 +21,7 @@ from .spectral_constants import Realization, channel_readout, readout_by_channel
 _GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256  # rows: steps of dense groups, of heads D
 _GROUP_BYTES_ACCELERATOR = 128 << 20
 
-# torch.bmm multiplies matrices of fewer multiplications than this in a loop of its own on a CPU, slower than two passes.
+# On a CPU torch.bmm takes matrices of fewer multiplications than this one at a time, slower than two passes.
 _SMALL_PRODUCT = 400
 
 
