@@ -40,7 +40,7 @@ class _ShortConvolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
         u, taps = ctx.saved_tensors
         if torch.is_grad_enabled():  # the gradient is to be differentiated itself
             return torch.autograd.grad(_plain(u, taps), (u, taps), dy, create_graph=True)
