@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
 import train_classification
 from baselines import BaselineForSequenceClassification
+from budget_dropout import budget_schedule
 from budget_sweep import BudgetSweep
 from checkpoints import list_checkpoints
 from classification_data import FeatureReader, Sample, TextReader, collate, load_classification
@@ -604,6 +605,26 @@ def test_batches_are_padded_and_scaled():
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Interruption. The scripts know nothing of this: a wrapper patches what they call so that the process kills itself.
+
+
+@pytest.mark.parametrize(
+    ("changes", "first_half_full"), [({}, True), ({"block": "paper"}, False), ({"full_budget_updates": 0}, False)]
+)
+def test_new_gated_models_begin_with_half_of_their_updates_at_the_full_budget(
+    changes, first_half_full, arguments, tmp_path
+):
+    sizes = {"num_spectral_channels": 8, "max_steps": 12, "log_every": 1}
+    train(arguments(tmp_path, **sizes, **changes))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    budgets = [line["budget"] for line in lines if "budget" in line]
+    assert len(budgets) == 12 and set(budgets[6:]) != {8}
+    assert (set(budgets[:6]) == {8}) == first_half_full
+    if first_half_full:  # an extension begins no second half
+        train([*arguments(tmp_path, **sizes | {"max_steps": 32}, **changes), "--extend"])
+        lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert [line["budget"] for line in lines if "budget" in line][:12] == budgets
+        schedule = budget_schedule("discrete", 8, 0, full_budget_updates=6)
+        assert [line["budget"] for line in lines if "budget" in line] == [schedule(i)[0] for i in range(32)]
 
 
 @pytest.mark.parametrize("run", RUNS)

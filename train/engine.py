@@ -86,7 +86,7 @@ class RunArguments:
         "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
         "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update) or 'full'.",
     )
-    full_budget_updates: int = _arg(0, "Of the 'authors' schedule: updates at the full budget before all others.")
+    full_budget_updates: int | None = _arg(0, "With any schedule: updates at the full budget before all others.")
     sandwich_random: int = _arg(2, "Of the 'sandwich' schedule: random budgets beside the largest and the smallest.")
     distillation_weight: float = _arg(
         0.0, "Of the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
@@ -150,7 +150,7 @@ class RunArguments:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
@@ -455,7 +455,7 @@ def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
         args.budget_schedule,
         capacity,
         args.seed,
-        full_budget_updates=args.full_budget_updates,
+        full_budget_updates=args.full_budget_updates or 0,
         sandwich_random=args.sandwich_random,
     )
 
@@ -616,6 +616,8 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     extended = max_steps > plan[-1][1]  # of which `check_same_run` has made sure that it was asked for
     if extended:
         plan = [*plan, [saved["update"], max_steps]]
+    if args.full_budget_updates is None:
+        schedule = dataclasses.replace(schedule, full_budget_updates=plan[0][1] // 2)
     scheduler = make_scheduler(optimizer, args.warmup_steps, plan)
     accelerator.register_for_checkpointing(scheduler)  # not prepared: it steps once per update, on any number of ranks
     model, optimizer = accelerator.prepare(task.model, optimizer)

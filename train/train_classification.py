@@ -64,6 +64,13 @@ class ClassificationArguments(ModelArguments):
     """Data; the model is in models.ModelArguments, how to train in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_classification", "Where everything goes; a run found there is continued.")
+    full_budget_updates: int | None = field(
+        default=None,
+        metadata={
+            "help": "With any schedule: updates at the full budget before all others; by default half of the updates "
+            "that a new gated model is started with, of others none."
+        },
+    )
 
     train_file: list[str] | None = field(
         default=None, metadata={"help": "Local parquet, json(l) or csv files to train on, all of one kind."}
@@ -329,6 +336,8 @@ def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
         check_can_push(str(args.hub_model_id), private=args.hub_private)
     config = read_config(args)
     args.set_max_length(config.filter_length)
+    if args.full_budget_updates is None and (args.model_name_or_path or args.is_baseline or config.block != "gated"):
+        args.full_budget_updates = 0
     schedule = make_schedule(args, 1 if args.is_baseline else config.num_spectral_channels)
     with accelerator.main_process_first():
         data = load_classification(args, trained_labels(config))
