@@ -495,7 +495,7 @@ def print_tables(results: list[dict[str, Any]], metric: str, unit: str, **titles
         of_task = [r for r in results if r["task"] == task]
         kind = of_task[0]["metric"]
         accuracy = kind == "accuracy"
-        budgets = [*dict.fromkeys(K for r in of_task for K in r.get(metric, {}) if is_elastic(r))]
+        budgets = [*dict.fromkeys(K for r in of_task if is_elastic(r) for K in [*r.get(metric, {})][:-1])]
         for r in of_task:
             values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in r.get(metric, {}).items()}
             cells = [values.get(K) if is_elastic(r) else None for K in budgets]
