@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,7 +108,6 @@ class Settings:
         """A run as arguments of train_clm.py, without the model's sizes."""
         from train_clm import CLMArguments
 
-        updates = round(self.updates * (row.updates if row else 1))
         return CLMArguments(
             train_file=self.train_file,
             validation_file=self.validation_file,
@@ -117,16 +115,8 @@ class Settings:
             filter_length=self.filter_length,
             validation_blocks=self.validation_blocks,
             sweep_blocks=self.validation_blocks,
-            max_steps=updates,
-            full_budget_updates=round(updates * (row.full_share if row else 0)),
             per_device_batch_size=self.batch_size,
-            learning_rate=rate,
-            warmup_steps=50,
-            weight_decay=0.1,
-            adam_beta2=0.95,
-            max_grad_norm=1.0,
-            budget_schedule=row.schedule if row else "discrete",
-            seed=seed,
+            **sweeps.training_arguments(row or Row(1), self.updates, rate, seed),
         )
 
 
@@ -147,24 +137,24 @@ def load(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     """Train on one thread, measure, write the file in one move, return what it holds."""
-    from engine import capacity_of, write_json
     from samples import MapSamples
 
-    with common.threads(1):
-        text, values = load(settings)
-        config = matched_config(ROWS[run.name], settings.parameters)
-        torch.manual_seed(run.seed)
-        model = make_model(config, settings.filter_length).to(settings.device)
-        record: dict[str, Any] = {"model": run.name, "rate": run.rate, "seed": run.seed}
-        record |= {"settings": values, "definition": sweeps.definition(ROWS[run.name])}
-        record |= {"parameters": model.num_parameters(), "sizes": sweeps.sizes_of(config)}
+    text, values = load(settings)
+    row = ROWS[run.name]
+
+    def make(config: Any) -> nn.Module:
+        return make_model(config, settings.filter_length)
+
+    def fit(model: nn.Module) -> dict[str, Any]:
         source = MapSamples(text.source.samples, run.seed)  # the order that train_clm.py has at this seed
-        record |= train(model, source, settings.arguments(ROWS[run.name], run.rate, run.seed))
-        budgets = sorted({min(K, capacity_of(model)) for K in (*BUDGETS, capacity_of(model))})
-        record["bits_per_byte"] = None if record["diverged"] else score(model, text.held_out, budgets)
-        record["machine"] = common.machine(torch.device(settings.device))
-    write_json(path, record)
-    return record
+        return train(model, source, settings.arguments(row, run.rate, run.seed))
+
+    def measured(model: nn.Module, budgets: Sequence[int]) -> dict[str, float]:
+        return score(model, text.held_out, budgets)
+
+    wanted = {"settings": values, "definition": sweeps.definition(row)}
+    config = matched_config(row, settings.parameters)
+    return sweeps.measure(run, path, wanted, config, make, fit, measured, BUDGETS, METRIC)
 
 
 def make_model(config: Any, filter_length: int) -> nn.Module:
@@ -284,13 +274,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         device = str(common.pick_device(args.device))
         files = [None if paths is None else tuple(paths) for paths in (args.train_file, args.validation_file)]
         settings = Settings(*files, *size, **small, device=device)
-        # Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
-        runs = [
-            Run(name, rate, seed)
-            for seed, name in itertools.product(args.seeds, names)
-            for rate in args.rates or ROWS[name].rates
-        ]
-        sweep(settings, runs, args.runs_dir, args.processes)
+        sweep(settings, sweeps.runs_of(ROWS, names, args), args.runs_dir, args.processes)
     records = [record for record in sweeps.collect(args.runs_dir) if record["model"] in names]
     device, report = common.start("ablation", args, **records[0]["settings"])
     by_name = {name: [r for r in records if r["model"] == name] for name in names}

@@ -206,23 +206,17 @@ def definition(settings: Settings, run: Run) -> dict[str, Any]:
 
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     """Train on one thread, measure, write the file in one move, return what it holds."""
-    from engine import capacity_of, write_json
+    task = settings.task(run.task or "")
 
-    with common.threads(1):
-        task = settings.task(run.task or "")
-        config = model_config(ROWS[run.name], task, settings)
-        torch.manual_seed(run.seed)
-        model = make_model(config).to(settings.device)
-        record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
-        record |= {"settings": settings.values(), "definition": definition(settings, run), "metric": task.metric}
-        record |= {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sweeps.sizes_of(config)}
-        record |= train(model, task, settings, run)
-        capacity = capacity_of(model)
-        budgets = sorted({min(K, capacity) for K in (*settings.budgets, capacity)})
-        record[METRIC] = None if record["diverged"] else score(model, task, settings, budgets)
-        record["machine"] = common.machine(torch.device(settings.device))
-    write_json(path, record)
-    return record
+    def fit(model: nn.Module) -> dict[str, Any]:
+        return {"metric": task.metric} | train(model, task, settings, run)
+
+    def measured(model: nn.Module, budgets: Sequence[int]) -> dict[str, float]:
+        return score(model, task, settings, budgets)
+
+    wanted = {"settings": settings.values(), "definition": definition(settings, run)}
+    config = model_config(ROWS[run.name], task, settings)
+    return sweeps.measure(run, path, wanted, config, make_model, fit, measured, settings.budgets, METRIC)
 
 
 def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int) -> None:
@@ -241,34 +235,8 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every model on every task at its best rate, in the order of the records' tasks, the best model first."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault((record["task"], record["model"]), []).append(record)
-    results = [sweeps.summarise(runs, METRIC) | {"metric": runs[0]["metric"]} for runs in groups.values()]
-    tasks = [*dict.fromkeys(result["task"] for result in results)]
-    return sorted(results, key=lambda r: (tasks.index(r["task"]), sweeps.at_full_budget(r, METRIC)))
-
-
-def print_tables(results: list[dict[str, Any]]) -> None:
-    """A table for each task; of tokens the accuracy, of noise the squared error relative to the variance."""
-    for task in dict.fromkeys(result["task"] for result in results):
-        rows = []
-        of_task = [r for r in results if r["task"] == task]
-        accuracy = of_task[0]["metric"] == "accuracy"
-        budgets = [
-            *dict.fromkeys(K for r in of_task for K in r.get(METRIC, {}) if "num_spectral_channels" in r["sizes"])
-        ]
-        for r in of_task:
-            errors = r.get(METRIC, {})
-            values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in errors.items()}
-            peer = "num_spectral_channels" not in r["sizes"]
-            cells = [None if peer else values.get(K) for K in budgets] + [(list(values.values()) or [None])[-1]]
-            rows.append([*sweeps.columns(r), *map(sweeps.shown, cells), sweeps.speed(r)])
-        print(f"\n{task}: {'accuracy' if accuracy else 'squared error over variance'}")
-        header = " ".join(f"K={K}" for K in budgets)
-        common.table(f"{sweeps.COLUMNS} {header} full positions/CPU_s", rows)
-    print("* the best rate is the smallest or the largest tried")
+    """Every model on every task at its best rate; `sweeps.summarise_tasks`."""
+    return sweeps.summarise_tasks(records, METRIC)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -285,20 +253,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if args.quick:
             small = {"parameters": 50_000, "updates": min(args.updates, 3), "positions": 64, "held_out": 128}
             settings = dataclasses.replace(settings, **small, quick=True)
-        # Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
-        runs = [
-            Run(name, rate, seed, task)
-            for seed, task, name in itertools.product(args.seeds, args.tasks, names)
-            for rate in args.rates or ROWS[name].rates
-        ]
-        sweep(settings, runs, args.runs_dir, args.processes)
-    records = [r for r in sweeps.collect(args.runs_dir) if r["model"] in names and r["task"] in args.tasks]
-    if not records:
-        raise ValueError(f"{args.runs_dir} holds no run of the models {names} on the tasks {args.tasks}")
-    records.sort(key=lambda r: args.tasks.index(r["task"]))
+        sweep(settings, sweeps.runs_of(ROWS, names, args, args.tasks), args.runs_dir, args.processes)
+    records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
     device, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
     report["results"] = summarise(records)
-    print_tables(report["results"])
+    sweeps.print_tables(report["results"], METRIC, "positions", squared_error="squared error over variance")
     return common.finish(report, args, device)
 
 

@@ -12,12 +12,13 @@ Parameters that cannot be met are a ValueError.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+
+from .sweeps import choose_task
 
 IGNORED = -100  # as torch's cross-entropy has it
 Samples = tuple[np.ndarray, np.ndarray]
@@ -236,17 +237,4 @@ def make_task(name: str, **sizes: Any) -> Task:
     Raises:
         ValueError: no such task or parameter, or one that cannot be met.
     """
-    kind, _, rest = name.partition(":")
-    if kind not in TASKS:
-        raise ValueError(f"a task must be one of {[*TASKS]}, with parameters as in 'mqar:pairs=8', got {name!r}")
-    legal = {field.name: field.type for field in dataclasses.fields(TASKS[kind])}
-    given = {key: value for key, value in sizes.items() if key in legal}
-    for part in rest.split(",") if rest else []:
-        key, _, value = part.partition("=")
-        if key not in legal:
-            raise ValueError(f"parameters of {kind} are {[*legal]}, got {part!r} in {name!r}")
-        try:
-            given[key] = float(value) if legal[key] == "float" else int(value)
-        except ValueError:
-            raise ValueError(f"{key} of {kind} must be a number ({legal[key]}), got {value!r} in {name!r}") from None
-    return dataclasses.replace(TASKS[kind], **given)
+    return choose_task(TASKS, name, **sizes)

@@ -2,8 +2,8 @@
 """What sweeps over models, learning rates and seeds share: models of equal size, training, files of runs, summaries.
 
 A run is one JSON file in a folder, written when the run has ended, so that a sweep that was killed goes on when it is
-started again: finished runs are skipped, others begin anew. `benchmarks.ablation` and `benchmarks.memory_probes` say
-what their runs do.
+started again: finished runs are skipped, others begin anew. `benchmarks.ablation`, `benchmarks.memory_probes` and
+`benchmarks.classification_tasks` say what their runs do.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -27,6 +28,8 @@ import torch
 from torch import nn
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+from . import common
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 
@@ -172,14 +175,30 @@ class Run:
         return f"{task}{words(self.name)}-rate{self.rate:g}-seed{self.seed}.json"
 
 
+def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[str, Any]:
+    """How the row is trained, as fields of RunArguments of train/engine.py."""
+    updates = round(updates * row.updates)
+    return {
+        "max_steps": updates,
+        "full_budget_updates": round(updates * row.full_share),
+        "learning_rate": rate,
+        "warmup_steps": 50,
+        "weight_decay": 0.1,
+        "adam_beta2": 0.95,
+        "max_grad_norm": 1.0,
+        "budget_schedule": row.schedule,
+        "seed": seed,
+    }
+
+
 def train(
-    model: nn.Module, next_forward: Callable[[], Callable[[int], Any]], args: Any, positions: int
+    model: nn.Module, next_forward: Callable[[], Callable[[int], Any]], args: Any, count: int, unit: str = "tokens"
 ) -> dict[str, Any]:
     """All updates. The time is that of the process's processor, in updates alone: data and scoring do not count.
 
     Args:
         next_forward: draws a batch, and gives what runs the model on it at a budget: an output with a `loss`.
-        args: RunArguments of train/engine.py. positions: of a batch.
+        args: RunArguments of train/engine.py. count: tokens of a batch, or what else the speed is of, the `unit`.
     """
     from budget_dropout import budget_losses
     from engine import capacity_of, make_schedule, parameter_groups
@@ -211,12 +230,87 @@ def train(
         "updates_done": done,
         "training_loss": statistics.fmean(recent) if recent else None,  # of the last 50 updates
         "cpu_seconds": seconds,
-        "tokens_per_cpu_second": done * positions / seconds if seconds else None,
+        f"{unit}_per_cpu_second": done * count / seconds if seconds else None,
     }
+
+
+def measure(
+    run: Run,
+    path: Path,
+    wanted: dict[str, Any],
+    config: Any,
+    make: Callable[[Any], nn.Module],
+    fit: Callable[[nn.Module], dict[str, Any]],
+    score: Callable[[nn.Module, list[int]], dict[str, float]],
+    budgets: Sequence[int],
+    metric: str,
+) -> dict[str, Any]:
+    """Train on one thread, measure, write the file in one move, return what it holds.
+
+    Args:
+        wanted: the "settings" of all runs, with the device, and the "definition" of this one.
+        make: a model of the configuration. fit: `train` of it.
+        score: the metric at every budget: of elastic models at these up to the capacity, and at the capacity.
+    """
+    from engine import capacity_of, write_json
+
+    with common.threads(1):
+        device = torch.device(wanted["settings"]["device"])
+        torch.manual_seed(run.seed)
+        model = make(config).to(device)
+        record: dict[str, Any] = {} if run.task is None else {"task": run.task}
+        record |= {"model": run.name, "rate": run.rate, "seed": run.seed} | wanted
+        record |= {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes_of(config)} | fit(model)
+        capacity = capacity_of(model)
+        full = sorted({min(K, capacity) for K in (*budgets, capacity)})
+        started = time.process_time()
+        record[metric] = None if record["diverged"] else score(model, full)
+        record["scoring_cpu_seconds"] = time.process_time() - started
+        record["machine"] = common.machine(device)
+    write_json(path, record)
+    return record
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs.
+
+
+def runs_of(
+    rows: dict[str, Row], names: Sequence[str], args: argparse.Namespace, tasks: Sequence[str | None] = (None,)
+) -> list[Run]:
+    """Every model at each of its rates, or of those that are given, at every seed, on every task.
+
+    Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
+    """
+    return [
+        Run(name, rate, seed, task)
+        for seed, task, name in itertools.product(args.seeds, tasks, names)
+        for rate in args.rates or rows[name].rates
+    ]
+
+
+def choose_task(tasks: dict[str, Any], name: str, **fields: Any) -> Any:
+    """A task of several, all dataclasses of numbers, or with other parameters: "mqar:length=128,pairs=8".
+
+    Args:
+        fields: that hold unless the name says otherwise; those that the task does not have are left out.
+    Raises:
+        ValueError: no such task or parameter, or one that the task refuses.
+    """
+    kind, _, rest = name.partition(":")
+    if kind not in tasks:
+        raise ValueError(f"a task must be one of {[*tasks]}, with parameters as in 'task:name=8', got {name!r}")
+    legal = {field.name: str(field.type) for field in dataclasses.fields(tasks[kind])}
+    given = {key: value for key, value in fields.items() if key in legal}
+    for part in rest.split(",") if rest else []:
+        key, _, value = part.partition("=")
+        if key not in legal:
+            raise ValueError(f"parameters of {kind} are {[*legal]}, got {part!r} in {name!r}")
+        try:
+            given[key] = float(value) if legal[key] == "float" else int(value)
+        except ValueError:
+            raise ValueError(f"{key} of {kind} must be a number ({legal[key]}), got {value!r} in {name!r}") from None
+    return dataclasses.replace(tasks[kind], **given)
 
 
 def read_run(path: Path) -> dict[str, Any] | None:
@@ -291,6 +385,14 @@ def collect(folder: Path) -> list[dict[str, Any]]:
     return records
 
 
+def collect_tasks(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
+    """Those of these models on these tasks, in the order of the tasks. Raises ValueError as `collect`."""
+    records = [r for r in collect(folder) if r["model"] in names and r["task"] in tasks]
+    if not records:
+        raise ValueError(f"{folder} holds no run of the models {[*names]} on the tasks {[*tasks]}")
+    return sorted(records, key=lambda r: tasks.index(r["task"]))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Summaries.
 
@@ -321,13 +423,15 @@ def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
         for rate, runs in by_rate.items()
     }
     first = records[0]
-    result = {name: first[name] for name in ("task", "model", "definition", "parameters", "sizes") if name in first}
+    kept = ("task", "model", "metric", "definition", "parameters", "sizes")
+    result = {name: first[name] for name in kept if name in first}
     result |= {"rates": {f"{rate:g}": value for rate, value in means.items()}, "best_rate": None}
     whole = {rate: value for rate, value in means.items() if value is not None}
     if not whole:
         return result
     best = min(whole, key=lambda rate: whole[rate])
     runs = by_rate[best]
+    (speed,) = (name for name in runs[0] if name.endswith(SPEED))
     ends = (min(means), max(means))
     return result | {
         "best_rate": best,
@@ -335,10 +439,20 @@ def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
         "seeds": [run["seed"] for run in runs],
         "by_seed": {str(run["seed"]): run[metric] for run in runs},
         metric: {K: mean([run[metric][K] for run in runs]) for K in runs[0][metric]},
-        "tokens_per_cpu_second": mean([run["tokens_per_cpu_second"] for run in runs]),
+        speed: mean([run[speed] for run in runs]),
         "cpu_seconds": mean([run["cpu_seconds"] for run in runs]),
         "cpus": sorted({run["machine"]["cpu"] for run in runs}),
     }
+
+
+def summarise_tasks(records: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Every model on every task at its best rate, in the order of the records' tasks, the best model first."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["task"], record["model"]), []).append(record)
+    results = [summarise(runs, metric) for runs in groups.values()]
+    tasks = [*dict.fromkeys(result["task"] for result in results)]
+    return sorted(results, key=lambda r: (tasks.index(r["task"]), at_full_budget(r, metric)))
 
 
 def at_full_budget(result: dict[str, Any], metric: str) -> float:
@@ -362,9 +476,42 @@ def shown(value: dict[str, float] | None, sign: str = "") -> str:
     return f"{value['mean']:{sign}.4f}±{value['deviation']:.4f}" if value else "-"
 
 
+SPEED = "_per_cpu_second"  # how the name of a speed ends
+
+
 def speed(result: dict[str, Any]) -> str:
-    """Tokens per second of one CPU."""
-    return f"{result['tokens_per_cpu_second']['mean']:,.0f}" if "cpus" in result else "-"
+    """Tokens, or what a run counts, per second of one CPU."""
+    found = next((value["mean"] for name, value in result.items() if name.endswith(SPEED)), None)
+    return "-" if found is None else f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
+
+
+def print_tables(results: list[dict[str, Any]], metric: str, unit: str, **titles: str) -> None:
+    """A table for each task. Peers have no budgets, and stand in the last column only.
+
+    Args:
+        results: whose "metric" says what is shown: "accuracy", where the metric is the share of errors, or itself.
+        unit: what the speed counts. titles: of what is shown, by its name.
+    """
+    for task in dict.fromkeys(result["task"] for result in results):
+        rows = []
+        of_task = [r for r in results if r["task"] == task]
+        kind = of_task[0]["metric"]
+        accuracy = kind == "accuracy"
+        budgets = [*dict.fromkeys(K for r in of_task if is_elastic(r) for K in [*r.get(metric, {})][:-1])]
+        for r in of_task:
+            values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in r.get(metric, {}).items()}
+            cells = [values.get(K) if is_elastic(r) else None for K in budgets]
+            cells.append(list(values.values())[-1] if values else None)
+            rows.append([*columns(r), *map(shown, cells), speed(r)])
+        print(f"\n{task}: {titles.get(kind, kind)}")
+        header = " ".join(f"K={K}" for K in budgets)
+        common.table(f"{COLUMNS} {header} full {unit}/CPU_s", rows)
+    print("* the best rate is the smallest or the largest tried")
+
+
+def is_elastic(result: dict[str, Any]) -> bool:
+    """Whether it is of an ES-SSM, which runs at several budgets."""
+    return "num_spectral_channels" in result["sizes"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -304,6 +304,9 @@ def test_names_of_files_of_runs():
         "feed_forward": 0.0,
         "peer": "transformer",
         "hidden_size": 112,
+        "updates": 1.0,
+        "full_share": 0.0,
+        "schedule": "discrete",
     }
 
 
