@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import transformers
 
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
 Name = TypeVar("Name", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,9 +36,69 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--quick", action="store_true", help="few and small shapes, to see that it runs")
-    p.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/<name>-<device>.json")
+    p.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/<name>[_<config>]-<device>.json")
     p.add_argument("--rounds", type=int, default=7, help="paired rounds; long ones stop after three (see `paired`)")
     return p
+
+
+def add_config(p: argparse.ArgumentParser) -> None:
+    """--config, of benchmarks that make a model of their own."""
+    text = "folder whose config.json makes the model, such as hub_configs/essm-gated-20m; by default the paper's model"
+    p.add_argument("--config", type=_config_folder, help=text)
+
+
+def _config_folder(text: str) -> Path:
+    """The folder, whose configuration is known to be good. Raises ArgumentTypeError, which argparse prints."""
+    folder = Path(text).resolve()
+    try:
+        record = json.loads((folder / "config.json").read_text())
+        model_type = record.get("model_type") if isinstance(record, dict) else None
+        if model_type != ESSMConfig.model_type:
+            raise ValueError(f"model_type must be {ESSMConfig.model_type!r}, got {model_type!r}")
+        if (width := ESSMConfig.from_pretrained(folder).num_input_features) is not None:
+            raise ValueError(f"benchmarks read token ids: num_input_features must be None, got {width}")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"needs a folder with the config.json of an ES-SSM, got {text}: {error}"
+        ) from error
+    return folder
+
+
+# Made again from a new width, or for a new number of layers.
+_OF_WIDTH = ("inner_size", "num_heads", "mixing_size", "intermediate_size", "gate_hidden_size")
+_OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
+
+
+def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
+    """The configuration that --config names, or the paper's, with these fields in the place of its own.
+
+    With another hidden_size or num_hidden_layers, fields that have to fit it get their defaults again.
+    """
+    if args.config is None:
+        return ESSMConfig(**fields)
+    again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
+    own = json.loads((args.config / "config.json").read_text())
+    return ESSMConfig.from_dict(own | dict.fromkeys(again) | fields)
+
+
+def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:
+    """What a report says of the model: whose configuration it is, and its shape."""
+    names = {"layers": "num_hidden_layers", "width": "hidden_size", "capacity": "num_spectral_channels"}
+    shape = {name: getattr(config, field) for name, field in (names | {"filter_length": "filter_length"}).items()}
+    return {"config": "paper" if args.config is None else args.config.name, "block": config.block, **shape}
+
+
+def clipped(budgets: Sequence[int], config: ESSMConfig) -> list[int]:
+    """The budgets that a model has; the capacity in the place of larger ones."""
+    return list(dict.fromkeys(min(K, config.num_spectral_channels) for K in budgets))
+
+
+def weight_bytes(model: ESSMForCausalLM, K: int) -> int:
+    """Bytes of the weights that a decoding step at budget K reads, but for the embedding's row."""
+    read = model.num_active_parameters(K)
+    if not model.config.tie_word_embeddings:
+        read -= model.get_input_embeddings().weight.numel()
+    return read * model.lm_head.weight.element_size()
 
 
 def pick_device(name: str) -> torch.device:
@@ -218,14 +280,20 @@ def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.d
     return device, report
 
 
+def report_path(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> Path:
+    """--out, or a name that tells benchmark, configuration (but for the paper's) and device."""
+    kind = "cpu" if device.type == "cpu" else report["machine"]["gpu"].lower().replace(" ", "-")
+    config = report["settings"].get("config", "paper")
+    name = report["benchmark"] + ("" if config == "paper" else f"_{config}")
+    return args.out or RESULTS / f"{name}-{kind}{'-quick' if args.quick else ''}.json"
+
+
 def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Print the targets, write the JSON in one move, return the report."""
     for t in report.get("targets", []):
         bound = f">= {t['at_least']:g}" if t["at_least"] is not None else f"<= {t['at_most']:g}"
         print(f"{'met    ' if t['met'] else 'NOT MET'}  {t['target']}: {t['value']:.3g} ({bound})")
-    kind = "cpu" if device.type == "cpu" else report["machine"]["gpu"].lower().replace(" ", "-")
-    quick = "-quick" if args.quick else ""
-    path = args.out or RESULTS / f"{report['benchmark']}-{kind}{quick}.json"
+    path = report_path(report, args, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(report, indent=1) + "\n")

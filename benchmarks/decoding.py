@@ -3,12 +3,14 @@
 
     python -m benchmarks.decoding
     python -m benchmarks.decoding --table limit          time per token against the reading of the weights
-    python -m benchmarks.decoding --profile              operators of one step at batch 1, K = 4 and K = 32
+    python -m benchmarks.decoding --profile              operators of one step at batch 1, K = 4 and the capacity
+    python -m benchmarks.decoding --config hub_configs/essm-gated-20m
 
-The paper's 21M-parameter model with random weights and filter_length 131072, so that every context is legal. A context
-is read once, in pieces, at batch 1, its state repeated for larger batches; then every round decodes greedily from each
-(budget, context) in turn, so that a busy machine slows them alike. Times are of one model forward call with its
-argmax, under inference_mode; fp32 on the CPU, bf16 on a GPU, eager.
+The paper's 21M-parameter model, or that of --config, with random weights and filter_length 131072, so that every
+context is legal; a budget above the capacity becomes it. A context is read once, in pieces, at batch 1, its state
+repeated for larger batches; then every round decodes greedily from each (budget, context) in turn, so that a busy
+machine slows them alike. Times are of one model forward call with its argmax, under inference_mode; fp32 on the CPU,
+bf16 on a GPU, eager.
 
 `--table limit`: no step at batch 1 can be faster than its weights are read. The fraction of that limit reached is the
 bytes of the weights that a budget reads, over the memory bandwidth, over the time of a step, eager and compiled; the
@@ -26,12 +28,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMForCausalLM
 
 from . import common
 
 PIECE = 2048  # tokens of one prefill call
 MEMORY_BYTES = 256 << 20  # read to measure the bandwidth
+CHECKED_STEPS = 6  # compiled against eager: more than a short convolution has taps
 
 
 @torch.inference_mode()
@@ -104,6 +107,7 @@ def decoder(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, K: int, ste
 
 def main(argv: list[str] | None = None) -> dict:
     p = common.parser(__doc__)
+    common.add_config(p)
     p.add_argument("--contexts", type=int, nargs="+", default=None)
     p.add_argument("--batches", type=int, nargs="+", default=None)
     p.add_argument("--steps", type=int, default=64, help="decoded tokens of one sample")
@@ -115,12 +119,11 @@ def main(argv: list[str] | None = None) -> dict:
         return main_limit(args)
     contexts = args.contexts or ([256, 1024] if args.quick else [1024, 16384, 65536])
     batches = args.batches or ([1] if args.quick else [1, 16])
-    budgets = [4, 32] if args.quick else [2, 4, 8, 32]
+    config = common.configuration(args, filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
+    budgets = common.clipped([4, 32] if args.quick else [2, 4, 8, 32], config)
     steps = 8 if args.quick else args.steps
-    config = ESSMConfig(filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
     settings = {"contexts": contexts, "batches": batches, "budgets": budgets, "steps": steps, "warmup": 1}
-    settings |= {"layers": config.num_hidden_layers, "width": config.hidden_size}
-    device, report = common.start("decoding", args, **settings)
+    device, report = common.start("decoding", args, **settings, **common.model_settings(args, config))
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     torch.manual_seed(0)
@@ -138,7 +141,7 @@ def main(argv: list[str] | None = None) -> dict:
     for batch, count in itertools.product(batches, counts):
         with common.threads(count):
             measure(model, caches, batch, count, steps, device, args.rounds, report)
-    for batch, K in itertools.product(batches, (4, 32)) if args.profile else ():
+    for batch, K in itertools.product(batches, common.clipped([4, 32], config)) if args.profile else ():
         token = tokens[:, -1:].expand(batch, 1).contiguous()
         cache = repeat_rows(caches[K][min(contexts)], batch)
         report["profiles"].append(profile_step(model, cache, token, K, device))
@@ -184,25 +187,25 @@ def measure(
     report["results"] += new
     contexts = sorted({c for _, c in seconds})
     ratios = {"batch": batch, "threads": count}
-    ratios["step_of_4_over_32"] = {c: common.ratio(seconds[4, c], seconds[32, c]) for c in contexts}
+    small, large = common.clipped([4, 32], model.config)[0], max(caches)
+    name = f"step_of_{small}_over_{large}"
+    ratios[name] = {c: common.ratio(seconds[small, c], seconds[large, c]) for c in contexts}
     ratios["flatness"] = {}
     for K in caches:
         medians = [r["seconds_per_step"]["median"] for r in new if r["budget"] == K]
         ratios["flatness"][K] = max(medians) / min(medians)
     report["ratios"].append(ratios)
-    relative = ", ".join(
-        "{}: {median:.3f} ({min:.3f}-{max:.3f})".format(c, **r) for c, r in ratios["step_of_4_over_32"].items()
-    )
-    print(f"step(K=4) / step(K=32) at context {relative}")
+    relative = ", ".join("{}: {median:.3f} ({min:.3f}-{max:.3f})".format(c, **r) for c, r in ratios[name].items())
+    print(f"step(K={small}) / step(K={large}) at context {relative}")
     print("slowest / fastest context: " + ", ".join(f"K={K} {r:.3f}" for K, r in ratios["flatness"].items()))
 
 
 def main_limit(args: argparse.Namespace) -> dict:
     """Fraction of the memory-bound speed that a step reaches at batch 1."""
-    budgets = [2, 4, 8, 16, 32]
-    config = ESSMConfig(**({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
-    settings = {"batch": 1, "budgets": budgets, "layers": config.num_hidden_layers, "width": config.hidden_size}
-    device, report = common.start("decoding_limit", args, **settings, backend=args.backend)
+    config = common.configuration(args, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
+    budgets = common.clipped([2, 4, 8, 16, 32], config)
+    settings = {"batch": 1, "budgets": budgets, "backend": args.backend, **common.model_settings(args, config)}
+    device, report = common.start("decoding_limit", args, **settings)
     gpu = device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     torch.manual_seed(0)
@@ -242,19 +245,21 @@ def main_limit(args: argparse.Namespace) -> dict:
 def measure_limit(
     eager: ESSMForCausalLM, compiled: ESSMForCausalLM, memory: Tensor, K: int, count: int, rounds: int
 ) -> dict:
-    """One budget and thread count; raises RuntimeError where the compiled step differs."""
+    """One budget and thread count; raises RuntimeError where compiled steps differ."""
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
     models = {"eager": eager, "compiled": compiled}
     caches, logits = {}, {}
     for kind, model in models.items():
         caches[kind] = prefill(model, token.expand(1, 8), [8], K)[8]
-        logits[kind] = model(token, past_key_values=copy.deepcopy(caches[kind]), spectral_budget=K).logits
+        cache = copy.deepcopy(caches[kind])
+        steps = [model(token, past_key_values=cache, spectral_budget=K).logits for _ in range(CHECKED_STEPS)]
+        logits[kind] = torch.cat(steps, 1)
     tolerance = 1e-4 if logits["eager"].dtype == torch.float32 else 5e-2
     error = common.require_close(f"compiled step, K = {K}", logits["compiled"], logits["eager"], tolerance)
     calls: dict[str, Callable] = {"memory": lambda: memory.sum()}
     calls |= {kind: functools.partial(decode, model, caches[kind], token, K, 1) for kind, model in models.items()}
     seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
-    read = eager.num_active_parameters(K) * eager.lm_head.weight.element_size()
+    read = common.weight_bytes(eager, K)
     row = {"threads": count, "budget": K, "weight_bytes": read, "relative_error": error}
     row["bytes_per_second"] = common.spread([memory.nbytes / s for s in seconds["memory"]])
     limit = [read / memory.nbytes * s for s in seconds["memory"]]

@@ -1,13 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """How much memory and time does it take to read a prompt of a million bytes?
 
-    python -m benchmarks.long_prompt [--text_files book.txt] [--chunk 8192]
+    python -m benchmarks.long_prompt [--text_files book.txt] [--chunk 8192] [--config hub_configs/essm-gated-20m]
 
-The paper's 21M-parameter model with random weights and filter_length 2^20 reads prompts of growing length through
-`generate(prefill_chunk_size=..)` and writes one byte; short ones also in one piece. Peak memory is that of the tensors
-of the whole call above those held before (such as the prompt's ids, 8 bytes each), beside the growth of the process's
-largest resident set, which a former length may have raised already. The state after chunks must be that after one
-piece. Without --text_files the bytes are random.
+The paper's 21M-parameter model, or that of --config, with random weights and filter_length 2^20 reads prompts of
+growing length through `generate(prefill_chunk_size=..)` and writes one byte; short ones also in one piece. Peak memory
+is that of the tensors of the whole call above those held before (such as the prompt's ids, 8 bytes each), beside the
+growth of the process's largest resident set, which a former length may have raised already. The state after chunks must
+be that after one piece. Without --text_files the bytes are random.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMForCausalLM
 
 from . import common
 
@@ -59,6 +59,7 @@ def read(model: ESSMForCausalLM, ids: Tensor, budget: int, chunk: int | None) ->
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
+    common.add_config(p)
     p.add_argument("--lengths", type=int, nargs="+", default=None)
     p.add_argument("--one_piece", type=int, default=None, help="longest prompt that is also read in one piece")
     p.add_argument("--chunk", type=int, default=None)
@@ -68,9 +69,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     lengths = sorted(args.lengths or ([256, 512] if args.quick else [1 << 14, 1 << 16, 1 << 18, 1 << 20]))
     chunk, one_piece = args.chunk or (128 if args.quick else 8192), args.one_piece or (256 if args.quick else 1 << 16)
     small = {"num_hidden_layers": 2, "hidden_size": 32, "filter_length": 512} if args.quick else {}
-    config = ESSMConfig(**{"filter_length": max(*lengths, 1 << 20), **small})
-    settings = {"budget": args.budget, "chunk": chunk, "layers": config.num_hidden_layers, "width": config.hidden_size}
-    device, report = common.start("long_prompt", args, **settings, text=bool(args.text_files))
+    config = common.configuration(args, **{"filter_length": max(*lengths, 1 << 20), **small})
+    settings = {"budget": args.budget, "chunk": chunk, **common.model_settings(args, config)}
+    device, report = common.start(
+        "long_prompt", args, **settings, threads=torch.get_num_threads(), text=bool(args.text_files)
+    )
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     model = ESSMForCausalLM(config).eval().to(device, dtype)

@@ -2,6 +2,7 @@
 """What does it cost to load a part of a large checkpoint: bytes read, peak resident memory and time against K?
 
     python -m benchmarks.prefix_loading                  writes a checkpoint of 1.4 GB into a temporary folder
+    python -m benchmarks.prefix_loading --config hub_configs/essm-gated-20m      of that model in its own size
 
 Every load is `from_pretrained(folder, spectral_capacity=K)` in a process of its own, which first imports everything
 and drops the checkpoint's pages from the page cache. Bytes read are those that the process made the disk deliver
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMForCausalLM
 
 from . import common
 
@@ -66,17 +67,23 @@ def load(folder: Path, K: int | None) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
+    common.add_config(p)
     p.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
     args = p.parse_args(argv)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2} if args.quick else {"hidden_size": 1024, "num_hidden_layers": 8}
-    budgets: list[int | None] = [2, 32, None] if args.quick else [2, 4, 6, 8, 16, 32, None]
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2}
+    if not args.quick:
+        sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
+    config = common.configuration(args, **sizes)
+    budgets = [*common.clipped([2, 32] if args.quick else [2, 4, 6, 8, 16, 32], config), None]
     rounds = 1 if args.quick else min(args.rounds, 3)
     args.device = "cpu"
-    device, report = common.start("prefix_loading", args, **sizes, budgets=budgets, rounds=rounds)
+    device, report = common.start(
+        "prefix_loading", args, **common.model_settings(args, config), budgets=budgets, rounds=rounds
+    )
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
         torch.manual_seed(0)
-        model = ESSMForCausalLM(ESSMConfig(**sizes)).eval()
+        model = ESSMForCausalLM(config).eval()
         model.save_pretrained(folder)
         os.sync()  # pages that are not on the disk yet cannot be dropped
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

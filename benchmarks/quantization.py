@@ -8,7 +8,8 @@ Each model is loaded in fp32, bf16, int8 and int4, saved, and loaded again; what
 is bits per byte of held-out text at every budget, by default of the part of Python's standard library on which
 train_clm.py validates, else of one file per model. Sizes are of model.safetensors, whole and cut to 4 channels; memory
 is that of the weights. Decoding is greedy steps at batch 1 by `forward`, formats and budgets in turn in every round;
-the same once more for the paper's 21M-parameter model with random weights.
+the same once more for the paper's 21M-parameter model, or that of --config, with random weights. Budgets above a
+capacity become it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMForCausalLM
 
 from . import common
 from .decoding import decoder, prefill
@@ -80,7 +81,7 @@ def time_decoding(
     calls = {}
     for format, model in models.items():
         tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)
-        for K in TIMED:
+        for K in common.clipped(TIMED, model.config):
             cache: ESSMCache = prefill(model, tokens, [64], K)[64]
             calls[format, K] = decoder(model, cache, tokens[:, -1:], K, steps)
     seconds = common.paired(calls, device, rounds, warmup=1, limit_seconds=180.0)
@@ -153,6 +154,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
+    common.add_config(p)
     p.add_argument("--models", nargs="+", default=[], help="folders of saved byte-level language models")
     p.add_argument("--text_files", nargs="+", help="one held-out text per model, 'default' for the standard library")
     p.add_argument("--names", nargs="+", help="what to call the models, by default their order")
@@ -166,7 +168,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         p.error(f"{len(args.models)} models need as many text_files and names, got {len(texts)} and {len(names)}")
     steps = 4 if args.quick else args.steps
     max_blocks = 2 if args.quick else args.max_blocks
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "filter_length": 512} if args.quick else {}
+    config = common.configuration(args, **sizes)
     settings = {"block_size": args.block_size, "max_blocks": max_blocks, "steps": steps, "threads": 1}
+    settings |= common.model_settings(args, config)
     device, report = common.start("quantization", args, **settings)
     report["results"] = []
     with common.threads(1), torch.no_grad(), tempfile.TemporaryDirectory() as temporary:
@@ -176,14 +181,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             result = {"name": name, "data": data, **measure(source, blocks, device, steps, args.rounds)}
             report["results"].append(result)
         torch.manual_seed(0)
-        sizes = {"hidden_size": 64, "num_hidden_layers": 2, "filter_length": 512} if args.quick else {}
-        name = "small, random weights" if args.quick else "21M parameters, random weights"
+        model = ESSMForCausalLM(config)
+        size = "small" if args.quick else f"{model.num_parameters() / 1e6:.1f}M parameters"
+        name = f"{size}, random weights"
         print(name, flush=True)
-        ESSMForCausalLM(ESSMConfig(**sizes)).save_pretrained(temporary)
+        model.save_pretrained(temporary)
+        del model
         result = {"name": name, "data": None, **measure(temporary, None, device, steps, args.rounds)}
         report["results"].append(result)
     report["targets"] = targets(report)
-    path = args.out or common.RESULTS / f"quantization-{device.type}{'-quick' if args.quick else ''}.json"
+    path = common.report_path(report, args, device)
     if not args.quick:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.with_suffix(".md").write_text(markdown(report))

@@ -5,7 +5,8 @@
 
 A trained byte-level model decodes greedily at its full budget, batch 1, through `generate`: plainly, and with every
 draft budget and draft length (0: adaptive), in turn within every round. The tokens must be the same. Speed-ups are
-ratios within rounds. Without --model the weights are random, and the figures mean nothing.
+ratios within rounds. Without --model the weights are random, and the figures mean nothing. The report's name tells the
+block, unless it is the paper's.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     capacity = model.config.num_spectral_channels
     drafts = args.draft_budgets or ([2] if args.quick else [K for K in (2, 3, 4, 8) if capacity > K])
     settings = {
+        "config": model.config.block,
         "parameters": model.num_parameters(),
         "layers": model.config.num_hidden_layers,
+        "capacity": capacity,
         "trained": bool(args.model),
     }
     settings |= {"tokens": tokens, "draft_budgets": drafts, "draft_lengths": lengths}

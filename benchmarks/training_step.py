@@ -5,23 +5,25 @@
     python -m benchmarks.training_step --table models --length 1024 --batch 4
     python -m benchmarks.training_step --table essm --full                   every combination: hours on a CPU
     python -m benchmarks.training_step --table dropout --modes eager
+    python -m benchmarks.training_step --config hub_configs/essm-gated-20m   of that model, in files of its own
 
 One step is forward, backward, AdamW and zero_grad on random bytes. fp32 on the CPU, bf16 autocast over fp32 weights on
 a GPU.
 
 models   Is ES-SSM cheaper than a Transformer and a Mamba-2 of the same size from the same library? ES-SSM is the
-         paper's 21M-parameter model at K = 4 and K = 32; LlamaForCausalLM and Mamba2ForCausalLM have the same
-         vocabulary and a parameter count within 5% of it, in shapes usual for them. The models take turns.
-         Mamba2ForCausalLM runs transformers' pure torch path wherever the mamba_ssm kernels are not installed, always
-         on a CPU: its figure then is that path's, not the architecture's. A model whose step would exceed --memory,
-         extrapolated from shorter lengths, is measured at the longest length that fits, and the output says so.
+         paper's 21M-parameter model at K = 4 and K = 32, and beside it that of --config at K = 4 and its capacity;
+         LlamaForCausalLM and Mamba2ForCausalLM have the same vocabulary and a parameter count within 5% of it, in
+         shapes usual for them. The models take turns. Mamba2ForCausalLM runs transformers' pure torch path wherever
+         the mamba_ssm kernels are not installed, always on a CPU: its figure then is that path's, not the
+         architecture's. A model whose step would exceed --memory, extrapolated from shorter lengths, is measured at the
+         longest length that fits, and the output says so.
 essm     What do K, length, batch, gradient checkpointing and torch.compile do to speed and memory of ES-SSM? One
          factor at a time: every K at the first of --lengths and of --batches, plain (eager, no checkpointing), and
          each other factor at two K. Rows take turns. Checkpointed and compiled steps must give the plain step's
          gradient. Shapes that would exceed --memory are skipped, and the output says so.
-dropout  What does an update with budget dropout cost, over one at K = 32? A round trains every budget of the
-         "discrete" schedule of train/budget_dropout once, in the order in which it first draws them, each beside an
-         update at K = 32; the ratio of the two sums has no sampling noise. All updates train one set of weights, on
+dropout  What does an update with budget dropout cost, over one at the capacity, K = 32? A round trains every budget of
+         the "discrete" schedule of train/budget_dropout once, in the order in which it first draws them, each beside
+         an update at K = 32; the ratio of the two sums has no sampling noise. All updates train one set of weights, on
          whose values the cost does not depend.
 
 torch.compile stands as in a training script: around the model, with its defaults. Every budget gets a graph of its own,
@@ -64,26 +66,28 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}  # of checkpointed and compiled gradient
 # Models and steps.
 
 
-def essm_config(length: int, quick: bool) -> ESSMConfig:
-    if quick:
-        return ESSMConfig(hidden_size=64, num_hidden_layers=2, filter_length=max(length, 512))
-    return ESSMConfig(filter_length=max(length, 4096))
+def essm_config(length: int, args: argparse.Namespace) -> ESSMConfig:
+    if args.quick:
+        return common.configuration(args, hidden_size=64, num_hidden_layers=2, filter_length=max(length, 512))
+    return common.configuration(args, filter_length=max(length, common.configuration(args).filter_length))
 
 
-def make_models(length: int, quick: bool) -> dict[str, torch.nn.Module]:
-    """The three models at matched parameter counts."""
-    if quick:
+def make_models(length: int, args: argparse.Namespace) -> dict[str, torch.nn.Module]:
+    """The three models at matched parameter counts, after them that of --config."""
+    if args.quick:
         llama = {"hidden_size": 64, "num_hidden_layers": 6, "intermediate_size": 208, "num_attention_heads": 2}
         mamba = {"hidden_size": 64, "num_hidden_layers": 11, "num_heads": 4, "head_dim": 32, "state_size": 32}
     else:
         llama = {"hidden_size": 384, "num_hidden_layers": 12, "intermediate_size": 1024, "num_attention_heads": 6}
         mamba = {"hidden_size": 384, "num_hidden_layers": 22, "num_heads": 12, "head_dim": 64, "state_size": 128}
     torch.manual_seed(0)
-    return {
-        "ES-SSM": ESSMForCausalLM(essm_config(length, quick)),
+    paper = argparse.Namespace(quick=args.quick, config=None)
+    models = {
+        "ES-SSM": ESSMForCausalLM(essm_config(length, paper)),
         "Llama": LlamaForCausalLM(LlamaConfig(**IDS, **llama, max_position_embeddings=length)),
         "Mamba-2": Mamba2ForCausalLM(Mamba2Config(**IDS, **mamba, n_groups=1, use_cache=False)),
     }
+    return models if args.config is None else models | {args.config.name: ESSMForCausalLM(essm_config(length, args))}
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -93,7 +97,7 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 def make_essm(length: int, args: argparse.Namespace, device: torch.device) -> ESSMForCausalLM:
     """The ES-SSM of the tables that have no other model."""
     torch.manual_seed(0)
-    return ESSMForCausalLM(essm_config(length, args.quick)).to(device).train()
+    return ESSMForCausalLM(essm_config(length, args)).to(device).train()
 
 
 def random_tokens(model: Any, batch: int, length: int) -> Tensor:
@@ -179,18 +183,24 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     batch = args.batch or (8 if gpu and not args.quick else 1)
     limit, dtype, rounds = memory_limit(args), precision(args), min(args.rounds, 7 if gpu else 3)
     settings = {"length": length, "batch": batch, "dtype": dtype, "warmup": 1, "rounds": rounds}
+    settings |= common.model_settings(args, essm_config(length, args))
     device, report = common.start("training_step", args, **settings, threads=torch.get_num_threads())
     common.check_peak_memory(device)
-    models = {name: model.to(device).train() for name, model in make_models(length, args.quick).items()}
+    models = {name: model.to(device).train() for name, model in make_models(length, args).items()}
     report["parameters"] = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
     print("parameters: " + ", ".join(f"{name} {count}" for name, count in report["parameters"].items()))
     kernels = gpu and importlib.util.find_spec("mamba_ssm") is not None
     report["mamba2_path"] = "mamba_ssm kernels" if kernels else "pure torch"
     print(f"Mamba-2 runs on: {report['mamba2_path']}" + ("" if kernels else " (not its architecture's best speed)"))
-    report["gradient_error"] = check(models["ES-SSM"], length, device)
+    own = "ES-SSM" if args.config is None else args.config.name
+    report["gradient_error"] = check(models[own], length, device)
     print(f"gradients by chunked and by FFT agree to {report['gradient_error']:.1e}")
 
-    makers = {f"ES-SSM K={K}": ("ES-SSM", {"spectral_budget": K}) for K in (4, 32)}
+    makers: dict[str, tuple[str, dict[str, Any]]] = {}
+    for name in dict.fromkeys(("ES-SSM", own)):
+        budgets = common.clipped((4, 32), models[name].config)
+        makers |= {f"{name} K={K}": (name, {"spectral_budget": K}) for K in budgets}
+    reference, largest = f"{own} K={budgets[-1]}", budgets[-1]
     makers |= {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
     optimizers = {name: make_optimizer(model) for name, model in models.items()}
     steps, lengths, memory = {}, {}, {}
@@ -206,7 +216,7 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     for label, samples in seconds.items():
         rate = common.spread([batch * lengths[label] / s for s in samples])
         peak = memory[label][lengths[label]]
-        relative = common.ratio(seconds["ES-SSM K=32"], samples) if lengths[label] == length else None
+        relative = common.ratio(seconds[reference], samples) if lengths[label] == length else None
         report["results"].append(
             {
                 "model": label,
@@ -215,7 +225,7 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
                 "tokens_per_second": rate,
                 "peak_bytes": peak,
                 "peak_bytes_by_length": memory[label],
-                "speed_over_essm_32": relative,
+                f"speed_over_essm_{largest}": relative,
             }
         )
         speed = shown(relative) if relative else "-"
@@ -230,9 +240,11 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
                 f"{peak / 2**20:.0f}",
             ]
         )
-    common.table("model batch L step_ms(min-max) tokens/s(min-max) speed/ES-SSM_K=32 peak_MiB", rows)
+    common.table(
+        "model batch L step_ms(min-max) tokens/s(min-max) speed/" + reference.replace(" ", "_") + " peak_MiB", rows
+    )
     counts = report["parameters"]
-    worst = max(abs(count / counts["ES-SSM"] - 1) for count in counts.values())
+    worst = max(abs(count / counts[own] - 1) for count in counts.values())
     report["targets"] = [common.target("parameter counts apart, worst", worst, most=0.05)]
     return common.finish(report, args, device)
 
@@ -379,11 +391,13 @@ def essm_table(args: argparse.Namespace) -> dict[str, Any]:
     gpu = on_gpu(args)
     lengths = args.lengths or ((128, 64) if args.quick else (4096, 1024, 16384))
     batches = args.batches or ((1, 2) if args.quick else (8, 1) if gpu else (1, 4))
-    budgets = args.budgets or ((4, 32) if args.quick else (2, 4, 8, 16, 32))
+    config = essm_config(max(lengths), args)
+    budgets = args.budgets or common.clipped((4, 32) if args.quick else (2, 4, 8, 16, 32), config)
     everything = every_case(lengths, batches, budgets, args.modes)
     cases = everything if args.full else one_factor_at_a_time(everything)
     rounds = min(args.rounds, 7 if gpu else 3)
     settings = {"dtype": precision(args), "warmup": 1, "rounds": rounds, "recompile_limit": RECOMPILE_LIMIT}
+    settings |= common.model_settings(args, config)
     device, report = common.start("training_step_essm", args, **settings, threads=torch.get_num_threads())
     common.check_peak_memory(device)
     print(f"{len(cases)} of the {len(everything)} combinations of")
@@ -476,6 +490,7 @@ def dropout_table(args: argparse.Namespace) -> dict[str, Any]:
     batch = args.batch or (8 if gpu and not args.quick else 1)
     rounds = min(args.rounds, 7 if gpu else 5)
     settings = {"batch": batch, "dtype": precision(args), "rounds": rounds, "recompile_limit": RECOMPILE_LIMIT}
+    settings |= common.model_settings(args, essm_config(max(lengths), args))
     device, report = common.start("training_step_dropout", args, **settings, threads=torch.get_num_threads())
     model = make_essm(max(lengths), args, device)
     capacity = model.config.num_spectral_channels
@@ -516,6 +531,7 @@ TABLES = {"models": models_table, "essm": essm_table, "dropout": dropout_table}
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p = common.parser(__doc__)
+    common.add_config(p)
     p.add_argument("--table", choices=("all", *TABLES), default="all")
     p.add_argument("--length", type=int, default=None, help="of models and dropout")
     p.add_argument("--batch", type=int, default=None, help="of models and dropout")

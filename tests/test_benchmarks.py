@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every benchmark runs from end to end on tiny sizes and writes the JSON that its readers expect; nothing is timed."""
 
+import argparse
 import functools
 import importlib
 import json
@@ -9,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import VARIANTS, random_model, tiny_config
 
-from modeling_essm import ESSMForCausalLM
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.compiled_decoding import CompiledSteps
 
 TINY = {  # report: arguments
     "spectral_basis": ["--lengths", "64", "512"],
@@ -56,6 +58,127 @@ def test_benchmark_writes_its_report(benchmark_module, tmp_path, name):
     assert all(isinstance(t["met"], bool) and t["value"] >= 0 for t in report["targets"])
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # no partial file stays
     assert torch.get_num_threads() == 1  # left as found
+
+
+GATED = {  # report: its budgets at a capacity of 8, from where 4 and 32 or more were asked for
+    "decoding": lambda report: [row["budget"] for row in report["results"]],
+    "decoding_limit": lambda report: [row["budget"] for row in report["results"]],
+    "long_prompt": lambda report: [report["settings"]["budget"]],
+    "prefix_loading": lambda report: [row["K"] for row in report["results"]],
+    "quantization": lambda report: [row["budget"] for row in report["results"][0]["decoding"]],
+    "training_step": lambda report: [row["model"] for row in report["results"]],
+    "training_step_essm": lambda report: [row["budget"] for row in report["results"]],
+    "training_step_dropout": lambda report: [K for row in report["results"][0]["updates"] for K in row["budgets"]],
+}
+EXPECTED = {
+    "decoding_limit": {2, 4, 8},
+    "long_prompt": {4},
+    "prefix_loading": {2, 8, "whole"},
+    "training_step": {"ES-SSM K=4", "ES-SSM K=32", "mine K=4", "mine K=8", "Llama", "Mamba-2"},
+    "training_step_dropout": {2, 3, 4, 6, 8},
+}
+
+
+@pytest.fixture
+def config_folder(tmp_path):
+    """A gated configuration whose fields all differ from the paper's and from the sizes of --quick."""
+    sizes = {"hidden_size": 48, "num_hidden_layers": 3, "inner_size": 80, "spectral_capacities": [8, 8, 6]}
+    ESSMConfig(block="gated", num_spectral_channels=8, filter_length=2048, **sizes).save_pretrained(tmp_path / "mine")
+    return str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", GATED)
+def test_benchmark_measures_the_configuration_of_a_folder(benchmark_module, tmp_path, config_folder, monkeypatch, name):
+    module = benchmark_module(name)
+    monkeypatch.setattr(benchmark_module("common"), "RESULTS", tmp_path / "results")
+    extra = ["--modes", "eager"] if name in ("training_step_essm", "training_step_dropout") else []
+    arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--config", config_folder, *TINY[name], *extra]
+    module.main(arguments)
+    (path,) = (tmp_path / "results").iterdir()
+    assert path.name == f"{name}_mine-cpu-quick.json"
+    report = json.loads(path.read_text())
+    settings = report["settings"]
+    assert (settings["config"], settings["block"], settings["capacity"]) == ("mine", "gated", 8)
+    assert {*GATED[name](report)} == EXPECTED.get(name, {4, 8})
+
+
+def test_configuration_of_a_folder(benchmark_module, config_folder):
+    common, args = benchmark_module("common"), argparse.Namespace(config=Path(config_folder))
+    longer = common.configuration(args, filter_length=4096)
+    assert (longer.filter_length, longer.inner_size, longer.capacities) == (4096, 80, (8, 8, 6))
+    small = common.configuration(args, hidden_size=32, num_hidden_layers=2)
+    assert (small.block, small.inner_size, small.capacities, len(small.layer_types)) == ("gated", 64, (8, 8), 2)
+    paper = common.configuration(argparse.Namespace(config=None), filter_length=64, num_spectral_channels=8)
+    assert paper.to_dict() == ESSMConfig(filter_length=64, num_spectral_channels=8).to_dict()
+    assert common.clipped([2, 4, 8, 16, 32], small) == [2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file"),
+        ("{", "needs a folder with the config.json of an ES-SSM"),
+        ("[]", "model_type must be 'essm', got None"),
+        ('{"model_type": "llama"}', "model_type must be 'essm', got 'llama'"),
+        ('{"model_type": "essm", "num_heads": 0}', "num_heads must be"),
+        ('{"model_type": "essm", "num_input_features": 3}', "num_input_features must be None, got 3"),
+    ],
+)
+def test_a_bad_configuration_is_refused_at_once(benchmark_module, tmp_path, capsys, text, reason):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    for name in ("decoding", "training_step", "long_prompt", "quantization", "prefix_loading"):
+        with pytest.raises(SystemExit) as stopped:
+            benchmark_module(name).main(["--quick", "--config", str(tmp_path)])
+        message = capsys.readouterr().err
+        assert stopped.value.code == 2 and reason in message and str(tmp_path) in message
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", ["paper", "gated", "gated-diagonal"])
+def test_bytes_of_weights_are_those_that_a_budget_reads(benchmark_module, variant, tied):
+    model = random_model(**VARIANTS[variant], tie_word_embeddings=tied)
+    for K in (2, 7, 32):
+        model.zero_grad()
+        model(torch.arange(8)[None], spectral_budget=K).logits.square().sum().backward()
+        parameters = {name: p for name, p in model.named_parameters() if tied or "embed_tokens" not in name}
+        read = sum(int(p.grad.flatten(1).ne(0).any(1).sum()) * p[0].nbytes for p in parameters.values() if p.ndim > 1)
+        read += sum(int(p.grad.ne(0).sum()) * p.itemsize for p in parameters.values() if p.ndim == 1)
+        assert benchmark_module("common").weight_bytes(model, K) == read
+
+
+def test_compiled_steps_with_another_state_are_not_timed(benchmark_module, monkeypatch):
+    module, run = benchmark_module("decoding"), CompiledSteps.run
+
+    def forgets(self, model, input_ids, cache, layers):
+        before = [layer.tensors["convolution"] for layer in cache.layers]
+        logits = run(self, model, input_ids, cache, layers)
+        for layer, tensor in zip(cache.layers, before):
+            layer.update(**layer.tensors | {"convolution": tensor})
+        return logits
+
+    eager = random_model(**VARIANTS["gated"])
+    compiled = random_model(**VARIANTS["gated"]).compile_decoding([4], backend="eager")
+    measured = module.measure_limit(eager, compiled, torch.ones(64), 4, 1, 1)
+    assert measured["relative_error"] < 1e-5 and measured["compiled_seconds"]["median"] > 0
+    monkeypatch.setattr(CompiledSteps, "run", forgets)
+    with pytest.raises(RuntimeError, match="compiled step, K = 4: relative error"):
+        module.measure_limit(eager, compiled, torch.ones(64), 4, 1, 1)
+
+
+def test_speculative_tells_the_block_in_its_name(benchmark_module, tmp_path, monkeypatch):
+    module = benchmark_module("speculative")
+    monkeypatch.setattr(benchmark_module("common"), "RESULTS", tmp_path / "results")
+    random_model(**VARIANTS["gated"]).save_pretrained(tmp_path / "model")
+    module.main(["--quick", "--device", "cpu", "--rounds", "1", "--model", str(tmp_path / "model")])
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["speculative_gated-cpu-quick.json"]
+
+
+def test_quantization_times_budgets_that_a_model_has(benchmark_module, tmp_path):
+    random_model(num_spectral_channels=6, **VARIANTS["gated"]).save_pretrained(tmp_path / "model")
+    report = quick_report(benchmark_module("quantization"), tmp_path, "--models", str(tmp_path / "model"))
+    budgets = [{row["budget"] for row in result["decoding"]} for result in report["results"]]
+    assert budgets == [{4, 6}, {4, 32}] and [*report["results"][0]["formats"][0]["bits_per_byte"]] == [*"2346"]
 
 
 def test_length_extrapolation(benchmark_module, tmp_path):
