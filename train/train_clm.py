@@ -70,7 +70,7 @@ class CLMArguments(ModelArguments):
     """Text; the model is in models.ModelArguments, how to train in engine.RunArguments."""
 
     output_dir: str = _arg("runs/train_clm", "Where everything goes; a run found there is continued.")
-    max_steps: int = _arg(800, "Updates.")
+    max_steps: int = _arg(900, "Updates.")
 
     train_file: list[str] | None = field(
         default=None,
