@@ -396,12 +396,12 @@ class ESSMGatedLayer(_Block):
         super().__init__(config)
         D, inner = config.hidden_size, config.inner_size
         self.mixer = ESSMSpectralMixer(config, capacity)
-        self.input_norm = nn.LayerNorm(D, eps=config.layer_norm_eps, bias=False)
+        self.input_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
         self.in_proj = _at_unit_scale(nn.Linear(D, 2 * inner, bias=False))
-        self.mixer_norm = nn.LayerNorm(inner, eps=config.layer_norm_eps, bias=False)
+        self.mixer_norm = nn.RMSNorm(inner, eps=config.layer_norm_eps)
         self.out_proj = nn.Linear(inner, D, bias=False)
         if config.intermediate_size:
-            self.ffn_norm = nn.LayerNorm(D, eps=config.layer_norm_eps, bias=False)
+            self.ffn_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
             self.ffn = ESSMGatedFeedForward(config)
 
     def forward(
@@ -469,9 +469,8 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
             init.normal_(module.weight, mean=0.0, std=std if own is None else own)
         elif isinstance(module, nn.LayerNorm):
             init.ones_(module.weight)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, ESSMScale):
+            init.zeros_(module.bias)
+        elif isinstance(module, (nn.RMSNorm, ESSMScale)):
             init.ones_(module.weight)
         elif isinstance(module, ESSMSpectralMixer):
             d = self.config.mixing_size
@@ -531,7 +530,8 @@ class ESSMModel(ESSMPreTrainedModel):
         self._no_split_modules = [block.__name__]  # sharding looks for each that is named
         self.layers = nn.ModuleList(block(config, capacity) for capacity in config.capacities)
         self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps, bias=config.block == "paper")
+        norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
+        self.norm = norm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
