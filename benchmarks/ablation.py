@@ -46,6 +46,7 @@ def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, *
 
 
 _BASE, _CAPACITY_8 = _gated(), _gated(num_spectral_channels=8)
+_MATRICES = _gated(expansion=1.0, mixing_size=None)
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 _LLAMA = Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES)
 # The library's own scale of new weights for Mamba-2.
@@ -56,7 +57,7 @@ ROWS: dict[str, Row] = {
     "gated, d 16": _gated(mixing_size=16),
     "gated, inner D": _gated(expansion=1.0),
     "gated, inner D, d 16": _gated(expansion=1.0, mixing_size=16),
-    "gated, inner D, d D/4": _gated(expansion=1.0, mixing_size=None),
+    "gated, inner D, d D/4": _MATRICES,
     "gated, inner D, d D": _gated(expansion=1.0, mixing_size=None, num_heads=1),
     "gated, inner 3 D": _gated(expansion=3.0),
     "gated, 1 head": _gated(num_heads=1),
@@ -81,6 +82,7 @@ ROWS: dict[str, Row] = {
     "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
     # As many updates as take about the time that the base row takes on a CPU.
+    "gated, inner D, d D/4, equal time": dataclasses.replace(_MATRICES, updates=5 / 3),
     "llama, equal time": dataclasses.replace(_LLAMA, updates=2.0),
     "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=2 / 3),
 }
