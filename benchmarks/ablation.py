@@ -244,7 +244,9 @@ def print_table(results: list[dict[str, Any]]) -> None:
 def targets_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The goals for the best gated model, as far as there are the models that they compare with."""
     found = {r["model"]: r for r in results if r["best_rate"] is not None}
-    gated = [r for name, r in found.items() if name.startswith("gated") and ROWS[name].full_share < 1]  # elastic ones
+    equal_text = {name for name, row in ROWS.items() if row.updates == 1}
+    gated = [found[name] for name in found if name.startswith("gated") and name in equal_text]
+    gated = [r for r in gated if ROWS[r["model"]].full_share < 1]  # elastic ones
     if not gated:
         return []
     best = min(gated, key=full)
