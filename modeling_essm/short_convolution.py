@@ -15,7 +15,13 @@ from .tracing import is_transformed
 
 
 def short_convolution(u: Tensor, taps: Tensor) -> Tensor:
-    """y(t) = sum_i taps[i] u(t + i), (B, p + L, D) by (p + 1, D) -> (B, L, D): u begins p steps before y."""
+    """y(t) = sum_i taps[i] u(t + i), so that the last tap is that of the present step.
+
+    Args:
+        u: (B, p + L, D), L >= 1, begins p steps before y. taps: (p + 1, D), of u's dtype.
+    Returns:
+        (B, L, D), in the same dtype.
+    """
     if torch.compiler.is_compiling() or is_transformed(u, taps):
         return _plain(u, taps)
     if u.shape[1] == len(taps):  # a single step, the shortest way
@@ -42,12 +48,21 @@ class _ShortConvolution(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         u, taps = ctx.saved_tensors
+        of_u, of_taps = ctx.needs_input_grad
         if torch.is_grad_enabled():  # the gradient is to be differentiated itself
-            return torch.autograd.grad(_plain(u, taps), (u, taps), dy, create_graph=True)
-        L, du, dtaps, product = dy.shape[1], torch.zeros_like(u), torch.empty_like(taps), torch.empty_like(dy)
-        for i, tap in enumerate(taps):
-            du[:, i : i + L].addcmul_(dy, tap)
-            torch.sum(torch.mul(dy, u[:, i : i + L], out=product), (0, 1), out=dtaps[i])
+            wanted = [t for t in (u, taps) if t.requires_grad]
+            found = iter(torch.autograd.grad(_plain(u, taps), wanted, dy, create_graph=True))
+            return next(found) if of_u else None, next(found) if of_taps else None
+        L, p = dy.shape[1], len(taps) - 1
+        du, dtaps = None, None
+        if of_u:
+            du = torch.zeros_like(u)
+            for i in range(p + 1):
+                du[:, i : i + L].addcmul_(dy, taps[i])
+        if of_taps:
+            dtaps, product = torch.empty_like(taps), torch.empty_like(dy)
+            for i in range(p + 1):
+                torch.sum(torch.mul(dy, u[:, i : i + L], out=product), (0, 1), out=dtaps[i])
         return du, dtaps

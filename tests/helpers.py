@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Shared builders: tiny configs, and models whose every parameter matters."""
+"""Shared builders: tiny configs, and models whose every parameter matters; and what several benchmarks' tests do."""
 
 import contextlib
 import logging
@@ -94,3 +94,19 @@ def captured_warnings(module: str = "modeling_essm"):
         yield messages
     finally:
         logger.removeHandler(handler)
+
+
+def start_killed_sweep(module, monkeypatch, start):
+    """`start` a sweep of that benchmark, which is killed in its third run."""
+    train, calls = module.train, []
+
+    def dies(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return train(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", dies)
+        with pytest.raises(KeyboardInterrupt):
+            start()

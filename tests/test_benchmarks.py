@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import VARIANTS, random_model, tiny_config
+from helpers import VARIANTS, random_model, start_killed_sweep, tiny_config
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.compiled_decoding import CompiledSteps
@@ -303,18 +303,8 @@ def test_ablation_runs_are_tabled_at_their_best_rate(ablation, tmp_path, monkeyp
 
 def test_ablation_goes_on_where_it_was_killed(ablation, tmp_path, monkeypatch):
     module, run = ablation
-    order, train, calls = ["--only", "paper", "s4d", "--rates", "0.01"], module.train, []
-
-    def dies(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return train(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "train", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path, *order)
+    order = ["--only", "paper", "s4d", "--rates", "0.01"]
+    start_killed_sweep(module, monkeypatch, lambda: run(tmp_path, *order))
     found = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     assert {path.name for path in found} == {"paper-rate0.01-seed0.json", "s4d-rate0.01-seed0.json"}
     (tmp_path / "runs" / ".partial-x-seed1.json").write_text("{")  # killed while it was written

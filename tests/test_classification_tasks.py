@@ -12,6 +12,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from helpers import start_killed_sweep
 from tasks.audio import SPEECH4_WORDS, SpeechFrames
 from tasks.listops import ListOps
 from tasks.shards import generate
@@ -201,18 +202,7 @@ def test_training_lowers_the_error(data_dir, tmp_path):
 
 def test_sweep_goes_on_where_it_was_killed(run, data_dir, tmp_path, monkeypatch):
     order = ["--tasks", "smnist", "--only", "llama", "--rates", "0.01"]
-    train, calls = classification_tasks.train, []
-
-    def dies(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return train(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(classification_tasks, "train", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run(*order)
+    start_killed_sweep(classification_tasks, monkeypatch, lambda: run(*order))
     found = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     assert {path.name for path in found} == {f"smnist-llama-rate0.01-seed{seed}.json" for seed in (0, 1)}
     (result,) = run(*order)["results"]

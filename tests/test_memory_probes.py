@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import start_killed_sweep
 
 from modeling_essm.spectral_basis import spectral_basis
 
@@ -251,18 +252,7 @@ def test_training_lowers_the_error(tmp_path):
 
 def test_sweep_goes_on_where_it_was_killed(tmp_path, monkeypatch):
     order = ["--tasks", "delay", "--only", "llama", "--rates", "0.01"]
-    train, calls = memory_probes.train, []
-
-    def dies(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return train(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(memory_probes, "train", dies)
-        with pytest.raises(KeyboardInterrupt):
-            run(memory_probes, tmp_path, *order)
+    start_killed_sweep(memory_probes, monkeypatch, lambda: run(memory_probes, tmp_path, *order))
     found = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
     assert {path.name for path in found} == {f"delay-llama-rate0.01-seed{seed}.json" for seed in (0, 1)}
     (result,) = run(memory_probes, tmp_path, *order)["results"]

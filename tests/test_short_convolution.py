@@ -37,6 +37,21 @@ def test_gradients_can_be_differentiated():
     assert torch.autograd.gradgradcheck(short_convolution, (u, taps))
 
 
+@pytest.mark.parametrize("frozen", ["u", "taps"])
+def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(frozen):
+    inputs = dict(zip(("u", "taps", "dy"), make_inputs(2, 5, 3, 4), strict=True))
+    dy = inputs.pop("dy")
+    inputs[frozen] = inputs[frozen].detach()
+    free = next(t for name, t in inputs.items() if name != frozen)
+
+    def derivatives(function):
+        (first,) = torch.autograd.grad(function(**inputs), free, dy)
+        (graph,) = torch.autograd.grad(function(**inputs).square(), free, dy, create_graph=True)
+        return first, graph, *torch.autograd.grad(graph.sum(), free)
+
+    torch.testing.assert_close(derivatives(short_convolution), derivatives(definition))
+
+
 def test_tangents_and_hessians_are_those_of_the_definition():
     u, taps, dy = make_inputs(2, 5, 3, 4)
     tangent = torch.ones_like(taps)

@@ -627,6 +627,14 @@ def test_new_gated_models_begin_with_half_of_their_updates_at_the_full_budget(
         assert [line["budget"] for line in lines if "budget" in line] == [schedule(i)[0] for i in range(32)]
 
 
+def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path):
+    start = finished["pixels"] / "model"
+    train(arguments(tmp_path, **NO_SIZES, log_every=1, model_name_or_path=start))
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    schedule = budget_schedule("discrete", 8, 0)
+    assert [line["budget"] for line in lines if "budget" in line] == [schedule(i)[0] for i in range(8)]
+
+
 @pytest.mark.parametrize("run", RUNS)
 def test_killed_run_resumes_bit_for_bit(run, tmp_path, arguments, finished, files, capsys):
     script = f"""

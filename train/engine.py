@@ -86,7 +86,10 @@ class RunArguments:
         "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
         "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update) or 'full'.",
     )
-    full_budget_updates: int | None = _arg(0, "With any schedule: updates at the full budget before all others.")
+    full_budget_updates: int | None = _arg(
+        0,
+        "With any schedule: updates at the full budget before all others; null, in a file of arguments, is half.",
+    )
     sandwich_random: int = _arg(2, "Of the 'sandwich' schedule: random budgets beside the largest and the smallest.")
     distillation_weight: float = _arg(
         0.0, "Of the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
