@@ -82,9 +82,9 @@ ROWS: dict[str, Row] = {
     "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
     # As many updates as take about the time that the base row takes on a CPU.
-    "gated, inner D, d D/4, equal time": dataclasses.replace(_MATRICES, updates=5 / 3),
-    "llama, equal time": dataclasses.replace(_LLAMA, updates=2.0),
-    "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=2 / 3),
+    "gated, inner D, d D/4, equal time": dataclasses.replace(_MATRICES, updates=3 / 2),
+    "llama, equal time": dataclasses.replace(_LLAMA, updates=5 / 3),
+    "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=8 / 15),
 }
 
 
