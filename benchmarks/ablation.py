@@ -108,7 +108,7 @@ class Settings:
 
     def arguments(self, row: Row | None = None, rate: float = 0.0, seed: int = 0) -> Any:
         """A run as arguments of train_clm.py, without the model's sizes."""
-        from train_clm import CLMArguments
+        from essm_train.commands.train_clm import CLMArguments
 
         return CLMArguments(
             train_file=self.train_file,
@@ -128,7 +128,7 @@ def load(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
     In which folder the text lies is not part of it.
     """
-    from text_data import ByteEncoder, load_text
+    from essm_train.data.text import ByteEncoder, load_text
 
     text = load_text(settings.arguments(), ByteEncoder())
     values = {k: v for k, v in dataclasses.asdict(settings).items() if not k.endswith("_file")}
@@ -139,7 +139,7 @@ def load(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     """Train on one thread, measure, write the file in one move, return what it holds."""
-    from samples import MapSamples
+    from essm_train.data.samples import MapSamples
 
     text, values = load(settings)
     row = ROWS[run.name]
@@ -163,14 +163,14 @@ def make_model(config: Any, filter_length: int) -> nn.Module:
     """A new language model of bytes in fp32, with filters of that length."""
     if isinstance(config, ESSMConfig):
         return ESSMForCausalLM(ESSMConfig.from_dict(config.to_dict(), filter_length=filter_length)).float()
-    from baselines import BaselineForCausalLM
+    from essm_train.baselines.models import BaselineForCausalLM
 
     return BaselineForCausalLM(config).float()
 
 
 def train(model: nn.Module, source: Any, args: Any) -> dict[str, Any]:
     """All updates on blocks that are drawn from the source."""
-    from engine import run_at_budget
+    from essm_train.run.engine import run_at_budget
 
     def next_forward() -> Callable[[int], Any]:
         blocks = source.load(source.draw(args.per_device_batch_size))
@@ -182,8 +182,8 @@ def train(model: nn.Module, source: Any, args: Any) -> dict[str, Any]:
 
 def score(model: nn.Module, held_out: torch.Tensor, budgets: Sequence[int]) -> dict[str, float]:
     """Bits per byte of the blocks at every budget, as the final sweep of train_clm.py has them."""
-    from budget_sweep import num_scored, total_nats
-    from text_data import text_labels
+    from essm_train.data.text import text_labels
+    from essm_train.measure.budget_sweep import num_scored, total_nats
 
     labels = text_labels(held_out)
     scale = 1 / (math.log(2) * num_scored(labels))

@@ -8,7 +8,7 @@ Several models are seeds of one experiment. Totals are --averages times the numb
 (bits per byte, or accuracy on the test split) of: the uniform budget; the lists of every method of
 modeling_essm/budget_allocation.py; --random lists drawn uniformly from all legal ones. Lists are chosen on calibration
 data that is never evaluated on: --calibration_files, or the first samples of a task's training data. The evaluation
-data of a task is what train/evaluate.py reads; --evaluation_size takes that many blocks or samples, evenly spread.
+data of a task is what train/evaluate_model.py reads; --evaluation_size takes that many blocks or samples, evenly.
 
 gain is the improvement over uniform within a model, positive where better in either metric, with the standard deviation
 (n - 1) over models; beaten is the part of the random lists that are worse.
@@ -21,7 +21,6 @@ import hashlib
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from modeling_essm.budget_allocation import allocate_spectral_budget, even_budgets, spectral_mixers
 
 from . import common
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))  # at the end: its evaluate.py must not hide the library
 
 METHODS = {  # name: method, with calibration
     "loss": ("loss", True),
@@ -67,8 +64,8 @@ class Data:
 
 def language_data(held_out: Tensor, calibration: Tensor, batch_size: int, description: str) -> Data:
     """Blocks of byte ids (n, L) to evaluate and to calibrate on."""
-    from budget_sweep import num_scored, total_nats
-    from text_data import text_labels
+    from essm_train.data.text import text_labels
+    from essm_train.measure.budget_sweep import num_scored, total_nats
 
     labels = text_labels(held_out)
 
@@ -85,7 +82,7 @@ def language_data(held_out: Tensor, calibration: Tensor, batch_size: int, descri
 
 def open_text(args: argparse.Namespace) -> Data:
     """Local files as bytes. Raises ValueError if a file is there to calibrate on and to be evaluated on."""
-    from text_data import ByteEncoder, evaluation_blocks, read_files, to_stream
+    from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, to_stream
 
     if not args.calibration_files:
         raise ValueError("--text_files need --calibration_files: lists are not chosen on the data that judges them")
@@ -106,13 +103,13 @@ def open_text(args: argparse.Namespace) -> Data:
 
 
 def open_task(args: argparse.Namespace) -> Data:
-    """A task of train/tasks/catalog.py, as train/evaluate.py reads it, calibrated on its training data."""
-    from tasks.catalog import TASKS, make_arguments
+    """A task that train/list_tasks.py names, as train/evaluate_model.py reads it, calibrated on its training data."""
+    from essm_train.tasks.catalog import TASKS, make_arguments
 
     arguments = make_arguments(args.task, args.data_dir, args.scale)
     spec = TASKS[args.task]
     if spec.script == "train_clm":
-        from text_data import ByteEncoder, load_text
+        from essm_train.data.text import ByteEncoder, load_text
 
         text = load_text(arguments, ByteEncoder())
         blocks = text.source.load(text.source.draw(args.calibration_size))
@@ -126,8 +123,8 @@ def open_task(args: argparse.Namespace) -> Data:
 
 def classification_data(arguments: Any, args: argparse.Namespace, title: str) -> Data:
     """The test split (or the validation split where there is none), and training samples to calibrate on."""
-    from classification_data import collate, load_classification
-    from engine import run_at_budget
+    from essm_train.data.classification import collate, load_classification
+    from essm_train.run.engine import run_at_budget
 
     data = load_classification(arguments)
     split = data.test or data.validation
@@ -270,13 +267,13 @@ def draw(report: dict[str, Any]) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    from models import TRUST_HELP, load_model
+    from essm_train.models import TRUST_HELP, load_model
 
     p = common.parser(__doc__)
     p.add_argument("--models", nargs="+", required=True, help="saved folders, seeds of one experiment")
     p.add_argument("--text_files", nargs="+", help="held-out text, read as bytes")
     p.add_argument("--calibration_files", nargs="+", help="other text to choose lists on")
-    p.add_argument("--task", help="instead of files: a task of train/tasks/catalog.py")
+    p.add_argument("--task", help="instead of files: a task that train/list_tasks.py names")
     p.add_argument("--data_dir", default="data", help="folder of the tasks' data")
     p.add_argument("--scale", default="full", help="'full' or 'small', as the models were trained")
     p.add_argument("--averages", type=int, nargs="+", default=[3, 4, 6, 8], help="totals over the number of layers")

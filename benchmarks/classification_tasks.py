@@ -5,7 +5,7 @@
     python -m benchmarks.classification_tasks --tasks smnist listops:updates=600 --only gated s4d --seeds 0
     python -m benchmarks.classification_tasks --table --runs_dir runs/classification_tasks
 
-The tasks are those of train/tasks/catalog.py, read as train_classification.py reads them, at full length: sequential
+The tasks are those of train/list_tasks.py, read as train_classification.py reads them, at full length: sequential
 MNIST, grey CIFAR, four spoken words as log-mel frames, the first 1,024 bytes of IMDb reviews, and ListOps. A run is
 what train_classification.py does at the same arguments: AdamW, 50 updates of warm-up, a cosine; elastic models train
 the first half of the updates at the full budget and the rest with budget dropout. At a seed all models see the same
@@ -89,7 +89,7 @@ class Settings:
     """What all runs of a table have in common.
 
     Attributes:
-        data_dir: as of train/tasks/catalog.py. test_samples: at most, drawn once for all runs.
+        data_dir: as of train/list_tasks.py. test_samples: at most, drawn once for all runs.
         quick: short sequences and small batches, see `task`.
     """
 
@@ -114,7 +114,7 @@ class Settings:
         Raises:
             ValueError: no such task. FileNotFoundError: its data is absent; says how to get it.
         """
-        from tasks.catalog import make_arguments
+        from essm_train.tasks.catalog import make_arguments
 
         task = self.task(name)
         return make_arguments(
@@ -129,7 +129,7 @@ class Settings:
 
 
 class Loaded(NamedTuple):
-    """Data of train/classification_data.py, its test samples in memory by length, and what identifies them."""
+    """Data of essm_train/data/classification.py, its test samples in memory by length, and what identifies them."""
 
     data: Any
     test: list[Any]
@@ -139,15 +139,14 @@ class Loaded(NamedTuple):
 @functools.cache
 def load(settings: Settings, name: str) -> Loaded:
     """The data of a task, the same for every seed. Raises as `Settings.arguments` and `load_classification`."""
-    from classification_data import load_classification
-    from tasks.catalog import ROOT
+    from essm_train.data.classification import load_classification
 
     data = load_classification(settings.arguments(name))
     digest = hashlib.sha256()
     test = [data.test.samples[i] for i in range(len(data.test.samples))]
     for sample in test:
         digest.update(f"{sample.label} {sample.values.shape} ".encode() + np.ascontiguousarray(sample.values).tobytes())
-    here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
+    here = f"{Path.cwd()}{os.sep}"  # of files below the working folder only the place in it is kept
     identity = {"data": data.description.replace(here, ""), **data.fingerprints}
     identity["sha256 of the test samples"] = digest.hexdigest()
     return Loaded(data, sorted(test, key=lambda sample: len(sample.values)), identity)
@@ -170,7 +169,7 @@ def model_config(row: Row, name: str, settings: Settings) -> Any:
     Raises:
         ValueError: there is none.
     """
-    from baselines import BaselineForSequenceClassification
+    from essm_train.baselines.models import BaselineForSequenceClassification
 
     data, args = load(settings, name).data, settings.arguments(name)
     fields = {"num_labels": data.num_labels, "classifier_pooling": args.classifier_pooling, **data.reader.config_fields}
@@ -183,7 +182,7 @@ def model_config(row: Row, name: str, settings: Settings) -> Any:
 
 def make_model(config: Any) -> nn.Module:
     """A new classifier in fp32."""
-    from baselines import BaselineForSequenceClassification
+    from essm_train.baselines.models import BaselineForSequenceClassification
 
     elastic = isinstance(config, ESSMConfig)
     return (ESSMForSequenceClassification(config) if elastic else BaselineForSequenceClassification(config)).float()
@@ -191,9 +190,9 @@ def make_model(config: Any) -> nn.Module:
 
 def train(model: nn.Module, data: Any, args: Any) -> dict[str, Any]:
     """All updates, on samples in the order that train_classification.py has at that seed."""
-    from classification_data import collate
-    from engine import run_at_budget
-    from samples import MapSamples
+    from essm_train.data.classification import collate
+    from essm_train.data.samples import MapSamples
+    from essm_train.run.engine import run_at_budget
 
     source = MapSamples(data.source.samples, args.seed)
     device = next(model.parameters()).device
@@ -208,8 +207,8 @@ def train(model: nn.Module, data: Any, args: Any) -> dict[str, Any]:
 @torch.inference_mode()
 def score(model: nn.Module, reader: Any, samples: Sequence[Any], budgets: Sequence[int]) -> dict[str, float]:
     """The share of samples that are put into a wrong class, at every budget."""
-    from classification_data import collate
-    from engine import run_at_budget
+    from essm_train.data.classification import collate
+    from essm_train.run.engine import run_at_budget
 
     wrong = dict.fromkeys(budgets, 0)
     device = next(model.parameters()).device

@@ -1,8 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What every benchmark shares: the machine's name by its parts, paired timing, exact peak memory, tables and JSON.
+"""What every benchmark shares: command line, the machine's name by its parts, targets, tables and JSON.
 
-Contenders run in turn within every round, in alternating order, so that a busy machine slows them alike; ratios are
-taken within rounds. Times are seconds per call, memory is bytes above what was held before the call.
+Timing and memory are those of `essm_train.measure.timing`, under the same names here.
 """
 
 from __future__ import annotations
@@ -12,18 +11,23 @@ import contextlib
 import json
 import os
 import platform
-import statistics
-import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 
+from essm_train.measure.timing import check_peak_memory as check_peak_memory
+from essm_train.measure.timing import paired as paired
+from essm_train.measure.timing import peak_memory as peak_memory
+from essm_train.measure.timing import pick_device as pick_device
+from essm_train.measure.timing import ratio as ratio
+from essm_train.measure.timing import spread as spread
+from essm_train.measure.timing import threads as threads
+from essm_train.measure.timing import timed as timed
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
-Name = TypeVar("Name", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -101,10 +105,6 @@ def weight_bytes(model: ESSMForCausalLM, K: int) -> int:
     return read * model.lm_head.weight.element_size()
 
 
-def pick_device(name: str) -> torch.device:
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-
-
 def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions; nothing that names a host or a person."""
     cpu = platform.processor() or platform.machine()
@@ -119,124 +119,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-
-
-@contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
-    """CPU threads of torch inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Time.
-
-
-def timed(function: Callable[[], Any], device: torch.device, repeats: int = 1) -> float:
-    """Seconds per call; on a GPU between two events, so that queued work is neither missed nor charged twice."""
-    if device.type == "cuda":
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(repeats):
-            function()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1e3 / repeats
-    start_time = time.perf_counter()
-    for _ in range(repeats):
-        function()
-    return (time.perf_counter() - start_time) / repeats
-
-
-def paired(
-    functions: dict[Name, Callable[[], Any]],
-    device: torch.device,
-    rounds: int = 7,
-    warmup: int = 2,
-    sample_seconds: float = 0.02,
-    limit_seconds: float = 30.0,
-) -> dict[Name, list[float]]:
-    """Run the functions in turn, round after round, after warm-up.
-
-    Each sample repeats its function until `sample_seconds` are filled. When `limit_seconds` have passed, no new round
-    starts after the third.
-    Returns:
-        seconds per call of each function, one entry per round.
-    """
-    repeats = {}
-    for name, function in functions.items():
-        seconds = [timed(function, device) for _ in range(max(1, warmup))]
-        repeats[name] = max(1, round(sample_seconds / max(min(seconds), 1e-7)))
-    samples: dict[Name, list[float]] = {name: [] for name in functions}
-    start = time.perf_counter()
-    for i in range(rounds):
-        if i >= 3 and time.perf_counter() - start > limit_seconds:
-            break
-        for name in list(functions)[:: 1 if i % 2 == 0 else -1]:
-            samples[name].append(timed(functions[name], device, repeats[name]))
-    return samples
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest, as benchmarks store a measured quantity."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
-    """a / b within each round."""
-    return spread([x / y for x, y in zip(a, b)])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory.
-
-
-def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
-    """Most tensor bytes held at once during a call, above those held before it, results included.
-
-    On a CPU every allocation and release is summed in order of time: exact, unlike the resident set. Scratch space
-    that MKL takes without asking torch is not seen.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = function()
-        torch.cuda.synchronize(device)
-        del result
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        result = function()
-    del result
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def check_peak_memory(device: torch.device) -> None:
-    """Raises RuntimeError unless `peak_memory` finds the answer of a case where it is known."""
-    MB = 2**20
-
-    def function() -> torch.Tensor:  # holds 8, 32, 24, 40 (the peak), 16 MB
-        a = torch.empty(8 * MB, dtype=torch.uint8, device=device)
-        b = torch.empty(24 * MB, dtype=torch.uint8, device=device)
-        del a
-        c = torch.empty(16 * MB, dtype=torch.uint8, device=device)
-        del b
-        return c
-
-    measured = peak_memory(function, device)
-    if abs(measured - 40 * MB) > 0.02 * 40 * MB:
-        raise RuntimeError(f"peak_memory measures {measured / MB:.2f} MB where the answer is 40 MB: do not trust it")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from essm_train.measure.timing import decode, decoder
 from modeling_essm import ESSMCache, ESSMForCausalLM
 
 from . import common
@@ -55,15 +56,6 @@ def repeat_rows(cache: ESSMCache, batch: int) -> ESSMCache:
     cache = copy.deepcopy(cache)
     cache.batch_repeat_interleave(batch)
     return cache
-
-
-@torch.inference_mode()
-def decode(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, budget: int, steps: int) -> Tensor:
-    """Greedy steps from a cache, which advances; returns the last token (B, 1)."""
-    for _ in range(steps):
-        logits = model(token, past_key_values=cache, use_cache=True, spectral_budget=budget).logits
-        token = logits[:, -1].argmax(-1, keepdim=True)
-    return token
 
 
 @torch.inference_mode()
@@ -98,11 +90,6 @@ def profile_step(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, budget
         f"batch {token.shape[0]}, K = {budget}: {calls} operator calls (nested ones too), {kernels} GPU kernels a step"
     )
     return {"batch": token.shape[0], "budget": budget, "operator_calls": calls, "gpu_kernels": kernels}
-
-
-def decoder(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, K: int, steps: int) -> Callable[[], Tensor]:
-    """A call that decodes from its own copy of the cache, so that every round starts at the stated context."""
-    return lambda: decode(model, copy.deepcopy(cache), token, K, steps)
 
 
 def main(argv: list[str] | None = None) -> dict:

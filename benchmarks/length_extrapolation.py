@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +25,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import common
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))
 
 MULTIPLES = (1, 2, 4, 8)
 
@@ -68,7 +64,7 @@ def measure(
     trust_remote_code: bool = False,
 ) -> dict:
     """Bits per byte of one model: by_context {K: [one per multiple]}, by_position {K: [one per training length]}."""
-    from models import load_model
+    from essm_train.models import load_model
 
     trusted = {"trust_remote_code": trust_remote_code}
     model = load_model(AutoModelForCausalLM, path, **trusted, spectral_algorithm=algorithm)
@@ -113,8 +109,8 @@ def draw(results: list[dict], length: int) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    from models import TRUST_HELP, load_model
-    from text_data import ByteEncoder, read_files, to_stream
+    from essm_train.data.text import ByteEncoder, read_files, to_stream
+    from essm_train.models import TRUST_HELP, load_model
 
     p = common.parser(__doc__)
     p.add_argument("--models", nargs="+", required=True, help="name=folder[,folder of another seed ...]")

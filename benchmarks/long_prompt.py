@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import resource
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,14 +24,12 @@ from modeling_essm import ESSMCache, ESSMForCausalLM
 
 from . import common
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
 
 def read_prompt(paths: list[str] | None, length: int) -> Tensor:
     """(1, length) byte ids. Raises ValueError for too short a text."""
     if not paths:
         return torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(0))
-    from text_data import ByteEncoder, read_files, to_stream
+    from essm_train.data.text import ByteEncoder, read_files, to_stream
 
     stream, _ = to_stream(read_files(paths), ByteEncoder())
     if len(stream) < length:

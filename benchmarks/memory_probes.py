@@ -84,7 +84,7 @@ class Regressor(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        from baselines import BaselinePreTrainedModel
+        from essm_train.baselines.models import BaselinePreTrainedModel
 
         self.config = config
         if isinstance(config, ESSMConfig):
@@ -128,7 +128,7 @@ def make_model(config: Any) -> nn.Module:
         return Regressor(config).float()
     if isinstance(config, ESSMConfig):
         return ESSMForCausalLM(config).float()
-    from baselines import BaselineForCausalLM
+    from essm_train.baselines.models import BaselineForCausalLM
 
     return BaselineForCausalLM(config).float()
 
@@ -156,7 +156,7 @@ def batch_size(task: Task, positions: int) -> int:
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, each on new samples."""
-    from engine import RunArguments, run_at_budget
+    from essm_train.run.engine import RunArguments, run_at_budget
 
     count, updates = batch_size(task, settings.positions), itertools.count()
     device = next(model.parameters()).device
@@ -177,7 +177,7 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
 @torch.inference_mode()
 def score(model: nn.Module, task: Task, settings: Settings, budgets: Sequence[int]) -> dict[str, float]:
     """The error on held-out samples at every budget."""
-    from engine import run_at_budget
+    from essm_train.run.engine import run_at_budget
 
     size = batch_size(task, settings.positions)
     rng = np.random.default_rng(HELD_OUT)

@@ -15,7 +15,6 @@ capacity become it.
 from __future__ import annotations
 
 import math
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from essm_train.measure.timing import decoder
 from modeling_essm import ESSMCache, ESSMForCausalLM
 
 from . import common
-from .decoding import decoder, prefill
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))  # at the end: its evaluate.py must not hide the library
+from .decoding import prefill
 
 FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -43,7 +41,7 @@ TIMED = (4, 32)
 
 def held_out(text_file: str | None, block_size: int, max_blocks: int) -> tuple[Tensor, str]:
     """(n, L) byte ids and what they are."""
-    from text_data import ByteEncoder, evaluation_blocks, read_files, standard_library, to_stream
+    from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, standard_library, to_stream
 
     documents = standard_library()[1] if text_file is None else list(read_files([text_file]))
     stream, _ = to_stream(documents, ByteEncoder())
@@ -53,8 +51,8 @@ def held_out(text_file: str | None, block_size: int, max_blocks: int) -> tuple[T
 
 
 def bits_per_byte(model: ESSMForCausalLM, blocks: Tensor, K: int, batch_size: int = 8) -> float:
-    from budget_sweep import num_scored, total_nats
-    from text_data import text_labels
+    from essm_train.data.text import text_labels
+    from essm_train.measure.budget_sweep import num_scored, total_nats
 
     labels = text_labels(blocks)
     return total_nats(model, blocks, labels, K, batch_size) / math.log(2) / num_scored(labels)

@@ -12,8 +12,6 @@ block, unless it is the paper's.
 from __future__ import annotations
 
 import functools
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +21,9 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 from . import common
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    from models import TRUST_HELP, load_model
+    from essm_train.models import TRUST_HELP, load_model
 
     p = common.parser(__doc__)
     p.add_argument("--model", help="saved model")

@@ -16,7 +16,6 @@ import json
 import math
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,8 +29,6 @@ from torch import nn
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 from . import common
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))
 
 TOLERANCE = 0.03  # of the number of parameters
 SEEDS = (0, 1, 2)
@@ -49,7 +46,7 @@ class Row:
     Attributes:
         layers: blocks to begin with. fields: of ESSMConfig, or of BaselineConfig.
         expansion: inner width of the gated block over D. feed_forward: width of its feed-forward layer over D.
-        peer: architecture of train/baselines.py instead. hidden_size: of a peer, to begin with.
+        peer: architecture of essm_train/baselines/models.py instead. hidden_size: of a peer, to begin with.
         rates: learning rates.
         updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
@@ -79,7 +76,7 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
         ValueError: there is none.
     """
     if row.peer is not None:
-        from baselines import BaselineForCausalLM, matched_baseline
+        from essm_train.baselines.models import BaselineForCausalLM, matched_baseline
 
         model_class = model_class or BaselineForCausalLM
         sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
@@ -176,7 +173,7 @@ class Run:
 
 
 def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[str, Any]:
-    """How the row is trained, as fields of RunArguments of train/engine.py."""
+    """How the row is trained, as fields of RunArguments of essm_train/run/engine.py."""
     updates = round(updates * row.updates)
     return {
         "max_steps": updates,
@@ -198,11 +195,11 @@ def train(
 
     Args:
         next_forward: draws a batch, and gives what runs the model on it at a budget: an output with a `loss`.
-        args: RunArguments of train/engine.py. count: tokens of a batch, or what else the speed is of, the `unit`.
+        args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
     """
-    from budget_dropout import budget_losses
-    from engine import capacity_of, make_schedule, parameter_groups
-    from learning_rate import make_scheduler
+    from essm_train.run.engine import capacity_of, make_schedule, parameter_groups
+    from essm_train.run.learning_rate import make_scheduler
+    from modeling_essm.training.budget_dropout import budget_losses
 
     schedule = make_schedule(args, capacity_of(model))
     groups, betas = parameter_groups(model, args.weight_decay), (0.9, args.adam_beta2)
@@ -252,7 +249,7 @@ def measure(
         make: a model of the configuration. fit: `train` of it.
         score: the metric at every budget: of elastic models at these up to the capacity, and at the capacity.
     """
-    from engine import capacity_of, write_json
+    from essm_train.run.engine import capacity_of, write_json
 
     with common.threads(1):
         device = torch.device(wanted["settings"]["device"])

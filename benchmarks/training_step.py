@@ -39,10 +39,8 @@ import copy
 import functools
 import importlib.util
 import itertools
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -52,10 +50,10 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.training.budget_dropout import budget_schedule
 
 from . import common
 
-TRAIN = Path(__file__).parents[1] / "train"
 IDS = {"vocab_size": 259, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, "tie_word_embeddings": True}
 MODES = ("eager", "compiled")
 RECOMPILE_LIMIT = 64  # more than there are graphs at once here
@@ -428,9 +426,6 @@ def essm_table(args: argparse.Namespace) -> dict[str, Any]:
 
 def balanced_updates(capacity: int) -> list[tuple[int, ...]]:
     """What the discrete schedule draws, each draw once, in the order in which it first makes them."""
-    sys.path[:0] = [] if str(TRAIN) in sys.path else [str(TRAIN)]
-    from budget_dropout import budget_schedule
-
     schedule, update = budget_schedule("discrete", capacity, 0), 0
     draws: dict[tuple[int, ...], None] = {}
     while {K for budgets in draws for K in budgets} != set(schedule.budgets):

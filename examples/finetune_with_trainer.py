@@ -15,9 +15,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from budget_dropout import BudgetDropoutCallback, budget_schedule
+from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
 
 torch.manual_seed(0)
 if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():

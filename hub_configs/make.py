@@ -282,7 +282,7 @@ def _write_json(path: Path, text: str) -> None:
 
 
 def card_template(published: Published) -> str:
-    """The card with markers, which train/model_card.py fills."""
+    """The card with markers, which train/essm_train/publish/model_card.py fills."""
     head = ["license: apache-2.0", "library_name: transformers", f"pipeline_tag: {published.pipeline_tag}"]
     head += [f"language: {published.language}"] if published.language else []
     head += ["tags:", *(f"- {tag}" for tag in published.tags)]

@@ -3,11 +3,11 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .byte_tokenizer import build_byte_tokenizer
 from .cache_essm import ESSMCache
 from .configuration_essm import ESSMConfig
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from .quantization import essm_quantization
+from .training.byte_tokenizer import build_byte_tokenizer
 
 # With the package imported, the Auto classes need no trust_remote_code; save_pretrained copies the code either way.
 AutoConfig.register("essm", ESSMConfig, exist_ok=True)

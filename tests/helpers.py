@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, seconds each on a busy machine
 
+ROOT = Path(__file__).parents[1]
 CAPACITY = 32
 BUDGETS = (1, 2, 5, 8, 17, 32)
 # Both blocks, and what can be varied in them; of the gated one with blocks of M_k below a head's width, and diagonal.

@@ -22,19 +22,17 @@ import numpy as np
 import tokenizers
 import torch
 from datasets import Dataset
+from helpers import ROOT
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedTokenizerFast
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from essm_train.commands import train_clm
+from essm_train.run import checkpoints, engine
+from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.finiteness import local
 
-import checkpoints
-import engine
-import train_clm
-from checkpoints import list_checkpoints
-from finiteness import local
-
-TRAIN = Path(train_clm.__file__).parent
+TRAIN = ROOT / "train"
 BLOCK = 32
 
 # A checkpoint after updates 3, 6 and 8. Dropout makes the random states matter, the average its own state.

@@ -1,0 +1,467 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""`transformers serve` and `chat` by examples/serve.py: each answer is that of `generate` at the budget asked for."""
+
+import contextlib
+import dataclasses
+import http.client
+import importlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, random_model
+
+from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
+
+SERVE = ROOT / "examples" / "serve.py"
+sys.path.insert(0, str(SERVE.parent))
+
+for needed in ("fastapi", "uvicorn", "openai"):
+    pytest.importorskip(needed)
+
+guard, schema = (importlib.import_module(f"serving.{name}") for name in ("guard", "schema"))
+
+PROMPT, TOKENS, BUDGETS, DEFAULT = "def main(", 12, (2, 7, 32), 4
+
+
+def environment(**changes: str) -> dict[str, str]:
+    return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SERVE.parents[1]), **changes}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """One that writes letters only, which no terminal renders as anything else, and others at every budget."""
+    model = random_model()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mixer.channel_mixing *= 4
+    model.generation_config.spectral_budget = DEFAULT
+    model.generation_config.suppress_tokens = [i for i in range(259) if not ord("a") <= i <= ord("z")]
+    folder = tmp_path_factory.mktemp("served") / "model"
+    model.save_pretrained(folder)
+    build_byte_tokenizer().save_pretrained(folder)
+    return model, str(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """(prompt, budget) to the text of greedy decoding."""
+
+    def generate(prompt: str, budget: int) -> str:
+        ids = torch.tensor([list(prompt.encode())])
+        tokens = model[0].generate(ids, spectral_budget=budget, max_new_tokens=TOKENS, do_sample=False)
+        return bytes(tokens[0, ids.shape[1] :].tolist()).decode()
+
+    for prompt in (PROMPT, f"{PROMPT}\n"):
+        assert len({generate(prompt, K) for K in (*BUDGETS, DEFAULT)}) == 4
+    return generate
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory):
+    """Its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(SERVE), "serve", model[1], "--host", "127.0.0.1", "--port", str(port)]
+    path = tmp_path_factory.mktemp("log") / "log"
+    with open(path, "w") as log:
+        process = subprocess.Popen([*command, "--device", "cpu"], env=environment(), stdout=log, stderr=log)
+        try:
+            deadline = time.monotonic() + 200
+            while True:
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                    break
+                except OSError:
+                    assert process.poll() is None and time.monotonic() < deadline, path.read_text()[-4000:]
+                    time.sleep(0.2)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def post(server, model):
+    """(path, budget, fields of the request) to the text of the answer."""
+
+    def send(path: str, budget=None, **fields) -> str:
+        config = {"max_new_tokens": TOKENS} | ({} if budget is None else {"spectral_budget": budget})
+        body = {"model": model[1], "temperature": 0, "generation_config": json.dumps(config), **fields}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(server + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=100) as answer:
+            return answer.read().decode()
+
+    return send
+
+
+ENDPOINTS = {
+    "completions": ({"prompt": PROMPT}, PROMPT),
+    "chat/completions": ({"messages": [{"role": "user", "content": PROMPT}]}, f"{PROMPT}\n"),
+    "responses": ({"input": PROMPT, "stream": False}, f"{PROMPT}\n"),
+}
+
+
+def text_of(endpoint: str, answer: dict) -> str:
+    if endpoint == "responses":
+        return answer["output"][0]["content"][0]["text"]
+    choice = answer["choices"][0]
+    return choice["text"] if endpoint == "completions" else choice["message"]["content"]
+
+
+def streamed(endpoint: str, answer: str) -> str:
+    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+    if endpoint == "responses":
+        return "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta")
+    choices = [event["choices"][0] for event in events]
+    parts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    return "".join(part or "" for part in parts)
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_each_request_has_its_budget(endpoint, post, expected):
+    fields, prompt = ENDPOINTS[endpoint]
+    for K in (*BUDGETS, BUDGETS[0]):
+        assert text_of(endpoint, json.loads(post(f"/v1/{endpoint}", K, **fields))) == expected(prompt, K)
+        assert streamed(endpoint, post(f"/v1/{endpoint}", K, **fields | {"stream": True})) == expected(prompt, K)
+
+
+def test_a_request_without_a_budget_runs_at_the_models_default(post, expected):
+    fields, prompt = ENDPOINTS["completions"]
+    answer = json.loads(post("/v1/completions", **fields))
+    assert text_of("completions", answer) == expected(prompt, DEFAULT)
+    answer = json.loads(post("/v1/completions", generation_config=None, max_tokens=TOKENS, **fields))
+    assert text_of("completions", answer) == expected(prompt, DEFAULT)
+
+
+def test_the_openai_client(server, model, expected):
+    import openai
+
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
+    for K in BUDGETS:
+        config = json.dumps({"spectral_budget": K, "max_new_tokens": TOKENS})
+        answer = client.chat.completions.create(
+            model=model[1],
+            messages=[{"role": "user", "content": PROMPT}],
+            temperature=0,
+            extra_body={"generation_config": config},
+        )
+        assert answer.choices[0].message.content == expected(f"{PROMPT}\n", K)
+
+
+def test_what_it_does_not_understand_is_refused(post):
+    """A field of its own for the budget, and a budget out of range, streamed or not."""
+    for budget, fields, reason in (
+        (None, {"spectral_budget": 2}, "spectral_budget"),
+        (33, {}, "spectral_budget must be an integer in [1, 32], got 33"),
+        (33, {"stream": True}, "spectral_budget must be an integer in [1, 32], got 33"),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post("/v1/completions", budget, prompt=PROMPT, **fields)
+        assert refused.value.code == 422 and reason in refused.value.read().decode()
+
+
+def test_chat_in_the_terminal(server, model, expected):
+    """A budget as a flag, another one typed in; the conversation so far is the prompt."""
+    typed = f"{PROMPT}\nn\n!set spectral_budget={BUDGETS[1]}\n!clear\n{PROMPT}\nn\n!exit\n"
+    flags = [f"spectral_budget={BUDGETS[0]}", f"max_new_tokens={TOKENS}", "do_sample=False"]
+    command = [sys.executable, str(SERVE), "chat", model[1], f"{server}/v1", *flags]
+    # Offline, the client would refuse to speak to any server, this one too.
+    env = environment(COLUMNS="200", HF_HUB_OFFLINE="0")
+    run = subprocess.run(command, env=env, input=typed, capture_output=True, text=True, timeout=200)
+    assert run.returncode == 0, run.stderr[-4000:]
+    answers = [
+        line.strip() for line in run.stdout.splitlines() if len(line.strip()) == TOKENS and line.strip().islower()
+    ]
+    assert answers == [expected(f"{PROMPT}\n", K) for K in BUDGETS[:2]]
+
+
+def test_no_model_no_server():
+    """A server without a model of its own would load whatever a request names."""
+    command = [sys.executable, str(SERVE), "serve", "--port", "1"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert run.returncode == 1 and "error: name the model to serve" in run.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The guard, around the library's server in this process.
+
+TIGHT = {"body_bytes": 2000, "new_tokens": 50, "messages": 3, "beams": 2, "requests": 4, "prompt_chunk": 16}
+
+
+@pytest.fixture(scope="module")
+def guarded(model):
+    """A running server with tight limits: its guard, with `port` and `model`."""
+    from transformers.cli import serve
+    from transformers.cli.serving import model_manager, server
+
+    guards = []
+
+    def build(manager, *args, build_server=server.build_server, **kwargs):
+        (timed,) = manager.loaded_models.values()
+        app = build_server(manager, *args, **kwargs)
+        guards.append(guard.Guard(app, timed.model, model[1], schema.Limits(**TIGHT)))
+        guards[0].model = timed.model
+        return guards[0]
+
+    with pytest.MonkeyPatch.context() as patch, socket.socket() as free:
+        patch.setattr(model_manager.transformers, "ESSMForCausalLM", ESSMForCausalLM, raising=False)
+        patch.setattr(server, "build_server", build)
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        running = serve.Serve(force_model=model[1], device="cpu", host="127.0.0.1", port=port, non_blocking=True)
+        while not running.server.started:
+            assert running._thread.is_alive()
+            time.sleep(0.01)
+        guards[0].port = port
+        yield guards[0]
+        running.kill_server()
+
+
+def connect(guarded, body: bytes, path: str = "/v1/completions", method: str = "POST", **headers):
+    """A connection over which that request has been sent."""
+    connection = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=100)
+    connection.request(method, path, body, {"Content-Type": "application/json", **headers})
+    return connection
+
+
+def ask(guarded, fields: dict, path: str = "/v1/completions") -> tuple[int, dict]:
+    with contextlib.closing(connect(guarded, json.dumps(fields).encode(), path)) as connection:
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def completion(guarded, **fields) -> dict:
+    status, answer = ask(guarded, {"prompt": PROMPT, "max_tokens": 3, **fields})
+    assert status == 200, answer
+    return answer
+
+
+def config_of(**fields) -> dict:
+    return {"prompt": "a", "generation_config": json.dumps(fields)}
+
+
+def chat_of(*messages, **fields) -> dict:
+    return {"messages": list(messages), **fields}
+
+
+USER = {"role": "user", "content": "a"}
+BAD = {
+    # Bytes.
+    "no JSON": (b'{"prompt": "a"', 400, "JSON"),
+    "empty": (b"", 400, "JSON"),
+    "not UTF-8": (b'{"prompt": "\xff"}', 400, "JSON"),
+    "half a surrogate": (b'{"prompt": "\\ud800"}', 400, "JSON"),
+    "deep": (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "recursion"),
+    "a list": (b"[1]", 422, "object"),
+    "long": (b'{"prompt": "' + b"a" * 3000 + b'"}', 413, "at most 2000 bytes, got 3014"),
+    "NaN": (b'{"prompt": "a", "temperature": NaN}', 422, "temperature: Input should be a finite number"),
+    # Models and endpoints.
+    "another model": ({"prompt": "a", "model": "gpt2"}, 404, "got 'gpt2'"),
+    "model 5": ({"prompt": "a", "model": 5}, 422, "model: "),
+    "load another": ({"model": "gpt2"}, 404, "got 'gpt2'", "/load_model"),
+    "unload": ({}, 404, "/reset is not served", "/reset"),
+    # The text.
+    "no prompt": ({}, 422, "prompt: Field required"),
+    "empty prompt": ({"prompt": ""}, 422, "prompt: String should have at least 1 character"),
+    "prompts": ({"prompt": ["a", "b"]}, 422, "prompt: Input should be a valid string"),
+    "no messages": ({}, 422, "messages: Field required", "/v1/chat/completions"),
+    "empty messages": (chat_of(), 422, "at least 1 item", "/v1/chat/completions"),
+    "text for messages": ({"messages": "a"}, 422, "valid array, got 'a'", "/v1/chat/completions"),
+    "message 1": (chat_of(1), 422, "messages.0", "/v1/chat/completions"),
+    "no role": (chat_of({"content": "a"}), 422, "messages.0.role: Field required", "/v1/chat/completions"),
+    "unknown role": (chat_of({"role": "x", "content": "a"}), 422, "messages.0.role", "/v1/chat/completions"),
+    "content 5": (chat_of({"role": "user", "content": 5}), 422, "messages.0.content", "/v1/chat/completions"),
+    "an image": (
+        chat_of({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
+        422,
+        "messages.0.content",
+        "/v1/chat/completions",
+    ),
+    "many messages": (chat_of(*[USER] * 4), 422, "at most 3 messages are read, got 4", "/v1/chat/completions"),
+    "tools": (chat_of(USER, tools=[{}]), 422, "tools: Value error, not supported", "/v1/chat/completions"),
+    "a template": (
+        chat_of(USER, chat_template_kwargs={"chat_template": "x"}),
+        422,
+        "chat_template_kwargs: Value error, not supported",
+        "/v1/chat/completions",
+    ),
+    "token biased": (chat_of(USER, logit_bias={"999": 1}), 422, "[0, 259)", "/v1/chat/completions"),
+    "no input": ({}, 422, "input: Field required", "/v1/responses"),
+    "input 5": ({"input": 5}, 422, "input", "/v1/responses"),
+    # How much.
+    "tokens 0": ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens: Input should be greater than or equal to 1"),
+    "tokens -1": ({"prompt": "a", "max_tokens": -1}, 422, "got -1"),
+    "tokens 1e7": ({"prompt": "a", "max_tokens": 10**7}, 422, "at most 50 new tokens are generated, got 10000000"),
+    "tokens as text": ({"prompt": "a", "max_tokens": "5"}, 422, "max_tokens: Input should be a valid integer"),
+    "tokens in the config": (config_of(max_new_tokens=51), 422, "at most 50 new tokens are generated, got 51"),
+    "input, many tokens": ({"input": "a", "max_output_tokens": 51}, 422, "at most 50 new tokens", "/v1/responses"),
+    "least tokens": (config_of(min_new_tokens=9, max_new_tokens=5), 422, "min_new_tokens must be at most the 5"),
+    "rows": ({"prompt": "a", "n": 2}, 422, "n: Input should be 1, got 2"),
+    "beams": (config_of(num_beams=3), 422, "num_beams must be in [1, 2], got 3"),
+    "streamed beams": ({**config_of(num_beams=2), "stream": True}, 422, "num_beams above 1 cannot be streamed"),
+    # How.
+    "budget 0": (config_of(spectral_budget=0), 422, "must be an integer in [1, 32], got 0"),
+    "budget as a fraction": (config_of(spectral_budget=2.5), 422, "spectral_budget"),
+    "budget for three layers": (config_of(spectral_budget=[2, 2, 2]), 422, "each of the 2 layers, got 3"),
+    "unknown preset": (config_of(spectral_budget="fast"), 422, "unknown spectral_budget preset 'fast'"),
+    "temperature -1": ({"prompt": "a", "temperature": -1}, 422, "temperature: Input should be greater"),
+    "temperature as text": ({"prompt": "a", "temperature": "hot"}, 422, "temperature: Input should be a valid number"),
+    "temperature 1e-30": ({"prompt": "a", "temperature": 1e-30}, 422, "must be 0, for greedy decoding, or in"),
+    "top_p 2": ({"prompt": "a", "top_p": 2}, 422, "top_p: Input should be less than or equal to 1, got 2"),
+    "top_k -1": (config_of(top_k=-1), 422, "top_k: Input should be greater"),
+    "penalty -1": ({"prompt": "a", "frequency_penalty": -1}, 422, "frequency_penalty"),
+    "seed -1": ({"prompt": "a", "seed": -1}, 422, "seed"),
+    "seed as text": ({"prompt": "a", "seed": "x"}, 422, "seed"),
+    "stream as text": ({"prompt": "a", "stream": "yes"}, 422, "stream: Input should be a valid boolean"),
+    "empty stop": ({"prompt": "a", "stop": ""}, 422, "stop"),
+    "stop 5": ({"prompt": "a", "stop": 5}, 422, "stop"),
+    "end": (config_of(eos_token_id=259), 422, "eos_token_id must be in [0, 259), got [259]"),
+    "unknown setting": (config_of(num_return_sequences=9), 422, "num_return_sequences: Extra inputs"),
+    "a config that is no JSON": ({"prompt": "a", "generation_config": "{"}, 400, "generation_config: Invalid JSON"),
+    "a config that is no text": ({"prompt": "a", "generation_config": {}}, 422, "generation_config: JSON input should"),
+    "a config that is a list": ({"prompt": "a", "generation_config": "[]"}, 422, "generation_config: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_told_why(name, guarded):
+    body, status, reason, path = (*BAD[name], "/v1/completions")[:4]
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with contextlib.closing(connect(guarded, body, path)) as connection:
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+    assert (answer.status, error["code"]) == (status, status), error
+    assert reason in error["message"]
+
+
+def test_method_type_and_place_are_told_too(guarded):
+    for arguments, status, reason in (
+        ({"method": "GET"}, 405, "/v1/completions takes POST, got GET"),
+        ({"path": "/health"}, 405, "/health takes GET, got POST"),
+        ({"path": "/docs", "method": "GET"}, 404, "/docs is not served"),
+        ({"Content-Type": "text/plain"}, 415, "application/json, got 'text/plain'"),
+    ):
+        with contextlib.closing(connect(guarded, b'{"prompt": "a"}', **arguments)) as connection:
+            answer = connection.getresponse()
+            assert answer.status == status and reason in json.loads(answer.read())["error"]["message"]
+    with contextlib.closing(connect(guarded, b"", "/v1/models", "GET")) as connection:
+        (listed,) = json.loads(connection.getresponse().read())["data"]
+    assert completion(guarded, model=listed["id"])["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_body_that_does_not_arrive_is_given_up(guarded, monkeypatch):
+    monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, seconds=0.01))
+    with contextlib.closing(connect(guarded, b"{", **{"Content-Length": "100"})) as connection:
+        answer = connection.getresponse()
+        assert answer.status == 408 and b"did not arrive within 0.01 seconds" in answer.read()
+
+
+@pytest.fixture
+def held(guarded):
+    """Stops the model at its n-th call: held(n) gives an event for "there" and one for "go on".
+
+    Attributes: `seen`, the prompt length or 1 of every call.
+    """
+    handles = []
+
+    def hold(call: int):
+        there, go = threading.Event(), threading.Event()
+
+        def before(module, args, kwargs):
+            hold.seen.append(kwargs["input_ids"].shape[1])
+            if len(hold.seen) == call:
+                there.set()
+                assert go.wait(60)
+
+        handles.append(guarded.model.register_forward_pre_hook(before, with_kwargs=True))
+        return there, go
+
+    hold.seen = []
+    yield hold
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "call"), [(PROMPT, 5), ("a" * 64, 2)], ids=["while it writes", "while it reads the prompt"]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_takes_its_work_along(guarded, held, stream, prompt, call):
+    there, go = held(call)
+    body = {"prompt": prompt, "max_tokens": 50, "stream": stream}
+    connection = connect(guarded, json.dumps(body).encode())
+    assert there.wait(60)
+    (ticket,) = guarded.tickets.values()
+    if stream:
+        connection.getresponse().close()
+    connection.close()
+    assert ticket.gone.wait(60)
+    go.set()
+    completion(guarded, prompt="z")  # waits for its turn
+    assert held.seen[call:] == [1, 1, 1], held.seen
+
+
+def test_a_client_that_leaves_the_queue_is_never_served(guarded, held):
+    there, go = held(1)
+    first = connect(guarded, json.dumps({"prompt": "abc", "max_tokens": 1}).encode())
+    assert there.wait(60)
+    waiting = connect(guarded, json.dumps({"prompt": "abcdefg", "max_tokens": 1}).encode())
+    while len(guarded.tickets) < 2:
+        time.sleep(0.01)
+    *_, ticket = guarded.tickets.values()
+    waiting.close()
+    assert ticket.gone.wait(60)
+    go.set()
+    assert first.getresponse().status == 200
+    first.close()
+    completion(guarded, prompt="abcd", max_tokens=1)
+    assert held.seen == [3, 4]
+
+
+def test_beyond_the_queue_requests_are_sent_away(guarded, held, monkeypatch):
+    monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, requests=1))
+    there, go = held(1)
+    first = connect(guarded, json.dumps({"prompt": "a", "max_tokens": 1}).encode())
+    assert there.wait(60)
+    status, answer = ask(guarded, {"prompt": "a"})
+    assert status == 429 and "try again later" in answer["error"]["message"]
+    with contextlib.closing(connect(guarded, b"", "/health", "GET")) as health:
+        assert health.getresponse().status == 200
+    go.set()
+    assert first.getresponse().status == 200
+    first.close()
+
+
+def test_time_ends_a_request(guarded, monkeypatch):
+    """By a clock that goes on by a second whenever it is read."""
+    clock = itertools.count()
+    monkeypatch.setattr(guard, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, seconds=7))
+    answer = completion(guarded, max_tokens=50)
+    assert answer["usage"]["completion_tokens"] == 7 and answer["choices"][0]["finish_reason"] == "length"
+    assert completion(guarded, max_tokens=3)["usage"]["completion_tokens"] == 3
+    status, answer = ask(guarded, {"prompt": "a" * 16 * 10})
+    assert status == 422 and "the prompt was not read within 7 seconds" in answer["error"]["message"]
+
+
+def test_what_generate_refuses_by_itself_is_told_too(guarded, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(guarded.model, "generate", refuse)
+    status, answer = ask(guarded, {"prompt": "a"})
+    assert status == 422 and answer["error"]["message"] == "no such thing"

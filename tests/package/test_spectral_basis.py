@@ -1,0 +1,168 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The basis is exact: properties that a noisy eigendecomposition cannot have, and a 60-digit oracle."""
+
+import subprocess
+import sys
+
+import mpmath
+import numpy as np
+import pytest
+from helpers import ROOT
+
+from modeling_essm.spectral_basis import chunk_operators, max_spectral_channels, num_states, spectral_basis
+
+LENGTHS = [1024, 1030, 4096, 16384, 65536]
+
+
+def sign_changes(phi: np.ndarray) -> np.ndarray:
+    return (np.sign(phi[1:]) * np.sign(phi[:-1]) < 0).sum(0)
+
+
+def unroll(A: np.ndarray, phi0: np.ndarray, length: int) -> np.ndarray:
+    """phi(0) A^tau for tau = 0..length-1, by doubling."""
+    rows, power = phi0[None], A
+    while len(rows) < length:
+        rows, power = np.concatenate([rows, rows @ power]), power @ power
+    return rows[:length]
+
+
+@pytest.mark.parametrize("H", LENGTHS)
+def test_oscillation_theorem(H):
+    # Z is totally positive: phi_k has exactly k-1 sign changes. Rounding noise of any kind adds some.
+    phi = spectral_basis(H).filters(32)
+    assert np.array_equal(sign_changes(phi), np.arange(32))
+
+
+@pytest.mark.parametrize("H", LENGTHS)
+def test_filters_are_orthonormal_eigenvectors(H):
+    basis = spectral_basis(H)
+    phi = basis.filters(32)
+    assert np.abs(phi.T @ phi - np.eye(32)).max() < 1e-11  # fp64 rounding over H terms
+    # Z phi_k = sigma_k phi_k, Z applied as a convolution so that H = 65536 needs no H x H matrix. fp64 products of Z
+    # carry an absolute error near 1e-16, so only channels with sigma_k well above it can be checked in relative terms.
+    s = np.arange(2, 2 * H + 1, dtype=np.float64)
+    kernel = 2.0 / ((s - 1) * s * (s + 1))
+    n = 1 << (3 * H).bit_length()
+    for k in range(8):
+        product = np.fft.irfft(np.fft.rfft(kernel, n) * np.fft.rfft(phi[::-1, k], n), n)[H - 1 : 2 * H - 1]
+        error = np.linalg.norm(product - basis.sigma[k] * phi[:, k]) / basis.sigma[k]
+        assert error < 1e-14 / basis.sigma[k], k
+
+
+@pytest.mark.parametrize("H", [24, 64])
+def test_against_60_digits(H):
+    with mpmath.workdps(60):
+        Z = mpmath.matrix(H, H)
+        for i in range(H):
+            for j in range(H):
+                Z[i, j] = mpmath.mpf(2) / ((i + j + 2) ** 3 - (i + j + 2))
+        values, vectors = mpmath.eigsy(Z)
+        order = sorted(range(H), key=lambda i: -values[i])
+        K = max_spectral_channels(H)
+        sigma = np.array([float(values[i]) for i in order[:K]])
+        phi = np.array([[float(vectors[r, i]) for i in order[:K]] for r in range(H)])
+    phi *= np.sign(phi[-1]) * (-1.0) ** np.arange(K)
+    basis = spectral_basis(H)
+    # The served channels are those whose fp64 error estimate is below 1e-5; the error itself is below a tenth of it.
+    assert np.abs(basis.filters(K) - phi).max() < 1e-6
+    assert np.abs(basis.sigma[:K] / sigma - 1).max() < 1e-6
+    assert np.abs(basis.filters(10) - phi[:, :10]).max() < 1e-12
+
+
+@pytest.mark.parametrize(("H", "capacity"), [(16, 15), (64, 22), (512, 32), (1024, 35), (4096, 41)])
+def test_capacity_is_what_fp64_resolves(H, capacity):
+    assert max_spectral_channels(H) == capacity
+    phi = spectral_basis(H).filters(capacity)
+    assert np.array_equal(sign_changes(phi), np.arange(capacity))
+
+
+@pytest.mark.parametrize("H", range(1, 80, 6))
+def test_any_short_filter_length_works(H):
+    basis = spectral_basis(H)
+    assert 1 <= basis.num_resolved <= H
+    assert np.abs(np.linalg.eigvals(basis.A)).max() < 1.0
+
+
+@pytest.mark.parametrize("H", LENGTHS)
+def test_sign_convention(H):
+    phi = spectral_basis(H).filters(32)
+    assert np.array_equal(np.sign(phi[-1]), (-1.0) ** np.arange(32))
+    assert (phi[0] > 0).all()  # follows from k-1 sign changes, where phi_k(0) is as small as 1e-8
+
+
+def test_same_basis_on_another_thread_count():
+    # Another thread count is another summation order in BLAS, the nearest to another BLAS that one machine offers.
+    code = (
+        "import numpy as np; from modeling_essm.spectral_basis import spectral_basis as b;"
+        "x = b(4096);"
+        "print(x.filters(32, np.arange(0, 4096, 37)).tobytes().hex(), x.A[:48, :48].tobytes().hex())"
+    )
+    runs = []
+    for threads in ("1", "2"):
+        env = {
+            "OPENBLAS_NUM_THREADS": threads,
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+        }
+        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        runs.append([np.frombuffer(bytes.fromhex(part)) for part in run.stdout.split()])
+    for one, two in zip(*runs):
+        assert np.abs(one - two).max() < 1e-6
+
+
+@pytest.mark.parametrize("H", [512, 1024, 4096, 65536])
+@pytest.mark.parametrize("K", [2, 3, 4, 6, 8, 12, 16, 24, 32])
+def test_prefix_of_A_reproduces_the_filters(H, K):
+    basis, N = spectral_basis(H), num_states(K, 16)
+    N = min(N, len(basis.sigma))
+    operators = chunk_operators(H, N, 1)
+    A_T, phi0 = operators.recurrence[:, :N], operators.recurrence[:, N]
+    assert np.array_equal(A_T.T, basis.A[:N, :N])
+    phi = basis.filters(K)
+    error = np.linalg.norm(unroll(A_T.T, phi0, H)[:, :K] - phi, axis=0)
+    assert error.max() < 4e-6, f"relative l2 error {error.max():.1e}"
+    assert np.abs(np.linalg.eigvals(A_T)).max() < 1.0
+
+
+def test_fewer_states_than_needed_do_not_reproduce():
+    basis = spectral_basis(4096)
+    A, phi0 = basis.A[:10, :10], basis.filters(10)[0]
+    error = np.linalg.norm(unroll(A, phi0, 4096)[:, :8] - basis.filters(8), axis=0)
+    assert error.max() > 1e-3
+
+
+def test_readout_is_the_recurrence_unrolled():
+    operators = chunk_operators(1024, 20, 7)
+    A_T, phi0 = operators.recurrence[:, :20], operators.recurrence[:, 20:]
+    rng = np.random.default_rng(0)
+    x, u = rng.standard_normal((20, 3)), rng.standard_normal((7, 3))
+    stacked, state = np.concatenate([u, x]), x
+    for i in range(7):
+        state = A_T @ state + phi0 * u[i]
+        np.testing.assert_allclose(operators.readout[i] @ stacked, state, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(
+        operators.carry_powers[2], np.linalg.matrix_power(operators.carry_powers[0], 4), atol=1e-13
+    )
+
+
+def test_longest_filter_length():
+    basis = spectral_basis(2**20)
+    lags = np.unique(np.geomspace(1, 2**20 - 1, 4000).astype(int))
+    phi = basis.filters(32, lags)
+    assert (sign_changes(phi) <= np.arange(32)).all()  # a subset of the samples cannot show more
+    operators = chunk_operators(2**20, 48, 1)
+    A, row = operators.recurrence[:, :48].T, basis.filters(48, np.array([500_000]))
+    np.testing.assert_allclose((row @ A)[0, :32], basis.filters(32, np.array([500_001]))[0], rtol=0, atol=1e-8)
+
+
+def test_the_cache_returns_the_same_read_only_object():
+    basis = spectral_basis(1024)
+    assert spectral_basis(1024) is basis
+    with pytest.raises(ValueError, match="read-only"):
+        basis.A[0, 0] = 1.0
+
+
+@pytest.mark.parametrize("H", [0, -1, 2**24 + 1, 512.0, True, None])
+def test_bad_filter_length(H):
+    with pytest.raises(ValueError, match=r"filter_length must be an integer in \[1, 16777216\], got"):
+        spectral_basis(H)

@@ -1,0 +1,99 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What the pages say runs: Python blocks from top to bottom, scripts and flags of commands as the scripts know them."""
+
+import ast
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, random_model
+
+from modeling_essm import build_byte_tokenizer
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPT = re.compile(r"\b(?:train|examples)/[\w/]+\.(?:py|sh)\b")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of bash blocks, and what stands in single backquotes and calls a script."""
+    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    return lines + [code for code in re.findall(r"`([^`\n]+)`", page.read_text()) if SCRIPT.search(code)]
+
+
+@functools.cache
+def flags_of(script: str) -> frozenset[str]:
+    """What a script lists in its help, or, of one without a command line, no flags."""
+    source = (ROOT / script).read_text()
+    if "HfArgumentParser" not in source and "argparse" not in source and "parse" not in source:
+        return frozenset()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return frozenset(re.findall(r"--\w+", run.stdout))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working directory with the files that the pages speak of."""
+    model = random_model(block="gated", num_hidden_layers=8, num_spectral_channels=8)  # as the first command's
+    model.save_pretrained(tmp_path / "runs/train_clm/model")
+    build_byte_tokenizer().save_pretrained(tmp_path / "runs/train_clm/model")
+    (tmp_path / "heldout.txt").write_bytes(bytes(range(97, 123)) * 60)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page, folder):
+    code = "\n".join(blocks(page, "python"))
+    if not code:
+        pytest.skip("no Python on this page")
+    ast.parse(code)
+    if "budget_profile" in code or "sweet-spot" in code:
+        calibrate(folder)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def calibrate(folder):
+    arguments = ["--model", "runs/train_clm/model", "--text_files", "heldout.txt", "--budgets", "2", "6", "8"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "train/calibrate.py"), *arguments]
+    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_name_scripts_and_flags_that_exist(page):
+    found = 0
+    for command in commands(page):
+        script = SCRIPT.search(command)
+        if script is None:
+            continue
+        found += 1
+        assert (ROOT / script.group()).is_file(), command
+        for path in re.findall(r"train/launch/\S+", command):
+            assert (ROOT / path).is_file(), command
+        if script.group().endswith(".py"):
+            after = shlex.split(command[script.end() :].replace("`", ""))
+            given = {word.split("=")[0] for word in after if word.startswith("--")}
+            if script.group().startswith("train/"):
+                assert given <= flags_of(script.group()), (command, given - flags_of(script.group()))
+    assert found or page.name == "extend.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target

@@ -1,0 +1,65 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Every example runs offline from end to end and is short."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT, random_model
+
+from modeling_essm import build_byte_tokenizer
+
+EXAMPLES = ROOT / "examples"
+
+
+def run_example(name: str, *arguments: str, stdin: str = "") -> str:
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    command = [sys.executable, str(EXAMPLES / name), *arguments]
+    run = subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_any_budget(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    build_byte_tokenizer().save_pretrained(tmp_path)
+    output = run_example("any_budget.py", str(tmp_path), "import ")
+    state_bytes = [int(line.split()[4].replace(",", "")) for line in output.splitlines() if "bytes of state" in line]
+    assert len(state_bytes) == 3
+    assert state_bytes == sorted(set(state_bytes))  # a larger budget carries a larger state
+
+
+def test_classify_signals():
+    lines = run_example("classify_signals.py", "3").splitlines()
+    assert [line.split(":")[0] for line in lines] == ["K =  2", "K =  4", "K =  8", "K = 16"]
+
+
+def test_finetune_with_trainer():
+    before, after = run_example("finetune_with_trainer.py", "20").splitlines()[-2:]
+    values = [[float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in (before, after)]
+    assert len(values[0]) == 3 and all(new < old - 1 for old, new in zip(*values))
+
+
+def test_serve_mixed_budgets(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    for arguments in ([], [str(tmp_path)]):
+        speeds, equal = run_example("serve_mixed_budgets.py", *arguments).splitlines()[-2:]
+        assert speeds.startswith("24 requests at K in (2, 4, 6, 32): ") and equal == "rows equal solo runs: True"
+
+
+def test_byte_terminal(tmp_path):
+    """Two completions, the second at another budget; a number typed while text comes changes it at once."""
+    random_model().save_pretrained(tmp_path)
+    # Lines that wait are read while text comes: the number, then the empty line, which stops the completion.
+    lines = "def main(\n4\n\n2\nx = 1\n\n\n"
+    output = run_example("byte_terminal.py", str(tmp_path), "30", stdin=lines)
+    assert output.startswith("K = 32 of 32> ")
+    prompts = [int(part.split(" of 32> ")[0]) for part in output.split("K = ")[1:] if " of 32> " in part]
+    assert prompts == [32, 4, 2, 2]
+    assert output.count("[K = 4: ") == output.count("tokens/s, ") == 1
+
+
+@pytest.mark.parametrize("path", EXAMPLES.glob("*.py"), ids=lambda path: path.name)
+def test_examples_stay_short(path):
+    assert len(path.read_text().splitlines()) < 60

@@ -1,0 +1,155 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""hub_configs/: what is committed is what make.py makes, and every configuration loads, runs and can be published."""
+
+from pathlib import Path
+
+import make
+import pytest
+import torch
+from helpers import randomise
+from huggingface_hub import ModelCard
+from transformers import AutoConfig, AutoFeatureExtractor, AutoModelForSequenceClassification, AutoTokenizer
+
+from essm_train.publish.hub import check_folder
+from essm_train.publish.model_card import SECTIONS, check_template, write_model_card
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+FOLDER = Path(make.__file__).parent
+NAMES = sorted(make.CONFIGURATIONS)
+LONGEST = {  # positions that the task needs
+    "essm-tiny": 512,
+    "essm-21m": 4096,
+    "essm-gated-20m": 4096,
+    "essm-gated-130m": 4096,
+    "essm-lra-listops": 2000,
+    "essm-lra-text": 4096,
+    "essm-lra-retrieval": 4000,
+    "essm-lra-image": 32 * 32,
+    "essm-lra-pathfinder": 32 * 32,
+    "essm-lra-pathx": 128 * 128,
+    "essm-audio": 98,
+}
+names = pytest.mark.parametrize("name", NAMES)
+# The same in small: everything that a loader could stumble over, without the millions of numbers.
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "gate_hidden_size": 4, "num_hidden_layers": 1}
+SMALL |= {"layer_types": ["linear_attention"]}
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def fields(config: ESSMConfig) -> dict:
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+
+
+def inputs_for(name: str) -> dict[str, torch.Tensor]:
+    """A short input made the way a user would."""
+    published = make.CONFIGURATIONS[name]
+    if published.inputs == "pixels":
+        return {"input_features": torch.rand(2, 40, 1) * 2 - 1}
+    if published.inputs == "speech":
+        extractor = AutoFeatureExtractor.from_pretrained(FOLDER / name)
+        sound = [torch.randn(length).numpy() for length in (16000, 12000)]
+        return dict(extractor(sound, sampling_rate=16000, padding=True, return_tensors="pt"))
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / name)
+    return dict(tokenizer([published.example, published.example], return_tensors="pt"))
+
+
+def test_committed_files_are_the_ones_made(tmp_path):
+    make.make(tmp_path)
+    made, committed = files_of(tmp_path), files_of(FOLDER)
+    assert sorted(made) == sorted(committed)
+    for path, content in made.items():
+        assert committed[path] == content, f"{path} differs: run python hub_configs/make.py"
+
+
+def test_the_folders_hold_no_code():
+    assert [path.name for path in FOLDER.rglob("*.py")] == ["make.py"]
+
+
+@names
+def test_config_loads_and_runs_at_full_size(name):
+    published = make.CONFIGURATIONS[name]
+    config = AutoConfig.from_pretrained(FOLDER / name)
+    assert type(config) is ESSMConfig and config.auto_map["AutoConfig"] == "configuration_essm.ESSMConfig"
+    assert fields(config) == fields(published.config())
+    assert config.filter_length >= LONGEST[name]
+    model = published.model_class()(config).eval()
+    with torch.no_grad():
+        logits = model(**inputs_for(name), spectral_budget=2).logits
+    assert logits.isfinite().all()
+    assert logits.shape[-1] == (len(published.labels) or 259)
+    assert f"| `{name}` | {model.num_parameters() / 1e6:.1f}M |" in (FOLDER / "README.md").read_text()
+
+
+def test_the_21m_configuration_is_the_papers():
+    config = AutoConfig.from_pretrained(FOLDER / "essm-21m")
+    assert fields(config) == fields(ESSMConfig(architectures=config.architectures, dtype=torch.float32))
+
+
+@names
+def test_a_saved_model_with_its_card_can_be_published(name, tmp_path):
+    """What README.md there tells to do, with a smaller model."""
+    published, folder = make.CONFIGURATIONS[name], tmp_path / "model"
+    model = randomise(published.model_class()(ESSMConfig.from_pretrained(FOLDER / name, **SMALL))).eval()
+    model.save_pretrained(folder)
+    if published.tokenizer() is not None:
+        AutoTokenizer.from_pretrained(FOLDER / name).save_pretrained(folder)
+    if published.inputs == "speech":
+        AutoFeatureExtractor.from_pretrained(FOLDER / name).save_pretrained(folder)
+    card_path = write_model_card(
+        folder, sweep=None, training=None, hub_model_id="org/it", template=FOLDER / name / "README.md"
+    )
+    files = check_folder(folder)
+    assert {"README.md", "config.json", "model.safetensors", "modeling_essm.py"} <= set(files)
+    assert ("generation_config.json" in files) == (not published.labels)
+    card = ModelCard(card_path.read_text())
+    assert card.data.pipeline_tag == published.pipeline_tag and card.data.library_name == "transformers"
+    assert published.title in card.text and not any(f"<!-- {section} -->" in card.text for section in SECTIONS)
+
+    auto = AutoModelForSequenceClassification if published.labels else ESSMForCausalLM
+    inputs = inputs_for(name)
+    with torch.no_grad():
+        expected, got = (m(**inputs, spectral_budget=5).logits for m in (model, auto.from_pretrained(folder)))
+    assert torch.equal(expected, got)
+    # The card's example runs as it stands, from the folder in the repository's place.
+    code = card.text.split("```python\n")[2].split("```")[0]
+    code = code.replace('"org/it"', repr(str(folder))).replace("the 40 digits of the commit you have read", "main")
+    variables: dict = {}
+    exec(code, variables)
+    assert type(variables["model"]).__name__ == published.model_class().__name__
+
+
+@names
+def test_card_template(name):
+    card = check_template((FOLDER / name / "README.md").read_text())
+    assert card.data.license == "apache-2.0"
+    assert make.SIZES[make.CONFIGURATIONS[name].size] in card.text  # where the size is from is said
+
+
+def test_generation_config_is_the_one_a_model_saves(tmp_path):
+    ESSMForCausalLM(ESSMConfig(**SMALL)).generation_config.save_pretrained(tmp_path)
+    saved = (tmp_path / "generation_config.json").read_text()
+    for name in ("essm-tiny", "essm-21m"):
+        for line in (FOLDER / name / "generation_config.json").read_text().splitlines():
+            assert line.rstrip(",") in saved
+
+
+def test_listops_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "essm-lra-listops")
+    assert len(tokenizer) == 16 == AutoConfig.from_pretrained(FOLDER / "essm-lra-listops").vocab_size
+    batch = tokenizer(["[MAX 2 9 [MIN 4 7 ] 0 ]", "[SM 1 ]"], padding=True)
+    assert batch["input_ids"] == [[11, 2, 9, 10, 4, 7, 14, 0, 14], [13, 1, 14, 15, 15, 15, 15, 15, 15]]
+    assert batch["attention_mask"][1] == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert tokenizer.decode([12, 3, 14]) == "[MED 3 ]"
+    with pytest.raises(Exception, match="Missing"):
+        tokenizer("[MAX 2 ( ]")
+
+
+def test_speech_features():
+    extractor = AutoFeatureExtractor.from_pretrained(FOLDER / "essm-audio")
+    one_second = extractor(torch.randn(16000).numpy(), sampling_rate=16000, return_tensors="pt")
+    assert one_second["input_features"].shape == (1, 98, 40)
+    assert one_second["attention_mask"].shape == (1, 98)

@@ -1,0 +1,122 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Every row of every table of train/reproduce.py starts at full scale.
+
+Arguments, data, model and optimizer are those of the row's own command, in full; the data is a handful of made-up rows
+of the official shape. The update itself reads one sample of at most 128 positions instead of up to 64 of up to 16,384,
+which would take up to 160 GB (a Mamba of the novels), and nothing is validated, saved or swept: that is the same code
+at every size, and tested with small ones.
+"""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from essm_train.commands import reproduce, train_classification, train_clm
+from essm_train.commands import train_retrieval as retrieval
+from essm_train.run import engine
+from essm_train.run.engine import parse_arguments
+from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
+from essm_train.tasks.catalog import TASKS
+from essm_train.tasks.listops import ListOps
+from essm_train.tasks.pathfinder import Pathfinder
+from essm_train.tasks.shards import SPLITS
+from essm_train.tasks.shards import generate as generate_shards
+
+ROWS = {
+    json.dumps([task, overrides], sort_keys=True): (task, overrides)  # tables share rows
+    for experiment in reproduce.EXPERIMENTS.values()
+    for task, overrides in experiment.rows.values()
+}
+SCRIPTS = {
+    "train_clm": (train_clm, train_clm.CLMArguments),
+    "train_classification": (train_classification, train_classification.ClassificationArguments),
+    "retrieval": (retrieval, retrieval.RetrievalArguments),
+}
+POSITIONS = 128
+
+
+class Noise:
+    """Clips of speech that need no files."""
+
+    words, sampling_rate, fingerprint = SC10_WORDS, 8000, "none"
+    sizes = dict.fromkeys(SPLITS, 2)
+
+    def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
+        rng = np.random.default_rng(0)
+        return [(rng.normal(0, 0.1, 8000), row % 2, f"{row}.wav") for row in rows]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """A folder that has a few rows of everything, of the official shape."""
+    folder = tmp_path_factory.mktemp("data")
+    sizes = dict.fromkeys(("train_size", "validation_size", "test_size"), 2)
+    generate_shards(ListOps(**sizes), folder / "listops", progress=False)
+    for name, image in (("pathfinder32", {}), ("pathx", {"image_size": 128})):
+        small = {"seed_distance": 3, "contour_length": 2, "distractor_paddles": 0} | image
+        generate_shards(Pathfinder(name=name, **sizes, **small), folder / name, progress=False)
+    for name in ("sc10", "speech4"):
+        generate_shards(SpeechFrames.of(name, Noise()), folder / name, progress=False)
+    books = {"text": ["It was the best of times, it was the worst of times. " * 1000] * 2}
+    (folder / "pg19").mkdir()
+    for stem in ("pg19/train-0", "pg19/validation-0", "english_novels-train", "english_novels-validation"):
+        pq.write_table(pa.table(books), folder / f"{stem}.parquet")
+    for split in ("train", "test"):
+        labels = {"label": [0, 1] * 2}
+        pq.write_table(pa.table({"text": ["a fine film " * 400] * 4} | labels), folder / f"imdb-{split}.parquet")
+        for stem, length in (("cifar10_gray", 1024), ("mnist", 784)):
+            pixels = pa.array([list(range(256)) * 4] * 4, pa.list_(pa.uint8()))
+            pixels = pa.array([row[:length] for row in pixels.to_pylist()], pa.list_(pa.uint8()))
+            pq.write_table(pa.table({"pixels": pixels} | labels), folder / f"{stem}-{split}.parquet")
+    for end in ("train", "eval", "test"):
+        line = "\t".join(["1.0", "a", "b", "one paper " * 500, "another one " * 500])
+        (folder / f"new_aan_pairs.{end}.tsv").write_text(f"{line}\n" * 2)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path, monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    yield
+    torch.set_num_threads(threads)
+
+
+class Started(Exception):
+    """The first update is done."""
+
+
+@pytest.mark.parametrize("task, overrides", ROWS.values(), ids=lambda value: str(value).replace(" ", ""))
+def test_a_row_starts_at_full_scale(task, overrides, data, tmp_path, monkeypatch):
+    args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=1)
+    command = reproduce.command_of(task, overrides, args, tmp_path / "run", seed=0)
+    script, arguments = SCRIPTS[TASKS[task].script]
+    assert Path(command[1]) == Path(script.__file__)
+
+    def start(accelerator, args, task, schedule, **rest):
+        collate = task.collate
+        task.evaluate = lambda *rest: 0.5
+        task.collate = lambda samples: {
+            name: value if value.ndim == 1 else value[(slice(None),) * (value.ndim - rest) + (slice(POSITIONS),)]
+            for name, value in collate(samples[:1]).items()
+            for rest in [2 if name == "input_features" else 1]
+        }
+        record = engine.train(accelerator, args, task, schedule)
+        assert record["updates"] == 1 and len(engine.list_checkpoints(tmp_path / "run")) == 0
+        raise Started(task.model)
+
+    monkeypatch.setattr(script, "train_and_record", start)
+    for name in ("save_checkpoint", "save_model"):
+        monkeypatch.setattr(engine, name, lambda *rest: None)
+    with pytest.raises(Started) as started:
+        script.main(parse_arguments(arguments, command[2:]))
+    config = started.value.args[0].config
+    for name, value in overrides.items():  # a row is what its name says
+        if hasattr(config, name):
+            assert getattr(config, name) == value, name

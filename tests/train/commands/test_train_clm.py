@@ -1,0 +1,268 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/train_clm.py: whole runs on bytes, tokens and weights that exist, and errors before any work.
+
+How a run trains, stops, breaks and resumes is tested in test_engine.py and test_distributed.py.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from training_run import (
+    bpe_tokenizer,
+    command_line,
+    documents,
+    model_weights,
+    read_log,
+    train,
+    write_held_out,
+    write_text,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from essm_train.commands import train_clm
+from essm_train.data.text import ByteEncoder, load_text, text_labels
+from essm_train.run import engine
+from essm_train.run.checkpoints import list_checkpoints
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restore_threads():
+    """The runs below set the number of threads of this process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("data")
+    return {"train_file": write_text(folder), "validation_file": write_held_out(folder)}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, data) -> Path:
+    """The folder of a whole run."""
+    output_dir = tmp_path_factory.mktemp("finished")
+    train(command_line(output_dir, **data), whole=True)
+    return output_dir
+
+
+def test_a_run_leaves_a_model_its_card_and_a_sweep(finished):
+    names = {path.name for path in (finished / "model").iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "modeling_essm.py"} <= names
+    assert "README.md" in names and not list(finished.glob(".tmp-*"))
+    assert AutoConfig.from_pretrained(finished / "model").trained_budgets == [2, 3, 4, 6, 8]
+    sweep = json.loads((finished / "budget_sweep.json").read_text())
+    assert sweep["budgets"] == [2, 3, 4, 6, 8] and sweep["sweet_spot"] in sweep["budgets"]
+    assert all(0 < bits < 8.1 for bits in sweep["bits_per_byte"])
+    assert (finished / "budget_sweep.png").read_bytes().startswith(b"\x89PNG")
+    training = json.loads((finished / "training.json").read_text())
+    assert (training["updates"], training["samples_per_update"], training["tokens_per_update"]) == (8, 2, 64)
+    assert training["script"] == "train_clm.py" and training["arguments"]["learning_rate"] == 0.005
+
+
+def test_validation_measures_what_the_sweep_measures(finished):
+    """Both see two held-out blocks, and the sweep the model that was saved: that of the last validation."""
+    sweep = json.loads((finished / "budget_sweep.json").read_text())
+    last = read_log(finished)[-1]
+    for K, bits in zip(sweep["budgets"], sweep["bits_per_byte"]):
+        if K in (2, 4, 8):
+            assert last[f"validation bits/byte K={K}"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_best_and_model_load_with_remote_code(finished):
+    for name in ("best", "model"):
+        model = AutoModelForCausalLM.from_pretrained(finished / name, trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained(finished / name, trust_remote_code=True)
+        ids = tokenizer("abc", return_tensors="pt").input_ids
+        assert model.generate(ids, spectral_budget=2, max_new_tokens=3, do_sample=False).shape[1] <= ids.shape[1] + 3
+        assert tokenizer.model_max_length == 512
+
+
+def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys, monkeypatch):
+    monkeypatch.setattr(engine, "_accumulate", None)  # an update would call it
+    checkpoints = list_checkpoints(finished)
+    (finished / "budget_sweep.json").unlink()
+    card = finished / "model" / "README.md"
+    edited = card.read_text() + "\nTrained for my aunt.\n"
+    card.write_text(edited)
+    train(command_line(finished, **data), whole=True)
+    assert card.read_text() == edited
+    out = capsys.readouterr().out
+    assert "finished already" in out and "validation" not in out
+    assert all(f"--- sample at K={K} ---" in out for K in (2, 4, 8))
+    assert (finished / "budget_sweep.json").exists() and list_checkpoints(finished) == checkpoints
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "bpe.json"])  # the second does not say which token ends a text
+def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
+    tokenizer = bpe_tokenizer(documents())
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
+    changes = {"tokenizer_name": tmp_path / name, "num_spectral_channels": 4, "max_steps": 1}
+    train(command_line(tmp_path / "run", **data, **changes, learning_rate=1e-9, ema_decay=0), whole=True)
+    model = tmp_path / "run" / "model"
+    config = AutoConfig.from_pretrained(model)
+    assert config.vocab_size == len(tokenizer) and config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == tokenizer.eos_token_id and config.bos_token_id is None
+    saved = AutoTokenizer.from_pretrained(model)
+    assert saved("abc dach").input_ids == tokenizer("abc dach").input_ids
+    # An untrained model is uniform but for a few percent: log2(V) bits per token, and a token stands for several bytes.
+    text = Path(data["validation_file"]).read_text()
+    bits = math.log2(len(tokenizer)) * len(tokenizer(text).input_ids) / len(text)
+    sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
+    assert sweep["bits_per_byte"] == pytest.approx([bits] * len(sweep["budgets"]), rel=0.05)
+    assert bits < 0.75 * math.log2(len(tokenizer))  # so that bits per token would not pass
+    assert read_log(tmp_path / "run")[0]["validation bits/byte K=2"] == pytest.approx(bits, rel=0.05)
+
+
+def test_special_tokens_are_not_scored_in_validation(data):
+    args = engine.parse_arguments(train_clm.CLMArguments, command_line(Path("nowhere"), **data))
+    encoder = ByteEncoder()
+    text = load_text(args, encoder)
+    seen = []
+    task = train_clm.make_task(args, ESSMForCausalLM(ESSMConfig(hidden_size=8, num_hidden_layers=1)), text, encoder)
+    original = train_clm.total_nats
+    try:
+        train_clm.total_nats = lambda model, blocks, labels, *rest: seen.append((blocks, labels)) or 1.0
+        from accelerate import Accelerator
+
+        bits = task.evaluate(Accelerator(), task.model, 2)
+    finally:
+        train_clm.total_nats = original
+    blocks, labels = seen[0]
+    assert torch.equal(blocks, text.held_out[:2]) and torch.equal(labels, text_labels(blocks))
+    assert bits == pytest.approx(1 / math.log(2) / int((labels[:, 1:] != -100).sum()))
+
+
+def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):
+    ESSMConfig(hidden_size=8, num_hidden_layers=1, num_spectral_channels=4, filter_length=64).save_pretrained(
+        tmp_path / "config"
+    )
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+    train(command_line(tmp_path / "new", **data, **sizes, config_name=tmp_path / "config", max_steps=1))
+    assert AutoConfig.from_pretrained(tmp_path / "new" / "model").hidden_size == 8
+    start = {"model_name_or_path": finished / "model", "max_steps": 1, "learning_rate": 0.0, "dropout": None}
+    train(command_line(tmp_path / "continued", **data, **sizes, **start))
+    ours, theirs = (model_weights(folder / "model") for folder in (tmp_path / "continued", finished))
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in theirs)
+
+
+def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
+    bpe_tokenizer(documents()).save_pretrained(tmp_path / "tokenizer")
+    needed = len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
+
+    def build(vocab_size: int, **changes):
+        config = ESSMConfig(vocab_size=vocab_size, hidden_size=8, num_hidden_layers=1, pad_token_id=0)
+        ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
+        sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+        line = command_line(tmp_path / "run", **data, **sizes, **changes, model_name_or_path=tmp_path / "model")
+        args = engine.parse_arguments(train_clm.CLMArguments, line)
+        return train_clm.build_model(args, train_clm.make_encoder(args))
+
+    own = {"tokenizer_name": tmp_path / "tokenizer"}
+    with pytest.raises(ValueError, match=f"must be at least {needed} for .*tokenizer, got {needed - 1}: give the"):
+        build(needed - 1, **own)
+    assert build(needed + 7, **own).config.vocab_size == needed + 7  # room to spare
+    with pytest.raises(ValueError, match=r"vocab_size of .*model' must be 259 for bytes, got 300"):
+        build(300)
+    with pytest.raises(ValueError, match=r"block_size must be in \[2, filter_length = 4096\], got 4097"):
+        build(259, block_size=4097)
+
+
+def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
+    """Without a word; with another one only if that is said, and then the model ends its texts as that one does."""
+    tokenizer = bpe_tokenizer(documents())
+    config = ESSMConfig(vocab_size=320, hidden_size=8, num_hidden_layers=1, pad_token_id=0, eos_token_id=299)
+    ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+    changes = sizes | {"model_name_or_path": tmp_path / "model", "max_steps": 1}
+    train(command_line(tmp_path / "run", **data, **changes))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    assert "tokens of" in json.loads((tmp_path / "run" / "training.json").read_text())["data"]
+    other = bpe_tokenizer(["xyz" * 50])
+    other.save_pretrained(tmp_path / "other")
+    line = command_line(tmp_path / "run", **data, **changes, tokenizer_name=tmp_path / "other")
+    with pytest.raises(ValueError, match=r"tokenizer_name must be the tokenizer of .*model'.* --replace_tokenizer"):
+        train(line)
+    args = engine.parse_arguments(train_clm.CLMArguments, [*line, "--replace_tokenizer"])
+    model = train_clm.build_model(args, train_clm.make_encoder(args))
+    assert (model.config.vocab_size, model.config.eos_token_id) == (320, other.eos_token_id)
+    assert model.generation_config.eos_token_id == other.eos_token_id != 299
+    with pytest.raises(ValueError, match="replace_tokenizer needs tokenizer_name and model_name_or_path"):
+        engine.parse_arguments(train_clm.CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train_file": "EMPTY"}, "text file .*EMPTY' is empty"),
+        ({"train_file": "MISSING"}, "cannot read text file .*MISSING'"),
+        ({"train_file": "SHORT"}, "shorter than one block: it holds 21 tokens and block_size is 32"),
+        ({"validation_file": "EMPTY"}, "text file .*EMPTY' is empty"),
+        (
+            {"train_file": "TABLE.parquet", "text_column": "body"},
+            r"text_column must be one of \['text'\] of .*got 'body'",
+        ),
+        ({"train_file": "LATIN", "tokenizer_name": "tokenizer"}, "LATIN' is not UTF-8: byte 0xe9 at position 3"),
+        ({"output_dir": "SHORT/run"}, "output_dir .*SHORT/run' cannot be written: Not a directory"),
+        ({"num_spectral_channels": 40}, "filter_length 512 resolves at most .*got num_spectral_channels=40"),
+        ({"block_size": 513}, r"block_size must be in \[2, filter_length = 512\], got 513"),
+        ({"budget_schedule": "fifo"}, "budget_schedule must be one of"),
+        ({"eval_budgets": [9]}, r"eval_budgets must be integers in \[1, 8\], got 9"),
+        ({"dataset_name": "imdb"}, "train_file or dataset_name, not both"),
+        ({"validation_blocks": 3}, "validation_blocks must be at most sweep_blocks = 2, got 3"),
+        ({"config_name": "a", "model_name_or_path": "b"}, "config_name or model_name_or_path, not both"),
+        ({"train_file": None}, "validation_file needs train_file or dataset_name"),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_errors_come_before_any_work(changes, message, data, tmp_path, monkeypatch):
+    (tmp_path / "EMPTY").touch()
+    (tmp_path / "SHORT").write_bytes(b"x" * 20)
+    (tmp_path / "LATIN").write_bytes(b"caf\xe9" * 100)
+    Dataset.from_dict({"text": ["x" * 100]}).to_parquet(tmp_path / "TABLE.parquet")
+    bpe_tokenizer(documents()).save_pretrained(tmp_path / "tokenizer")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(engine, "_accumulate", None)  # an update would call it
+    with pytest.raises(ValueError, match=message):
+        train(command_line(**{"output_dir": "run", **data} | changes))
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_nothing_is_deleted_by_arguments_that_cannot_work(finished, data):
+    before = sorted(path.name for path in finished.iterdir())
+    for changes in ({"eval_budgets": [99]}, {"train_file": "MISSING"}, {"block_size": 1}):
+        with pytest.raises(ValueError):
+            train([*command_line(finished, **data | changes), "--overwrite_output_dir"])
+    assert sorted(path.name for path in finished.iterdir()) == before
+
+
+def test_errors_of_the_script_are_one_line(data, tmp_path):
+    """Under the launcher too, whose own traceback --quiet leaves out."""
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--cpu"]
+    order = command_line(tmp_path, **data | {"train_file": "MISSING"})
+    run = subprocess.run(
+        [*launch, "--num_processes", "1", train_clm.__file__, *order], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
+    assert run.stderr.strip().splitlines()[-1].startswith("error: cannot read text file")
+
+
+def test_a_hub_push_that_cannot_work_is_refused_before_training(data, tmp_path, monkeypatch):
+    def refuse(name, private):
+        raise PermissionError(f"no token for {name}")
+
+    monkeypatch.setattr(train_clm, "check_can_push", refuse)
+    with pytest.raises(PermissionError, match="no token for me/mine"):
+        train([*command_line(tmp_path, **data, hub_model_id="me/mine"), "--push_to_hub"])
+    assert not list_checkpoints(tmp_path)

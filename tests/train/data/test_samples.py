@@ -1,0 +1,135 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""essm_train/data/samples.py: every sample of an epoch once, in an order that no interruption changes."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+
+from essm_train.data.samples import Each, MapSamples, StreamSamples, even_shares, share_of
+
+
+class Numbers:
+    """A stream of {"x": i} that resumes as a `datasets.IterableDataset` does: its iterator follows its state."""
+
+    def __init__(self, count: int, broken_at: int | None = None):
+        self.count, self.broken_at, self.position = count, broken_at, 0
+
+    def __iter__(self):
+        while self.position < self.count:
+            if self.position == self.broken_at:
+                raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+            self.position += 1
+            yield {"x": self.position - 1}
+
+    def state_dict(self) -> dict:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.position = state["position"]
+
+
+class Pairs:
+    """Two items make a sample; the last one of an odd number waits, and is forgotten at the end of an epoch."""
+
+    def __init__(self):
+        self.rest = []
+
+    def __call__(self, item: dict) -> list:
+        self.rest.append(item["x"])
+        if len(self.rest) < 2:
+            return []
+        pair, self.rest = tuple(self.rest), []
+        return [pair]
+
+    def state_dict(self) -> dict:
+        return {"rest": list(self.rest)}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.rest = list(state["rest"])
+
+    def end_epoch(self) -> None:
+        self.rest = []
+
+
+def numbers(count: int = 50, buffer_size: int = 8, seed: int = 0) -> StreamSamples:
+    return StreamSamples(lambda: Numbers(count), Each(lambda item: item["x"]), buffer_size, seed)
+
+
+def pairs(count: int = 51, buffer_size: int = 8, seed: int = 0) -> StreamSamples:
+    return StreamSamples(lambda: Numbers(count), Pairs(), buffer_size, seed)
+
+
+SOURCES = {
+    "map": lambda seed=0: MapSamples(range(50), seed),
+    "stream": lambda seed=0: numbers(seed=seed),
+    "expanded": lambda seed=0: pairs(101, seed=seed),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_epoch_holds_every_sample_once_and_the_next_has_another_order(kind):
+    source = SOURCES[kind]()
+    first, second = (source.load(source.draw(50)) for _ in range(2))
+    expected = [(i, i + 1) for i in range(0, 100, 2)] if kind == "expanded" else list(range(50))
+    assert sorted(first) == sorted(second) == expected
+    assert first != second and expected not in (first, second)
+    other = SOURCES[kind](seed=1)
+    assert other.load(other.draw(50)) != first
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_draws_may_be_of_any_size(kind):
+    whole, parts = SOURCES[kind](), SOURCES[kind]()
+    drawn = [handle for size in (1, 7, 30, 40, 2) for handle in parts.draw(size)]  # across the end of an epoch
+    assert whole.load(whole.draw(80)) == parts.load(drawn)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_place_can_be_resumed(kind):
+    """In the middle of the buffer's life, when the stream has ended and the buffer empties, and between epochs."""
+    source = SOURCES[kind]()
+    expected = source.load(source.draw(120))
+    source = SOURCES[kind]()
+    for place in range(110):
+        state = source.state_dict()
+        source.draw(1)  # must not change the state
+        resumed = SOURCES[kind]()
+        resumed.draw(3)  # nor must what came before
+        resumed.load_state_dict(state)
+        assert resumed.load(resumed.draw(10)) == expected[place : place + 10], place
+
+
+def test_a_stream_is_shuffled_within_its_buffer():
+    assert numbers(buffer_size=1).draw(50) == list(range(50))
+    drawn = numbers(buffer_size=8).draw(50)
+    assert all(number < place + 8 for place, number in enumerate(drawn))
+    places = Counter(numbers(buffer_size=50, seed=seed).draw(1)[0] // 10 for seed in range(300))
+    assert all(30 < places[tenth] < 95 for tenth in range(5))  # 60 expected: five standard deviations are 35
+
+
+def test_a_stream_without_samples_or_with_a_broken_item_is_an_error():
+    with pytest.raises(ValueError, match="the training stream holds no sample: it is empty, or shorter than one block"):
+        numbers(0).draw(1)
+    with pytest.raises(ValueError, match="holds no sample"):
+        pairs(1).draw(1)
+    broken = StreamSamples(lambda: Numbers(50, broken_at=20), Each(lambda item: item["x"]), 5, seed=0)
+    assert len(broken.draw(15)) == 15
+    with pytest.raises(ValueError, match="cannot read on in the training stream: 'utf-8' codec can't decode byte 0xff"):
+        broken.draw(10)
+
+
+def test_shares_of_a_draw_are_disjoint_and_complete():
+    drawn = list(range(24))
+    shares = [share_of(drawn, rank, 3, micro_step, 4) for micro_step in range(2) for rank in range(3)]
+    assert [i for share in shares for i in share] == drawn
+    assert share_of(drawn, 0, 1, 1, 12) == drawn[12:]  # one process with the same global batch
+
+
+@pytest.mark.parametrize("count", [1, 5, 6])
+def test_evaluation_shares_are_equally_long_and_complete(count):
+    shares = [even_shares(count, rank, 3) for rank in range(3)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(i for share in shares for i in share if i is not None) == list(range(count))

@@ -1,0 +1,370 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""essm_train/data/text.py: documents to tokens to blocks, map-style and streaming, and what is wrong with a file."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+
+from essm_train.data import text as text_data
+from essm_train.data.text import ByteEncoder, PackBlocks, TokenizerEncoder, choose_tokenizer, cut_blocks, evaluation_blocks, load_text, open_tokenizer, read_files, text_labels, to_stream, with_end_token
+from training_run import bpe_tokenizer, documents, write_tables
+
+from modeling_essm import ESSMConfig, build_byte_tokenizer
+from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID
+
+BYTES = ByteEncoder()
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def stream_of(*texts: str | bytes) -> np.ndarray:
+    return to_stream([("a test", text) for text in texts], BYTES)[0]
+
+
+def arguments(**changes) -> SimpleNamespace:
+    """Those of CLMArguments that text depends on."""
+    values = {"train_file": None, "validation_file": None, "dataset_name": None, "dataset_config_name": None}
+    values |= {"text_column": "text", "streaming": False, "shuffle_buffer": 6, "block_size": 16, "sweep_blocks": 100}
+    return SimpleNamespace(**values | {"seed": 0} | changes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens.
+
+
+def test_bytes_are_tokens():
+    ids, size = BYTES(("a test", "zwölf"))
+    assert ids.tolist() == [*"zwölf".encode(), EOS_ID] and size == 6 and ids.dtype == np.uint16
+    ids, size = BYTES(("a test", bytes(range(256))))  # none of them valid UTF-8
+    assert ids.tolist() == [*range(256), EOS_ID] and size == 256
+
+
+def test_tokenizers_count_bytes_and_mark_their_special_tokens():
+    tokenizer = bpe_tokenizer(documents())
+    encoder = TokenizerEncoder(tokenizer, "mine")
+    ids, size = encoder(("a test", "hab dach ä"))
+    assert ids[-1] == tokenizer.eos_token_id and tokenizer.decode(ids[:-1]) == "hab dach ä" and size == 11
+    assert len(ids) < size and ids.dtype == np.uint16
+    stream, density = to_stream([("a test", text) for text in documents() if text], encoder)
+    num_bytes = sum(len(text) for text in documents())
+    assert density == num_bytes / np.isin(stream, tokenizer.eos_token_id, invert=True).sum() > 1.5
+    assert encoder.pad_id == tokenizer.eos_token_id and set(encoder.special_ids) == {tokenizer.eos_token_id}
+    assert encoder.vocab_size == len(tokenizer)
+    labels = text_labels(torch.tensor([[0, 1, tokenizer.eos_token_id]]), encoder.special_ids)
+    assert labels[0, 2] == -100 and (labels[0, :2] != -100).sum() == 2 - (tokenizer.eos_token_id in (0, 1))
+
+
+def test_tokenizers_need_an_end_of_text_and_utf8():
+    tokenizer = bpe_tokenizer(documents())
+    encoder = TokenizerEncoder(tokenizer, "mine")
+    with pytest.raises(
+        ValueError, match=r"a test is not UTF-8: byte 0xe9 at position 3; convert it, or train on bytes"
+    ):
+        encoder(("a test", b"caf\xe9"))
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
+    with pytest.raises(ValueError, match="tokenizer 'bare' has no end-of-sequence token"):
+        TokenizerEncoder(bare, "bare")
+
+
+def test_a_tokenizer_may_be_one_file(tmp_path):
+    tokenizer = bpe_tokenizer(documents())
+    tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
+    alone = open_tokenizer(str(tmp_path / "bpe.json"))
+    assert alone.get_vocab() == tokenizer.get_vocab() and alone.eos_token_id is None
+    assert alone.name_or_path == str(tmp_path / "bpe.json")  # for error messages
+    (tmp_path / "other.json").write_text('{"version": "1.0"}')
+    for name, reason in (("other.json", "a file must be what"), ("nowhere", "")):
+        with pytest.raises(ValueError, match=f"cannot load tokenizer '.*{name}': {reason}"):
+            open_tokenizer(str(tmp_path / name))
+
+
+def test_an_end_token_is_found_or_made():
+    tokenizer = bpe_tokenizer(documents())
+    known = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)  # forgets which token it is
+    assert with_end_token(known).eos_token == "<|end|>" and len(known) == 300
+    plain = tokenizers.ByteLevelBPETokenizer()
+    plain.train_from_iterator(documents(), vocab_size=299, show_progress=False)
+    made = with_end_token(PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer))
+    assert (made.eos_token, made.eos_token_id, len(made)) == ("<eos>", 299, 300)
+    encoder = TokenizerEncoder(made, "mine")
+    assert encoder(("a test", "ab"))[0][-1] == 299 and encoder.vocab_size == 300 and 299 in encoder.special_ids
+    assert with_end_token(made) is made and len(made) == 300
+
+
+def test_the_tokenizer_of_the_weights_counts(tmp_path):
+    def choose(**names):
+        values = {"tokenizer_name": None, "model_name_or_path": None, "replace_tokenizer": False} | names
+        return choose_tokenizer(SimpleNamespace(**{k: str(v) if isinstance(v, Path) else v for k, v in values.items()}))
+
+    own, other, of_bytes, bare = (tmp_path / name for name in ("own", "other", "bytes", "bare"))
+    tokenizer = bpe_tokenizer(documents())
+    for folder, saved in ((own, tokenizer), (other, bpe_tokenizer(["xyz" * 50])), (of_bytes, build_byte_tokenizer())):
+        ESSMConfig(hidden_size=8, num_hidden_layers=1).save_pretrained(folder)
+        saved.save_pretrained(folder)
+    ESSMConfig().save_pretrained(bare)
+    assert choose(model_name_or_path=own).get_vocab() == tokenizer.get_vocab()
+    assert choose() is None and choose(model_name_or_path=bare) is None and choose(model_name_or_path=of_bytes) is None
+    assert choose(model_name_or_path=own, tokenizer_name=own).get_vocab() == tokenizer.get_vocab()
+    assert choose(model_name_or_path=bare, tokenizer_name=own).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(
+        ValueError, match=r"must be the tokenizer of '.*own', whose .* 300 tokens, got '.*other' with \d+"
+    ):
+        choose(model_name_or_path=own, tokenizer_name=other)
+    with pytest.raises(ValueError, match=r"must be the tokenizer of '.*bytes'"):
+        choose(model_name_or_path=of_bytes, tokenizer_name=own)
+    told = choose(model_name_or_path=own, tokenizer_name=other, replace_tokenizer=True)
+    assert len(told) < 300
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Documents.
+
+
+def test_a_folder_of_text_files_is_documents(tmp_path):
+    """By --train_file and by --dataset_name, streamed too: a file is one document, with its line ends."""
+    folder = tmp_path / "books"
+    (folder / "part").mkdir(parents=True)
+    texts = {"a.txt": "one\ntwo\n\nthree\n" * 9, "part/b.txt": "zwölf\n" * 9}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / ".hidden").write_text("not this")
+    (folder / "part" / "empty.txt").touch()
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("held out")
+    stream = stream_of(*texts.values())
+    named = {"train_file": [str(folder)], "validation_file": [str(held_out)]}
+    text = load_text(arguments(**named), BYTES)
+    assert np.array_equal(text.source.samples, cut_blocks(stream, 16)) and "books (2 files)" in text.description
+    both = load_text(arguments(**named | {"validation_file": [str(folder)]}), BYTES)
+    assert torch.equal(both.held_out, evaluation_blocks(stream, 16, 100))
+    (folder / "part" / "empty.txt").unlink()
+    for streaming in (False, True):
+        named = {"dataset_name": str(folder), "validation_file": [str(held_out)], "shuffle_buffer": 1}
+        text = load_text(arguments(**named, streaming=streaming), BYTES)
+        blocks = cut_blocks(stream, 16)
+        assert sorted(all_blocks(text, len(blocks))) == sorted(block.tobytes() for block in blocks)
+
+
+def test_folders_that_hold_no_text(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").touch()
+    with pytest.raises(ValueError, match=r"folder '.*books' holds no file with text"):
+        load_text(arguments(train_file=[str(tmp_path / "books")]), BYTES)
+    (tmp_path / "books" / "a.txt").write_bytes(b"caf\xe9" * 100)
+    with pytest.raises(ValueError, match=r"a file is not UTF-8 .*; --train_file takes any bytes"):
+        load_text(arguments(dataset_name=str(tmp_path / "books")), BYTES)
+    assert len(load_text(arguments(train_file=[str(tmp_path / "books")]), BYTES).held_out)
+
+
+def test_files_are_read_in_order_whole_or_by_rows(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff whole\nfile")
+    (tmp_path / "b.jsonl").write_text('{"text": "eins"}\n{"text": ""}\n{"text": "zw\\u00f6lf"}\n')
+    (tmp_path / "c.csv").write_text("id,text\n1,drei\n2,vier\n")
+    Dataset.from_dict({"text": ["x", None, "y"]}).to_parquet(tmp_path / "d.parquet")
+    paths = [str(tmp_path / name) for name in ("d.parquet", "a.txt", "c.csv", "b.jsonl")]
+    texts = [text for _, text in read_files(paths)]
+    assert texts == ["x", "y", b"\xff whole\nfile", "drei", "vier", "eins", "zwölf"]
+
+
+BROKEN = {
+    "empty.txt": (b"", "empty.txt' is empty"),
+    "empty.jsonl": (b"", "empty.jsonl' is empty"),
+    "empty.parquet": (b"", "empty.parquet' is empty"),
+    "missing.parquet": (None, "cannot read text file .*missing.parquet': No such file"),
+    "garbage.parquet": (b"no table" * 99, "cannot read .*garbage.parquet.* as parquet: Parquet magic bytes not found"),
+    "garbage.jsonl": (b'{"text": "good"}\nbad', "cannot read .*garbage.jsonl.*JSON parse error"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', "cannot read .*latin.jsonl.*can't decode byte 0xe9"),
+    "column.jsonl": (b'{"body": "x"}\n', r"text_column must be one of \['body'\] of .*column.jsonl.*, got 'text'"),
+    "numbers.jsonl": (b'{"text": 1}\n{"text": 2}\n', "column 'text' must hold text, got int"),
+    "nothing.csv": (b'id,text\n1,""\n2,\n', "(holds no text in column 'text'|stream holds no sample: it is empty)"),
+    "short.jsonl": (b'{"text": "brief"}\n', "shorter than one block"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_named(name, streaming, tmp_path):
+    content, message = BROKEN[name]
+    path, held_out = tmp_path / name, tmp_path / "held_out.txt"
+    held_out.write_text("held out")
+    if content is not None:
+        path.write_bytes(content)
+    if name == "empty.txt" and streaming:
+        message = r"files must all be of one kind out of \['.csv', .*got \['.txt'\]"
+    with pytest.raises(ValueError, match=message):
+        text = load_text(arguments(train_file=[str(path)], validation_file=[str(held_out)], streaming=streaming), BYTES)
+        text.source.draw(1)
+
+
+def test_streams_need_tables_and_a_validation_part(tmp_path):
+    paths = write_tables(tmp_path)
+    with pytest.raises(ValueError, match="streaming needs validation_file"):
+        load_text(arguments(train_file=paths, streaming=True), BYTES)
+    with pytest.raises(ValueError, match="streaming needs train_file"):
+        load_text(arguments(streaming=True), BYTES)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    Dataset.from_dict({"text": ["x" * 99]}).to_parquet(folder / "train-00000-of-00001.parquet")
+    with pytest.raises(ValueError, match=r"streaming needs a split 'validation', and dataset .* has only \['train'\]"):
+        load_text(arguments(dataset_name=str(folder), streaming=True), BYTES)
+
+
+def test_standard_library_is_split_by_whole_files(tmp_path, monkeypatch):
+    for i in range(200):
+        (tmp_path / f"m{i:03}.py").write_text(f"module {i}")
+    (tmp_path / "binary.py").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "huge.py").write_bytes(b"#" * ((1 << 18) + 1))
+    (tmp_path / "_sysconfigdata_x.py").write_text("generated")
+    for folder in ("test", "site-packages"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "skipped.py").write_text("skipped")
+    monkeypatch.setattr(text_data.sysconfig, "get_path", lambda name: str(tmp_path))
+    train, held_out = text_data.standard_library()
+    kept = [(f"m{i:03}.py", f"module {i}".encode()) for i in range(200)]
+    assert sorted(train + held_out) == sorted([*kept, ("binary.py", b"\xff\xfe\x00")])
+    assert train == sorted(train) and 0 < len(held_out) < 20
+    (tmp_path / train[1][0]).unlink()  # what is held out does not depend on the other files
+    assert text_data.standard_library()[1] == held_out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks.
+
+
+def test_every_target_of_a_stream_stands_in_exactly_one_block():
+    stream = stream_of(bytes(range(100)), b"second document")
+    blocks = evaluation_blocks(stream, block_size=16, max_blocks=1000)
+    targets = blocks[:, 1:].flatten()
+    assert targets[: len(stream) - 1].tolist() == stream[1:].tolist()
+    assert set(targets[len(stream) - 1 :].tolist()) <= {PAD_ID}
+    assert blocks[1:, 0].tolist() == blocks[:-1, -1].tolist()  # one token of context
+    labels = text_labels(blocks)
+    assert ((labels == -100) == (blocks >= 256)).all() and (blocks == EOS_ID).sum() >= 2
+
+
+def test_training_blocks_are_those_windows_but_for_the_incomplete_end():
+    stream = stream_of(bytes(range(100)))
+    blocks = cut_blocks(stream, 16)
+    assert torch.equal(torch.tensor(blocks.astype(int)), evaluation_blocks(stream, 16, 1000)[: len(blocks)])
+    assert len(blocks) == 6 and len(cut_blocks(stream[:91], 16)) == 6 and len(cut_blocks(stream[:90], 16)) == 5
+    with pytest.raises(ValueError, match="shorter than one block: it holds 15 tokens and block_size is 16"):
+        cut_blocks(stream[:15], 16)
+
+
+def test_evaluation_blocks_are_spread_over_the_text():
+    stream = stream_of(bytes(range(250)))
+    everything = evaluation_blocks(stream, 11, 1000)
+    few = evaluation_blocks(stream, 11, 3)
+    assert torch.equal(few, everything[[0, 12, 24]]) and len(everything) == 25
+    with pytest.raises(ValueError, match="validation text must hold at least 2 tokens, got 1"):
+        evaluation_blocks(stream_of(b"x"), 11, 3)
+
+
+def test_rows_are_packed_into_the_blocks_of_their_whole_text():
+    rows = documents()
+    expected = cut_blocks(stream_of(*(row for row in rows if row)), 16)
+    pack, blocks = PackBlocks(BYTES, 16, "text"), []
+    for row in rows:
+        state = pack.state_dict()
+        new = pack({"text": row})
+        resumed = PackBlocks(BYTES, 16, "text")
+        resumed.load_state_dict(state)
+        assert np.array_equal(resumed({"text": row}), new)
+        blocks += new
+    assert np.array_equal(blocks, expected)
+    pack.end_epoch()
+    assert np.array_equal(pack({"text": "x" * 20})[0], np.full(16, ord("x")))  # nothing left over from before
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All of it together.
+
+
+def all_blocks(text: text_data.TextData, count: int) -> list[bytes]:
+    return [block.tobytes() for block in text.source.load(text.source.draw(count))]
+
+
+def test_files_give_the_same_blocks_map_style_and_streaming(tmp_path):
+    paths = write_tables(tmp_path)
+    (tmp_path / "held_out.txt").write_text("held out " * 9)
+    files = {"train_file": paths, "validation_file": [str(tmp_path / "held_out.txt")]}
+    at_once = load_text(arguments(**files), BYTES)
+    stream = load_text(arguments(**files, streaming=True), BYTES)
+    count = at_once.source.num_samples
+    assert sorted(all_blocks(at_once, count)) == sorted(all_blocks(stream, count))
+    assert sorted(all_blocks(stream, count)) == sorted(all_blocks(at_once, count))  # the second epoch
+    assert torch.equal(at_once.held_out, stream.held_out) and at_once.bytes_per_token == stream.bytes_per_token == 1
+
+
+def test_a_stream_of_files_resumes_anywhere(tmp_path):
+    """Across files, row groups, rows that fill no block, and the end of the stream."""
+    (tmp_path / "held_out.txt").write_text("held out")
+    files = {"train_file": write_tables(tmp_path), "validation_file": [str(tmp_path / "held_out.txt")]}
+    source = load_text(arguments(**files, streaming=True), BYTES).source
+    num_blocks = len(cut_blocks(stream_of(*filter(None, documents())), 16))
+    states, expected = [], []
+    for _ in range(num_blocks + 5):
+        states.append(source.state_dict())
+        expected.append(source.draw(1)[0].tobytes())
+    for place in range(0, len(states) - 4, 3):
+        source.load_state_dict(states[place])
+        assert [block.tobytes() for block in source.draw(4)] == expected[place : place + 4], place
+    assert len(set(expected[:num_blocks])) == num_blocks
+
+
+def test_data_sets_are_read_from_a_local_folder(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = {"train": ["eins" * 9, "", "zwölf" * 9], "validation": ["drei" * 9]}
+    for split, texts in rows.items():
+        Dataset.from_dict({"content": texts}).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+    for streaming in (False, True):
+        named = arguments(dataset_name=str(folder), text_column="content", streaming=streaming, shuffle_buffer=1)
+        text = load_text(named, BYTES)
+        expected = cut_blocks(stream_of(rows["train"][0], rows["train"][2]), 16)
+        assert sorted(all_blocks(text, len(expected))) == sorted(block.tobytes() for block in expected)
+        assert torch.equal(text.held_out, evaluation_blocks(stream_of(*rows["validation"]), 16, 100))
+        named.text_column = "text"
+        with pytest.raises(ValueError, match=r"text_column must be one of \['content'\].*got 'text'"):
+            load_text(named, BYTES)
+
+
+def test_without_a_validation_part_the_end_is_held_out(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(range(200)))
+    text = load_text(arguments(train_file=[str(tmp_path / "a.txt")]), BYTES)
+    stream = stream_of(bytes(range(200)))
+    assert np.array_equal(text.source.samples, cut_blocks(stream[:181], 16))
+    assert torch.equal(text.held_out, evaluation_blocks(stream[181:], 16, 100))
+    assert "10% held out" in text.description
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
+def test_fingerprints_change_with_the_text(streaming, tmp_path):
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("held out")
+    path = tmp_path / "a.jsonl"
+
+    def fingerprint(*texts: str) -> str:
+        path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+        files = {"train_file": [str(path)], "validation_file": [str(held_out)]}
+        return load_text(arguments(**files, streaming=streaming), BYTES).fingerprint
+
+    original = fingerprint("one" * 9, "two" * 9)
+    assert original == fingerprint("one" * 9, "two" * 9)
+    assert len({original, fingerprint("one" * 9, "twi" * 9), fingerprint("two" * 9, "one" * 9)}) == 3
+    many = ["x" * 9] * 70  # of a stream only the first rows and the length are looked at
+    assert fingerprint(*many) != fingerprint(*many, "x")

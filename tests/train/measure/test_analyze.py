@@ -1,0 +1,133 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/analyze.py: gate statistics, stability bounds and the cost model."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from helpers import VARIANTS, random_ids, random_model, variants
+from torch.utils.flop_counter import FlopCounterMode
+
+from essm_train.commands import analyze
+from essm_train.commands.analyze import (
+    gate_statistics,
+    layer_cost,
+    measured_cost,
+    mixers_of,
+    parts_of,
+    stability_bounds,
+)
+from modeling_essm import ESSMModel, build_byte_tokenizer
+
+
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_gate_statistics_are_those_of_the_gates(block):
+    model, ids = random_model(ESSMModel, **VARIANTS[block]), random_ids(2, 20)
+    heads = () if block == "paper" else (4,)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, 12:] = 0  # right padding does not count
+    found = gate_statistics(model, {"input_ids": ids, "attention_mask": mask}, 6)
+    torch.testing.assert_close(found.mean.sum(-1), torch.ones(2, *heads, dtype=torch.float64))
+    assert ((found.entropy > 0) & (found.entropy <= math.log(6) + 1e-6)).all()
+    inputs = []
+    hook = mixers_of(model)[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    rows = [ids[:1], ids[1:, :12]]
+    with torch.no_grad():
+        for row in rows:
+            model(row, spectral_budget=6)
+    hook.remove()
+    mixer = mixers_of(model)[1]
+    sigma = mixer.operator.sigma(6, mixer.scaling_exponent, inputs[0])
+    with torch.no_grad():
+        gates = torch.cat([mixer.gates(mixer.operator_inputs(u), 6)[0] for u in inputs])  # (20 + 12, 6), or (.., 4)
+    alpha = gates.movedim(1, -1) / sigma
+    torch.testing.assert_close(found.mean[1], alpha.double().mean(0), atol=1e-5, rtol=1e-4)
+    entropy = -(alpha * alpha.log()).sum(-1).double().mean(0)
+    torch.testing.assert_close(found.entropy[1], entropy, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="gating='softmax'"):
+        gate_statistics(random_model(ESSMModel, gating="none"), {"input_ids": ids}, 6)
+
+
+@pytest.mark.parametrize("name", ["paper", "no-gate", "gated", "gated-diagonal"])
+def test_no_layer_amplifies_beyond_its_bound(name):
+    model = random_model(ESSMModel, **VARIANTS[name])
+    width = model.config.inner_size
+    u = torch.nn.functional.normalize(torch.randn(4, 300, width, generator=torch.Generator().manual_seed(0)), dim=-1)
+    for K in (1, 4, 32):
+        for mixer, bound in zip(mixers_of(model), stability_bounds(model, K), strict=True):
+            with torch.no_grad():
+                assert mixer(u, K).norm(dim=-1).max() <= bound * (1 + 1e-5)
+    for mixer in mixers_of(model):
+        mixer.skip.weight.data.zero_()
+    for mixer, bound in zip(mixers_of(model), stability_bounds(model, 1), strict=True):
+        with torch.no_grad():  # the spectral part alone; of one channel random inputs reach a part of the bound
+            assert 0.003 * bound < mixer(u, 1).norm(dim=-1).max() <= bound * (1 + 1e-5)
+    with pytest.raises(ValueError, match="ar_order"):
+        stability_bounds(random_model(ESSMModel, gating="none", ar_order=2), 4)
+
+
+def test_the_cost_model_counts_the_products():
+    # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 32, D_g = 8: skip, gate, weights and mixing; then
+    # features, and states with 6 levels.
+    mixer = mixers_of(random_model(ESSMModel, hidden_size=32, filter_length=4096, chunk_size=64))[0]
+    cost, fixed = layer_cost(mixer, 4, 4096), 32**2 + 32 * 8 + 8 * 4 + 4 + 4 * 32 + 4 * 32**2
+    assert cost["chunked"] == fixed + 4 * 80 * 32 + (16 + 256 / 64 * 6) * 32
+    assert cost["step"] == fixed + 16 * 17 * 32
+    assert cost["fft"] == fixed + 5 * 2.5 * 13 * 32 + 16 * 32
+    mixer = mixers_of(random_model(ESSMModel, hidden_size=32, filter_length=4096, gating="none"))[0]
+    assert cost["step"] - layer_cost(mixer, 4, 4096)["step"] == 32 * 8 + 8 * 4 + 4
+
+
+@variants
+@pytest.mark.parametrize("length", [1, 5])
+def test_the_cost_model_counts_what_a_layer_computes(variant, length):
+    """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u.
+
+    Of the gated block also convolution and skip, and a diagonal M_k.
+    """
+    part = parts_of(random_model(ESSMModel, spectral_algorithm="step", **variant))[0]
+    mixer = mixers_of(part)[0]
+    D, G, d = mixer.skip.weight.shape[-1], mixer.num_heads, mixer.channel_mixing.shape[2]
+    for K in (1, 6, 32):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            part(torch.randn(1, length, 16), K)
+        elements = (K + mixer.operator.num_states(K)) * D * (2 if mixer.ar_order else 1) + (G * K if mixer.gated else 0)
+        elements += (mixer.taps + 1) * D if part is not mixer else 0
+        elements += K * D if d == 1 else 0
+        products = layer_cost(part, K, length)["step"] - elements
+        assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
+
+
+@variants
+def test_measuring_leaves_the_layer_as_it_was(variant):
+    model = random_model(ESSMModel, spectral_algorithm="step", **variant)
+    model.truncate([8, 3])
+    seconds = measured_cost(parts_of(model)[1], (2, 8), 20, rounds=1)
+    assert [len(values) for values in seconds.values()] == [2, 2] and mixers_of(model)[1].algorithm == "step"
+
+
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_script(block, tmp_path, monkeypatch, capsys):
+    model = tmp_path / "model"
+    random_model(**VARIANTS[block]).save_pretrained(model)
+    build_byte_tokenizer().save_pretrained(model)
+    (tmp_path / "text.txt").write_text("spectral " * 200)
+    argv = ["analyze.py", "--model", str(model), "--text_files", str(tmp_path / "text.txt"), "--block_size", "128"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(tmp_path / "out")])
+    analyze.main()
+    record = json.loads((tmp_path / "out" / "analysis.json").read_text())
+    assert torch.tensor(record["gates"]["mean"]).shape == ((2, 32) if block == "paper" else (2, 4, 32))
+    assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
+    assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
+    assert "largest mean gates" in capsys.readouterr().out
+
+
+def test_layers_of_different_capacity():
+    model, ids = random_model(ESSMModel), random_ids(2, 20)
+    bounds = [stability_bounds(model, K)[i] for i, K in enumerate((8, 3))]
+    model.truncate([8, 3])
+    assert stability_bounds(model, 8) == bounds
+    mean = gate_statistics(model, {"input_ids": ids}, 8).mean
+    assert mean.shape == (2, 8) and (mean[1, 3:] == 0).all() and (mean[1, :3] > 0).all()

@@ -1,0 +1,249 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""essm_train/run/engine.py on two CPU ranks, under DDP and FSDP2: the same as one rank, and resumed exactly."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+from training_run import (
+    TRAIN,
+    command_line,
+    model_weights,
+    read_log,
+    read_samples,
+    same,
+    train,
+    train_apart,
+    write_held_out,
+    write_tables,
+    write_text,
+)
+
+from essm_train.run.checkpoints import list_checkpoints
+from modeling_essm import ESSMForCausalLM
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+# Two ranks add up gradients in another order. Adam divides by a gradient's size, so a weight's share of that error is
+# eps over how small its gradient is; of the 2^14 weights here the smallest is 2^-14 of the typical one. Five updates
+# move a weight by at most the sum of their rates, 0.013: 0.013 * 2^14 * eps = 2.5e-5. A lost sample moves it by 1e-2.
+SUMMATION = 2.5e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restore_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("data")
+    held_out = write_held_out(folder)
+    return {
+        "map-style": {"train_file": write_text(folder), "validation_file": held_out},
+        "streaming": {
+            "train_file": write_tables(folder),
+            "validation_file": held_out,
+            "streaming": True,
+            "shuffle_buffer": 5,
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def equal(data) -> dict:
+    """Arguments of runs that must not depend on the number of ranks: five updates of four samples, no dropout.
+
+    Three validation blocks are an odd number for two ranks.
+    """
+    return {**data["map-style"], "dropout": 0.0, "max_steps": 5, "checkpoint_every": 2} | {
+        "validate_every": 2,
+        "validation_blocks": 3,
+        "sweep_blocks": 3,
+    }
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, equal) -> Path:
+    folder = tmp_path_factory.mktemp("one_rank")
+    codes, log = train_apart(command_line(folder / "run", per_device_batch_size=4, **equal), folder)
+    assert codes == [0], log
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ddp(tmp_path_factory, equal) -> Path:
+    """Two ranks as a user starts them, with the sweep and everything."""
+    folder = tmp_path_factory.mktemp("ddp")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run = subprocess.run(
+        [*launch, str(TRAIN / "train_clm.py"), *command_line(folder / "run", **equal)],
+        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fsdp2(tmp_path_factory, equal) -> Path:
+    folder = tmp_path_factory.mktemp("fsdp2")
+    codes, log = train_apart(command_line(folder / "run", **equal), folder, ranks=2, environment=FSDP2)
+    assert codes == [0, 0], log
+    return folder
+
+
+def assert_same_model(a: Path, b: Path) -> None:
+    """Averaged weights after the same updates."""
+    ours, theirs = (model_weights(folder / "run" / "model") for folder in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], atol=SUMMATION, rtol=0.0)
+
+
+def assert_same_figures(a: Path, b: Path) -> None:
+    """Loss, gradient norm, and validation of all ranks' samples."""
+    for ours, theirs in zip(read_log(a / "run"), read_log(b / "run"), strict=True):
+        del ours["tokens_per_second"], theirs["tokens_per_second"]
+        assert ours == pytest.approx(theirs, abs=5e-5)  # of size 6: 8 rounding steps in each of 10 sums
+
+
+def test_two_ranks_equal_one_at_the_same_global_batch(one_rank, ddp):
+    assert_same_model(ddp, one_rank)
+    assert_same_figures(ddp, one_rank)
+    ours, theirs = (
+        torch.load(list_checkpoints(folder / "run")[-1] / "pytorch_model.bin") for folder in (ddp, one_rank)
+    )
+    for name in ours:  # not averaged
+        torch.testing.assert_close(ours[name], theirs[name], atol=SUMMATION, rtol=0.0)
+    assert (ddp / "run" / "budget_sweep.json").exists()
+
+
+def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
+    """Losses in fp32 under autocast: with Accelerate's own policy they are multiples of 2^-8, 1e-3 off."""
+    logs = []
+    for name, ranks, environment, batch in (("one", 1, {}, 4), ("fsdp2", 2, FSDP2, 2)):
+        (tmp_path / name).mkdir()
+        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_batch_size": batch, "block": "paper"}
+        order = command_line(tmp_path / name / "run", **equal | changes)
+        bf16 = environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        codes, log = train_apart(order, tmp_path / name, ranks=ranks, environment=bf16)
+        assert codes == [0] * ranks, log
+        logs.append(read_log(tmp_path / name / "run"))
+    assert len(logs[0]) == 3
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=3e-4)
+
+
+def test_fsdp2_equals_one_rank_and_leaves_a_model_that_loads(one_rank, fsdp2):
+    assert_same_model(fsdp2, one_rank)
+    assert_same_figures(fsdp2, one_rank)
+    assert read_samples(fsdp2, 5) == read_samples(one_rank, 5)
+    for name in ("model", "best"):
+        model = ESSMForCausalLM.from_pretrained(fsdp2 / "run" / name)
+        assert type(model) is ESSMForCausalLM and model.lm_head.weight is model.get_input_embeddings().weight
+        assert model(torch.arange(20)[None], spectral_budget=2).logits.isfinite().all()
+    shards = {path.name for path in list_checkpoints(fsdp2 / "run")[-1].rglob("*.distcp")}
+    assert len(shards) >= 2  # each rank wrote its own
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment"),
+    [("map-style", {}), ("streaming", {}), ("streaming", FSDP2)],
+    ids=["map-style-ddp", "streaming-ddp", "streaming-fsdp2"],
+)
+def test_two_ranks_killed_twice_resume_bit_for_bit(kind, environment, data, tmp_path):
+    """Every rank has its own dropout, so the random state of each must come back."""
+    changes = {**data[kind], "per_device_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8}
+
+    def run(folder: Path, fault: tuple | None = None) -> tuple[list[int | None], str]:
+        folder.mkdir(exist_ok=True)
+        return train_apart(command_line(folder / "run", **changes), folder, fault, ranks=2, environment=environment)
+
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    codes, log = run(whole)
+    assert codes == [0, 0], log
+    assert run(killed, ("kill_at_update", 4))[0] == [-signal.SIGKILL] * 2
+    codes, _ = run(killed, ("kill_at_rename", "checkpoint-00000006"))
+    assert codes[0] == -signal.SIGKILL and codes[1] != 0  # the main process dies, and the other cannot go on alone
+    assert [path.name for path in list_checkpoints(killed / "run")] == ["checkpoint-00000003"]
+    codes, log = run(killed)
+    assert codes == [0, 0] and "checkpoint-00000003 holds update 3" in log, log
+    assert same(killed / "run", whole / "run")
+    random_states = [list_checkpoints(killed / "run")[-1] / f"random_states_{rank}.pkl" for rank in range(2)]
+    first, second = (torch.load(path, weights_only=False)["torch_manual_seed"] for path in random_states)
+    assert not torch.equal(first, second)
+    seen = read_samples(killed, 8)
+    assert seen == read_samples(whole, 8)
+    assert len({block for blocks in seen[:6] for block in blocks}) == 24  # an epoch: every sample exactly once
+
+
+def test_another_number_of_ranks_is_refused_with_the_reason(ddp, equal):
+    reason = r"num_processes was 2 and is now 1 \(the random states of every process"
+    with pytest.raises(ValueError, match=reason):
+        train(command_line(ddp / "run", **equal))
+    with pytest.raises(ValueError, match="per_device_batch_size was 2 and is now 4, .*" + reason):
+        train(command_line(ddp / "run", per_device_batch_size=4, **equal))
+
+
+def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp_path):
+    shutil.copytree(fsdp2 / "run", tmp_path / "run")
+    shard = sorted((tmp_path / "run" / "checkpoint-00000005").rglob("__1_*.distcp"))[-1]
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    codes, log = train_apart(command_line(tmp_path / "run", **equal), tmp_path, ranks=2, environment=FSDP2)
+    assert codes == [0, 0] and log.count(f"{shard.name} is not what was written") == 1, log
+    assert "goes on from" in log and (tmp_path / "run" / "damaged-checkpoint-00000005").is_dir()
+    assert same(tmp_path / "run", fsdp2 / "run")
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(environment, data, tmp_path):
+    order = command_line(tmp_path / "run", **data["map-style"])
+    codes, log = train_apart(order, tmp_path, ("break_weight_at_update", 6, 1), ranks=2, environment=environment)
+    assert codes == [1, 1], log
+    assert log.count("FloatingPointError: update 6: the weights") == 2, log
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+
+
+@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_a_lost_rank_is_no_full_disk(environment, data, tmp_path):
+    """It dies while the ranks write a checkpoint."""
+    order = command_line(tmp_path / "run", **data["map-style"])
+    fault = ("kill_in_file", "random_states_1.pkl")
+    codes, log = train_apart(order, tmp_path, fault, ranks=2, environment=environment)
+    assert codes == [1, -signal.SIGKILL], log
+    assert "ConnectionError: lost another process of this run, " in log and "Last good checkpoint: none" in log, log
+    assert "Make room" not in log and not list_checkpoints(tmp_path / "run")
+
+
+def test_several_ranks_say_once_why_they_refuse(data, tmp_path):
+    """As a user starts them, while another run has the folder."""
+    (tmp_path / "run").mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    with FileLock(tmp_path / "run" / ".lock"):
+        run = subprocess.run(
+            [*launch, str(TRAIN / "train_clm.py"), *command_line(tmp_path / "run", **data["map-style"])],
+            env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+    assert run.returncode == 1
+    assert run.stderr.count("error: output_dir ") == 1 and "in use by another run" in run.stderr, run.stderr
+    assert 'train_clm.py", line' not in run.stderr  # no traceback of the script's own

@@ -1,0 +1,243 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/prepare_audio.py: mu-law and mel bands against their formulas, padding, official lists, the files written."""
+
+import wave
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers.audio_utils import hertz_to_mel, mel_to_hertz
+
+from essm_train.data.classification import FeatureReader, Sample, collate
+from essm_train.tasks import audio
+from essm_train.tasks.audio import (
+    MuLawClips,
+    SpeechCommands,
+    SpeechFrames,
+    clip_frames,
+    log_mel,
+    mu_law_decode,
+    read_wav,
+)
+from essm_train.tasks.shards import generate, shard_files
+
+
+def tone(hertz: float, sampling_rate: int, seconds: float = 1.0) -> np.ndarray:
+    t = np.arange(round(seconds * sampling_rate)) / sampling_rate
+    return (0.5 * np.sin(2 * np.pi * hertz * t)).astype(np.float32)
+
+
+def encode(x: np.ndarray) -> np.ndarray:
+    """Continuous mu-law: y = sign(x) ln(1 + 255 |x|) / ln(256), on 256 levels."""
+    y = np.sign(x) * np.log(1 + 255 * np.abs(x)) / np.log(256)
+    return np.floor((y + 1) / 2 * 255 + 0.5).astype(np.uint8)
+
+
+def write_wav(path: Path, samples: np.ndarray, rate: int = 16000, width: int = 2, channels: int = 1) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        data = samples if width == 1 else (samples * 32767).astype("<i2")
+        file.writeframes(data.tobytes())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sound to frames.
+
+
+def test_mu_law_is_the_inverse_of_its_formula():
+    codes = np.arange(256, dtype=np.uint8)
+    decoded = mu_law_decode(codes)
+    assert decoded.dtype == np.float32 and (encode(decoded) == codes).all()
+    assert decoded[[0, 255]].tolist() == [-1.0, 1.0] and (np.diff(decoded) > 0).all()
+    np.testing.assert_allclose(decoded, -decoded[::-1], atol=1e-7)  # odd about 127.5
+    assert decoded[128] == pytest.approx((256 ** (1 / 255) - 1) / 255, rel=1e-5)  # the code of silence
+    x = np.linspace(-1, 1, 1001)
+    # Half a level of y, times the slope dx/dy = (1 + 255 |x|) ln(256) / 255.
+    assert (np.abs(mu_law_decode(encode(x)) - x) <= 1.05 / 255 * np.log(256) / 255 * (1 + 255 * np.abs(x))).all()
+    with pytest.raises(ValueError, match="uint8, got int64"):
+        mu_law_decode(np.array([1]))
+
+
+@pytest.mark.parametrize("sampling_rate", [8000, 16000])
+@pytest.mark.parametrize("band", [5, 15, 30, 38])
+def test_a_pure_tone_lands_in_its_mel_band(sampling_rate, band):
+    low, high = hertz_to_mel(20.0, "htk"), hertz_to_mel(sampling_rate / 2, "htk")
+    centre = mel_to_hertz(low + (high - low) * (band + 1) / 41, "htk")  # 40 triangles between 42 points
+    frames = log_mel(tone(centre, sampling_rate), sampling_rate)
+    assert frames.shape == (98, 40)
+    assert (frames.argmax(1) == band).all()
+    far = np.abs(np.arange(40) - band) > 8
+    assert (frames.max(1) - frames[:, far].max(1)).min() > np.log(100)
+
+
+def test_levels_are_logarithms_of_power():
+    quiet, loud = (log_mel(volume * tone(1000, 8000), 8000).max() for volume in (0.01, 0.1))
+    assert loud - quiet == pytest.approx(np.log(100), abs=1e-3)  # ten times the amplitude
+    silence = log_mel(np.zeros(8000, np.float32), 8000)
+    np.testing.assert_allclose(silence, np.log(1e-6), rtol=1e-5)
+
+
+def test_frames_are_normalised_and_padded():
+    rng = np.random.default_rng(0)
+    clip = rng.normal(0, 0.1, 8000).astype(np.float32) * np.linspace(0.1, 1, 8000, dtype=np.float32)
+    whole, half = clip_frames(clip, 8000), clip_frames(clip[:4000], 8000)
+    assert whole.shape == half.shape == (98, 40) and whole.dtype == half.dtype == np.float16
+    np.testing.assert_allclose(whole.astype(float).mean(0), 0, atol=1e-3)  # fp16 rounds to 1e-3
+    np.testing.assert_allclose(whole.astype(float).std(0), 1, atol=2e-3)
+    real = 1 + (4000 - 200) // 80
+    assert (half[real:] == 0).all() and (half[:real] != 0).any(1).all()
+    np.testing.assert_allclose(half[:real].astype(float).std(0), 1, atol=2e-3)
+    np.testing.assert_array_equal(whole, clip_frames(clip.copy(), 8000))
+    np.testing.assert_allclose(clip_frames(3 * clip, 8000).astype(float), whole, atol=5e-3)  # loudness is gone
+    assert (clip_frames(np.zeros(8000, np.float32), 8000) == 0).all()
+
+
+@pytest.mark.parametrize(
+    "samples, message",
+    [
+        (np.zeros(199), "200 to 8000 samples"),
+        (np.zeros(8001), "200 to 8000 samples"),
+        (np.zeros((2, 8000)), r"shape \(2, 8000\)"),
+        (np.full(8000, np.nan), "finite"),
+    ],
+)
+def test_clips_that_cannot_be(samples, message):
+    with pytest.raises(ValueError, match=message):
+        clip_frames(samples, 8000)
+    with pytest.raises(ValueError, match="multiple of 8000 Hz, got 11025"):
+        clip_frames(np.zeros(8000), 11025)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where clips come from.
+
+
+@pytest.fixture(scope="module")
+def mu_law_folder(tmp_path_factory) -> Path:
+    """5, 3 and 4 clips: tones whose pitch is the label's, the second of each split 7,000 of 16,000 samples long."""
+    folder = tmp_path_factory.mktemp("clips")
+    for split, count in (("train", 5), ("validation", 3), ("test", 4)):
+        labels = [i % 4 for i in range(count)]
+        codes, lengths = [], [7000 if i == 1 else 16000 for i in range(count)]
+        for label, length in zip(labels, lengths):
+            sound = tone(400 * (label + 1), 8000)
+            sound[length // 2 :] = 0
+            codes.append(encode(sound))
+        values = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate(codes)), 8000)
+        names = [f"word/{split}{i}.wav" for i in range(count)]
+        columns = {"mulaw_8khz": values, "label": pa.array(labels, pa.int8()), "num_samples": lengths, "clip": names}
+        pq.write_table(pa.table(columns), folder / f"speech_commands_4words-{split}.parquet")
+    return folder
+
+
+def test_four_words_are_written_once_and_read_by_the_trainer(mu_law_folder, tmp_path, capsys):
+    arguments = ["speech4", "--data_dir", str(mu_law_folder), "--output_dir", str(tmp_path), "--num_workers", "1"]
+    audio.main(arguments)
+    files = shard_files(tmp_path, "speech4", checksum=True)
+    assert {split: len(paths) for split, paths in files.items()} == {"train": 1, "validation": 1, "test": 1}
+    before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.parquet")}
+    audio.main(arguments)  # nothing left to do
+    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.parquet")}
+    assert str(mu_law_folder) not in (tmp_path / "manifest.json").read_text()
+    assert "--features_column frames" in capsys.readouterr().out
+
+    rows = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "cache"))
+    assert rows["train"].features["label"].names == ["yes", "no", "up", "down"]
+    assert rows["train"]["label"] == [0, 1, 2, 3, 0] and rows["test"]["clip"][3] == "word/test3.wav"
+    frames = np.array(rows["train"]["frames"])
+    assert frames.shape == (5, 98, 40)
+    codes = np.array(pq.read_table(mu_law_folder / "speech_commands_4words-train.parquet")["mulaw_8khz"].to_pylist())
+    for i, length in enumerate((8000, 3500, 8000)):
+        np.testing.assert_array_equal(frames[i], clip_frames(mu_law_decode(codes[i, :length].astype(np.uint8)), 8000))
+    assert (frames[1, 1 + (3500 - 200) // 80 :] == 0).all()
+
+    reader = FeatureReader("frames", 98, 40, "float16", "auto")
+    batch = collate(reader, [Sample(reader.read(frames[i].astype(np.float16), f"row {i}"), 0) for i in range(2)])
+    assert batch["input_features"].shape == (2, 98, 40) and "attention_mask" not in batch
+
+
+def test_four_words_errors(mu_law_folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"put speech_commands_4words-\{train,validation,test\}\.parquet"):
+        MuLawClips(tmp_path)
+    for split in ("train", "validation", "test"):
+        table = pq.read_table(mu_law_folder / f"speech_commands_4words-{split}.parquet")
+        pq.write_table(table, tmp_path / f"speech_commands_4words-{split}.parquet")
+    longest = pa.array([16001] * 4, pa.int64())
+    table = table.set_column(table.column_names.index("num_samples"), "num_samples", longest)
+    pq.write_table(table, tmp_path / "speech_commands_4words-test.parquet")
+    with pytest.raises(ValueError, match=r"row 1 of .*-test\.parquet: num_samples must be in \[1, 16000\], got 16001"):
+        MuLawClips(tmp_path).read("test", range(1, 2))
+    pq.write_table(table.drop(["clip"]), tmp_path / "speech_commands_4words-test.parquet")
+    with pytest.raises(ValueError, match="has no column clip"):
+        MuLawClips(tmp_path)
+
+
+@pytest.fixture
+def official(tmp_path) -> Path:
+    """A folder like the official one: three words, of which two are wanted, and background noise."""
+    folder = tmp_path / "speech_commands"
+    for word in ("yes", "no", "bed", "_background_noise_"):
+        for speaker in ("ab", "cd", "ef", "gh"):
+            write_wav(folder / word / f"{speaker}_nohash_0.wav", tone(500, 16000, 0.8))
+    (folder / "validation_list.txt").write_text("yes/cd_nohash_0.wav\nbed/cd_nohash_0.wav\nno/cd_nohash_0.wav\n")
+    (folder / "testing_list.txt").write_text("no/ef_nohash_0.wav\nyes/ef_nohash_0.wav\n")
+    return folder
+
+
+def test_official_lists_split_the_words(official, tmp_path):
+    clips = SpeechCommands(official, ("yes", "no"))
+    assert clips.sizes == {"train": 4, "validation": 2, "test": 2}
+    names = {split: [(name, label) for _, label, name in clips.read(split, range(9))] for split in clips.sizes}
+    assert names["validation"] == [("no/cd_nohash_0.wav", 1), ("yes/cd_nohash_0.wav", 0)]
+    assert names["test"] == [("no/ef_nohash_0.wav", 1), ("yes/ef_nohash_0.wav", 0)]
+    assert {name for name, _ in names["train"]} == {
+        f"{w}/{s}_nohash_0.wav" for w in ("yes", "no") for s in ("ab", "gh")
+    }
+    samples = clips.read("train", range(1))[0][0]
+    assert len(samples) == 12800 and samples.max() == pytest.approx(0.5, abs=1e-3)
+    generate(SpeechFrames.of("sc10", clips), tmp_path / "sc10", progress=False)
+    table = pq.read_table(shard_files(tmp_path / "sc10", "sc10")["test"][0])
+    frames = np.array(table["frames"].to_pylist(), np.float32)
+    assert frames.shape == (2, 98, 40) and (frames[:, 1 + (12800 - 400) // 160 :] == 0).all()
+
+
+def test_official_folder_errors(official):
+    with pytest.raises(FileNotFoundError, match=r"lacks up, down, .*speech_commands_v0\.02\.tar\.gz"):
+        SpeechCommands(official)
+    before = SpeechCommands(official, ("yes", "no")).fingerprint
+    write_wav(official / "yes" / "zz_nohash_0.wav", tone(500, 16000))
+    assert SpeechCommands(official, ("yes", "no")).fingerprint != before
+    (official / "testing_list.txt").write_text("yes/cd_nohash_0.wav\n")
+    with pytest.raises(ValueError, match="is listed twice"):
+        SpeechCommands(official, ("yes", "no"))
+    (official / "testing_list.txt").write_text("yes/lost_nohash_0.wav\n")
+    with pytest.raises(FileNotFoundError, match=r"lost_nohash_0\.wav is listed and not there"):
+        SpeechCommands(official, ("yes", "no"))
+
+
+def test_wav_errors(tmp_path):
+    for name, changes, message in (
+        ("rate", {"rate": 8000}, "at 16000 Hz, got 1 of 16 bits at 8000 Hz"),
+        ("stereo", {"channels": 2}, "got 2 of 16 bits"),
+        ("width", {"width": 1}, "got 1 of 8 bits"),
+    ):
+        write_wav(tmp_path / f"{name}.wav", np.zeros(800, np.uint8 if name == "width" else np.float32), **changes)
+        with pytest.raises(ValueError, match=f"{name}.wav must hold .*{message}"):
+            read_wav(tmp_path / f"{name}.wav", 16000)
+    (tmp_path / "text.wav").write_text("not sound")
+    with pytest.raises(ValueError, match=r"text\.wav is no wav file"):
+        read_wav(tmp_path / "text.wav", 16000)
+    write_wav(tmp_path / "long.wav", tone(500, 16000, 1.5))
+    assert len(read_wav(tmp_path / "long.wav", 16000)) == 16000
+
+
+def test_command_line_errors(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: .*is not there"):
+        audio.main(["speech4", "--data_dir", str(tmp_path), "--output_dir", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()

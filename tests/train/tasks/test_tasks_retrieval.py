@@ -1,0 +1,284 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/train_retrieval.py: lines of the files, the head, a run that learns, saving, errors that name the line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import assert_close, randomise
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from essm_train.commands import train_retrieval as retrieval
+from essm_train.commands.train_retrieval import (
+    Pair,
+    PairFile,
+    RetrievalArguments,
+    TwoTowerClassifier,
+    TwoTowerConfig,
+    collate,
+    load_retrieval,
+    parse_line,
+)
+from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.engine import parse_arguments
+
+TINY = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_spectral_channels": 8,
+    "filter_length": 512,
+    "max_length": 64,
+    "per_device_batch_size": 16,
+    "max_steps": 50,
+    "warmup_steps": 10,
+    "learning_rate": 0.01,
+    "validate_every": 25,
+    "checkpoint_every": 25,
+    "cpu_threads": 1,  # more would wait for each other
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def restore_threads():
+    """The runs below set the number of threads of this process."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """Pairs of six words; 1 if both documents use mostly the same word of two. Neither document alone tells."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(0)
+    paths = {}
+    for split, count in (("train", 300), ("eval", 40), ("test", 60)):
+        lines = []
+        for i in range(count):
+            first, label = rng.integers(2, size=2)
+            documents = [
+                " ".join(rng.choice(["xx", "yyyy"], rng.integers(5, 9), p=[0.9, 0.1] if topic else [0.1, 0.9]))
+                for topic in (first, first if label else 1 - first)
+            ]
+            lines.append(f"{float(label)}\tP{i:02}-1\tQ{i:02}-2\tb'{documents[0]}'\tb'{documents[1]}'\n")
+        paths[split] = folder / f"new_aan_pairs.{split}.tsv"
+        paths[split].write_text("".join(lines))
+    return paths
+
+
+def arguments(output_dir: Path, files: dict[str, Path], **changes) -> RetrievalArguments:
+    values = {**TINY, "output_dir": output_dir, "train_file": files["train"], "test_file": files["test"]}
+    values |= {"validation_file": files["eval"]} | changes
+    parts = []
+    for name, value in values.items():
+        parts += [] if value is None else [f"--{name}", str(value)]
+    return parse_arguments(RetrievalArguments, parts)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, files) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    retrieval.main(arguments(folder, files))
+    return folder
+
+
+def random_model(**fields) -> TwoTowerClassifier:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_spectral_channels": 8, "filter_length": 512}
+    return randomise(TwoTowerClassifier(TwoTowerConfig(**(sizes | {"head_hidden_size": 24} | fields)))).eval()
+
+
+def pairs(count: int, seed: int = 0) -> list[Pair]:
+    rng = np.random.default_rng(seed)
+    texts = [rng.integers(256, size=rng.integers(5, 30)).astype(np.uint8) for _ in range(2 * count)]
+    return [Pair(texts[2 * i], texts[2 * i + 1], i % 2) for i in range(count)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("K", [1, 3, 8])
+def test_logits_are_those_of_the_formula(K):
+    model, batch = random_model(), collate(pairs(3))
+    outputs = model(**batch, spectral_budget=K)
+    for row, pair in enumerate(pairs(3)):
+        texts = [torch.from_numpy(text.astype(np.int64))[None] for text in pair[:2]]
+        a, b = (model.model(text, spectral_budget=K).last_hidden_state.mean(1) for text in texts)
+        features = torch.cat([a, b, a * b, a - b], -1)
+        expected = model.score(torch.nn.functional.gelu(model.head(features)))
+        assert_close(outputs.logits[row : row + 1], expected)  # alone, without padding
+    expected = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
+    assert outputs.loss == expected and outputs.spectral_budget == (K, K)
+
+
+@torch.no_grad()
+def test_budgets():
+    model, batch = random_model(), collate(pairs(3))
+    rows = model(**batch, spectral_budget=torch.tensor([2, 5, 8]))
+    for row, K in enumerate((2, 5, 8)):
+        assert_close(rows.logits[row], model(**batch, spectral_budget=K).logits[row])
+    assert not torch.equal(rows.logits[0], model(**batch).logits[0])
+    with pytest.raises(ValueError, match=r"\[1, 8\]"):
+        model(**batch, spectral_budget=9)
+    with pytest.raises(TypeError, match="unknown argument 'budget'"):
+        model(**batch, budget=2)
+
+
+def test_wrong_shapes():
+    with pytest.raises(ValueError, match=r"shape \(B, 2, L\), .* got \(2, 5\)"):
+        random_model()(torch.zeros(2, 5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="head_hidden_size must be an integer >= 1, got 0"):
+        TwoTowerConfig(head_hidden_size=0)
+
+
+@torch.no_grad()
+def test_save_and_load(tmp_path):
+    model, batch = random_model(), collate(pairs(2))
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["model_type"] == "essm_two_tower" and config["head_hidden_size"] == 24 and "auto_map" not in config
+    assert not list(tmp_path.glob("*.py"))  # the class is needed
+    loaded = TwoTowerClassifier.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**batch, spectral_budget=3).logits, model(**batch, spectral_budget=3).logits)
+    with pytest.raises(ValueError, match="essm_two_tower"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The pairs.
+
+
+def test_lines_are_read_as_they_stand():
+    line = b'1.0\tP99-1\tQ00-2\tb\'a "quoted" \\xc3\\xa9\\n\'\tb"it\'s"'
+    assert parse_line(line, "line 1") == (b"b'a \"quoted\" \\xc3\\xa9\\n'", b'b"it\'s"', 1)
+    assert parse_line(b"0\ta\tb\tc\td", "line 1")[2] == 0
+
+
+def test_pairs_are_cut_padded_and_found_again(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_bytes(b"1.0\ta\tb\tabcdef\txy\r\n0.0\tc\td\tq\t" + "é".encode() + b"\n")
+    found = PairFile(path, max_length=4)
+    assert len(found) == 2 and found.labels.tolist() == [1, 0] and found.lengths.tolist() == [[6, 2], [1, 2]]
+    assert [bytes(text) for i in (1, 0) for text in found[i][:2]] == [b"q", "é".encode(), b"abcd", b"xy"]
+    batch = collate([found[0], found[1]])
+    assert batch["input_ids"].tolist() == [
+        [[97, 98, 99, 100], [120, 121, 256, 256]],
+        [[113, 256, 256, 256], [195, 169, 256, 256]],
+    ]
+    assert batch["attention_mask"].sum(-1).tolist() == [[4, 2], [1, 2]] and batch["labels"].tolist() == [1, 0]
+    assert collate([found[0]], 7)["input_ids"].shape == (1, 2, 7)
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("1.0\ta\tb\tc", "must hold 5 fields between tabs .label, id1, id2, text1, text2., got 4"),
+        ("1.0\ta\tb\tc\td\te", "got 6"),
+        ("2.0\ta\tb\tc\td", "label must be 0 or 1, got '2.0'"),
+        ("label\tid1\tid2\ttext1\ttext2", "label must be 0 or 1, got 'label'"),
+        ("nan\ta\tb\tc\td", "label must be 0 or 1, got 'nan'"),
+        ("1.0\ta\tb\t\td", "text1 is empty"),
+        ("", "must hold 5 fields"),
+    ],
+)
+def test_bad_lines_are_named(line, message, tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text(f"1.0\ta\tb\tc\td\n{line}\n1.0\ta\tb\tc\td\n")
+    with pytest.raises(ValueError, match=rf"line 2 of .*pairs\.tsv.*{message}"):
+        PairFile(path, 10)
+
+
+def test_files_that_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match=r"pairs\.tsv is not there: fetch lra_release\.gz"):
+        PairFile(tmp_path / "pairs.tsv", 10)
+    (tmp_path / "pairs.tsv").touch()
+    with pytest.raises(ValueError, match="is empty"):
+        PairFile(tmp_path / "pairs.tsv", 10)
+
+
+def test_held_out_pairs(files, tmp_path):
+    data = load_retrieval(arguments(tmp_path, files, validation_file=None, test_samples=7))
+    assert (len(data.train), len(data.validation), len(data.test)) == (270, 30, 7)
+    assert not set(data.train.rows) & set(data.validation.rows)
+    assert data.validation.labels.tolist() == [pair.label for pair in data.validation]
+    again = load_retrieval(arguments(tmp_path, files, validation_file=None, seed=1))
+    assert set(again.validation.rows) != set(data.validation.rows)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"train_file": None}, "give --train_file"),
+        ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
+        ({"test_samples": 0}, "test_samples must be at least 1, got 0"),
+        ({"push_to_hub": True, "hub_model_id": "a/b"}, "push_to_hub is not possible here"),
+        ({"architecture": "transformer"}, "not used by the HfArgumentParser: .*'--architecture', 'transformer'"),
+    ],
+)
+def test_bad_arguments(changes, message, files, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        arguments(tmp_path, files, **changes)
+
+
+def test_sizes_make_the_encoder(files, tmp_path):
+    sizes = {"gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "dropout": 0.1, "stochastic_depth": 0.2}
+    sizes["block"] = "paper"
+    model = retrieval.make_model(arguments(tmp_path, files, **sizes, head_hidden_size=24), (2, 8))
+    assert {name: getattr(model.config, name) for name in sizes} == sizes
+    assert (model.config.head_hidden_size, model.config.trained_budgets) == (24, [2, 8])
+    sizes = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
+    config = retrieval.make_model(arguments(tmp_path, files, **sizes, intermediate_size=20), (2, 8)).config
+    assert {name: getattr(config, name) for name in sizes} == sizes and config.intermediate_size == 20
+    config = retrieval.make_model(arguments(tmp_path, files, filter_length=None), (2, 8)).config
+    assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Whole runs.
+
+
+def test_a_run_learns_at_every_budget(finished, files):
+    sweep = json.loads((finished / "budget_sweep.json").read_text())
+    assert sweep["budgets"] == [2, 3, 4, 6, 8] and (sweep["split"], sweep["samples"]) == ("test", 60)
+    # Chance is a half; the words of a document name its topic with more than nine chances in ten.
+    assert min(sweep["values"]) >= 0.8
+    model = TwoTowerClassifier.from_pretrained(finished / "model").eval()
+    test = PairFile(files["test"], 64)
+    for K, value in zip(sweep["budgets"], sweep["values"]):
+        with torch.no_grad():
+            predictions = model(**collate(list(test)), spectral_budget=K).logits.argmax(-1)
+        assert value == pytest.approx((predictions == test.labels).double().mean().item())
+    assert model.config.trained_budgets == [2, 3, 4, 6, 8] and model.config.id2label == {0: "unrelated", 1: "related"}
+    training = json.loads((finished / "training.json").read_text())
+    assert training["script"] == "retrieval.py" and "300 pairs" in training["data"]
+
+
+def test_saved_tokenizer_pads_and_cuts_as_in_training(finished):
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    batch = tokenizer(["a" * 80, "ab"], padding=True, truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape == (2, 64) and batch["attention_mask"][1].sum() == 2
+    assert batch["input_ids"][1, :2].tolist() == [97, 98]
+
+
+def test_an_interrupted_run_ends_with_the_same_weights(finished, files, tmp_path, monkeypatch):
+    original, calls = retrieval.Predictor.__call__, []
+
+    def dies(self, model, part, budget):
+        calls.append(budget)
+        if len(calls) == 4:  # in the second validation
+            raise KeyboardInterrupt
+        return original(self, model, part, budget)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(retrieval.Predictor, "__call__", dies)
+        with pytest.raises(KeyboardInterrupt):
+            retrieval.main(arguments(tmp_path, files))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000025"]
+    retrieval.main(arguments(tmp_path, files))
+    first, second = (TwoTowerClassifier.from_pretrained(folder / "model") for folder in (finished, tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    with pytest.raises(ValueError, match="sha256 of the training data was"):
+        retrieval.main(arguments(tmp_path, files | {"train": files["test"]}))

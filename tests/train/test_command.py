@@ -1,0 +1,57 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""essm_train/commands/errors.py: errors that a user can mend are one line, others keep their traceback."""
+
+from types import SimpleNamespace
+
+import pytest
+from torch.distributed import DistBackendError
+
+from essm_train.commands import errors as command
+from essm_train.commands.errors import run_script
+
+
+def fail(error: Exception):
+    def main() -> None:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("K must be\n  at least 1"), "error: K must be at least 1\n"),
+        (FloatingPointError("update 3: loss is nan"), "error: update 3: loss is nan\n"),
+        (FileNotFoundError("no such file"), "error: no such file\n"),
+        (PermissionError("no token"), "error: no token\n"),
+        (ValueError(), "error: ValueError\n"),
+        (RuntimeError("[x/gloo/y.cc:1] Connection closed"), "error: lost another process of this run: [x/gloo/y.cc:1]"),
+        (DistBackendError("NCCL error"), "error: lost another process of this run: NCCL error\n"),
+    ],
+    ids=repr,
+)
+def test_what_a_user_can_mend_is_one_line(error, said, capsys):
+    with pytest.raises(SystemExit) as left:
+        run_script(fail(error))
+    out = capsys.readouterr()
+    assert left.value.code == 1 and out.err.startswith(said) and out.err.count("\n") == 1 and not out.out
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), KeyError("name"), SystemExit(3)], ids=repr)
+def test_other_errors_keep_their_traceback(error):
+    with pytest.raises(type(error)) as left:
+        run_script(fail(error))
+    assert left.value is error
+
+
+def test_development_mode_keeps_tracebacks(monkeypatch):
+    monkeypatch.setattr(command, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
+    with pytest.raises(ValueError, match="K must be"):
+        run_script(fail(ValueError("K must be at least 1")))
+
+
+def test_only_the_first_rank_reports_wrong_arguments(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as left:
+        run_script(fail(ValueError("K must be at least 1")))
+    assert left.value.code == 1 and not capsys.readouterr().err

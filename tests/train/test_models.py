@@ -1,0 +1,215 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""essm_train/models.py: the paper's variants and the baselines through the training scripts."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from helpers import random_model
+from safetensors.torch import load_file, save_file
+
+from essm_train.commands import train_classification, train_clm
+from essm_train.commands.train_retrieval import TwoTowerClassifier, TwoTowerConfig
+from essm_train.models import make_model, read_config
+from essm_train.run.engine import parse_arguments
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+
+TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 3}
+GATED = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
+GATED |= {"intermediate_size": 20}
+TINY |= {"warmup_steps": 1, "validate_every": 3, "checkpoint_every": 2, "per_device_batch_size": 2, "cpu_threads": 1}
+
+
+def command_line(**values) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gating": "none"},
+        {"block": "paper", "gating": "none", "ar_order": 2, "budget_schedule": "full"},
+        {"block": "paper", "scaling_exponent": 0.0},
+        GATED | {"scaling_exponent": 0.0625, "embedding_initializer_range": 0.1},
+    ],
+    ids=["dropout only", "AR-STU", "exponent 0", "gated"],
+)
+def test_variants_train(changes, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("spectral budgets " * 100)
+    values = TINY | {"train_file": text, "block_size": 64, "validation_blocks": 2, "sweep_blocks": 2} | changes
+    train_clm.main(parse_arguments(train_clm.CLMArguments, command_line(**values, output_dir=tmp_path / "run")))
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert {name: config[name] for name in changes if name in config} == {
+        name: value for name, value in changes.items() if name != "budget_schedule"
+    }
+    assert f" parameters ({changes.get('block', 'gated')} block) on " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "s4d"])
+def test_a_baseline_trains_on_the_same_data_with_as_many_parameters(architecture, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("spectral budgets " * 100)
+    values = TINY | {"train_file": text, "block_size": 64, "validation_blocks": 2, "sweep_blocks": 2, "max_steps": 3}
+    values |= {"hidden_size": 32, "num_hidden_layers": 2}
+    line = command_line(**values, architecture=architecture)
+    args = parse_arguments(train_clm.CLMArguments, [*line, "--output_dir", str(tmp_path / "run")])
+    train_clm.main(args)
+    train_clm.main(args)  # finished already
+    sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
+    assert sweep["budgets"] == [1] and 0 < sweep["bits_per_byte"][0] < 8.2
+    own_args = parse_arguments(train_clm.CLMArguments, command_line(**values))
+    own, baseline = (make_model(each, ESSMForCausalLM, vocab_size=259) for each in (own_args, args))
+    assert abs(baseline.num_parameters() / own.num_parameters() - 1) <= 0.05
+
+
+def test_a_baseline_classifies_features(tmp_path):
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        frames = pa.array([rng.random((20, 8), np.float32).tolist() for _ in range(12)])
+        pq.write_table(pa.table({"frames": frames, "label": rng.integers(0, 3, 12)}), tmp_path / f"{split}.parquet")
+    values = TINY | {"train_file": tmp_path / "train.parquet", "test_file": tmp_path / "test.parquet"}
+    values |= {"features_column": "frames", "architecture": "cnn", "hidden_size": 32, "num_hidden_layers": 2}
+    args = parse_arguments(
+        train_classification.ClassificationArguments, command_line(**values, num_labels=3, output_dir=tmp_path / "run")
+    )
+    train_classification.main(args)
+    assert json.loads((tmp_path / "run" / "budget_sweep.json").read_text())["budgets"] == [1]
+
+
+CLASSES = {
+    train_clm.CLMArguments: {},
+    train_classification.ClassificationArguments: {"train_file": "a.jsonl", "text_column": "text"},
+}
+scripts = pytest.mark.parametrize("script", CLASSES, ids=["language model", "classifier"])
+
+
+def parse(script=train_clm.CLMArguments, **values):
+    return parse_arguments(script, command_line(**CLASSES[script], **values))
+
+
+@scripts
+def test_a_configuration_is_read_and_rates_override_it(script, tmp_path):
+    fields = {"hidden_size": 16, "num_spectral_channels": 4, "filter_length": 512}
+    ESSMConfig(**fields, dropout=0.1, stochastic_depth=0.2, gating="none").save_pretrained(tmp_path)
+    config = read_config(parse(script, config_name=tmp_path))
+    assert {name: getattr(config, name) for name in fields} == fields
+    assert (config.dropout, config.stochastic_depth, config.gating) == (0.1, 0.2, "none")
+    config = read_config(parse(script, config_name=tmp_path, dropout=0), vocab_size=300)
+    assert (config.dropout, config.stochastic_depth, config.vocab_size) == (0, 0.2, 300)
+    with pytest.raises(ValueError, match=r"dropout must be a number in \[0, 1\), got 1.5"):
+        read_config(parse(script, config_name=tmp_path, dropout=1.5))
+    args = parse(script, **TINY)
+    assert (args.dropout, args.stochastic_depth) == (0.0, 0.0)  # as in runs from before they could be left out
+
+
+@scripts
+def test_sizes_override_a_configuration(script, tmp_path):
+    """Those of a new model's defaults too, where the configuration has others."""
+    own = {"hidden_size": 24, "num_hidden_layers": 3, "num_spectral_channels": 8, "filter_length": 600}
+    own |= {"scaling_exponent": 0.125, "gating": "none", "ar_order": 2}
+    ESSMConfig(**own, chunk_size=32).save_pretrained(tmp_path)
+    config = read_config(parse(script, config_name=tmp_path, ar_order=0, **GATED))
+    assert {name: getattr(config, name) for name in GATED} == GATED
+    assert (config.hidden_size, config.scaling_exponent) == (24, 0.0)  # the exponent of a block goes with it
+    changes = {"embedding_initializer_range": 0.1, "intermediate_size": 20}
+    changes |= {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
+    changes |= {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0}
+    for name, value in changes.items():
+        config = read_config(parse(script, config_name=tmp_path, **{name: value}))
+        assert {field: getattr(config, field) for field in {*own, name}} == own | {name: value}
+        assert config.chunk_size == 32
+    with pytest.raises(ValueError, match=r"filter_length 600 resolves at most .* got num_spectral_channels=99"):
+        read_config(parse(script, config_name=tmp_path, num_spectral_channels=99))
+
+
+@scripts
+def test_what_overrides_a_configuration_is_part_of_the_run(script):
+    plain, changed = (parse(script, config_name="x", **sizes).identity() for sizes in ({}, {"gating": "softmax"}))
+    assert {name for name in plain if plain[name] != changed[name]} == {"config_overrides"}
+    assert changed["config_overrides"] == {"gating": "softmax"} and plain["config_overrides"] is None
+    # A run from before sizes could stand there recorded the defaults, and is gone on with.
+    assert (plain["hidden_size"], plain["num_hidden_layers"], plain["block"]) == (128, 4, "paper")
+    sizes = parse(script, hidden_size=16).identity()
+    assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 8 and "config_overrides" not in sizes
+    assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("gated", None, 0.0)
+    sizes = parse(script, block="paper", hidden_size=16).identity()
+    assert (sizes["block"], sizes["hidden_size"], sizes["num_hidden_layers"]) == ("paper", 16, 4)
+    assert (sizes["scaling_exponent"], sizes["num_spectral_channels"]) == (0.25, 32)
+    sizes = parse(script, **GATED).identity()
+    assert {name: sizes[name] for name in GATED} == GATED and sizes["scaling_exponent"] == 0.0
+    assert parse(script, block="gated", scaling_exponent=0.5).identity()["scaling_exponent"] == 0.5
+
+
+def test_a_baseline_has_the_size_of_a_configuration(tmp_path):
+    config = ESSMConfig(hidden_size=32, num_hidden_layers=2, num_spectral_channels=4, filter_length=600, dropout=0.1)
+    config.save_pretrained(tmp_path)
+    args = parse(config_name=tmp_path, architecture="transformer")
+    baseline = make_model(args, ESSMForCausalLM, vocab_size=259)
+    assert abs(baseline.num_parameters() / ESSMForCausalLM(config).num_parameters() - 1) <= 0.05
+    assert (baseline.config.max_position_embeddings, baseline.config.dropout) == (600, 0.1)
+
+
+@pytest.mark.parametrize("saved", [ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel])
+@pytest.mark.parametrize("cls", [ESSMForCausalLM, ESSMForSequenceClassification])
+def test_weights_are_read_and_a_head_of_another_class_is_new(cls, saved, tmp_path):
+    source = random_model(saved, tie_word_embeddings=False).half()
+    source.save_pretrained(tmp_path)
+    model = make_model(parse(model_name_or_path=tmp_path, dropout=0.3), cls)
+    assert type(model) is cls and model.dtype == torch.float32 and model.config.dropout == 0.3
+    backbone = source if saved is ESSMModel else source.model
+    for name, value in backbone.state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], value.float())
+    head = {ESSMForCausalLM: "lm_head", ESSMForSequenceClassification: "score"}[cls]
+    if saved is cls:
+        assert torch.equal(getattr(model, head).weight, getattr(source, head).weight.float())
+    else:  # a sample of the initial distribution, not whatever memory held
+        assert 0.01 < float(getattr(model, head).weight.detach().std()) < 0.04
+
+
+def test_weights_that_cannot_be_read_are_refused(tmp_path):
+    random_model().save_pretrained(tmp_path / "lm")
+    tensors = load_file(tmp_path / "lm" / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "lm" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"the weights of .*lm' lack model\.norm\.weight"):
+        make_model(parse(model_name_or_path=tmp_path / "lm"), ESSMForSequenceClassification)
+    random_model(ESSMForSequenceClassification).save_pretrained(tmp_path / "headless")
+    tensors = load_file(tmp_path / "headless" / "model.safetensors")
+    del tensors["score.weight"]
+    save_file(tensors, tmp_path / "headless" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"the weights of .*headless' lack score\.weight"):
+        make_model(parse(model_name_or_path=tmp_path / "headless"), ESSMForSequenceClassification)
+    ESSMConfig().save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match=r"cannot read the weights of .*config'.*no file named model\.safetensors"):
+        make_model(parse(model_name_or_path=tmp_path / "config"), ESSMForCausalLM)
+
+
+def test_what_is_no_configuration_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    TwoTowerClassifier(TwoTowerConfig(hidden_size=8, num_hidden_layers=1)).save_pretrained(tmp_path / "towers")
+    (tmp_path / "empty").mkdir()
+    for folder, found in (("towers", "'essm_two_tower'"), ("empty", "None")):
+        with pytest.raises(ValueError, match=f"{folder}' must hold .* model_type 'essm', got model_type {found}"):
+            read_config(parse(model_name_or_path=tmp_path / folder))
+    with pytest.raises(ValueError, match=r"cannot read the configuration of .*MISSING'"):
+        read_config(parse(config_name=tmp_path / "MISSING"))
+
+
+@scripts
+def test_errors(script):
+    for extra in ({"model_name_or_path": "x"}, {"push_to_hub": True, "hub_model_id": "a/b"}):
+        with pytest.raises(ValueError, match="'transformer' is there to compare with"):
+            parse(script, **TINY, architecture="transformer", **extra)
+    with pytest.raises(ValueError, match="config_name or model_name_or_path, not both"):
+        parse(script, config_name="x", model_name_or_path="y")
+    given = {"num_spectral_channels": 8, "gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "hidden_size": 128}
+    given |= GATED
+    for name, value in given.items():  # also what happens to be the default of a new model
+        with pytest.raises(ValueError, match=f"{name} is part of model_name_or_path: leave it out, got '?{value}"):
+            parse(script, model_name_or_path="x", **{name: value})
+    with pytest.raises(ValueError, match=r"architecture must be one of .* got 'rnn'"):
+        make_model(parse(**TINY, architecture="rnn"), ESSMForCausalLM)

@@ -1,0 +1,69 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Any checkpoint on any task at every budget: quality, retention, speed, peak memory and active parameters.
+
+    python train/evaluate_model.py --task smnist --data_dir data --models runs/a/model --output_dir runs/a/evaluation
+    python train/evaluate_model.py --task novels --data_dir data --models runs/seed0/model runs/seed1/model
+
+Several models are seeds of one experiment: means and standard deviations (n - 1) over them are reported.
+
+Left in output_dir: evaluation.json, evaluation.md and evaluation.png (star: sweet spot, triangle: collapse boundary).
+Where a single model is evaluated, budget_sweep.json and .png go beside its folder, where its card finds them.
+(The code is in evaluation.py: a module of this file's name would hide the `evaluate` library.)
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import HfArgumentParser
+
+from essm_train.commands.errors import run_script
+from essm_train.measure.budget_sweep import BITS_PER_BYTE
+from essm_train.measure.evaluation import evaluate_models, open_task
+from essm_train.models import TRUST_HELP
+from essm_train.run.engine import check_writable, write_json
+from modeling_essm.training.budget_dropout import BUDGETS
+
+
+@dataclass
+class EvaluateArguments:
+    """Arguments of the script."""
+
+    models: list[str] = field(metadata={"help": "Saved models: one, or several seeds of the same experiment."})
+    task: str = field(metadata={"help": "A task that train/list_tasks.py names."})
+    data_dir: str = field(default="data", metadata={"help": "Folder of the tasks' data."})
+    scale: str = field(default="full", metadata={"help": "'full' or 'small', as the models were trained."})
+    budgets: list[int] = field(default_factory=lambda: [*BUDGETS], metadata={"help": "Budgets K to evaluate."})
+    output_dir: str | None = field(default=None, metadata={"help": "By default `evaluation` beside the first model."})
+    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
+
+
+def main() -> None:
+    """Evaluate from the command line."""
+    (args,) = HfArgumentParser(EvaluateArguments).parse_args_into_dataclasses()
+    output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
+    check_writable(output_dir)
+    task = open_task(args.task, args.data_dir, args.scale)
+    evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
+    print(f"{task.description}\n\n{evaluation.markdown()}")
+    context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
+    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
+    (output_dir / "evaluation.md").write_text(f"{task.description}\n\n{evaluation.markdown()}")
+    evaluation.draw(args.task).savefig(output_dir / "evaluation.png", dpi=150)
+    if len(args.models) == 1:
+        split = {} if evaluation.metric == BITS_PER_BYTE else {"split": "test"}
+        evaluation.curve.save(Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)
+    print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
+
+
+def run() -> None:
+    """The command."""
+    run_script(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,248 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A trained model on a task at every budget: quality over seeds, retention, speed, peak memory, active parameters.
+
+Language models are judged by bits per byte under the context rule of budget_sweep.py, classifiers by accuracy on the
+test split. Retention is value / full value where higher is better, full value / value otherwise: 1 at the full budget.
+The sweet spot keeps 98% of the quality, the collapse boundary 90%, see budget_sweep.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from essm_train.commands import train_retrieval as retrieval
+from essm_train.commands.train_classification import Predictor, sweep_accuracy
+from essm_train.data.classification import collate, load_classification
+from essm_train.data.text import ByteEncoder, load_text, text_labels
+from essm_train.measure.budget_sweep import BudgetSweep, num_scored, sweep_budgets
+from essm_train.measure.timing import peak_memory
+from essm_train.models import load_model
+from essm_train.run.engine import Metric, capacity_of, run_at_budget
+from essm_train.tasks.catalog import Scale, get_task, make_arguments
+from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Held-out data of a task.
+
+    Attributes:
+        sweep: (model, budgets) to a BudgetSweep. inputs: one batch of the model's inputs, to measure memory on.
+        load: from a folder, and whether its own code may run, to the model. description: for people.
+    """
+
+    sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetSweep]
+    inputs: dict[str, Tensor]
+    load: Callable[..., PreTrainedModel]
+    description: str
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of one or more seeds.
+
+    Attributes:
+        budgets: ascending, the last one full. values, tokens_per_second: one list per seed, one entry per budget.
+        peak_bytes, active_parameters: one entry per budget, of the first seed: they do not depend on the weights.
+    """
+
+    metric: Metric
+    budgets: tuple[int, ...]
+    values: tuple[tuple[float, ...], ...]
+    tokens_per_second: tuple[tuple[float, ...], ...]
+    peak_bytes: tuple[int, ...]
+    active_parameters: tuple[int, ...]
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return tuple(statistics.fmean(column) for column in zip(*self.values))
+
+    @property
+    def deviation(self) -> tuple[float, ...]:
+        """Standard deviations over seeds; zeros for one seed."""
+        several = len(self.values) > 1
+        return tuple(statistics.stdev(column) if several else 0.0 for column in zip(*self.values))
+
+    @property
+    def retention(self) -> tuple[float, ...]:
+        full = self.mean[-1]
+        return tuple(v / full if self.metric.higher_is_better else full / v for v in self.mean)
+
+    @property
+    def curve(self) -> BudgetSweep:
+        """The means as one sweep."""
+        speeds = tuple(statistics.fmean(column) for column in zip(*self.tokens_per_second))
+        return BudgetSweep(self.budgets, self.mean, speeds, self.metric)
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        marks = {"sweet_spot": self.curve.sweet_spot, "collapse_boundary": self.curve.collapse_boundary}
+        summary = {"mean": self.mean, "deviation": self.deviation, "retention": self.retention}
+        return {**asdict(self), "metric": self.metric._asdict(), "seeds": len(self.values), **summary, **marks}
+
+    def markdown(self) -> str:
+        """The table, in the form of the paper's Table 6."""
+        name = self.metric.name.replace("_", " ")
+        lines = [
+            f"| K | {name} | retention | active parameters | tokens/s | peak memory, MiB | |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        curve = self.curve
+        for i, K in enumerate(self.budgets):
+            spread = f" ± {self.deviation[i]:.4f}" if len(self.values) > 1 else ""
+            marks = "★ sweet spot " * (curve.sweet_spot == K) + "▲ collapse boundary" * (curve.collapse_boundary == K)
+            lines.append(
+                f"| {K} | {self.mean[i]:.4f}{spread} | {self.retention[i]:.1%} | {self.active_parameters[i]:,} "
+                f"({self.active_parameters[i] / self.active_parameters[-1]:.0%}) | {curve.tokens_per_second[i]:,.0f} "
+                f"| {self.peak_bytes[i] / 2**20:.1f} | {marks.strip()} |"
+            )
+        return "\n".join(lines) + "\n"
+
+    def draw(self, title: str) -> Figure:
+        """The budget curve, in the form of the paper's Figure 2."""
+        return draw_curves({title: self})
+
+
+def draw_curves(evaluations: dict[str, Evaluation]) -> Figure:
+    """One curve per task or variant: mean, deviation as a band, star and triangle; one budget is a dashed line."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for i, (label, evaluation) in enumerate(evaluations.items()):
+        color, curve = f"C{i}", evaluation.curve
+        if len(curve.budgets) == 1:
+            axes.axhline(curve.values[0], linestyle="--", color=color, label=label)
+            continue
+        axes.plot(curve.budgets, curve.values, "o-", color=color, markersize=4, label=label)
+        low, high = ([m + sign * d for m, d in zip(evaluation.mean, evaluation.deviation)] for sign in (-1, 1))
+        axes.fill_between(curve.budgets, low, high, color=color, alpha=0.15)
+        for K, marker, size in ((curve.collapse_boundary, "^", 12), (curve.sweet_spot, "*", 15)):
+            value = curve.values[curve.budgets.index(K)]
+            axes.plot(K, value, marker, color=color, markersize=size, markeredgecolor="black", zorder=3)
+    elastic = [evaluation for evaluation in evaluations.values() if len(evaluation.budgets) > 1]
+    budgets = sorted({K for evaluation in elastic for K in evaluation.budgets})
+    axes.set_xscale("log")
+    axes.set_xticks(budgets, [str(K) for K in budgets])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("spectral budget K (star: sweet spot, triangle: collapse boundary)")
+    axes.set_ylabel(next(iter(evaluations.values())).metric.name.replace("_", " "))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure
+
+
+def open_language_task(args: Any, description: str) -> TaskData:
+    """Held-out blocks as `train_clm.py` makes them from `CLMArguments`; byte models only."""
+    encoder = ByteEncoder()
+    text = load_text(args, encoder)
+    labels = text_labels(text.held_out, encoder.special_ids)
+
+    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
+        count = num_scored(labels) * text.bytes_per_token
+        return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
+
+    inputs = {"input_ids": text.held_out[: args.per_device_batch_size]}
+    load = functools.partial(_load, AutoModelForCausalLM)
+    return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
+
+
+def open_classification_task(args: Any, description: str) -> TaskData:
+    """The test split (or the validation split where there is none) as `train_classification.py` reads it."""
+    data = load_classification(args)
+    held_out = data.test or data.validation
+    predict = Predictor(Accelerator(), lambda samples: collate(data.reader, samples), args.eval_batch_size)
+    load = functools.partial(_load, AutoModelForSequenceClassification)
+    return _accuracy_task(held_out.samples, held_out.labels, predict, load, f"{description}; {held_out.name}")
+
+
+def open_retrieval_task(args: Any, description: str) -> TaskData:
+    """The test pairs (or the validation pairs where there are none) as `train_retrieval.py` reads them."""
+    data = retrieval.load_retrieval(args)
+    pairs = data.test or data.validation
+    predict = Predictor(Accelerator(), retrieval.collate, args.eval_batch_size)
+    load = functools.partial(_load, retrieval.TwoTowerClassifier)
+    name = f"{description}; {len(pairs):,} pairs of {pairs.pairs.path.name}"
+    return _accuracy_task(pairs, pairs.labels, predict, load, name)
+
+
+def _accuracy_task(
+    samples: Sequence[Any], labels: Tensor, predict: Predictor, load: Callable[..., PreTrainedModel], name: str
+) -> TaskData:
+    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
+        return sweep_accuracy(model, samples, labels, predict, budgets)
+
+    return TaskData(sweep, predict.batch(samples), load, name)
+
+
+def _load(cls: Any, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A saved model. Raises ValueError if the class needs weights that it lacks, as the head of another task."""
+    model, found = load_model(cls, folder, trust_remote_code=trust_remote_code, output_loading_info=True)
+    if found["missing_keys"]:
+        raise ValueError(f"{folder} is not a model of this task: it lacks {', '.join(sorted(found['missing_keys']))}")
+    return model
+
+
+def open_task(name: str, data_dir: str, scale: Scale, overrides: dict[str, Any] | None = None) -> TaskData:
+    """The held-out data of a task that train/list_tasks.py names.
+
+    Raises:
+        ValueError: unknown task or scale, or data that cannot be read. FileNotFoundError: absent data.
+    """
+    openers = {
+        "train_clm": open_language_task,
+        "train_classification": open_classification_task,
+        "retrieval": open_retrieval_task,
+    }
+    spec = get_task(name)
+    return openers[spec.script](make_arguments(name, data_dir, scale, **(overrides or {})), spec.title)
+
+
+def evaluate_models(
+    folders: Sequence[str], task: TaskData, budgets: Sequence[int] = BUDGETS, trust_remote_code: bool = False
+) -> Evaluation:
+    """Sweep every model; memory and active parameters of the first.
+
+    Raises:
+        ValueError: models of different capacity, or one that needs its own code without `trust_remote_code`.
+    """
+    sweeps: list[BudgetSweep] = []
+    peaks: tuple[int, ...] = ()
+    active: tuple[int, ...] = ()
+    for folder in folders:
+        model = task.load(folder, trust_remote_code).eval()
+        if torch.accelerator.is_available():
+            model.to(torch.accelerator.current_accelerator())
+        capacity = capacity_of(model)
+        wanted = clip_budgets((*budgets, capacity), capacity)
+        if sweeps and wanted != sweeps[0].budgets:
+            raise ValueError(f"{folder} has capacity {capacity}, and {folders[0]} {sweeps[0].budgets[-1]}")
+        if not sweeps:
+            batch = {name: value.to(model.device) for name, value in task.inputs.items()}
+            peaks = tuple(_peak(model, batch, K) for K in wanted)
+            active = tuple(_active_parameters(model, K) for K in wanted)
+        sweeps.append(task.sweep(model, wanted))
+    values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "tokens_per_second"))
+    return Evaluation(sweeps[0].metric, sweeps[0].budgets, values, speeds, peaks, active)
+
+
+def _active_parameters(model: PreTrainedModel, budget: int) -> int:
+    elastic = hasattr(model, "num_active_parameters")
+    return model.num_active_parameters(budget) if elastic else model.num_parameters()
+
+
+@torch.no_grad()
+def _peak(model: PreTrainedModel, batch: dict[str, Tensor], budget: int) -> int:
+    """Bytes that one forward pass over the batch needs beside the weights."""
+    run = lambda: run_at_budget(model, batch, budget)  # noqa: E731
+    run()  # constants made once do not count
+    return peak_memory(run, model.device)

@@ -1,0 +1,254 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Which model a script trains: ES-SSM, the paper's variants of it, or a baseline with as many parameters.
+
+An ES-SSM is new, from sizes or from a configuration that holds them, or starts from saved weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from essm_train.run.engine import RunArguments, _arg
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
+
+# Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
+_SIZES = MappingProxyType(
+    {"hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8, "filter_length": 1024}
+    | {"scaling_exponent": 0.0, "gating": "softmax", "ar_order": 0, "block": "gated"}
+    | dict.fromkeys(("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"))
+    | {"embedding_initializer_range": None}
+)
+# Other defaults of the paper's block.
+_PAPER = MappingProxyType({"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25})
+# What runs beside a configuration recorded before its sizes could be overridden: the defaults of that time.
+_RECORDED = MappingProxyType(
+    dict.fromkeys(_SIZES)
+    | {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
+    | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
+)
+_RATES = ("dropout", "stochastic_depth")
+TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
+_HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
+
+
+def _size(name: str, help: str) -> Any:
+    """None says that it was not given; SizeArguments and a configuration then each have their own value."""
+    default = "what ESSMConfig makes of the others" if _SIZES[name] is None else _SIZES[name]
+    paper = f" ({_PAPER[name]} with the paper's block)" if name in _PAPER else ""
+    return field(default=None, metadata={"help": f"{help} By default {default}{paper}, or as configured."})
+
+
+@dataclass
+class SizeArguments(RunArguments):
+    """A new ES-SSM's shape; how to train is in engine.RunArguments."""
+
+    hidden_size: int | None = _size("hidden_size", "Model width D.")
+    num_hidden_layers: int | None = _size("num_hidden_layers", "Number of blocks.")
+    num_spectral_channels: int | None = _size(
+        "num_spectral_channels", "Capacity: the largest budget the model will be able to run."
+    )
+    filter_length: int | None = _size("filter_length", "Longest sequence the filters cover; longer costs nothing.")
+    gating: str | None = _size("gating", "The gate: 'softmax' (Eq. 8), or 'none' (Eq. 6).")
+    ar_order: int | None = _size("ar_order", "2 adds the autoregressive and negative-filter terms of AR-STU.")
+    scaling_exponent: float | None = _size("scaling_exponent", "Power of sigma_k in Eq. (7).")
+    block: str | None = _size(
+        "block", "The residual block: 'gated', with convolution, heads and output gate, or 'paper'."
+    )
+    inner_size: int | None = _size("inner_size", "Of the gated block: width of its mixer.")
+    num_heads: int | None = _size("num_heads", "Of the gated block: groups of that width with a gate of Eq. (8) each.")
+    mixing_size: int | None = _size("mixing_size", "Of the gated block: size of the blocks on the diagonal of M_k.")
+    conv_kernel_size: int | None = _size("conv_kernel_size", "Of the gated block: taps of its convolution; 0 for none.")
+    intermediate_size: int | None = _size(
+        "intermediate_size", "Width of the feed-forward layer; 0, for none, in the gated block only."
+    )
+    embedding_initializer_range: float | None = _size(
+        "embedding_initializer_range", "Standard deviation of new embeddings."
+    )
+    dropout: float | None = field(
+        default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
+    )
+    stochastic_depth: float | None = field(
+        default=None, metadata={"help": "Rate of skipping a whole sub-layer; by default 0, or as configured."}
+    )
+
+    EARLIER = MappingProxyType({"block": "paper"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source is None:
+            for name, default in (_SIZES | (_PAPER if self.block == "paper" else {})).items():
+                setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
+
+    @property
+    def source(self) -> str | None:
+        """The folder or Hub name that holds the model's shape; None if the arguments do."""
+        return None
+
+    def given(self) -> dict[str, Any]:
+        """The fields of ESSMConfig that the arguments name."""
+        values = {name: getattr(self, name) for name in (*_SIZES, *_RATES)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass
+class ModelArguments(SizeArguments):
+    """The model: sizes, for ES-SSM or a baseline; or a configuration, which sizes override; or weights of ES-SSM."""
+
+    architecture: str = _arg(
+        "essm",
+        "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
+        "'mamba', 'mamba2', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
+    )
+    config_name: str | None = _arg(
+        None, "Folder or Hub name of a configuration; sizes that are given beside it take the place of its own."
+    )
+    model_name_or_path: str | None = _arg(None, "Weights to start from, instead of a new model.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.is_baseline and (self.push_to_hub or self.model_name_or_path):
+            raise ValueError(
+                f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
+                "from model_name_or_path, and cannot be pushed"
+            )
+        if self.config_name and self.model_name_or_path:
+            raise ValueError("give config_name or model_name_or_path, not both")
+        if self.model_name_or_path:
+            self.refuse_sizes()
+        if self.source is None:
+            self.dropout, self.stochastic_depth = self.dropout or 0.0, self.stochastic_depth or 0.0
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.architecture != "essm"
+
+    @property
+    def source(self) -> str | None:
+        return self.config_name or self.model_name_or_path
+
+    def refuse_sizes(self) -> None:
+        """Raises ValueError if the shape of weights is given beside them."""
+        for name in _SIZES:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {getattr(self, name)!r}")
+
+    def identity(self) -> dict[str, Any]:
+        """Beside a configuration sizes stand in one entry: runs from before they could override it have none."""
+        values = super().identity()
+        if self.source is not None:
+            overrides = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
+            values |= _RECORDED | {"config_overrides": overrides or None}
+        return values
+
+
+def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
+    """The configuration that the arguments name, or make from sizes.
+
+    Args:
+        fields: of the configuration, which override it, as do the sizes and rates that the arguments name.
+    Raises:
+        ValueError: sizes or rates that cannot be, or no ES-SSM's configuration where the arguments look for one.
+    """
+    if args.source is None:
+        return ESSMConfig(**args.given(), **fields)
+    try:
+        values, _ = ESSMConfig.get_config_dict(args.source)
+    except OSError as error:
+        raise ValueError(f"cannot read the configuration of {args.source!r}: {error}") from error
+    if values.get("model_type") != ESSMConfig.model_type:
+        raise ValueError(
+            f"{args.source!r} must hold the config.json of an ES-SSM, model_type {ESSMConfig.model_type!r}, "
+            f"got model_type {values.get('model_type')!r}"
+        )
+    return ESSMConfig.from_dict(values | fields, **args.given())
+
+
+def load_model(auto: Any, name: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+    """What was saved, through an Auto class: an ES-SSM by this package's classes, whatever code lies beside it.
+
+    Args:
+        auto: AutoModelForCausalLM or another. name: folder or Hub name. options: of its from_pretrained.
+        trust_remote_code: run the model's own code where it has any.
+    Raises:
+        ValueError: the model needs its own code, and may not run it.
+    """
+    try:
+        return auto.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"{str(name)!r} needs the code that lies beside its weights, and code of models is not run unasked: read "
+            "it, and if you trust it, give --trust_remote_code"
+        ) from error
+
+
+def holds_head(config: ESSMConfig, cls: type[PreTrainedModel]) -> bool:
+    """Whether the weights saved with that configuration are those of a `cls`, its head among them."""
+    return cls.__name__ in (config.architectures or ())
+
+
+def check_vocabulary(args: ModelArguments, config: ESSMConfig, name: str, vocab_size: int, is_bytes: bool) -> None:
+    """Raises ValueError if the weights were not made for these tokens.
+
+    Args:
+        name: of the tokens, for people. vocab_size: how many ids they need.
+    """
+    # A tokenizer's model may have room to spare; bytes have one vocabulary.
+    fits = config.vocab_size == vocab_size if is_bytes else config.vocab_size >= vocab_size
+    if not fits:
+        legal = vocab_size if is_bytes else f"at least {vocab_size}"
+        raise ValueError(
+            f"vocab_size of {args.model_name_or_path!r} must be {legal} for {name}, got {config.vocab_size}: give the "
+            "tokenizer_name it was trained with, or none for that in its folder, or for bytes if there is none"
+        )
+
+
+def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) -> PreTrainedModel:
+    """A new model in fp32, or one that starts from weights; their head is new if it is not that of `cls`.
+
+    Args:
+        cls: ESSMForCausalLM or ESSMForSequenceClassification, or which of the two a baseline stands for.
+        fields: of the config, that the data asks for.
+    Raises:
+        ValueError: as `read_config`; an unknown architecture; or weights that cannot be read or are not all there.
+    """
+    config = read_config(args, **fields)
+    if args.model_name_or_path:
+        return _load_weights(args.model_name_or_path, cls, config)
+    if not args.is_baseline:
+        return cls(config).float()
+    from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification, matched_baseline
+
+    with torch.device("meta"):
+        target = sum(parameter.numel() for parameter in cls(config).parameters())
+    baseline = BaselineForSequenceClassification if cls is ESSMForSequenceClassification else BaselineForCausalLM
+    return baseline(
+        matched_baseline(
+            args.architecture,
+            target,
+            model_class=baseline,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            max_position_embeddings=config.filter_length,
+            dropout=config.dropout,
+            **fields,
+        )
+    ).float()
+
+
+def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> PreTrainedModel:
+    """Saved weights in fp32. Raises ValueError if they cannot be read, or lack more than a head of another class."""
+    may_lack = set() if holds_head(config, cls) else {_HEADS[cls]}
+    try:
+        model, found = cls.from_pretrained(name, config=config, output_loading_info=True)
+    except OSError as error:
+        raise ValueError(f"cannot read the weights of {name!r}: {error}") from error
+    if lacking := sorted(set(found["missing_keys"]) - may_lack):
+        raise ValueError(f"the weights of {name!r} lack {', '.join(lacking)}: fetch or save them again")
+    return model.float()

@@ -1,0 +1,318 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Spoken words as log-mel frames, written once as parquet files that train_classification.py reads.
+
+    python train/prepare_audio.py speech4 --data_dir data --output_dir data/speech4
+    python train/prepare_audio.py sc10 --data_dir data/speech_commands --output_dir data/sc10
+
+`speech4` reads the files speech_commands_4words-{train,validation,test}.parquet of 8 kHz mu-law codes: four words of
+Speech Commands V2, a task of our own. `sc10` reads the unpacked official archive of Speech Commands V2, one folder of
+16 kHz wav files per word, and splits it by its validation_list.txt and testing_list.txt; the rest is for training.
+
+Every clip becomes (98, 40) numbers: 40 mel bands of 25 ms windows, one each 10 ms of one second. Each band is
+normalised to mean 0 and deviation 1 over the frames of the clip; frames after the end of a short clip are 0.
+An interrupted command is given again, see shards.py. A row is a function of its clip only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import os
+import sys
+import wave
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+
+from essm_train.tasks.shards import SPLITS, check_sizes, generate, parquet_schema
+
+SPEECH4_WORDS = ("yes", "no", "up", "down")
+SC10_WORDS = (*SPEECH4_WORDS, "left", "right", "on", "off", "stop", "go")
+SC10_URL = "http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz"
+NUM_BANDS, NUM_FRAMES = 40, 98
+LOWEST_HZ = 20.0
+_MU = 255
+_MEL_FLOOR = 1e-6  # power of a window of mu-law's zero, a constant of 1e-4; below it all is silence
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sound to frames.
+
+
+def mu_law_decode(codes: np.ndarray) -> np.ndarray:
+    """uint8 codes of continuous mu-law companding to float32 samples in [-1, 1].
+
+    A code c stands for y = 2 c / 255 - 1, and x = sign(y) ((1 + 255)^|y| - 1) / 255. Raises ValueError for other types.
+    """
+    if codes.dtype != np.uint8:
+        raise ValueError(f"mu-law codes must be uint8, got {codes.dtype}")
+    return _mu_law_table()[codes]
+
+
+@functools.cache
+def _mu_law_table() -> np.ndarray:
+    y = 2 * np.arange(256) / _MU - 1
+    return (np.sign(y) * np.expm1(np.abs(y) * np.log1p(_MU)) / _MU).astype(np.float32)
+
+
+@functools.cache
+def _front_end(sampling_rate: int) -> tuple[int, int, int, np.ndarray, np.ndarray]:
+    """(window length, hop, FFT length, window, (bins, 40) mel filters): 25 ms, 10 ms, bins of 15.6 Hz."""
+    if sampling_rate % 8000 or sampling_rate < 8000:
+        raise ValueError(f"sampling_rate must be a multiple of 8000 Hz, got {sampling_rate}")
+    length, hop, fft = sampling_rate // 40, sampling_rate // 100, sampling_rate // 8000 * 512
+    filters = mel_filter_bank(1 + fft // 2, NUM_BANDS, LOWEST_HZ, sampling_rate / 2, sampling_rate)
+    return length, hop, fft, window_function(length, "hann"), filters
+
+
+def log_mel(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
+    """Logarithm of the power in 40 mel bands between 20 Hz and half the sampling rate: (n,) -> (frames, 40) float32.
+
+    Raises:
+        ValueError: less than one window of 25 ms, more than one second, or not one channel of finite numbers.
+    """
+    length, hop, fft, window, filters = _front_end(sampling_rate)
+    if samples.ndim != 1 or not length <= len(samples) <= sampling_rate:
+        raise ValueError(
+            f"a clip must be one channel of {length} to {sampling_rate} samples (25 ms to a second), "
+            f"got an array of shape {samples.shape}"
+        )
+    if not np.isfinite(samples).all():
+        raise ValueError("a clip must hold finite samples")
+    options: dict[str, Any] = {"power": 2.0, "center": False, "mel_floor": _MEL_FLOOR, "log_mel": "log"}
+    return spectrogram(samples, window, length, hop, fft, mel_filters=filters, **options).T
+
+
+def clip_frames(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
+    """(n,) at most a second of sound -> (98, 40) float16, normalised per band over its frames; 0 after the clip's end.
+
+    Raises ValueError as `log_mel`.
+    """
+    real = log_mel(samples, sampling_rate).astype(np.float64)
+    deviation = real.std(0)
+    real = (real - real.mean(0)) / np.where(deviation > 1e-3, deviation, 1.0)  # a silent band stays 0
+    frames = np.zeros((NUM_FRAMES, NUM_BANDS), np.float16)
+    frames[: len(real)] = real[:NUM_FRAMES]
+    return frames
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Where clips come from.
+
+
+class Clips(Protocol):
+    """Labelled sound of three splits, picklable.
+
+    Attributes:
+        words: name of each class. sampling_rate: in Hz. sizes: rows of each split. fingerprint: changes if they do.
+    """
+
+    words: tuple[str, ...]
+    sampling_rate: int
+    sizes: dict[str, int]
+    fingerprint: str
+
+    def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
+        """(samples, label, name) of those rows."""
+
+
+class MuLawClips:
+    """The files speech_commands_4words-{train,validation,test}.parquet of a folder.
+
+    Raises:
+        FileNotFoundError: one is not there. ValueError: one is not such a file.
+    """
+
+    words, sampling_rate = SPEECH4_WORDS, 8000
+    COLUMNS = ("mulaw_8khz", "label", "num_samples", "clip")
+    ORIGINAL_RATE = 16000  # of the clip before it was resampled; num_samples counts that one's samples
+
+    def __init__(self, data_dir: Path):
+        self.paths = {split: Path(data_dir) / f"speech_commands_4words-{split}.parquet" for split in SPLITS}
+        digest = hashlib.sha256()
+        for path in self.paths.values():
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"{path} is not there: put speech_commands_4words-{{train,validation,test}}.parquet, with the "
+                    f"columns {', '.join(self.COLUMNS)} (8,000 uint8 codes of 8 kHz mu-law), into {str(data_dir)!r}"
+                )
+            missing = set(self.COLUMNS) - set(pq.read_schema(path).names)
+            if missing:
+                raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        self.sizes = {split: pq.read_metadata(path).num_rows for split, path in self.paths.items()}
+        self.fingerprint = digest.hexdigest()
+
+    def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
+        path = self.paths[split]
+        # memory_map keeps what is read to the row groups that hold these rows.
+        table = pq.read_table(path, columns=list(self.COLUMNS), memory_map=True).slice(rows.start, len(rows))
+        codes, labels, lengths, names = (table.column(name) for name in self.COLUMNS)
+        clips = []
+        for i, row in enumerate(rows):
+            label, length = labels[i].as_py(), lengths[i].as_py()
+            values = np.asarray(codes[i].values)
+            if not 0 <= label < len(self.words):
+                raise ValueError(f"row {row} of {path}: label must be in [0, {len(self.words) - 1}], got {label}")
+            if not 0 < length <= self.ORIGINAL_RATE:
+                raise ValueError(f"row {row} of {path}: num_samples must be in [1, {self.ORIGINAL_RATE}], got {length}")
+            real = -(-length * self.sampling_rate // self.ORIGINAL_RATE)  # what follows is padding
+            clips.append((mu_law_decode(values[:real]), label, names[i].as_py()))
+        return clips
+
+
+class SpeechCommands:
+    """Words of the unpacked archive of Speech Commands V2, split as its two lists say.
+
+    Args:
+        folder: holds validation_list.txt, testing_list.txt and a folder of wav files per word.
+        words: the classes, in order.
+    Raises:
+        FileNotFoundError: the folder, a list or a word is not there, or a list names a missing file.
+        ValueError: a list names a file twice, or in both lists.
+    """
+
+    sampling_rate = 16000
+    LISTS: ClassVar = {"validation": "validation_list.txt", "test": "testing_list.txt"}
+
+    def __init__(self, folder: Path, words: Sequence[str] = SC10_WORDS):
+        self.folder, self.words = Path(folder), tuple(words)
+        wanted = [*self.LISTS.values(), *self.words]
+        absent = [name for name in wanted if not (self.folder / name).exists()]
+        if absent:
+            raise FileNotFoundError(
+                f"{str(self.folder)!r} lacks {', '.join(absent)}: fetch {SC10_URL} and unpack it into that folder "
+                f"(`mkdir -p {self.folder} && tar -xzf speech_commands_v0.02.tar.gz -C {self.folder}`)"
+            )
+        self.files: dict[str, list[str]] = {split: self._listed(split) for split in self.LISTS}
+        held_out = [name for files in self.files.values() for name in files]
+        if len(set(held_out)) < len(held_out):
+            twice = next(name for name in held_out if held_out.count(name) > 1)
+            raise ValueError(f"{self.folder}: {twice} is listed twice in {' and '.join(self.LISTS.values())}")
+        found = {f"{word}/{path.name}" for word in self.words for path in (self.folder / word).glob("*.wav")}
+        lost = sorted(set(held_out) - found)
+        if lost:
+            raise FileNotFoundError(f"{self.folder / lost[0]} is listed and not there: unpack {SC10_URL} again")
+        self.files["train"] = sorted(found - set(held_out))
+        self.sizes = {split: len(self.files[split]) for split in SPLITS}
+        digest = hashlib.sha256(repr(self.words).encode())
+        for split in SPLITS:
+            for name in self.files[split]:
+                digest.update(f"{split} {name} {(self.folder / name).stat().st_size}\n".encode())
+        self.fingerprint = digest.hexdigest()
+
+    def _listed(self, split: str) -> list[str]:
+        lines = (self.folder / self.LISTS[split]).read_text(encoding="utf-8").split()
+        return sorted(line for line in lines if line.split("/")[0] in self.words)
+
+    def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
+        names = self.files[split][rows.start : rows.stop]
+        return [(read_wav(self.folder / n, self.sampling_rate), self.words.index(n.split("/")[0]), n) for n in names]
+
+
+def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
+    """float32 samples in [-1, 1), at most a second. Raises ValueError for another format than 16-bit PCM mono."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            found = (file.getnchannels(), file.getsampwidth(), file.getframerate())
+            data = file.readframes(sampling_rate)
+    except (wave.Error, EOFError) as error:
+        raise ValueError(f"{path} is no wav file: {error or 'it ends too early'}") from error
+    if found != (1, 2, sampling_rate):
+        raise ValueError(
+            f"{path} must hold one channel of 16-bit samples at {sampling_rate} Hz, got {found[0]} of {8 * found[1]} "
+            f"bits at {found[2]} Hz"
+        )
+    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing.
+
+
+@dataclass(frozen=True)
+class SpeechFrames:
+    """The `shards.RowGenerator` of clips as frames; where the clips lie is no part of what defines the rows."""
+
+    VERSION: ClassVar[int] = 1
+    UNIQUE: ClassVar[str | None] = None
+
+    name: str
+    words: tuple[str, ...]
+    sampling_rate: int
+    source: str
+    train_size: int
+    validation_size: int
+    test_size: int
+    clips: dataclasses.InitVar[Clips]
+    rows_per_shard: int = 2000
+
+    def __post_init__(self, clips: Clips) -> None:
+        check_sizes(self)
+        object.__setattr__(self, "_clips", clips)
+
+    @classmethod
+    def of(cls, name: str, clips: Clips) -> SpeechFrames:
+        sizes = {f"{split}_size": clips.sizes[split] for split in SPLITS}
+        return cls(name, clips.words, clips.sampling_rate, clips.fingerprint, clips=clips, **sizes)
+
+    def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
+        """Columns frames (98 lists of 40 float16), label and clip. Raises ValueError naming a clip that cannot be."""
+        frames, labels, names = [], [], []
+        for samples, label, name in self._clips.read(split, indices):  # type: ignore[attr-defined]
+            try:
+                frames.append(clip_frames(samples, self.sampling_rate))
+            except ValueError as error:
+                raise ValueError(f"{name} of {self.name}-{split}: {error}") from error
+            labels.append(label)
+            names.append(name)
+        features = {
+            "frames": {
+                "feature": {"feature": {"dtype": "float16", "_type": "Value"}, "_type": "List"},
+                "_type": "List",
+            },
+            "label": {"names": list(self.words), "_type": "ClassLabel"},
+            "clip": {"dtype": "string", "_type": "Value"},
+        }
+        types = {"frames": pa.list_(pa.list_(pa.float16())), "label": pa.int64(), "clip": pa.string()}
+        values = pa.array(np.stack(frames).reshape(-1))
+        bands = pa.ListArray.from_arrays(np.arange(0, len(values) + 1, NUM_BANDS, dtype=np.int32), values)
+        column = pa.ListArray.from_arrays(np.arange(0, len(bands) + 1, NUM_FRAMES, dtype=np.int32), bands)
+        return pa.table([column, pa.array(labels, pa.int64()), pa.array(names)], schema=parquet_schema(types, features))
+
+
+SOURCES = {"speech4": MuLawClips, "sc10": SpeechCommands}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("task", choices=list(SOURCES))
+    parser.add_argument("--data_dir", help="Where the clips are; by default `data`, of sc10 `data/speech_commands`.")
+    parser.add_argument("--output_dir", help="Where the frames go; by default data/ and the name of the task.")
+    parser.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, help="Processes; all cores by default.")
+    args = parser.parse_args(argv)
+    data_dir = Path(args.data_dir or ("data" if args.task == "speech4" else "data/speech_commands"))
+    output_dir = Path(args.output_dir or f"data/{args.task}")
+    try:
+        manifest = generate(SpeechFrames.of(args.task, SOURCES[args.task](data_dir)), output_dir, args.num_workers)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{manifest}: complete; train with --features_column frames --label_column label")
+
+
+def run() -> None:
+    """The command."""
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,94 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Generate the Long Range Arena tasks that are made, not collected: ListOps, Pathfinder and Path-X.
+
+    python train/make_task_data.py listops --output_dir data/listops           # official sizes
+    python train/make_task_data.py pathfinder32 --output_dir data/pathfinder32 --difficulty hard
+    python train/make_task_data.py pathx --output_dir data/pathx --num_workers 16
+    python train/make_task_data.py listops --output_dir data/listops_small --train_size 10000 --validation_size 500 \\
+        --test_size 500 --min_length 50 --max_length 250 --max_depth 6          # a reduced set
+    python train/make_task_data.py pathx --help                                 # every parameter
+
+The same command continues an interrupted generation: finished shards are verified by checksum and kept. The data
+depends on the parameters only, not on the number of processes. Rows go to parquet files that
+`load_dataset("parquet", data_files=...)` reads, e.g. with the files that `load` of each task's module returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from essm_train.tasks.listops import ListOps
+from essm_train.tasks.pathfinder import PATHFINDER32, PATHX, Pathfinder
+from essm_train.tasks.shards import RowGenerator, generate
+
+# Of each task: its generator and the values that it has in place of the generator's defaults.
+TASKS: dict[str, tuple[type, Mapping[str, Any]]] = {
+    "listops": (ListOps, {}),
+    "pathfinder32": (Pathfinder, PATHFINDER32),
+    "pathx": (Pathfinder, PATHX),
+}
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RowGenerator, Path, int]:
+    """The generator, the folder and the number of processes.
+
+    Raises:
+        ValueError: parameters that cannot work.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="{" + ",".join(TASKS) + "}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for name, (cls, preset) in TASKS.items():
+        task = tasks.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        task.add_argument("--output_dir", default=f"data/{name}", help="Where the shards and manifest.json go.")
+        task.add_argument("--num_workers", type=int, default=cores, help="Processes; all cores by default.")
+        kinds = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            if field.name != "name":
+                default = preset.get(field.name, field.default)
+                convert, nargs = _kind(kinds[field.name])
+                help_text = field.metadata["help"]
+                task.add_argument(f"--{field.name}", type=convert, nargs=nargs, default=default, help=help_text)
+    values = vars(parser.parse_args(argv))
+    cls, _ = TASKS[values["task"]]
+    output_dir, num_workers = Path(values.pop("output_dir")), values.pop("num_workers")
+    values["name"] = values.pop("task")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return cls(**values), output_dir, num_workers
+
+
+def _kind(annotation: Any) -> tuple[Any, str | None]:
+    """How argparse reads a field: int, float or str; `X | None` as X; tuple[X, ...] as one or more X."""
+    if isinstance(annotation, types.UnionType):
+        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], "+"
+    return annotation, None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        generator, output_dir, num_workers = parse_arguments(argv)
+        started = time.perf_counter()
+        manifest = generate(generator, output_dir, num_workers)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    print(f"{manifest}: complete, {time.perf_counter() - started:.0f} s in this session")
+
+
+def run() -> None:
+    """The command."""
+    main()
+
+
+if __name__ == "__main__":
+    run()

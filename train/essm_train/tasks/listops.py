@@ -1,0 +1,173 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Long Range Arena's ListOps: nested list expressions over digits, and the digit that they amount to.
+
+    [MAX 2 9 [MIN 4 7 ] 0 ]   ->  9
+
+Trees are drawn as there (Tay et al., arXiv 2011.04006; figures from its generator): a node above the depth limit is an
+operator with probability 1/4, otherwise a digit; an operator is one of four with 2 to 10 arguments, all uniform. The
+tree is kept if its length lies strictly between the limits, where a digit counts 1 and an operator 2 (itself and its
+closing bracket): the number of symbols. Of the four operators, MED is the median, rounded down, and SM the sum modulo
+10. Symbols are written without the parentheses of the original files, which its tokenizer drops as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from essm_train.tasks.shards import check_sizes, parquet_schema, shard_files
+
+DIGITS = tuple(map(str, range(10)))
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+CLOSE = "]"
+SYMBOLS = (*DIGITS, *OPERATORS, CLOSE)  # a symbol's id is its place; as in hub_configs/essm-lra-listops
+PAD_ID = len(SYMBOLS)
+OPERATOR_PROBABILITY = 0.25
+_IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
+_MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
+
+
+def _arg(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class ListOps:
+    """The data set of these parameters; the defaults are Long Range Arena's.
+
+    Raises:
+        ValueError: parameters that no tree can meet.
+    """
+
+    VERSION: ClassVar[int] = 1
+    UNIQUE: ClassVar[str | None] = "tokens"
+
+    name: str = "listops"
+    seed: int = _arg(0, "Same seed, same data.")
+    train_size: int = _arg(96_000, "Training rows.")
+    validation_size: int = _arg(2_000, "Validation rows.")
+    test_size: int = _arg(2_000, "Test rows.")
+    min_length: int = _arg(500, "Trees have more symbols than this ..")
+    max_length: int = _arg(2_000, ".. and fewer than this.")
+    max_depth: int = _arg(10, "Levels of the tree; the root is level 1, and nodes of the last level are digits.")
+    max_arguments: int = _arg(10, "Arguments of an operator: 2 to this many.")
+    rows_per_shard: int = _arg(2_000, "Rows in a file.")
+
+    def __post_init__(self) -> None:
+        check_sizes(self)
+        for name, least in (("seed", 0), ("max_depth", 2), ("max_arguments", 2), ("min_length", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        longest = 1
+        for _ in range(self.max_depth - 1):
+            longest = 2 + self.max_arguments * longest
+        shortest = 4  # an operator with two digits; a tree that is one digit is no list
+        if not max(self.min_length + 1, shortest) <= min(self.max_length - 1, longest):
+            raise ValueError(
+                f"no tree has more than min_length {self.min_length} and fewer than max_length {self.max_length} "
+                f"symbols: with max_depth {self.max_depth} and max_arguments {self.max_arguments} there are "
+                f"{shortest} to {longest}"
+            )
+
+    def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
+        """Columns tokens (text) and label (0..9)."""
+        trees = [self.tree(split, i, attempts.get(i, 0)) for i in indices]
+        columns = {"tokens": [" ".join(tree) for tree in trees], "label": [evaluate(tree) for tree in trees]}
+        features = {
+            "tokens": {"dtype": "string", "_type": "Value"},
+            "label": {"names": list(DIGITS), "_type": "ClassLabel"},
+        }
+        return pa.table(columns, schema=parquet_schema({"tokens": pa.string(), "label": pa.int64()}, features))
+
+    def tree(self, split: str, index: int, attempt: int = 0) -> list[str]:
+        """Symbols of one tree, a function of (seed, split, index, attempt).
+
+        Raises:
+            ValueError: trees of such lengths are too rare to be drawn.
+        """
+        key = f"{self.seed}/{split}/{index}/{attempt}".encode()
+        # random() of Python's generator gives the same numbers in every version; its other methods need not.
+        draw = random.Random(int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "big")).random
+        least = max(self.min_length + 1, 4)
+        for _ in range(_MAX_DRAWS):
+            symbols: list[str] = []
+            if self._grow(symbols, 1, draw) and len(symbols) >= least:
+                return symbols
+        raise ValueError(
+            f"none of {_MAX_DRAWS:,} trees has more than min_length {self.min_length} and fewer than max_length "
+            f"{self.max_length} symbols: raise max_depth or max_arguments, or allow other lengths"
+        )
+
+    def _grow(self, symbols: list[str], depth: int, draw: Any) -> bool:
+        """Append a subtree; False as soon as the whole can only become too long."""
+        if depth >= self.max_depth or draw() > OPERATOR_PROBABILITY:
+            symbols.append(DIGITS[int(draw() * 10)])
+            return len(symbols) < self.max_length
+        symbols.append(OPERATORS[int(draw() * len(OPERATORS))])
+        for _ in range(2 + int(draw() * (self.max_arguments - 1))):
+            if not self._grow(symbols, depth + 1, draw):
+                return False
+        symbols.append(CLOSE)
+        return len(symbols) < self.max_length
+
+
+def evaluate(symbols: Sequence[str]) -> int:
+    """The digit that an expression amounts to.
+
+    Raises:
+        ValueError: it is no expression.
+    """
+    remaining = iter(symbols)
+    try:
+        value = _evaluate(next(remaining), remaining)
+    except StopIteration:
+        raise ValueError("the expression ends before its brackets are closed") from None
+    if (symbol := next(remaining, None)) is not None:
+        raise ValueError(f"{symbol!r} stands after the end of the expression")
+    return value
+
+
+def _evaluate(symbol: str, remaining: Iterator[str]) -> int:
+    """The value of the subtree that begins with `symbol`; reads its other symbols."""
+    if symbol in DIGITS:
+        return int(symbol)
+    if symbol not in OPERATORS:
+        raise ValueError(f"expected a digit or an operator, got {symbol!r}")
+    arguments: list[int] = []
+    while (inner := next(remaining)) != CLOSE:
+        arguments.append(_evaluate(inner, remaining))
+    if not arguments:
+        raise ValueError(f"{symbol!r} has no arguments")
+    if symbol == "[MIN":
+        return min(arguments)
+    if symbol == "[MAX":
+        return max(arguments)
+    if symbol == "[SM":
+        return sum(arguments) % 10
+    arguments.sort()
+    middle = len(arguments) // 2
+    return arguments[middle] if len(arguments) % 2 else (arguments[middle - 1] + arguments[middle]) // 2
+
+
+def encode(tokens: str) -> np.ndarray:
+    """Ids (L,) uint8 of an expression as the column `tokens` holds it; id 15 (`PAD_ID`) is left for padding.
+
+    Raises:
+        ValueError: a symbol that is none.
+    """
+    try:
+        return np.array([_IDS[symbol] for symbol in tokens.split()], np.uint8)
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]!r} is no symbol of ListOps; they are {' '.join(SYMBOLS)}") from None
+
+
+def load(folder: Path | str = "data/listops", checksum: bool = False) -> dict[str, list[str]]:
+    """Files of each split: `load_dataset("parquet", data_files=load(folder))`; errors as in `shard_files`."""
+    return shard_files(folder, "listops", checksum)

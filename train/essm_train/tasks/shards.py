@@ -1,0 +1,375 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Generated data sets as checksummed parquet shards: made by several processes, continued after a kill, same bytes.
+
+A generator is a dataclass whose fields define the data, and row i of a split is a function of (fields, split, i,
+attempt) only. So a shard can be made anywhere, in any order, and again: neither the number of processes nor an
+interruption shows in its bytes. (The bytes of a parquet file name the pyarrow that wrote it; rows do not depend on it.)
+
+`manifest.json` in the folder says what the data is (generator, version, parameters) and what is there (rows, bytes and
+SHA-256 of each finished shard). Where rows must be distinct, the attempt of a row that repeats an earlier one is raised
+until none does; the manifest keeps those attempts, which is why this survives a kill as well.
+
+    class Squares:                                # see `RowGenerator`
+        ...
+    generate(Squares(train_size=1000), Path("data/squares"), num_workers=2)
+    files = shard_files(Path("data/squares"), "squares")  # {"train": [...], ...} for load_dataset("parquet", ...)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+MANIFEST = "manifest.json"
+SPLITS = ("train", "validation", "test")
+_FORMAT = 1
+_TEMPORARY = ".tmp-"
+_MAX_ROUNDS = 100  # of new attempts for repeated rows
+
+
+class RowGenerator(Protocol):
+    """What a task has to offer: a dataclass of JSON-able fields, picklable.
+
+    Attributes:
+        name: of the data set, and the beginning of its files' names.
+        VERSION: raised whenever the same fields give other rows.
+        UNIQUE: the text column whose values must be distinct over all splits, or None.
+        train_size, validation_size, test_size: rows. rows_per_shard: in a file, at most.
+    """
+
+    VERSION: ClassVar[int]
+    UNIQUE: ClassVar[str | None]
+    name: str
+    train_size: int
+    validation_size: int
+    test_size: int
+    rows_per_shard: int
+
+    def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
+        """Rows of a split, each a function of the fields, split, index and attempt (0 where none is given)."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Shard:
+    """A file and the rows it holds."""
+
+    split: str
+    number: int
+    file: str
+    first: int
+    stop: int
+
+
+def plan(generator: RowGenerator) -> list[Shard]:
+    """All shards, train first."""
+    shards = []
+    for split in SPLITS:
+        size, step = getattr(generator, f"{split}_size"), generator.rows_per_shard
+        count = -(-size // step)
+        for k in range(count):
+            file = f"{generator.name}-{split}-{k:05d}-of-{count:05d}.parquet"
+            shards.append(Shard(split, k, file, k * step, min(size, (k + 1) * step)))
+    return shards
+
+
+def check_sizes(generator: RowGenerator) -> None:
+    """Raises ValueError for sizes that make no data set; for a generator's own checks."""
+    for name, least in (("train_size", 1), ("validation_size", 0), ("test_size", 0), ("rows_per_shard", 1)):
+        if getattr(generator, name) < least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(generator, name)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Writing.
+
+
+def generate(generator: RowGenerator, output_dir: Path, num_workers: int = 1, progress: bool = True) -> Path:
+    """Make what is missing or damaged in the folder; does nothing where all is there. One call per folder at a time.
+
+    Args:
+        num_workers: processes; 1 works in this one.
+        progress: show a bar.
+    Returns:
+        Path of the manifest.
+    Raises:
+        ValueError: the folder holds data of other parameters, or rows cannot be made distinct.
+        OSError: the folder cannot be written (before anything is made), or the disk is full, or a worker was killed;
+            finished shards stand.
+    """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least 1, got {num_workers}")
+    output_dir = Path(output_dir)
+    identity = _identity(generator)
+    path = output_dir / MANIFEST
+    manifest = _read_manifest(path) if path.exists() else None
+    if manifest is not None:
+        _refuse_other(manifest, identity, output_dir)
+    _check_writable(output_dir)
+    for stale in output_dir.glob(f"{_TEMPORARY}*"):
+        stale.unlink()
+    if manifest is None:
+        manifest = {**identity, "complete": False, "attempts": {}, "shards": {}}
+    _drop_damaged(manifest, output_dir, progress)
+    for _ in range(_MAX_ROUNDS):
+        _make_missing(generator, manifest, output_dir, num_workers, progress)
+        repeated = _repeated_rows(generator, output_dir) if generator.UNIQUE and not manifest["complete"] else {}
+        if not repeated:
+            break
+        for shard in plan(generator):
+            for row in repeated.get(shard.split, ()):
+                if shard.first <= row < shard.stop:
+                    attempts = manifest["attempts"].setdefault(shard.split, {})
+                    attempts[str(row)] = attempts.get(str(row), 0) + 1
+                    manifest["shards"].pop(shard.file, None)
+        _write_manifest(manifest, path)
+    else:
+        left = sum(map(len, repeated.values()))
+        raise ValueError(
+            f"{left} of the rows still repeat others after {_MAX_ROUNDS} attempts: there are too few different ones "
+            f"with these parameters; ask for fewer rows or longer ones"
+        )
+    if not manifest["complete"]:
+        manifest["complete"] = True
+        _write_manifest(manifest, path)
+    return path
+
+
+def _identity(generator: RowGenerator) -> dict[str, Any]:
+    parameters = json.loads(json.dumps(dataclasses.asdict(generator)))  # type: ignore[call-overload]  # tuples to lists
+    return {"format": _FORMAT, "name": generator.name, "version": generator.VERSION, "parameters": parameters}
+
+
+def _refuse_other(manifest: dict[str, Any], identity: dict[str, Any], output_dir: Path) -> None:
+    def flat(record: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: record.get(name) for name in ("name", "version", "format")} | dict(record["parameters"])
+
+    held, wanted = flat(manifest), flat(identity)
+    differs = [
+        f"{name} is {held.get(name)!r} there, {wanted.get(name)!r} was asked for"
+        for name in {**wanted, **held}
+        if held.get(name) != wanted.get(name)
+    ]
+    if differs:
+        raise ValueError(
+            f"{output_dir} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
+        )
+
+
+def _check_writable(output_dir: Path) -> None:
+    """Raises OSError, by trying it."""
+    probe = output_dir / f"{_TEMPORARY}probe"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise type(error)(f"cannot write into output_dir {str(output_dir)!r}: {error.strerror}") from error
+
+
+def _drop_damaged(manifest: dict[str, Any], output_dir: Path, progress: bool) -> None:
+    """Forget shards that are not there, or not as they were written. Reads all of them."""
+    entries = list(manifest["shards"].items())
+    for file, entry in tqdm(entries, unit="shard", desc="verifying", disable=not (progress and entries), leave=False):
+        if not is_intact(output_dir / file, entry, checksum=True):
+            del manifest["shards"][file]
+            manifest["complete"] = False
+
+
+def is_intact(path: Path, entry: Mapping[str, Any], checksum: bool) -> bool:
+    """Whether the file is there, has the size of the manifest's entry and, if asked for, its SHA-256."""
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    return not checksum or _sha256(path) == entry["sha256"]
+
+
+def _make_missing(
+    generator: RowGenerator, manifest: dict[str, Any], output_dir: Path, num_workers: int, progress: bool
+) -> None:
+    shards = plan(generator)
+    missing = [shard for shard in shards if shard.file not in manifest["shards"]]
+    _write_manifest(manifest, output_dir / MANIFEST)
+    total = sum(shard.stop - shard.first for shard in shards)
+    done = total - sum(shard.stop - shard.first for shard in missing)
+    seconds = 0.5 if sys.stderr.isatty() else 10  # between lines in a log file
+    with tqdm(
+        total=total, initial=done, unit="row", desc=generator.name, disable=not progress, mininterval=seconds
+    ) as bar:
+        for shard, entry in _made(generator, missing, manifest["attempts"], output_dir, num_workers):
+            manifest["shards"][shard.file] = entry
+            # In the plan's order, so that the manifest's bytes do not tell who was faster.
+            order = [shard.file for shard in shards if shard.file in manifest["shards"]]
+            manifest["shards"] = {file: manifest["shards"][file] for file in order}
+            _write_manifest(manifest, output_dir / MANIFEST)
+            bar.update(shard.stop - shard.first)
+
+
+def _made(
+    generator: RowGenerator,
+    shards: list[Shard],
+    attempts: Mapping[str, Mapping[str, int]],
+    output_dir: Path,
+    num_workers: int,
+) -> Iterator[tuple[Shard, dict[str, Any]]]:
+    """Each shard with its manifest entry, when it is on disk."""
+
+    def of(shard: Shard) -> dict[int, int]:
+        given = ((int(row), attempt) for row, attempt in attempts.get(shard.split, {}).items())
+        return {row: attempt for row, attempt in given if shard.first <= row < shard.stop}
+
+    if num_workers == 1 or len(shards) <= 1:
+        for shard in shards:
+            yield shard, _write_shard(generator, shard, of(shard), output_dir)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would inherit locks of Arrow's threads
+    with ProcessPoolExecutor(min(num_workers, len(shards)), context, _die_with_parent) as pool:
+        futures = {pool.submit(_write_shard, generator, shard, of(shard), output_dir): shard for shard in shards}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        except BrokenProcessPool as error:
+            raise ChildProcessError(
+                "a worker was killed, perhaps for want of memory. Finished shards stand: give the command again, with "
+                "fewer num_workers"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _die_with_parent() -> None:
+    """A worker whose parent was killed would wait for its next shard forever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _write_shard(
+    generator: RowGenerator, shard: Shard, attempts: Mapping[int, int], output_dir: Path
+) -> dict[str, Any]:
+    """Write the file under a temporary name, to disk, and rename it. Returns its manifest entry."""
+    table = generator.rows(shard.split, range(shard.first, shard.stop), attempts)
+    path = output_dir / shard.file
+    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{shard.file}")
+    try:
+        pq.write_table(table, temporary, compression="zstd")
+        entry = {"rows": len(table), "bytes": temporary.stat().st_size, "sha256": _sha256(temporary)}
+        _publish(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(
+            error.errno, f"cannot write {path}: {error}. Finished shards stand: make room and give the command again"
+        ) from error
+    return entry
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """Atomically and durably."""
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _repeated_rows(generator: RowGenerator, output_dir: Path) -> dict[str, list[int]]:
+    """Rows whose text stands already in an earlier row, in the order of `SPLITS`, by split."""
+    seen: set[bytes] = set()
+    repeated: dict[str, list[int]] = {}
+    for shard in plan(generator):
+        column = pq.read_table(output_dir / shard.file, columns=[generator.UNIQUE]).column(0)
+        for row, text in enumerate(column.to_pylist(), shard.first):
+            digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+            if digest in seen:
+                repeated.setdefault(shard.split, []).append(row)
+            seen.add(digest)
+    return repeated
+
+
+def _write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
+    temporary = path.with_name(_TEMPORARY + path.name)
+    temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    _publish(temporary, path)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest["parameters"], dict) or not isinstance(manifest["shards"], dict):
+            raise TypeError("its parts have the wrong types")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): delete the folder and generate the data again") from error
+    return manifest
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading.
+
+
+def shard_files(folder: Path | str, names: str | Iterable[str], checksum: bool = False) -> dict[str, list[str]]:
+    """The files of each split, as `load_dataset("parquet", data_files=...)` takes them; empty splits are left out.
+
+    Args:
+        names: of the data set, one or several that will do; the first stands in the command of an error.
+        checksum: read every file and compare its SHA-256; otherwise presence and size are checked.
+    Raises:
+        FileNotFoundError: there is no such data, or a part of it is missing; names the command that makes it.
+        ValueError: the folder holds another data set, or the manifest is damaged.
+    """
+    folder, names = Path(folder), [names] if isinstance(names, str) else list(names)
+    command = f"`python train/make_task_data.py {names[0]} --output_dir {folder}`"
+    if not (folder / MANIFEST).is_file():
+        raise FileNotFoundError(f"no {names[0]} data in {str(folder)!r}: make it with {command}")
+    manifest = _read_manifest(folder / MANIFEST)
+    if manifest["name"] not in names:
+        raise ValueError(f"{str(folder)!r} holds {manifest['name']} data, not {' or '.join(names)}; make it: {command}")
+    again = f"`python train/make_task_data.py {command_line(manifest)} --output_dir {folder}`"
+    if not manifest["complete"]:
+        raise FileNotFoundError(f"the {manifest['name']} data in {str(folder)!r} is unfinished: continue with {again}")
+    files: dict[str, list[str]] = {}
+    for file, entry in manifest["shards"].items():
+        if not is_intact(folder / file, entry, checksum):
+            raise FileNotFoundError(f"{str(folder / file)!r} is missing or damaged: mend it with {again}")
+        files.setdefault(file.removeprefix(f"{manifest['name']}-").split("-")[0], []).append(str(folder / file))
+    return files
+
+
+def command_line(manifest: Mapping[str, Any]) -> str:
+    """The arguments of generate.py, but for the folder, that give this data."""
+    values = {name: value for name, value in manifest["parameters"].items() if name != "name" and value is not None}
+    parts = ((f"--{name}", *map(str, value if isinstance(value, list) else [value])) for name, value in values.items())
+    return " ".join([manifest["name"], *(word for part in parts for word in part)])
+
+
+def parquet_schema(columns: Mapping[str, pa.DataType], features: Mapping[str, Any]) -> pa.Schema:
+    """A schema with the columns' types as `datasets` writes them, so that it knows the names of the classes."""
+    metadata = {"huggingface": json.dumps({"info": {"features": dict(features)}})}
+    return pa.schema(list(columns.items()), metadata=metadata)
