@@ -112,3 +112,21 @@ def start_killed_sweep(module, monkeypatch, start):
         patch.setattr(module, "train", dies)
         with pytest.raises(KeyboardInterrupt):
             start()
+
+
+# The beginning of a process that must do without this package.
+BLOCK = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "modeling_essm":
+            raise ModuleNotFoundError(f"No module named {name!r} (refused)", name=name)
+
+sys.meta_path.insert(0, Refuse())
+try:
+    import modeling_essm
+    raise SystemExit("modeling_essm is importable: this process proves nothing")
+except ModuleNotFoundError:
+    pass
+"""

@@ -24,7 +24,6 @@ from helpers import ROOT, random_model
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 
 SERVE = ROOT / "examples" / "serve.py"
-sys.path.insert(0, str(SERVE.parent))
 
 for needed in ("fastapi", "uvicorn", "openai"):
     pytest.importorskip(needed)

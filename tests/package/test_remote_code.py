@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
+from helpers import BLOCK, VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import modeling_essm
@@ -44,22 +44,6 @@ AUTO_MAP = {
 SHA = "0123456789abcdef0123456789abcdef01234567"
 IDS = random_ids(2, 21)
 ROUTES = ["path", "hub", "saved-again"]
-
-BLOCK = """
-import sys
-
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "modeling_essm":
-            raise ModuleNotFoundError(f"No module named {name!r} (refused)", name=name)
-
-sys.meta_path.insert(0, Refuse())
-try:
-    import modeling_essm
-    raise SystemExit("modeling_essm is importable: this process proves nothing")
-except ModuleNotFoundError:
-    pass
-"""
 
 LOAD = """
 import json, sys

@@ -68,11 +68,14 @@ SCRIPTS = {
     "budget_sweep": ["--model", "MODEL", *TEXT, "--output_dir", "OUT"],
     "calibrate": ["--model", "MODEL", *TEXT, "--device", "cpu"],
     "export": ["--model", "MODEL", "--output_dir", "OUT", "--format", "torch"],
-    "evaluate": ["--models", "MODEL", "--task", "words", "--output_dir", "OUT"],
+    "evaluate_model": ["--models", "MODEL", "--task", "words", "--output_dir", "OUT"],
     "benchmarks.speculative": ["--model", "MODEL", "--quick", "--out", "OUT.json"],
     "benchmarks.budget_allocation": ["--models", "MODEL", *TEXT, "--calibration_files", "MORE", "--quick"],
     "benchmarks.length_extrapolation": ["--models", "a=MODEL", *TEXT, "--training_length", "64"],
 }
+
+MODULES = {name: f"essm_train.commands.{name}" for name in ("analyze", "calibrate", "evaluate_model", "export")}
+MODULES["budget_sweep"] = "essm_train.measure.budget_sweep"
 
 
 @pytest.fixture
@@ -84,16 +87,13 @@ def run(tmp_path, monkeypatch):
     (tmp_path / "more.txt").write_text("channel " * 400)
 
     def main(name: str, model: Path, *further: str) -> None:
-        if name == "evaluate":  # whose name is that of a library
-            spec = importlib.util.spec_from_file_location("evaluate_script", ROOT / "train/evaluate_model.py")
-            module = importlib.util.module_from_spec(spec)
-            monkeypatch.setitem(sys.modules, spec.name, module)
-            spec.loader.exec_module(module)
+        if name == "evaluate_model":
+            module = importlib.import_module(MODULES[name])
             sizes = {"block_size": 64, "sweep_blocks": 4, "validation_blocks": 4, "filter_length": 512}
             task = evaluation.open_language_task(CLMArguments(train_file=[str(text)], **sizes), "words")
-            module.open_task = lambda *args: task
+            monkeypatch.setattr(module, "open_task", lambda *args: task)
         else:
-            module = importlib.import_module(name)
+            module = importlib.import_module(MODULES.get(name, name))
         places = {
             "MODEL": str(model),
             "TEXT": str(text),

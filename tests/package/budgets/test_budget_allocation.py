@@ -7,7 +7,6 @@ import importlib
 import itertools
 import json
 import statistics
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, assert_close, random_ids, random_model, randomise, tiny_config
+from helpers import assert_close, random_ids, random_model, randomise, tiny_config
 from transformers.dynamic_module_utils import get_relative_imports
 
 from essm_train.tasks import catalog
@@ -586,7 +585,6 @@ def test_classifiers_of_features(method):
 
 @pytest.mark.parametrize("method", budget_allocation.METHODS)
 def test_pairs_of_documents(method, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "train")])
     from essm_train.commands.train_retrieval import TwoTowerClassifier, TwoTowerConfig
 
     config = TwoTowerConfig(hidden_size=16, num_hidden_layers=2, filter_length=512, chunk_size=8, num_labels=2)
@@ -667,8 +665,6 @@ def test_the_hub_finds_its_imports():
 
 @pytest.fixture
 def benchmark(monkeypatch):
-    root = ROOT
-    monkeypatch.setattr(sys, "path", [str(root), *sys.path, str(root / "train")])
     module = importlib.import_module("benchmarks.budget_allocation")
     monkeypatch.setattr(module, "seen", [], raising=False)  # calibration data that lists were chosen on
 

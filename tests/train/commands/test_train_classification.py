@@ -634,10 +634,10 @@ def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path
 
 @pytest.mark.parametrize("run", RUNS)
 def test_killed_run_resumes_bit_for_bit(run, tmp_path, arguments, finished, files, capsys):
-    script = f"""
+    script = """
 import os, signal, sys
-sys.path.insert(0, {str(TRAIN)!r})
-import budget_dropout, train_classification
+from essm_train.commands import train_classification
+from modeling_essm.training import budget_dropout
 call = budget_dropout.BudgetSchedule.__call__
 def die(self, update):
     return os.kill(os.getpid(), signal.SIGKILL) if update == 5 else call(self, update)

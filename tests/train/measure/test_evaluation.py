@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from helpers import random_model, randomise
+from helpers import ROOT, random_model, randomise
 
 from essm_train.commands import reproduce
 from essm_train.commands.train_classification import ClassificationArguments
@@ -121,7 +121,7 @@ def test_the_script_evaluates_pairs(pairs, tmp_path):
         difference = (logits[:, 1] - logits[:, 0]).sort().values
         model.score.bias[1] -= difference[11:13].mean()  # between two of the 23 pairs: on one, rounding would decide it
     model.save_pretrained(folder)
-    script = Path(evaluation.__file__).with_name("evaluate.py")
+    script = ROOT / "train/evaluate_model.py"
     line = ["--task", "retrieval", "--data_dir", pairs, "--scale", "small", "--models", folder, "--budgets", 2, 5]
     done = subprocess.run([sys.executable, script, *map(str, line)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

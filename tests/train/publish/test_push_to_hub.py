@@ -18,18 +18,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, random_ids, random_model
+from helpers import BLOCK, ROOT, random_ids, random_model
 from hub_server import FakeHub, Fault, Repository, pointer
 from huggingface_hub import EvalResult, ModelCard
 from safetensors.torch import load_file, save_file
-from test_remote_code import BLOCK
 
 from essm_train.publish import hub as push_module
 from essm_train.publish.hub import check_can_push, check_folder
 from essm_train.publish.model_card import Curve, write_model_card
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
 
-SCRIPT = Path(push_module.__file__)
+SCRIPT = ROOT / "train/push_to_hub.py"
 REPO = "essm-tests/elastic"
 IDS = random_ids(2, 21)
 SWEEP = {
@@ -469,7 +468,7 @@ def test_only_what_belongs_to_a_model_is_published(hub, run):
     out, err = child.communicate(timeout=120)
     assert child.returncode == 0, err
     published = set(hub.repositories[REPO].files) - {".gitattributes"}
-    own = {path.name for path in Path(push_module.__file__).parents[1].glob("modeling_essm/*.py")}
+    own = {path.name for path in ROOT.glob("modeling_essm/*.py")}
     variant = set(json.loads((model / "model.safetensors.index.fp16.json").read_text())["weight_map"].values())
     assert len(variant) > 1 and MAY_BE_PUBLISHED | variant <= published <= MAY_BE_PUBLISHED | variant | own
     assert not any(b"secret" in hub.content(REPO, name) for name in published)

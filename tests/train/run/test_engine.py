@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from helpers import ROOT
 from torch import nn
 from training_run import (
     NUM_BLOCKS,
@@ -924,7 +925,7 @@ def test_waiting_threads_soon_sleep(script):
     """As the OpenMP library reads it when torch is imported: spinning ones slow down whoever else uses the cores, and
     those that sleep at once come late to the small products of a gated block."""
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    path = Path(train_clm.__file__).with_name(f"{script}.py")
+    path = ROOT / "train" / f"{script}.py"
     run = [sys.executable, str(path), "--help"]
     told = subprocess.run(run, env=env | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True).stderr
     if "GOMP_SPINCOUNT" not in told:

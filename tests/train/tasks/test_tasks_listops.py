@@ -168,6 +168,6 @@ def test_parameters_that_cannot_work_are_refused(changes, message):
 
 
 def test_lengths_that_hardly_occur_are_given_up(monkeypatch):
-    monkeypatch.setattr("tasks.listops._MAX_DRAWS", 1000)
+    monkeypatch.setattr("essm_train.tasks.listops._MAX_DRAWS", 1000)
     with pytest.raises(ValueError, match=r"none of 1,000 trees has more than min_length 1100"):
         ListOps(min_length=1100, max_length=1200, max_depth=4).tree("train", 0)

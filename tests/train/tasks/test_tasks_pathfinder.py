@@ -213,7 +213,7 @@ def test_an_image_depends_on_seed_split_and_index_only(monkeypatch):
     whole = TINY.rows("test", range(0, 9), {})
     assert whole["pixels"].type.list_size == 1024
     assert TINY.rows("test", range(5, 7), {}).equals(whole.slice(5, 2))
-    monkeypatch.setattr("tasks.pathfinder._BATCH", 2)
+    monkeypatch.setattr("essm_train.tasks.pathfinder._BATCH", 2)
     assert TINY.rows("test", range(0, 9), {}).equals(whole)
     for other in (TINY.rows("train", range(9), {}), dataclasses.replace(TINY, seed=1).rows("test", range(9), {})):
         assert other["pixels"] != whole["pixels"]
@@ -252,6 +252,6 @@ def test_parameters_that_cannot_work_are_refused(changes, message):
 
 
 def test_snakes_without_room_are_given_up(monkeypatch):
-    monkeypatch.setattr("tasks.pathfinder._MAX_ROUNDS", 300)
+    monkeypatch.setattr("essm_train.tasks.pathfinder._MAX_ROUNDS", 300)
     with pytest.raises(ValueError, match="image 3 of test has no room for two snakes of 90 paddles at image_size 32"):
         grow_scenes(Pathfinder(contour_length=90), "test", range(3, 5))
