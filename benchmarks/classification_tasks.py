@@ -140,13 +140,14 @@ class Loaded(NamedTuple):
 def load(settings: Settings, name: str) -> Loaded:
     """The data of a task, the same for every seed. Raises as `Settings.arguments` and `load_classification`."""
     from essm_train.data.classification import load_classification
+    from essm_train.tasks.catalog import ROOT
 
     data = load_classification(settings.arguments(name))
     digest = hashlib.sha256()
     test = [data.test.samples[i] for i in range(len(data.test.samples))]
     for sample in test:
         digest.update(f"{sample.label} {sample.values.shape} ".encode() + np.ascontiguousarray(sample.values).tobytes())
-    here = f"{Path.cwd()}{os.sep}"  # of files below the working folder only the place in it is kept
+    here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
     identity = {"data": data.description.replace(here, ""), **data.fingerprints}
     identity["sha256 of the test samples"] = digest.hexdigest()
     return Loaded(data, sorted(test, key=lambda sample: len(sample.values)), identity)

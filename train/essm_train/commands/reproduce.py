@@ -37,7 +37,7 @@ from transformers import HfArgumentParser
 from essm_train.commands.errors import run_script
 from essm_train.measure.evaluation import Evaluation, draw_curves
 from essm_train.run.engine import Metric, check_writable, write_json
-from essm_train.tasks.catalog import SCRIPTS, TASKS, task_arguments
+from essm_train.tasks.catalog import ROOT, SCRIPTS, TASKS, task_arguments
 
 # Table 4 of the paper: what each ingredient is worth.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -170,7 +170,7 @@ def perform(command: list[str], output_dir: Path) -> float:
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     """The seeds of one row, and how they were trained."""
     sweeps = [json.loads((folder / "budget_sweep.json").read_text()) for folder in folders]
-    here = f"{Path.cwd()}{os.sep}"  # of files below the working folder only the place in it is kept
+    here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
     training = [json.loads((folder / "training.json").read_text().replace(here, "")) for folder in folders]
     first = sweeps[0]
     metric = Metric(**first["metric"]) if "metric" in first else Metric("bits_per_byte", higher_is_better=False)
