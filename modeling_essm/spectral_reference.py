@@ -1,7 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Eq. (7) as convolution with the exact filters: the definition, in fp64, and the paper's FFT algorithm.
+"""Eq. (7-8) as the paper writes them, in fp64, and the paper's FFT algorithm; to read, and to compare with.
 
-Shapes as in `SpectralOperator.__call__`; slow and memory-hungry, to compare with.
+`spectral_mixer` is both equations for one budget. Its convolution and its sum over channels are those of `naive`, the
+definition that the fast algorithms are tested against. All of it is slow and memory-hungry. docs/theory.md derives the
+fast ones.
 """
 
 from __future__ import annotations
@@ -17,29 +19,74 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from .spectral_basis import spectral_basis
 from .spectral_constants import Realization, state_dtype
 
+__all__ = ["fft", "mix_channels", "naive", "spectral_features", "spectral_mixer"]
 
-def by_heads(gates: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
-    """gates (B, L, K, h) and M (K, h, d, e), whatever form they came in: dense M_k are one head."""
-    if M.ndim == 3:
-        M = M[:, None]
-    if gates.ndim == 3:
-        gates = gates[..., None]
-    return gates.repeat_interleave(M.shape[1] // gates.shape[3], 3), M
+
+def spectral_mixer(
+    u: Tensor,
+    gate: tuple[Tensor, Tensor, Tensor, Tensor],
+    channel_mixing: Tensor,
+    skip: Tensor,
+    filter_length: int,
+    budget: int,
+    scaling_exponent: float = 0.25,
+) -> Tensor:
+    """Eq. (7-8) with the first K channels of the weights, which never read the others.
+
+        s(t) = W2 GELU(W1 u(t) + b1) + b2,   s~ = s_{1:K} sqrt(K) / (||s_{1:K}|| + 1e-6),   alpha = softmax(s~)      (8)
+        y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t)                                       (7)
+
+    Args:
+        u: (B, L, D) inputs. gate: weights W1 (D_g, D), b1 (D_g), W2 (>= K, D_g) and b2 (>= K); for G groups of heads
+            with a gate each W2 (>= K, G, D_g) and b2 (>= K, G).
+        channel_mixing: (>= K, D, E) weights, M_k as it multiplies a row from the right; or (>= K, h, d, e), blocks.
+        skip: (E, D), the matrix D. filter_length: H. budget: K. scaling_exponent: the 1/4 of Eq. (7).
+    Returns:
+        (B, L, E) in u's dtype, computed in fp64.
+    Raises:
+        ValueError: budget is not in [1, capacity].
+    """
+    K, x = budget, u.double()
+    if not 1 <= K <= len(channel_mixing):
+        raise ValueError(f"budget must be an integer in [1, {len(channel_mixing)}], got {budget!r}")
+    W1, b1, W2, b2 = (weight.double() for weight in gate)
+    phi = _filters(filter_length, K, u.shape[1], u.device)
+    sigma = torch.tensor(spectral_basis(filter_length).sigma[:K], device=u.device)
+    s = torch.einsum("blg,k...g->blk...", F.gelu(x @ W1.T + b1), W2[:K]) + b2[:K]
+    s = s * K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)
+    gates = torch.einsum("blk...,k->blk...", s.softmax(2), sigma**scaling_exponent)
+    return (x @ skip.double().T + mix_channels(spectral_features(x, phi), gates, channel_mixing.double())).to(u.dtype)
+
+
+def spectral_features(u: Tensor, phi: Tensor) -> Tensor:
+    """(phi_k * u)(t) = sum_{j<=t} phi_k(t-j) u(j): u (B, L, D) and filters phi (L, K), fp64, to (B, L, K, D)."""
+    t = torch.arange(u.shape[1], device=u.device)
+    lag = t[:, None] - t
+    toeplitz = torch.where((lag >= 0)[..., None], phi[lag.clamp(min=0)], 0.0)  # (t, j, K): phi_k(t - j)
+    return torch.einsum("tjn,bjd->btnd", toeplitz, u)
+
+
+def mix_channels(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """sum_k g_k(t) M_k f_k(t), head by head.
+
+    Args:
+        features: (B, L, K, D). gates: (B, L, K) g_k = alpha_k sigma_k^{1/4}, or (B, L, K, G). M: (>= K, D, E) or
+            (>= K, h, d, e).
+    Returns:
+        (B, L, E), or (B, L, h e).
+    """
+    g, M = _by_heads(gates, M[: features.shape[2]])
+    split = features.unflatten(3, (M.shape[1], M.shape[2]))  # (B, L, K, h, d)
+    return torch.einsum("btkh,btkhd,khde->bthe", g, split, M).flatten(2)
 
 
 def naive(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
-    """The definition: y(t) = sum_k g_k(t) M_k sum_j phi_k(t - j) u(j), head by head."""
+    """The definition of Eq. (7) from any state; shapes as in `SpectralOperator.__call__`."""
     B, L, _ = u.shape
-    K = gates.shape[2]
-    phi = _filters(basis, basis.N, L, u.device)  # (L, N) fp64
-    u64, tau = u.double(), torch.arange(L, device=u.device)[:, None] - torch.arange(L, device=u.device)
-    toeplitz = torch.where((tau >= 0)[..., None], phi[tau.clamp(min=0)], 0.0)  # (t, j, N): phi_k(t - j)
-    features = torch.einsum("tjn,bjd->btnd", toeplitz, u64)
+    features = spectral_features(u.double(), _filters(basis.H, basis.N, L, u.device))
     if x0 is not None:
         features = features + _free_response(basis, x0.double(), L, basis.N)
-    g, M = by_heads(gates.double(), M[:K].double())
-    split = features[:, :, :K].unflatten(3, (M.shape[1], M.shape[2]))  # (B, t, K, h, d)
-    y = torch.einsum("btkh,btkhd,khde->bthe", g, split, M).flatten(2)
+    y = mix_channels(features[:, :, : gates.shape[2]], gates.double(), M.double())
     last = torch.full((B,), L, device=u.device) if lengths is None else lengths
     state = features[torch.arange(B, device=u.device), last - 1]
     return y.to(u.dtype), state.to(state_dtype(u.dtype))
@@ -53,7 +100,7 @@ def fft(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | No
     phi_f = _filter_spectra(basis.H, K, L, n, str(u.device), dtype)  # (K, n/2+1)
     u_f = torch.fft.rfft(u.to(dtype).mT.contiguous(), n)  # (B, D, n/2+1)
     free = None if x0 is None else _free_response(basis, x0.double(), L, K).to(dtype)
-    g, M = by_heads(gates, M[:K])
+    g, M = _by_heads(gates, M[:K])
     y = torch.zeros((), dtype=u.dtype, device=u.device)
     for a in range(0, K, 8):
         b = min(a + 8, K)
@@ -71,7 +118,7 @@ def _state_by_convolution(basis: Realization, u: Tensor, x0: Tensor | None, leng
     B, L, _ = u.shape
     last = torch.full((B,), L, device=u.device) if lengths is None else lengths
     tau = last[:, None] - 1 - torch.arange(L, device=u.device)  # (B, L)
-    phi = torch.where((tau >= 0)[..., None], _filters(basis, basis.N, L, u.device)[tau.clamp(min=0)], 0.0)
+    phi = torch.where((tau >= 0)[..., None], _filters(basis.H, basis.N, L, u.device)[tau.clamp(min=0)], 0.0)
     state = torch.einsum("bln,bld->bnd", phi, u.double())
     if x0 is not None:
         free = _free_response(basis, x0.double(), L, basis.N)
@@ -79,17 +126,26 @@ def _state_by_convolution(basis: Realization, u: Tensor, x0: Tensor | None, leng
     return state
 
 
-def _filters(basis: Realization, K: int, L: int, device: torch.device) -> Tensor:
+def _by_heads(gates: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
+    """gates (B, L, K, h) and M (K, h, d, e), whatever form they came in: dense M_k are one head."""
+    if M.ndim == 3:
+        M = M[:, None]
+    if gates.ndim == 3:
+        gates = gates[..., None]
+    return gates.repeat_interleave(M.shape[1] // gates.shape[3], 3), M
+
+
+def _filters(H: int, K: int, L: int, device: torch.device) -> Tensor:
     """(L, K) fp64 phi_k(tau); zero beyond the filter length."""
-    lags = np.arange(min(L, basis.H))
-    phi = torch.from_numpy(spectral_basis(basis.H).filters(K, lags)).to(device)
+    lags = np.arange(min(L, H))
+    phi = torch.from_numpy(spectral_basis(H).filters(K, lags)).to(device)
     return F.pad(phi, (0, 0, 0, L - phi.shape[0]))
 
 
 @functools.lru_cache(maxsize=4)
 def _filter_spectra(H: int, K: int, L: int, n: int, device: str, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False), unset_fake_temporarily():
-        phi = _filters(Realization(H, K, 1), K, L, torch.device(device))
+        phi = _filters(H, K, L, torch.device(device))
         return torch.fft.rfft(phi.T.contiguous(), n).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
 
 

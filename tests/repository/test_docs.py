@@ -16,7 +16,7 @@ from helpers import ROOT, random_model
 from modeling_essm import build_byte_tokenizer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPT = re.compile(r"\b(?:train|examples)/[\w/]+\.(?:py|sh)\b")
+SCRIPT = re.compile(r"\b(?:train|examples|docs)/[\w/]+\.(?:py|sh)\b")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -94,3 +94,18 @@ def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_the_script_draws_the_pictures(tmp_path):
+    """All that lie in docs/figures, small and not empty; and every one of them stands on a page."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "docs/figures/make.py", str(tmp_path)]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    committed = {path.name: path for path in (ROOT / "docs/figures").glob("*.png")}
+    assert {path.name for path in tmp_path.iterdir()} == set(committed)
+    text = "".join(page.read_text() for page in PAGES)
+    for name, path in committed.items():
+        assert f"figures/{name})" in text
+        for picture in (path, tmp_path / name):
+            assert 5_000 < picture.stat().st_size < 80_000, picture

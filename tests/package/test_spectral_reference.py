@@ -1,0 +1,88 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The readable Eq. (7-8) is what the models' mixers compute, at every budget, and what loops over every index give."""
+
+import copy
+import math
+
+import pytest
+import torch
+from helpers import CAPACITY, VARIANTS, random_model
+
+from modeling_essm.spectral_basis import spectral_basis
+from modeling_essm.spectral_reference import spectral_mixer
+
+BLOCKS = {
+    "paper": {},
+    "paper-other-exponent": {"scaling_exponent": 0.0},
+    "gated": VARIANTS["gated"],
+    "gated-diagonal": VARIANTS["gated-diagonal"] | {"scaling_exponent": 0.25},
+}
+# In fp64 the FFT differs by rounding, and the recurrence by the 4e-6 to which its states reproduce the filters.
+TOLERANCE = {"fft": 1e-10, "chunked": 1e-5}
+
+
+def weights_of(mixer: torch.nn.Module) -> dict:
+    """What `spectral_mixer` takes, of the module of a model."""
+    skip, mixing = mixer.skip.weight, mixer.channel_mixing
+    return {
+        "gate": (mixer.gate_in.weight, mixer.gate_in.bias, mixer.gate_out.weight, mixer.gate_out.bias),
+        "channel_mixing": mixing if mixer.mixing_heads is None else mixing.unflatten(1, mixer.mixing_heads),
+        "skip": torch.diag(skip) if skip.ndim == 1 else skip,
+        "filter_length": mixer.operator.filter_length,
+        "scaling_exponent": mixer.scaling_exponent,
+    }
+
+
+@pytest.mark.parametrize("algorithm", TOLERANCE)
+@pytest.mark.parametrize("fields", BLOCKS.values(), ids=BLOCKS)
+def test_the_mixer_of_a_model_is_eq_7_and_8(fields, algorithm):
+    mixer = copy.deepcopy(random_model(**fields).model.layers[1].mixer).double()
+    mixer.algorithm = algorithm
+    width = mixer.channel_mixing.shape[1]
+    v = torch.randn(2, 37, width, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    with torch.no_grad():
+        u = mixer.operator_inputs(v)
+        for K in range(1, CAPACITY + 1):
+            expected = spectral_mixer(u, budget=K, **weights_of(mixer))
+            error = (mixer(v, K) - expected).norm() / expected.norm()
+            assert error < TOLERANCE[algorithm], (K, float(error))
+
+
+def test_loops_over_every_index_give_the_same():
+    """Two heads of blocks (2, 3) with a gate each, K = 3 of 4 channels, and a sequence longer than the filters."""
+    B, L, H, K, G, d, e = 2, 7, 5, 3, 2, 2, 3
+    generator = torch.Generator().manual_seed(6)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    u, W1, b1, W2, b2 = random(B, L, G * d), random(5, G * d), random(5), random(4, G, 5), random(4, G)
+    M, skip = random(4, G, d, e), random(G * e, G * d)
+    basis = spectral_basis(H)
+    phi, sigma = basis.filters(K), basis.sigma
+    expected = torch.zeros(B, L, G * e, dtype=torch.float64)
+    for b in range(B):
+        for t in range(L):
+            expected[b, t] = skip @ u[b, t]
+            a = W1 @ u[b, t] + b1
+            hidden = a * (1 + torch.erf(a / math.sqrt(2))) / 2
+            for g in range(G):
+                s = [float(W2[k, g] @ hidden + b2[k, g]) for k in range(K)]
+                scale = math.sqrt(K) / (math.hypot(*s) + 1e-6)
+                total = sum(math.exp(scale * s_k) for s_k in s)
+                for k in range(K):
+                    feature = sum(phi[t - j, k] * u[b, j] for j in range(t + 1) if t - j < H)
+                    alpha = math.exp(scale * s[k]) / total
+                    mixed = feature[g * d : (g + 1) * d] @ M[k, g]
+                    expected[b, t, g * e : (g + 1) * e] += alpha * sigma[k] ** 0.25 * mixed
+    y = spectral_mixer(u, (W1, b1, W2, b2), M, skip, H, K)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
+    single = spectral_mixer(u.float(), (W1, b1, W2, b2), M, skip, H, K)
+    torch.testing.assert_close(single, expected.float())  # of the dtype of u
+
+
+@pytest.mark.parametrize("budget", [0, -1, 5])
+def test_a_budget_that_the_weights_do_not_have(budget):
+    u, gate = torch.zeros(1, 3, 2), (torch.zeros(3, 2), torch.zeros(3), torch.zeros(4, 3), torch.zeros(4))
+    with pytest.raises(ValueError, match=rf"budget must be an integer in \[1, 4\], got {budget}"):
+        spectral_mixer(u, gate, torch.zeros(4, 2, 2), torch.zeros(2, 2), 16, budget)
