@@ -1,1 +1,2 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""For training at random budgets: `BudgetDropoutCallback` and schedules, and the byte-level tokenizer."""

@@ -365,10 +365,10 @@ def test_our_class_saves_no_reference_to_a_file_that_is_not_there(derived, tmp_p
 
 
 def test_a_derived_class_that_is_not_run_is_named(derived):
-    with captured_warnings("remote_code") as messages:
+    with captured_warnings() as messages:
         model = AutoModelForCausalLM.from_pretrained(derived[0] / "saved")
     assert type(model) is ESSMForCausalLM and "is a my_model.Doubled" in messages[0] and len(messages) == 1
-    with captured_warnings("remote_code") as messages:
+    with captured_warnings() as messages:
         ESSMForCausalLM.from_pretrained(derived[0] / "saved")  # which says what it wants
     assert not messages
 

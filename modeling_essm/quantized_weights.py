@@ -29,13 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .channels import QUANTIZED_TENSOR
+
 FORMATS = ("int8", "int4")
 GROUP_SIZE = 64  # of int4: 4.5 bits a weight, scales included
 _LEAST_GROUP = 16  # smaller ones would spend more on scales than they save
 
 # Parameters of a layer that are quantised, as torchao matches names.
 _MATRICES = (
-    r"re:(.+\.)?layers\.\d+\.mixer\.channel_mixing",
+    rf"re:(.+\.)?layers\.\d+\.mixer\.{QUANTIZED_TENSOR}",
     r"re:(.+\.)?layers\.\d+\.(mixer\.(skip|gate_in)|ffn\.(up|down)|in_proj|out_proj)\.weight",
 )
 INSTALL = "quantised weights need torchao: pip install 'torchao>=0.18'"
