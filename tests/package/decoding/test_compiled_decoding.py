@@ -79,7 +79,7 @@ def test_inductor(taken):
 @pytest.mark.parametrize(
     "arguments",
     [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}, {"custom_generate": speculate(2)}],
-    ids=str,
+    ids=["greedy", "beams", "sampling", "speculative"],
 )
 def test_generate(arguments, taken):
     batch = 3 if "num_beams" in arguments else 1
