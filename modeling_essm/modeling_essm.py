@@ -34,7 +34,7 @@ from .inputs_essm import (
 from .loading_essm import ElasticPreTrainedModel
 from .mixer_spectral import ESSMScale, ESSMSpectralMixer, at_unit_scale
 from .outputs_essm import ESSMCausalLMOutput, ESSMModelOutput, ESSMSequenceClassifierOutput
-from .packing import PACKING_ARGUMENTS, Packing, close_up, read_packing, reorder
+from .packing import PACKING_ARGUMENTS, Packing, closed_rows, read_packing, reorder
 from .spectral_budget import ResolvedBudget, SpectralBudget
 
 
@@ -266,12 +266,9 @@ class ESSMModel(ESSMPreTrainedModel):
         padding, lengths, place = None, None, None
         if attention_mask is not None:
             real = attention_mask[:, -L:].to(hidden_states.device).bool()
-            closed = close_up(real, keep_leading=cache is None or cache.batch_size is None)
-            lengths = torch.full((B,), L, device=real.device)
-            if closed is not None:
-                order, place, lengths = closed
-                hidden_states, real = reorder(hidden_states, order), real.gather(1, order)
-            padding, lengths = ~real[..., None], None if cache is None else lengths
+            fresh = cache is None or cache.batch_size is None
+            hidden_states, padding, lengths, place = closed_rows(hidden_states, real, keep_leading=fresh)
+            lengths = None if cache is None else lengths
         if state_lengths is not None:
             check_state_lengths(state_lengths, B, L, cache, attention_mask)
             lengths = state_lengths.to(hidden_states.device)

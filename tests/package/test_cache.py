@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache
 from modeling_essm.decoding import load_cache, save_cache
+from modeling_essm.export import empty_states, export_programs
 
 
 @torch.no_grad()
@@ -138,6 +139,24 @@ def test_shrinking_makes_nothing_larger():
     roomy = ESSMCache(model.config, state_budget=20).shrink(8)
     step(model, roomy, ids[:, :1], 4)
     assert roomy.num_bytes == filled(model, ids, 8).num_bytes
+
+
+@variants
+def test_states_have_one_layout(variant, tmp_path):
+    """The same named tensors in a cache, in its file and in an exported program."""
+    model = random_model(**variant)
+    cache, path = filled(model, random_ids(2, 9), 5), tmp_path / "cache"
+    save_cache(cache, path, model)
+    held, saved = cache.states, written(path)[1]
+    program = export_programs(model, 5)["step"]
+    assert held.keys() == saved.keys() and list(held) == list(empty_states(program, 2))
+    assert all(torch.equal(saved[name], held[name]) for name in held)
+    other = ESSMCache(model.config)
+    other.set_states(held)
+    token = random_ids(2, 1)
+    logits, after = model.step(token, (5, 5), held)
+    assert torch.equal(logits[:, 0], step(model, other, token, 5))
+    assert after.keys() == held.keys() and all(torch.equal(after[name], other.states[name]) for name in after)
 
 
 def test_moving_between_devices():

@@ -43,6 +43,7 @@ AUTO_MAP = {
 }
 SHA = "0123456789abcdef0123456789abcdef01234567"
 IDS = random_ids(2, 21)
+PROFILE = "whatever it holds"
 ROUTES = ["path", "hub", "saved-again"]
 
 LOAD = """
@@ -80,6 +81,8 @@ for saved, source in where.items():
     model = auto.from_pretrained(source, **remote)
     (out / "again").mkdir(exist_ok=True)
     model.save_pretrained(out / "again" / saved)
+    profile = out / "again" / saved / "budget_profile.json"
+    results[saved, "profile"] = profile.read_text() if profile.exists() else None
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.save_pretrained(out / "again" / saved)
     results[saved, "tokenizer"] = tokenizer("h\\u00e9llo")["input_ids"]
@@ -159,6 +162,7 @@ def folders(models, tmp_path_factory):
     for name, model in models.items():
         model.save_pretrained(root / name)
         build_byte_tokenizer(512).save_pretrained(root / name)
+    (root / "causal" / "budget_profile.json").write_text(PROFILE)
     return root
 
 
@@ -236,6 +240,13 @@ def test_generation_and_pipeline(children, models, route, saved):
     assert results["tied"]
     with torch.no_grad():
         assert_close(results["prefix"], model(IDS, spectral_budget=5).logits)
+
+
+@routes
+@saved_by
+def test_a_budget_profile_goes_along(children, route, saved):
+    """As it is: what reads and checks it is in the package."""
+    assert children(route)[saved, "profile"] == (PROFILE if saved == "causal" else None)
 
 
 @routes

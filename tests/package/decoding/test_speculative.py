@@ -202,6 +202,15 @@ def test_bad_calls(kwargs, message):
         decode(random_model(), random_ids(2, 9), **kwargs)
 
 
+def test_stop_strings():
+    """The library drops the tokenizer, which they need, where decoding is custom."""
+    model, tokenizer, ids = random_model(), build_byte_tokenizer(), random_ids(1, 9)
+    text = tokenizer.decode(decode(model, ids, eos_token_id=None)[0, 9:])
+    wanted = {"eos_token_id": None, "stop_strings": [text[4:6]], "tokenizer": tokenizer}
+    plain = decode(model, ids, **wanted)
+    assert plain.shape[1] < 9 + NEW and torch.equal(decode(model, ids, draft_budget=4, **wanted), plain)
+
+
 @pytest.mark.parametrize("argument", [{"draft_budget": 4}, {"draft_length": 3}], ids=str)
 def test_the_former_arguments_name_the_new_way(argument):
     with pytest.raises(ValueError, match=rf"{next(iter(argument))} is an argument of modeling_essm.decoding.speculate"):
