@@ -47,7 +47,7 @@ class ESSMPrefixLinear(nn.Module):
 
 def at_unit_scale(linear: nn.Linear) -> nn.Linear:
     """Marked to start at 1 / sqrt(its inputs) in the gated block, where it reads what a norm has scaled."""
-    linear.startsat_unit_scale = True  # type: ignore[assignment]
+    linear.starts_at_unit_scale = True  # type: ignore[assignment]
     return linear
 
 

@@ -163,7 +163,7 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
         if isinstance(module, nn.Linear):
-            unit = getattr(module, "startsat_unit_scale", False)
+            unit = getattr(module, "starts_at_unit_scale", False)
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5 if unit else std)
             if isinstance(module, ESSMFeatureEmbedding) and module.in_features == 1:
                 init.normal_(module.bias, mean=0.0, std=std)

@@ -585,6 +585,14 @@ def test_a_rising_function_needs_room():
     assert torch.equal(rising, model.generate(ids, **GREEDY, step_budgets=list(range(2, 2 + NEW))))
 
 
+def test_forward_sees_the_budget_of_its_step_alone():
+    model, calls = random_model(), []
+    model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    model.generate(random_ids(1, 9), **GREEDY, step_budgets=[9, 5, 2])
+    assert [kwargs["spectral_budget"] for kwargs in calls] == [9, 5] + [2] * (NEW - 2)
+    assert all("step_budgets" not in kwargs for kwargs in calls)
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
