@@ -250,10 +250,8 @@ class ESSMModel(ESSMPreTrainedModel):
         compiling = torch.compiler.is_compiling()  # then the count of tokens, which each step changes, is not read
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
-        packing = None
-        if kwargs:
-            mask = None if attention_mask is None else attention_mask[:, -L:].bool()
-            packing = read_packing(kwargs, B, L, mask)
+        mask = None if attention_mask is None else attention_mask[:, -L:].bool()
+        packing = read_packing(kwargs, B, L, mask) if kwargs else None
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
@@ -264,9 +262,8 @@ class ESSMModel(ESSMPreTrainedModel):
             check_room(cache, budget.layers, budget.rows, self.operator)
 
         padding, lengths, place = None, None, None
-        if attention_mask is not None:
-            real = attention_mask[:, -L:].to(hidden_states.device).bool()
-            fresh = cache is None or cache.batch_size is None
+        if mask is not None:
+            fresh, real = cache is None or cache.batch_size is None, mask.to(hidden_states.device)
             hidden_states, padding, lengths, place = closed_rows(hidden_states, real, keep_leading=fresh)
             lengths = None if cache is None else lengths
         if state_lengths is not None:
