@@ -408,11 +408,11 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         Args:
             input_ids: (B, 1). budgets: K of each layer. states: as `ESSMCache.states`.
         Returns:
-            logits (B, 1, vocab_size), and the states after the token.
+            logits (B, vocab_size), and the states after the token.
         """
         caches = layers_with(states, budgets)
         hidden_states = self.model.run_layers(self.model.embed_tokens(input_ids), budgets, caches)
-        return self.lm_head(hidden_states), states_of(caches)
+        return self.lm_head(hidden_states[:, 0]), states_of(caches)
 
     def _run_step(
         self, compiled: Callable, input_ids: Tensor, cache: ESSMCache, budget: ResolvedBudget
@@ -424,7 +424,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         cache.set_states(states)
         warn_once_of(self.config, budget, cache.get_seq_length() + 1)
         cache.advance(1)
-        return ESSMCausalLMOutput(logits=logits, past_key_values=cache, spectral_budget=budget.report())
+        return ESSMCausalLMOutput(logits=logits[:, None], past_key_values=cache, spectral_budget=budget.report())
 
 
 class ESSMForSequenceClassification(ESSMPreTrainedModel):

@@ -95,7 +95,7 @@ class CompiledSteps:
             self._steps.clear()
         ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
         cache = ESSMCache(model.config, state_budget)
-        eager = model(ids, past_key_values=cache, spectral_budget=list(layers)).logits
+        eager = model(ids, past_key_values=cache, spectral_budget=list(layers)).logits[:, 0]
         program = _compile(model.device.type, backend)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.states.items()}
         try:

@@ -146,8 +146,7 @@ class _Prefill(_Program):
 
 class _Step(_Program):
     def forward(self, input_ids: Tensor, states: dict[str, Tensor]):
-        logits, states = self.model.step(input_ids, self.budgets, states)
-        return logits[:, 0], states
+        return self.model.step(input_ids, self.budgets, states)
 
 
 class _ClassifyIds(_Program):
