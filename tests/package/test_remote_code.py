@@ -26,6 +26,7 @@ from modeling_essm import (
     ESSMModel,
     build_byte_tokenizer,
 )
+from modeling_essm.remote_code import _beside_the_package
 
 # What is saved; "gated" is of the class that "causal" is of.
 CLASSES = {
@@ -366,6 +367,14 @@ def test_the_files_of_a_derived_class(derived):
     assert "from .spectral_ops import SpectralOperator\n" in (folder / "my_model.py").read_text()
     config = json.loads((folder / "config.json").read_text())
     assert config["auto_map"] == AUTO_MAP | {"AutoModelForCausalLM": "my_model.Doubled"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["from modeling_essm.budgets import choose_budget\n", "from modeling_essm import build_byte_tokenizer\n"],
+)
+def test_what_a_checkpoint_does_not_carry_stays_an_import_of_the_package(statement):
+    assert _beside_the_package(statement) == statement
 
 
 def test_our_class_saves_no_reference_to_a_file_that_is_not_there(derived, tmp_path):
