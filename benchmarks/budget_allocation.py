@@ -33,7 +33,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from modeling_essm.budget_allocation import allocate_spectral_budget, even_budgets, spectral_mixers
+from modeling_essm.budgets.allocation import allocate_spectral_budget, even_budgets
+from modeling_essm.channels import spectral_mixers
 
 from . import common
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from essm_train.measure.timing import decode, decoder
 from modeling_essm import ESSMCache, ESSMForCausalLM
+from modeling_essm.decoding import compile_decoding
 
 from . import common
 
@@ -203,7 +204,7 @@ def main_limit(args: argparse.Namespace) -> dict:
     counts = sorted({1, torch.get_num_threads()}) if not gpu else [torch.get_num_threads()]
     for count in counts:
         with common.threads(count):
-            compiled = copy.deepcopy(eager).compile_decoding(budgets, backend=args.backend)
+            compiled = compile_decoding(copy.deepcopy(eager), budgets, backend=args.backend)
             for K in budgets:
                 report["results"].append(measure_limit(eager, compiled, memory, K, count, args.rounds))
     header = "threads K MiB GB/s limit_ms eager_ms compiled_ms eager_fraction compiled_fraction"

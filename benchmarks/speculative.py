@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.decoding import speculate
 
 from . import common
 
@@ -57,7 +58,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     greedy = {"max_new_tokens": tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
     def decode(draft: int = 0, length: int = 0) -> Any:
-        extra = {"draft_budget": draft, "draft_length": length or None} if draft else {}
+        extra = {"custom_generate": speculate(draft, length or None)} if draft else {}
         return model.generate(ids, **greedy, **extra, return_dict_in_generate=True)
 
     plain = decode()

@@ -5,8 +5,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from .cache_essm import ESSMCache
 from .configuration_essm import ESSMConfig
+from .loading_essm import ElasticPreTrainedModel
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
-from .quantization import essm_quantization
+from .quantized_weights import essm_quantization
 from .training.byte_tokenizer import build_byte_tokenizer
 
 # With the package imported, the Auto classes need no trust_remote_code; save_pretrained copies the code either way.
@@ -18,6 +19,21 @@ ESSMConfig.register_for_auto_class()
 ESSMModel.register_for_auto_class("AutoModel")
 ESSMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 ESSMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+
+
+def _checked_profile(self: ElasticPreTrainedModel) -> str | None:
+    """The budget profile to save along: what the model can run of the one beside its weights.
+
+    Raises:
+        ValueError: a damaged profile, or another model's.
+    """
+    from .budgets import budget_profile
+
+    profile = budget_profile(self)
+    return None if profile is None else profile.text()
+
+
+ElasticPreTrainedModel._profile_to_save = _checked_profile  # type: ignore[method-assign]
 
 __all__ = [
     "ESSMCache",

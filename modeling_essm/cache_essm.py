@@ -6,36 +6,28 @@ then on, so that the budget may fall and rise again up to that one. Ask for more
 `ESSMCache(config, state_budget=K)`; give room back with `cache.shrink(K)`.
 
 A server takes rows out with `cache.select` and puts rows together with `ESSMCache.merge`, whatever their budgets: each
-row keeps its own stamp. `cache.save` and `ESSMCache.load` carry a conversation from one process to another, in a file
-with a checksum; what is loaded is checked whole before a model reads it.
+row keeps its own stamp.
+
+Wherever states leave a cache, to a compiled step, an exported program or a file, they are one dict of named tensors:
+"{layer}.{name}" of shape (B, .., D), layers in order.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-import math
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .fingerprint import Fingerprint, fingerprint
 from .spectral_budget import SpectralBudget
 from .spectral_ops import SpectralOperator
 
-_FORMAT, _FORMAT_WITHOUT_CHECKSUM = "essm-cache-2", "essm-cache-1"
 # What states mean depends on these alone; in files of the paper's block only the first are named.
 _SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
 _SHAPE_OF_GATED = (*_SHAPE, "inner_size", "conv_kernel_size")
-_PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
+PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
 
 
 class ESSMCacheLayer(CacheLayerMixin):
@@ -82,7 +74,7 @@ class ESSMCacheLayer(CacheLayerMixin):
 
     def shrink(self, num_states: int) -> None:
         """Keep the first states only, and free the others."""
-        for name in _PER_STATE:
+        for name in PER_STATE:
             if name in self.tensors:
                 self.tensors[name] = self.tensors[name][:, :num_states].clone()
         if self.room is not None:
@@ -159,13 +151,23 @@ class ElasticCache(Cache):
         """Count tokens that every layer has read."""
         self._seen_tokens += num_tokens
 
+    @property
+    def states(self) -> dict[str, Tensor]:
+        """All states by name; none before the first update."""
+        return states_of(self.layers)
+
+    def set_states(self, states: Mapping[str, Tensor]) -> None:
+        """Take over states of the form of `states`, those of every layer."""
+        for i, tensors in enumerate(_by_layer(states, len(self.layers))):
+            self.layers[i].update(**tensors)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.get_seq_length() > 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes held by all layers, all rows."""
-        return sum(t.numel() * t.element_size() for layer in self.layers for t in layer.tensors.values())
+        return sum(t.numel() * t.element_size() for t in self.states.values())
 
     @property
     def batch_size(self) -> int | None:
@@ -197,7 +199,7 @@ class ElasticCache(Cache):
         Raises:
             ValueError: an empty cache, no rows, rows out of range, fractions, or a mask of another length.
         """
-        held = self._require_states("select rows of")
+        held = self.require_states("select rows of")
         indices = torch.as_tensor(rows).flatten().cpu()
         if indices.dtype == torch.bool and len(indices) == held:
             indices = indices.nonzero().flatten()
@@ -229,9 +231,11 @@ class ElasticCache(Cache):
             raise ValueError("merge needs at least one cache, got none")
         first = caches[0]
         for cache in caches:
-            cache._require_states("merge")
-            if cache._shape() != first._shape():
-                raise ValueError(f"caches of different models cannot be merged: {first._shape()} and {cache._shape()}")
+            cache.require_states("merge")
+            if cache.model_shape() != first.model_shape():
+                raise ValueError(
+                    f"caches of different models cannot be merged: {first.model_shape()} and {cache.model_shape()}"
+                )
         merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             parts = [cache.layers[i] for cache in caches]
@@ -254,101 +258,14 @@ class ElasticCache(Cache):
             ValueError: a bad budget. Layers of less room already, held or asked for, stay as they are.
         """
         budgets = self.config.resolve_budget(spectral_budget).layers
-        operator = _operator(self.config)
+        operator = operator_of(self.config)
         for layer, K in zip(self.layers, budgets):
             if layer.state_budget is not None:
                 layer.state_budget = min(layer.state_budget, K)
             layer.shrink(operator.num_states(K))
         return self
 
-    def save(self, path: str | os.PathLike, model: Any) -> None:
-        """Write all states to one safetensors file, atomically.
-
-        Args:
-            model: the ES-SSM that made them; the file remembers which it was.
-        Raises:
-            ValueError: an empty cache, one of a model of another shape, or states that are not finite.
-        """
-        check_cache(self, model.config, self._require_states("save"))
-        try:
-            _check_states(self.layers, model.config)
-        except ValueError as error:
-            raise ValueError(f"this cache would not be read again: {error}") from error
-        tensors = {
-            f"{i}.{name}": tensor.cpu().contiguous()
-            for i, layer in enumerate(self.layers)
-            for name, tensor in layer.tensors.items()
-        }
-        record: dict[str, Any] = {"shape": self._shape(), "model": dataclasses.asdict(fingerprint(model))}
-        record |= {"seen_tokens": self.get_seq_length(), "layers": [[x.state_budget, x.room] for x in self.layers]}
-        text = json.dumps(record)
-        metadata = {"format": _FORMAT, "cache": text, "sha256": _checksum(text, tensors)}
-        path = Path(path)
-        partial = path.with_name(f".partial-{path.name}")
-        try:
-            save_file(tensors, partial, metadata=metadata)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-
-    @staticmethod
-    def load(path: str | os.PathLike, model: Any) -> ESSMCache:
-        """Read a saved cache, on the CPU.
-
-        Args:
-            model: the ES-SSM that will read on: the one that saved it, cast or truncated perhaps.
-        Raises:
-            FileNotFoundError: no such file. ValueError: not a cache, damaged, of another model, or of contents that no
-                model could have saved: the message begins with the file's name.
-        """
-        cache = ESSMCache(model.config)
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is truncated or corrupt ({error!r})") from error
-        written = metadata.get("format")
-        if written not in (_FORMAT, _FORMAT_WITHOUT_CHECKSUM):
-            raise ValueError(f"{path} is not a cache of this version, {_FORMAT}, but {written!r}")
-        text = metadata.get("cache", "")
-        if written == _FORMAT and metadata.get("sha256") != _checksum(text, tensors):
-            raise ValueError(f"{path} is truncated or corrupt: its contents do not match its checksum")
-        try:
-            record = json.loads(text)
-            shape, seen_tokens, layers = record["shape"], record["seen_tokens"], record["layers"]
-            difference = _check_fingerprint(record["model"]).difference(fingerprint(model))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"{path} is truncated or corrupt ({error!r})") from error
-        if shape != cache._shape():
-            raise ValueError(f"{path} is of another model: {shape}, and this one has {cache._shape()}")
-        if difference:
-            raise ValueError(f"{path} is of another model: {difference}")
-        try:
-            if type(seen_tokens) is not int or not 0 <= seen_tokens < 1 << 63:
-                raise ValueError(f"its count of tokens must be an integer in [0, 2^63), got {seen_tokens!r}")
-            cache._seen_tokens = seen_tokens
-            cache._fill(layers, tensors)
-            _check_states(cache.layers, model.config)
-        except ValueError as error:
-            raise ValueError(f"{path} is not a whole cache: {error}") from error
-        return cache
-
-    def _fill(self, layers: Any, tensors: dict[str, Tensor]) -> None:
-        """Take over what a file holds. Raises ValueError for a record or names of tensors of another structure."""
-        num_layers, names = len(self.layers), _state_names(self.config)
-        if not isinstance(layers, list) or len(layers) != num_layers:
-            raise ValueError(f"its record must describe {num_layers} layers, got {layers!r:.100}")
-        expected = {f"{i}.{name}" for i in range(num_layers) for name in names}
-        if tensors.keys() != expected:
-            raise ValueError(f"tensors missing or not expected: {sorted(tensors.keys() ^ expected)[:10]}")
-        for i, (layer, described) in enumerate(zip(self.layers, layers)):
-            if not isinstance(described, list) or len(described) != 2:
-                raise ValueError(f"layer {i} must be described by [state_budget, room], got {described!r:.100}")
-            layer.state_budget, layer.room = described
-            layer.update(**{name: tensors[f"{i}.{name}"] for name in names})
-
-    def _require_states(self, what: str) -> int:
+    def require_states(self, what: str) -> int:
         if self.batch_size is None:
             raise ValueError(f"cannot {what} an empty cache: run the model with it first")
         return self.batch_size
@@ -361,7 +278,7 @@ class ElasticCache(Cache):
             new.state_budget = old.state_budget
         return cache
 
-    def _shape(self) -> dict[str, int]:
+    def model_shape(self) -> dict[str, int]:
         """What two models must share for one to read the other's states."""
         names = _SHAPE if self.config.block == "paper" else _SHAPE_OF_GATED
         return {name: getattr(self.config, name) for name in names}
@@ -397,80 +314,35 @@ class ESSMStaticCache(ElasticCache):
             torch._dynamo.mark_static_address(self._seen_tokens)
 
 
-def _operator(config: Any) -> SpectralOperator:
+def states_of(layers: Sequence[ESSMCacheLayer]) -> dict[str, Tensor]:
+    """The states of all layers as one dict, see the module."""
+    return {f"{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.tensors.items()}
+
+
+def layers_with(states: Mapping[str, Tensor], budgets: Sequence[int]) -> list[ESSMCacheLayer]:
+    """Layers that hold these states, for a call at these budgets."""
+    layers = [ESSMCacheLayer(K) for K in budgets]
+    for layer, tensors in zip(layers, _by_layer(states, len(layers))):
+        layer.update(**tensors)
+    return layers
+
+
+def _by_layer(states: Mapping[str, Tensor], num_layers: int) -> list[dict[str, Tensor]]:
+    layers: list[dict[str, Tensor]] = [{} for _ in range(num_layers)]
+    for name, tensor in states.items():
+        layer, _, kind = name.partition(".")
+        layers[int(layer)][kind] = tensor
+    return layers
+
+
+def operator_of(config: Any) -> SpectralOperator:
+    """What all layers of a model compute Eq. (7) with."""
     return SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
-
-
-def _recent_inputs(config: Any) -> dict[str, int]:
-    """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
-    names = ("inputs", "outputs") if config.ar_order else ()
-    return dict.fromkeys(names, config.ar_order) | (
-        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
-    )
-
-
-def _state_names(config: Any) -> tuple[str, ...]:
-    """Names of a layer's tensors, in the order in which the mixer makes them."""
-    return ("features", *(("negative",) if config.ar_order else ()), *_recent_inputs(config))
-
-
-def _checksum(record: str, tensors: dict[str, Tensor]) -> str:
-    """SHA-256 over a record and over names, dtypes, shapes and bytes of (contiguous, CPU) tensors."""
-    digest = hashlib.sha256(record.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def _check_fingerprint(record: dict[str, Any]) -> Fingerprint:
-    """The fingerprint of a record. Raises ValueError or TypeError for one that no model has."""
-    made_by = Fingerprint(**record)
-    values = [value for sample in made_by.samples.values() for value in sample]
-    if not all(math.isfinite(value) for value in values):  # NaN would equal every model's
-        raise ValueError("a sample of the model is not finite")
-    return made_by
-
-
-def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
-    """Raises ValueError unless all layers hold what one call of a model of this shape leaves, finite throughout."""
-    D, recent, B = config.inner_size, _recent_inputs(config), 0
-    operator = _operator(config)
-    least, most = operator.num_states(1), operator.num_states(config.filter_length)
-    for i, layer in enumerate(layers):
-        features = layer.tensors.get("features")
-        if features is None or features.ndim != 3 or not least <= features.shape[1] <= most or not len(features):
-            got = "none" if features is None else tuple(features.shape)
-            raise ValueError(f"features of layer {i} must have shape (B, N in [{least}, {most}], {D}), got {got}")
-        B, N = B or len(features), features.shape[1]
-        for name in _state_names(config):
-            tensor, shape = layer.tensors.get(name), (B, recent.get(name, N), D)
-            if tensor is None or tuple(tensor.shape) != shape:
-                got = "none" if tensor is None else tuple(tensor.shape)
-                raise ValueError(f"{name} of layer {i} must have shape {shape}, got {got}")
-            dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
-            if name not in _PER_STATE:
-                dtypes += (torch.bfloat16, torch.float16)
-            if tensor.dtype not in dtypes:
-                raise ValueError(f"{name} of layer {i} must be of one of {dtypes}, got {tensor.dtype}")
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"{name} of layer {i} is not finite")
-        K, room = layer.state_budget, layer.room
-        if K is not None and (type(K) is not int or not 1 <= K <= config.filter_length):
-            raise ValueError(
-                f"state_budget of layer {i} must be None or in [1, {config.filter_length}], got {K!r:.100}"
-            )
-        if room is not None and (
-            not isinstance(room, list)
-            or len(room) != B
-            or any(type(held) is not int or not least <= held <= N for held in room)
-        ):
-            raise ValueError(f"room of layer {i} must be None or {B} integers in [{least}, {N}], got {room!r:.100}")
 
 
 def _widened(name: str, tensor: Tensor, num_states: int) -> Tensor:
     """(B, N, D) -> (B, num_states, D) with zeros; tensors without a state dimension as they are."""
-    if name not in _PER_STATE:
+    if name not in PER_STATE:
         return tensor
     return torch.nn.functional.pad(tensor, (0, 0, 0, num_states - tensor.shape[1]))
 
@@ -481,14 +353,15 @@ def check_room(cache: ESSMCache, budgets: Sequence[int], rows: Tensor | None, op
     Args:
         budgets: K of each layer. rows: (B,) K of each row, or None.
     """
-    own = None
+    budget_of_row = None
     for i, (layer, budget) in enumerate(zip(cache.layers, budgets)):
         held, asked = layer.num_states, [budget]
         room = [held]
         if layer.room is not None:
-            own = rows.tolist() if rows is not None and own is None else own
+            if rows is not None and budget_of_row is None:
+                budget_of_row = rows.tolist()
             room = layer.room
-            asked = [budget] * len(room) if own is None else [min(K, budget) for K in own]
+            asked = [budget] * len(room) if budget_of_row is None else [min(K, budget) for K in budget_of_row]
         for row, (states, K) in enumerate(zip(room, asked)):
             if states is not None and states < operator.num_states(K):
                 where = f"layer {i}" if layer.room is None else f"row {row} of layer {i}"
@@ -507,8 +380,8 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     if len(cache.layers) != num_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
     for name in _SHAPE_OF_GATED:
-        made_for, own = getattr(cache.config, name), getattr(config, name)
-        if made_for != own:
-            raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {own}")
+        made_for, here = getattr(cache.config, name), getattr(config, name)
+        if made_for != here:
+            raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {here}")
     if cache.batch_size not in (None, batch_size):
         raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")

@@ -48,13 +48,13 @@ class Packing:
         place = first.new_empty(B * L)
         offset = 0
         for k in size_class.unique():
-            own, lengths = first[size_class == k], length[size_class == k]
+            begins, lengths = first[size_class == k], length[size_class == k]
             steps = torch.arange(int(lengths.max()), device=first.device)
-            index = torch.where(steps < lengths[:, None], own[:, None] + steps, B * L)
+            index = torch.where(steps < lengths[:, None], begins[:, None] + steps, B * L)
             real = index < B * L
             place[index[real]] = offset + torch.arange(index.numel(), device=first.device).view_as(index)[real]
             offset += index.numel()
-            self.groups.append((index.to(starts.device), own.div(L, rounding_mode="floor").to(starts.device)))
+            self.groups.append((index.to(starts.device), begins.div(L, rounding_mode="floor").to(starts.device)))
         self.place = place.to(starts.device)
 
     def apply(self, mixer: Callable[..., Tensor], u: Tensor, budget: int, rows: Tensor | None) -> Tensor:
@@ -85,6 +85,19 @@ def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] 
     target = torch.where(kept, rank, lengths[:, None] + (~kept).long().cumsum(1)) - 1
     positions = torch.arange(real.shape[1], device=real.device).expand_as(target)
     return torch.zeros_like(target).scatter(1, target, positions), (rank - 1).clamp(min=0), lengths
+
+
+def closed_rows(x: Tensor, real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Rows (B, L, D) closed up as `close_up` says, where it says so.
+
+    Returns:
+        the rows, (B, L, 1) bool true at masked places, lengths (B,), and place (B, L) or None where nothing was moved.
+    """
+    closed = close_up(real, keep_leading)
+    if closed is None:
+        return x, ~real[..., None], torch.full((x.shape[0],), x.shape[1], device=real.device), None
+    order, place, lengths = closed
+    return reorder(x, order), ~real.gather(1, order)[..., None], lengths, place
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:

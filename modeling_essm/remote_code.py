@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The code that lies beside saved weights: which class `auto_map` names there, and which files that class needs.
 
-A class derived from ours by a user is saved with its own file and with this package's, and loads as what it is.
+A class derived from ours by a user is saved with its own file and with this package's root, and loads as what it is.
 """
 
 from __future__ import annotations
@@ -18,11 +18,16 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging
 
 from .configuration_essm import AUTO_MAP
-from .prefix_loading import HUB_ARGUMENTS
 
 logger = logging.get_logger(__name__)
 
-_OWN = Path(__file__).parent
+# Arguments of from_pretrained that say where files are, for `cached_file`.
+HUB_ARGUMENTS = (
+    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder"),
+    *("repo_type", "user_agent", "_commit_hash"),
+)
+
+_ROOT = Path(__file__).parent
 _PACKAGE = "modeling_essm"
 _RELATIVE = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
 
@@ -41,8 +46,8 @@ def derived_class(cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
         return None
     auto = getattr(cls, "_auto_class", None)
     reference = (getattr(arguments.get("config"), "auto_map", None) or {}).get(auto)
-    own = f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
-    if not isinstance(reference, str) or reference.split("--")[-1] == own:
+    named = f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}"
+    if not isinstance(reference, str) or reference.split("--")[-1] == named:
         return None
     if not arguments["trust_remote_code"]:
         logger.warning(
@@ -73,10 +78,10 @@ def code_files(model: Any) -> dict[str, str]:
         if path.name in texts or not path.is_file():
             continue
         text = path.read_text(encoding="utf-8")
-        texts[path.name] = text if path.parent == _OWN else _beside_the_package(text)
+        texts[path.name] = text if path.parent == _ROOT else _beside_the_package(text)
         for name in _RELATIVE.findall(texts[path.name]):
             file = path.parent / f"{name}.py"
-            waiting.append(file if file.is_file() else _OWN / file.name)
+            waiting.append(file if file.is_file() else _ROOT / file.name)
     return texts
 
 
@@ -96,8 +101,8 @@ def _beside_the_package(text: str) -> str:
         if package != _PACKAGE:
             continue
         homes = [module or _home(alias.name) for alias in node.names]
-        if None in homes:
-            continue  # a module, which transformers would not find either: it asks for the package to be installed
+        if not all(home and (_ROOT / f"{home}.py").is_file() for home in homes):
+            continue  # of a subpackage, or a module, which transformers would not find either: it needs the package
         imports = [
             f"from .{home} import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
             for home, alias in zip(homes, node.names)
@@ -108,9 +113,9 @@ def _beside_the_package(text: str) -> str:
 
 
 def _home(name: str) -> str | None:
-    """The module of the package that defines what the package offers under that name."""
-    home = getattr(getattr(sys.modules.get(_PACKAGE), name, None), "__module__", None)
-    return None if home is None else home.rpartition(".")[2]
+    """The module of the root that defines what the package offers under that name."""
+    package, _, home = getattr(getattr(sys.modules.get(_PACKAGE), name, None), "__module__", "").rpartition(".")
+    return home if package == _PACKAGE else None
 
 
 def prune_auto_map(config: Any, names: Mapping[str, Any], folder: str | os.PathLike) -> None:

@@ -10,9 +10,9 @@ range, before any compute.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Union
 
 import numpy as np
 import torch
@@ -38,14 +38,14 @@ class ResolvedBudget:
 
 
 def resolve_budget(
-    value: SpectralBudget,
+    value: SpectralBudget | ResolvedBudget,
     *,
     capacities: Sequence[int],
     presets: Mapping[str, int | Sequence[int]] | None = None,
     default: SpectralBudget = None,
     batch_size: int | None = None,
 ) -> ResolvedBudget:
-    """Turn any accepted form of `spectral_budget` into the budgets that run.
+    """Turn any accepted form of `spectral_budget` into the budgets that run; a resolved one stays what it is.
 
     Args:
         value: what the caller asked for. default: what the config says, used when value is None.
@@ -56,6 +56,8 @@ def resolve_budget(
     Raises:
         ValueError: anything else, naming the value and the legal range.
     """
+    if isinstance(value, ResolvedBudget):
+        return value
     if value is None:
         value = default
     if value is None:
@@ -127,39 +129,6 @@ def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: in
     if low < 1 or high > capacity:
         raise ValueError(f"spectral_budget must hold integers in [1, {capacity}], got values from {low} to {high}")
     return _everywhere(high, capacities, value if low != high else None)
-
-
-class StepBudgets:
-    """A budget for every step of `generate`; step 0 reads the prompt.
-
-    Args:
-        steps: a list of budgets in any of their forms, the last of which holds for all further steps, or a function
-            from the step to a budget. config: what resolves a budget.
-    Raises:
-        ValueError: an empty list, or a bad budget in it.
-    """
-
-    def __init__(self, steps: Callable[[int], SpectralBudget] | Sequence[SpectralBudget], config: Any):
-        if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
-            raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
-        self.steps, self.prompt_length = steps, 0
-        self.resolved = [] if callable(steps) else [config.resolve_budget(step) for step in steps]
-
-    def room(self) -> list[int] | None:
-        """The largest budget of each layer; None of a function, which nobody knows."""
-        if not self.resolved:
-            return None
-        return [max(layer) for layer in zip(*(step.layers for step in self.resolved))]
-
-    def at(self, input_ids: torch.Tensor, is_first: bool) -> SpectralBudget:
-        """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
-        if is_first:
-            self.prompt_length = input_ids.shape[1]
-        return rows_of_samples(self.of_step(input_ids.shape[1] - self.prompt_length), len(input_ids))
-
-    def of_step(self, step: int) -> SpectralBudget:
-        """The budget of a step as it was given."""
-        return self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
 
 
 def rows_of_samples(budget: SpectralBudget, B: int) -> SpectralBudget:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .quantization import dequantize, is_quantized
+from .quantized_weights import dequantize, is_quantized
 from .spectral_chunked import chunked
 from .spectral_constants import Realization, sigma_power, states_needed
 from .spectral_reference import fft, naive

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .quantization import is_quantized, quantized_product
+from .quantized_weights import is_quantized, quantized_product
 from .spectral_constants import Realization, feature_dtype, recurrence, state_dtype, state_matmul
 
 _CACHED_BYTES_CPU = 1 << 18  # a matrix smaller than this stays in a core's cache from one step to the next

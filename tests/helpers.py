@@ -82,14 +82,14 @@ def truncate(model: ESSMForCausalLM, budget: int) -> ESSMForCausalLM:
 
 
 @contextlib.contextmanager
-def captured_warnings(module: str = "modeling_essm"):
-    """List of messages that a module of the package logs as warnings, each logged for the first time again."""
+def captured_warnings():
+    """List of messages that the package logs as warnings, each logged for the first time again."""
     from transformers.utils import logging as library_logging
 
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger(f"modeling_essm.{module}")
+    logger = logging.getLogger("modeling_essm")
     library_logging.warning_once.cache_clear()
     logger.addHandler(handler)
     try:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -295,6 +294,8 @@ class BudgetDropoutCallback(TrainerCallback):
 
     def _check_model(self, model: Any) -> None:
         """Raises ValueError for a model that cannot run the schedule."""
+        from accelerate.utils import extract_model_from_parallel  # which every Trainer has, and the package need not
+
         module = extract_model_from_parallel(model, keep_torch_compile=False)
         module = module.get_base_model() if hasattr(module, "get_base_model") else module  # inside PEFT's
         capacity = getattr(getattr(module, "config", None), "num_spectral_channels", None)

@@ -13,7 +13,8 @@ import torch
 from helpers import ROOT, VARIANTS, random_model, start_killed_sweep, tiny_config
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.compiled_decoding import CompiledSteps
+from modeling_essm.decoding import compile_decoding
+from modeling_essm.decoding.compiled_steps import CompiledSteps
 
 TINY = {  # report: arguments
     "spectral_basis": ["--lengths", "64", "512"],
@@ -148,20 +149,23 @@ def test_bytes_of_weights_are_those_that_a_budget_reads(benchmark_module, varian
 
 
 def test_compiled_steps_with_another_state_are_not_timed(benchmark_module, monkeypatch):
-    module, run = benchmark_module("decoding"), CompiledSteps.run
+    module, find = benchmark_module("decoding"), CompiledSteps.find
 
-    def forgets(self, model, input_ids, cache, layers):
-        before = [layer.tensors["convolution"] for layer in cache.layers]
-        logits = run(self, model, input_ids, cache, layers)
-        for layer, tensor in zip(cache.layers, before):
-            layer.update(**layer.tensors | {"convolution": tensor})
-        return logits
+    def forgets(self, model, input_ids, cache, budget):
+        compiled = find(self, model, input_ids, cache, budget)
+        before = {name: tensor for name, tensor in cache.states.items() if name.endswith("convolution")}
+
+        def step():
+            logits, states = compiled()
+            return logits, states | before
+
+        return compiled and step
 
     eager = random_model(**VARIANTS["gated"])
-    compiled = random_model(**VARIANTS["gated"]).compile_decoding([4], backend="eager")
+    compiled = compile_decoding(random_model(**VARIANTS["gated"]), [4], backend="eager")
     measured = module.measure_limit(eager, compiled, torch.ones(64), 4, 1, 1)
     assert measured["relative_error"] < 1e-5 and measured["compiled_seconds"]["median"] > 0
-    monkeypatch.setattr(CompiledSteps, "run", forgets)
+    monkeypatch.setattr(CompiledSteps, "find", forgets)
     with pytest.raises(RuntimeError, match="compiled step, K = 4: relative error"):
         module.measure_limit(eager, compiled, torch.ones(64), 4, 1, 1)
 

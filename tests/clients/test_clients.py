@@ -13,6 +13,7 @@ from helpers import random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, pipeline
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification, build_byte_tokenizer
+from modeling_essm.decoding import load_cache, save_cache
 
 PROMPTS = ["elastic", "a longer prompt"]
 
@@ -158,9 +159,9 @@ def test_states_of_offloaded_layers(variant, tmp_path):
     with torch.no_grad():
         first = offloaded(IDS[:, :9], past_key_values=cache, spectral_budget=5).logits
         assert not any(tensor.is_meta for layer in cache.layers for tensor in layer.tensors.values())
-        cache.save(tmp_path / "cache", offloaded)
+        save_cache(cache, tmp_path / "cache", offloaded)
         second = offloaded(IDS[:, 9:], past_key_values=cache, spectral_budget=5).logits
-        loaded = ESSMCache.load(tmp_path / "cache", model)
+        loaded = load_cache(tmp_path / "cache", model)
         assert torch.equal(model(IDS[:, 9:], past_key_values=loaded, spectral_budget=5).logits, second)
         torch.testing.assert_close(torch.cat([first, second], 1), model(IDS, spectral_budget=5).logits)
 

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache
+from modeling_essm.decoding import load_cache, save_cache
+from modeling_essm.export import empty_states, export_programs
 
 
 @torch.no_grad()
@@ -139,6 +141,24 @@ def test_shrinking_makes_nothing_larger():
     assert roomy.num_bytes == filled(model, ids, 8).num_bytes
 
 
+@variants
+def test_states_have_one_layout(variant, tmp_path):
+    """The same named tensors in a cache, in its file and in an exported program."""
+    model = random_model(**variant)
+    cache, path = filled(model, random_ids(2, 9), 5), tmp_path / "cache"
+    save_cache(cache, path, model)
+    held, saved = cache.states, written(path)[1]
+    program = export_programs(model, 5)["step"]
+    assert held.keys() == saved.keys() and list(held) == list(empty_states(program, 2))
+    assert all(torch.equal(saved[name], held[name]) for name in held)
+    other = ESSMCache(model.config)
+    other.set_states(held)
+    token = random_ids(2, 1)
+    logits, after = model.step(token, (5, 5), held)
+    assert torch.equal(logits, step(model, other, token, 5))
+    assert after.keys() == held.keys() and all(torch.equal(after[name], other.states[name]) for name in after)
+
+
 def test_moving_between_devices():
     cache = filled(random_model(), random_ids(2, 9), 4)
     assert cache.to("meta") is cache and all(t.is_meta for t in states(cache))
@@ -151,9 +171,9 @@ def test_moving_between_devices():
 def test_a_saved_cache_goes_on_bit_for_bit(variant, tmp_path):
     model, path = random_model(**variant), tmp_path / "cache.safetensors"
     cache = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 9), 20)])
-    cache.save(path, model)
+    save_cache(cache, path, model)
     assert os.listdir(tmp_path) == [path.name]
-    loaded = ESSMCache.load(path, model)
+    loaded = load_cache(path, model)
     assert loaded.get_seq_length() == 9 and loaded.batch_size == 3
     token, budgets = random_ids(3, 1), torch.tensor([2, 20, 5])
     with pytest.raises(ValueError, match="in row 0 of layer 0"):
@@ -164,24 +184,24 @@ def test_a_saved_cache_goes_on_bit_for_bit(variant, tmp_path):
 def test_bf16_weights_keep_their_states(tmp_path):
     model = random_model().to(torch.bfloat16)
     cache = filled(model, random_ids(2, 9), 5)
-    cache.save(tmp_path / "cache", model)
-    loaded = ESSMCache.load(tmp_path / "cache", model)
+    save_cache(cache, tmp_path / "cache", model)
+    loaded = load_cache(tmp_path / "cache", model)
     assert [t.dtype for t in states(loaded)] == [t.dtype for t in states(cache)]
     assert all(torch.equal(a, b) for a, b in zip(states(loaded), states(cache)))
 
 
 def test_a_saved_cache_of_another_model_is_refused(tmp_path):
     model, path = random_model(), tmp_path / "cache"
-    filled(model, random_ids(2, 9), 5).save(path, model)
+    save_cache(filled(model, random_ids(2, 9), 5), path, model)
     with pytest.raises(ValueError, match=r"of another model.*'hidden_size': 16.*'hidden_size': 24"):
-        ESSMCache.load(path, random_model(hidden_size=24))
+        load_cache(path, random_model(hidden_size=24))
     with pytest.raises(ValueError, match=r"of another model.*'num_hidden_layers': 2.*'num_hidden_layers': 3"):
-        ESSMCache.load(path, random_model(num_hidden_layers=3))
+        load_cache(path, random_model(num_hidden_layers=3))
     with pytest.raises(ValueError, match=r"of another model: other weights"):
-        ESSMCache.load(path, random_model(seed=1))  # same shape
-    ESSMCache.load(path, copy.deepcopy(model).truncate(5))
-    ESSMCache.load(path, copy.deepcopy(model).to(torch.bfloat16))
-    assert ESSMCache.load(path, random_model(seed=0)).batch_size == 2
+        load_cache(path, random_model(seed=1))  # same shape
+    load_cache(path, copy.deepcopy(model).truncate(5))
+    load_cache(path, copy.deepcopy(model).to(torch.bfloat16))
+    assert load_cache(path, random_model(seed=0)).batch_size == 2
 
 
 @pytest.mark.parametrize(
@@ -209,19 +229,19 @@ def test_a_running_cache_of_another_model_is_refused(made, own):
 def test_damaged_files(tmp_path):
     model, path = random_model(), tmp_path / "cache"
     with pytest.raises(FileNotFoundError):
-        ESSMCache.load(path, model)
-    filled(model, random_ids(2, 9), 5).save(path, model)
+        load_cache(path, model)
+    save_cache(filled(model, random_ids(2, 9), 5), path, model)
     whole = path.read_bytes()
     for damaged in (whole[:-100], whole[:50], b""):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="truncated or corrupt"):
-            ESSMCache.load(path, model)
+            load_cache(path, model)
     save_file({"a": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="is not a cache of this version"):
-        ESSMCache.load(path, model)
+        load_cache(path, model)
     save_file({"a": torch.zeros(2)}, path, metadata={"format": "essm-cache-1", "cache": "{"})
     with pytest.raises(ValueError, match="truncated or corrupt"):
-        ESSMCache.load(path, model)
+        load_cache(path, model)
 
 
 def written(path):
@@ -244,9 +264,9 @@ def write_without_checksum(path, record, tensors):
 def test_files_without_a_checksum_still_load(variant, tmp_path):
     model, path = random_model(**variant), tmp_path / "cache"
     cache = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 9), 20)])
-    cache.save(path, model)
+    save_cache(cache, path, model)
     write_without_checksum(path, *without_checksum(path))
-    loaded = ESSMCache.load(path, model)
+    loaded = load_cache(path, model)
     token, budgets = random_ids(3, 1), torch.tensor([2, 20, 5])
     assert torch.equal(step(model, loaded, token, budgets), step(model, cache, token, budgets))
 
@@ -254,7 +274,7 @@ def test_files_without_a_checksum_still_load(variant, tmp_path):
 def test_any_flipped_bit_is_found(tmp_path):
     """Bits of the whole file, drawn at random, and all of the words that say what it is."""
     model, path = random_model(num_hidden_layers=1), tmp_path / "cache"
-    filled(model, random_ids(1, 9), 2).save(path, model)
+    save_cache(filled(model, random_ids(1, 9), 2), path, model)
     whole = path.read_bytes()
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 8 * len(whole), (300,), generator=generator).tolist()
@@ -265,9 +285,9 @@ def test_any_flipped_bit_is_found(tmp_path):
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=str(path)):
-            ESSMCache.load(path, model)
+            load_cache(path, model)
     path.write_bytes(whole)
-    ESSMCache.load(path, model)
+    load_cache(path, model)
 
 
 def _rename(record, tensors):
@@ -348,23 +368,23 @@ DAMAGE = {
 def test_contents_that_no_model_saves_are_refused(damage, tmp_path):
     """Of a file without a checksum, or of one made on purpose, the structure is all there is to check."""
     model, path = random_model(ar_order=2), tmp_path / "cache"
-    filled(model, random_ids(2, 9), 5).save(path, model)
+    save_cache(filled(model, random_ids(2, 9), 5), path, model)
     record, tensors = without_checksum(path)
     write_without_checksum(path, record, tensors)
-    ESSMCache.load(path, model)
+    load_cache(path, model)
     damage(record, tensors)
     write_without_checksum(path, record, tensors)
     with pytest.raises(ValueError, match=str(path)):
-        ESSMCache.load(path, model)
+        load_cache(path, model)
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", "{}", "[" * 100_000], ids=lambda text: text[:4])
 def test_records_that_are_none(text, tmp_path):
     model, path = random_model(), tmp_path / "cache"
-    filled(model, random_ids(2, 9), 5).save(path, model)
+    save_cache(filled(model, random_ids(2, 9), 5), path, model)
     save_file(written(path)[1], path, metadata={"format": "essm-cache-1", "cache": text})
     with pytest.raises(ValueError, match=f"{path} is truncated or corrupt"):
-        ESSMCache.load(path, model)
+        load_cache(path, model)
 
 
 def test_states_that_are_not_finite_are_not_saved(tmp_path):
@@ -372,17 +392,17 @@ def test_states_that_are_not_finite_are_not_saved(tmp_path):
     cache = filled(model, random_ids(2, 9), 5)
     cache.layers[1].apply(lambda t: t * torch.nan)
     with pytest.raises(ValueError, match="features of layer 1 is not finite"):
-        cache.save(path, model)
+        save_cache(cache, path, model)
     assert not os.listdir(tmp_path)
 
 
 def test_saving_is_atomic(tmp_path, monkeypatch):
     model, path = random_model(), tmp_path / "cache"
-    filled(model, random_ids(2, 9), 5).save(path, model)
+    save_cache(filled(model, random_ids(2, 9), 5), path, model)
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("killed")))
     with pytest.raises(OSError, match="killed"):
-        filled(model, random_ids(2, 9), 7).save(path, model)
+        save_cache(filled(model, random_ids(2, 9), 7), path, model)
     assert path.read_bytes() == before
 
 
@@ -406,4 +426,4 @@ def test_bad_rows_and_caches():
     with pytest.raises(ValueError, match="caches of different models"):
         ESSMCache.merge([cache, filled(random_model(num_hidden_layers=1), random_ids(1, 3))])
     with pytest.raises(ValueError, match="cannot save an empty cache"):
-        empty.save("nowhere", model)
+        save_cache(empty, "nowhere", model)

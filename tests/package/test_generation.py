@@ -14,6 +14,7 @@ from helpers import assert_close, captured_warnings, random_ids, variants
 from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer, pipeline
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
+from modeling_essm.decoding import speculate
 
 NEW = 8
 FIXED = {"max_new_tokens": NEW, "min_new_tokens": NEW}  # min_new_tokens keeps eos away, so that rows stay comparable
@@ -116,12 +117,16 @@ def test_prompts_with_holes_equal_solo_prompts(options, variant):
         assert torch.equal(batch[i, -NEW:], alone[0, -NEW:])
 
 
-@pytest.mark.parametrize("options", [{"prefill_chunk_size": 7}, {"draft_budget": 2}], ids=str)
-def test_right_padding_is_refused_where_it_cannot_be_read(options):
+READING_IN_PIECES = {"prefill_chunk_size": {"prefill_chunk_size": 7}, "draft_budget": {"custom_generate": speculate(2)}}
+
+
+@pytest.mark.parametrize("name", READING_IN_PIECES)
+def test_right_padding_is_refused_where_it_cannot_be_read(name):
     model, ids = random_model(), random_ids(2, 19)
     mask = torch.ones(2, 19, dtype=torch.long)
     mask[1, -1] = 0
-    with pytest.raises(ValueError, match=rf"{next(iter(options))} needs prompts padded on the left.*rows \[1\]"):
+    options = READING_IN_PIECES[name]
+    with pytest.raises(ValueError, match=rf"{name} needs prompts padded on the left.*rows \[1\]"):
         model.generate(ids, attention_mask=mask, **GREEDY, **options)
     model.generate(ids, attention_mask=mask.flip(1), **GREEDY, **options)
 
@@ -578,6 +583,14 @@ def test_a_rising_function_needs_room():
     cache = ESSMCache(model.config, state_budget=20)
     rising = model.generate(ids, **GREEDY, step_budgets=lambda step: 2 + step, past_key_values=cache)
     assert torch.equal(rising, model.generate(ids, **GREEDY, step_budgets=list(range(2, 2 + NEW))))
+
+
+def test_forward_sees_the_budget_of_its_step_alone():
+    model, calls = random_model(), []
+    model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    model.generate(random_ids(1, 9), **GREEDY, step_budgets=[9, 5, 2])
+    assert [kwargs["spectral_budget"] for kwargs in calls] == [9, 5] + [2] * (NEW - 2)
+    assert all("step_budgets" not in kwargs for kwargs in calls)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from modeling_essm import (
     ESSMForCausalLM,
     ESSMForSequenceClassification,
     ESSMModel,
-    prefix_loading,
+    loading_essm,
 )
 
 CAPACITIES = pytest.mark.parametrize("capacity", [1, 6, 31, 32, [3, 20]], ids=str)
@@ -185,7 +185,7 @@ def test_only_the_prefix_is_read(tmp_path, monkeypatch):
             counted[name] = tensor.nbytes
             return tensor
 
-    monkeypatch.setattr(prefix_loading, "safe_open", Counting)
+    monkeypatch.setattr(loading_essm, "safe_open", Counting)
     sizes = {}
     for K in (2, 6, 32):
         counted.clear()

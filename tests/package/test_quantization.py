@@ -16,7 +16,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, essm_quantization
-from modeling_essm import quantization as q
+from modeling_essm import quantized_weights as q
+from modeling_essm.decoding import speculate
 
 pytest.importorskip("torchao", reason="quantised weights need torchao")
 
@@ -279,7 +280,7 @@ def test_generation_beams_and_profile_of_a_quantised_model(models, folders, name
     greedy = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
     batch = model.generate(ids, spectral_budget=torch.tensor([4, 20]), **greedy)
     assert torch.equal(batch[:1], model.generate(ids[:1], spectral_budget=4, **greedy))
-    assert torch.equal(model.generate(ids, draft_budget=2, **greedy), model.generate(ids, **greedy))
+    assert torch.equal(model.generate(ids, custom_generate=speculate(2), **greedy), model.generate(ids, **greedy))
     assert model.generate(ids, num_beams=3, spectral_budget=5, **greedy).shape == (2, 15)
     assert model.num_active_parameters(3) < model.num_active_parameters() == model.num_parameters()
     clone = copy.deepcopy(model)

@@ -26,6 +26,7 @@ from modeling_essm import (
     ESSMModel,
     build_byte_tokenizer,
 )
+from modeling_essm.remote_code import _beside_the_package
 
 # What is saved; "gated" is of the class that "causal" is of.
 CLASSES = {
@@ -43,6 +44,7 @@ AUTO_MAP = {
 }
 SHA = "0123456789abcdef0123456789abcdef01234567"
 IDS = random_ids(2, 21)
+PROFILE = "whatever it holds"
 ROUTES = ["path", "hub", "saved-again"]
 
 LOAD = """
@@ -80,6 +82,8 @@ for saved, source in where.items():
     model = auto.from_pretrained(source, **remote)
     (out / "again").mkdir(exist_ok=True)
     model.save_pretrained(out / "again" / saved)
+    profile = out / "again" / saved / "budget_profile.json"
+    results[saved, "profile"] = profile.read_text() if profile.exists() else None
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokenizer.save_pretrained(out / "again" / saved)
     results[saved, "tokenizer"] = tokenizer("h\\u00e9llo")["input_ids"]
@@ -159,6 +163,7 @@ def folders(models, tmp_path_factory):
     for name, model in models.items():
         model.save_pretrained(root / name)
         build_byte_tokenizer(512).save_pretrained(root / name)
+    (root / "causal" / "budget_profile.json").write_text(PROFILE)
     return root
 
 
@@ -236,6 +241,13 @@ def test_generation_and_pipeline(children, models, route, saved):
     assert results["tied"]
     with torch.no_grad():
         assert_close(results["prefix"], model(IDS, spectral_budget=5).logits)
+
+
+@routes
+@saved_by
+def test_a_budget_profile_goes_along(children, route, saved):
+    """As it is: what reads and checks it is in the package."""
+    assert children(route)[saved, "profile"] == (PROFILE if saved == "causal" else None)
 
 
 @routes
@@ -357,6 +369,14 @@ def test_the_files_of_a_derived_class(derived):
     assert config["auto_map"] == AUTO_MAP | {"AutoModelForCausalLM": "my_model.Doubled"}
 
 
+@pytest.mark.parametrize(
+    "statement",
+    ["from modeling_essm.budgets import choose_budget\n", "from modeling_essm import build_byte_tokenizer\n"],
+)
+def test_what_a_checkpoint_does_not_carry_stays_an_import_of_the_package(statement):
+    assert _beside_the_package(statement) == statement
+
+
 def test_our_class_saves_no_reference_to_a_file_that_is_not_there(derived, tmp_path):
     """Neither code that was never run nor the name of its class goes along."""
     ESSMModel.from_pretrained(derived[0] / "named").save_pretrained(tmp_path)
@@ -365,10 +385,10 @@ def test_our_class_saves_no_reference_to_a_file_that_is_not_there(derived, tmp_p
 
 
 def test_a_derived_class_that_is_not_run_is_named(derived):
-    with captured_warnings("remote_code") as messages:
+    with captured_warnings() as messages:
         model = AutoModelForCausalLM.from_pretrained(derived[0] / "saved")
     assert type(model) is ESSMForCausalLM and "is a my_model.Doubled" in messages[0] and len(messages) == 1
-    with captured_warnings("remote_code") as messages:
+    with captured_warnings() as messages:
         ESSMForCausalLM.from_pretrained(derived[0] / "saved")  # which says what it wants
     assert not messages
 

@@ -18,8 +18,9 @@ from helpers import assert_close, random_ids, random_model, randomise, tiny_conf
 from transformers.dynamic_module_utils import get_relative_imports
 
 from essm_train.tasks import catalog
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, budget_allocation
-from modeling_essm.budget_allocation import (
+from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm.budgets import allocation as budget_allocation
+from modeling_essm.budgets.allocation import (
     LayerStatistics,
     aire_budgets,
     allocate_spectral_budget,
@@ -783,17 +784,17 @@ def test_random_lists_are_legal_and_equally_likely(benchmark):
     assert all(abs(count - 3000 / 14) < 5 * (3000 / 14) ** 0.5 for count in counts)
 
 
-def test_the_models_own_method_sets_the_default(tmp_path):
+def test_a_list_as_the_default_of_a_config(tmp_path):
     model, ids = random_model(), random_ids(2, 16)
-    budgets = model.allocate_spectral_budget(total=20, calibration=[{"input_ids": ids}])
+    budgets = allocate_spectral_budget(model, total=20, calibration=[{"input_ids": ids}])
+    assert model.config.spectral_budget is None
+    model.config.spectral_budget = budgets
     assert budgets == allocate_spectral_budget(model, 20, "loss", [{"input_ids": ids}])
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     with torch.no_grad():
         assert loaded(ids).spectral_budget == tuple(budgets)
         assert torch.equal(loaded(ids).logits, model(ids, spectral_budget=budgets).logits)
-    assert model.allocate_spectral_budget(20, "aire", min_budget=3) == model.config.spectral_budget
-    before = model.config.spectral_budget
     with pytest.raises(ValueError, match="total must be"):
-        model.allocate_spectral_budget(1)
-    assert model.config.spectral_budget == before
+        allocate_spectral_budget(model, 1)
+    assert model.config.spectral_budget == budgets

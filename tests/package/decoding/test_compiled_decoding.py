@@ -10,27 +10,28 @@ import torch
 from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import CompileConfig
 
-from modeling_essm import ESSMCache, compiled_decoding
+from modeling_essm import ESSMCache
 from modeling_essm.cache_essm import ESSMStaticCache
+from modeling_essm.decoding import compile_decoding, compiled_steps, speculate
 
 
 @pytest.fixture
 def taken(monkeypatch):
     """Budgets of the compiled steps that were taken, in order."""
     calls: list[tuple[int, ...]] = []
-    call = compiled_decoding._call
+    call = compiled_steps._call
 
     def spy(step, model, layers, *rest):
         calls.append(layers)
         return call(step, model, layers, *rest)
 
-    monkeypatch.setattr(compiled_decoding, "_call", spy)
+    monkeypatch.setattr(compiled_steps, "_call", spy)
     return calls
 
 
 def compiled_model(budgets, taken=None, **fields):
     arguments = {name: fields.pop(name) for name in ("batch_size", "state_budget") if name in fields}
-    model = random_model(**fields).compile_decoding(budgets, backend="eager", **arguments)
+    model = compile_decoding(random_model(**fields), budgets, backend="eager", **arguments)
     if taken is not None:
         taken.clear()
     return model
@@ -67,7 +68,7 @@ def test_steps_equal_eager_ones(variant, budget, taken):
 
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_inductor(taken):
-    model = random_model(num_hidden_layers=1).compile_decoding([4, 32])
+    model = compile_decoding(random_model(num_hidden_layers=1), [4, 32])
     taken.clear()
     for budget in (4, 32):
         logits, _ = decode(model, random_ids(1, 6), budget)
@@ -76,7 +77,9 @@ def test_inductor(taken):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}, {"draft_budget": 2}], ids=str
+    "arguments",
+    [{"do_sample": False}, {"num_beams": 3}, {"do_sample": True}, {"custom_generate": speculate(2)}],
+    ids=["greedy", "beams", "sampling", "speculative"],
 )
 def test_generate(arguments, taken):
     batch = 3 if "num_beams" in arguments else 1
@@ -84,7 +87,7 @@ def test_generate(arguments, taken):
     arguments = {"max_new_tokens": 12, "spectral_budget": 6, **arguments}
     torch.manual_seed(0)
     tokens = model.generate(random_ids(1, 7), **arguments)
-    assert set(taken) == ({(2, 2)} if "draft_budget" in arguments else {(6, 6)}) and len(taken) >= 5
+    assert set(taken) == ({(2, 2)} if "custom_generate" in arguments else {(6, 6)}) and len(taken) >= 5
     torch.manual_seed(0)
     assert torch.equal(tokens, eager.generate(random_ids(1, 7), **arguments))
 
@@ -166,7 +169,7 @@ def test_a_changed_model_decodes_eagerly_and_says_so(change, taken):
     model, ids = compiled_model([6], taken), random_ids(1, 6)
     torch.manual_seed(0)
     change(model)
-    with captured_warnings("compiled_decoding") as messages:
+    with captured_warnings() as messages:
         logits, _ = decode(model, ids, 6)
     assert taken == [] and any("compile_decoding" in message for message in messages)
     eager = random_model()
@@ -179,7 +182,7 @@ def test_compiling_again_after_a_change(taken):
     model, ids = compiled_model([6], num_hidden_layers=1), random_ids(1, 4)
     model.truncate(20)
     expected, _ = decode(model, ids, 6)
-    model.compile_decoding([6], backend="eager")
+    compile_decoding(model, [6], backend="eager")
     taken.clear()
     assert_close(decode(model, ids, 6)[0], expected)
     assert len(taken) == 3
@@ -229,13 +232,13 @@ def test_checks_of_the_eager_step_hold():
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
-        random_model().compile_decoding(**{"backend": "eager", **arguments})
+        compile_decoding(random_model(), **{"backend": "eager", **arguments})
     with pytest.raises(ValueError, match="evaluation mode"):
-        random_model().train().compile_decoding(backend="eager")
+        compile_decoding(random_model().train(), backend="eager")
     quantised = random_model()
     quantised.is_quantized = True
     with pytest.raises(ValueError, match="quantised weights are not compiled"):
-        quantised.compile_decoding(backend="eager")
+        compile_decoding(quantised, backend="eager")
 
 
 def test_without_a_compiler(monkeypatch):
@@ -245,7 +248,7 @@ def test_without_a_compiler(monkeypatch):
     with config.patch({"cpp.cxx": ("no-such-compiler",)}), fresh_cache():
         monkeypatch.setenv("PATH", "")
         with pytest.raises(RuntimeError, match="needs a C"):
-            random_model(num_hidden_layers=1, hidden_size=24).compile_decoding([4])
+            compile_decoding(random_model(num_hidden_layers=1, hidden_size=24), [4])
 
 
 # --- Steps that generate compiles by itself, with a static cache

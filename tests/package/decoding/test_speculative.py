@@ -7,8 +7,10 @@ import torch
 from helpers import random_ids, variants
 from transformers import TextStreamer
 
-from modeling_essm import ESSMCache, build_byte_tokenizer, modeling_essm
-from modeling_essm.speculative import _judge
+from modeling_essm import ESSMCache, build_byte_tokenizer
+from modeling_essm.decoding import speculate
+from modeling_essm.decoding.speculation import _judge
+from modeling_essm.inputs_essm import check_state_lengths
 
 NEW = 17
 
@@ -18,8 +20,10 @@ def random_model(seed=2, **fields):
     return helpers.random_model(seed=seed, **{"scaling_exponent": 0.02, **fields})
 
 
-def decode(model, ids, **kwargs):
-    return model.generate(ids, max_new_tokens=NEW, pad_token_id=256, **{"do_sample": False, **kwargs})
+def decode(model, ids, draft_budget=None, draft_length=None, **kwargs):
+    if draft_budget is not None:
+        kwargs["custom_generate"] = speculate(draft_budget, draft_length)
+    return model.generate(ids, **{"max_new_tokens": NEW, "pad_token_id": 256, "do_sample": False, **kwargs})
 
 
 @variants
@@ -112,13 +116,13 @@ def test_drafts_get_longer_while_they_are_right_and_shorter_when_not():
 
     model.register_forward_pre_hook(record, with_kwargs=True)
     long = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 256}
-    model.generate(ids, draft_budget=32, **long)
+    decode(model, ids, draft_budget=32, **long)
     assert lengths[:4] == [4, 6, 8, 10]
     lengths.clear()
-    model.generate(ids, draft_budget=1, **long)
+    decode(model, ids, draft_budget=1, **long)
     assert min(lengths) == 1 and max(lengths) <= 6
     lengths.clear()
-    model.generate(ids, draft_budget=1, draft_length=5, **long)
+    decode(model, ids, draft_budget=1, draft_length=5, **long)
     assert set(lengths[:-6]) == {5}
 
 
@@ -138,7 +142,7 @@ def test_sampling_draws_from_the_same_distribution():
         n = 3000
         torch.manual_seed(0)
         kwargs = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.8, "top_k": 0, "pad_token_id": 0}
-        found = model.generate(ids.repeat(n, 1), draft_budget=1, draft_length=2, return_dict_in_generate=True, **kwargs)
+        found = decode(model, ids.repeat(n, 1), draft_budget=1, draft_length=2, return_dict_in_generate=True, **kwargs)
         assert 0.3 < found.acceptance_rate < 0.97  # both branches are taken
         drawn = (found.sequences[:, 6:] * torch.tensor([25, 5, 1])).sum(1)
         counts = torch.bincount(drawn, minlength=125).double()
@@ -187,7 +191,6 @@ def test_streaming(capsys):
         ({"draft_budget": 4, "num_beams": 2}, "got num_beams=2"),
         ({"draft_budget": 4, "use_cache": False}, "use_cache=False"),
         ({"draft_budget": 4, "draft_length": 0}, "draft_length must be None or an integer >= 1, got 0"),
-        ({"draft_length": 3}, "draft_length=3 needs draft_budget"),
         ({"draft_budget": 4, "guidance_scale": 2.0}, "guidance_scale, got 2.0"),
         ({"draft_budget": 4, "step_budgets": [4]}, "draft_budget or step_budgets, not both"),
         ({"draft_budget": 4, "output_scores": True, "return_dict_in_generate": True}, "output_scores"),
@@ -197,6 +200,22 @@ def test_streaming(capsys):
 def test_bad_calls(kwargs, message):
     with pytest.raises(ValueError, match=message):
         decode(random_model(), random_ids(2, 9), **kwargs)
+
+
+def test_stop_strings():
+    """The library drops the tokenizer, which they need, where decoding is custom."""
+    model, tokenizer, ids = random_model(), build_byte_tokenizer(), random_ids(1, 9)
+    letters = {"eos_token_id": None, "suppress_tokens": [*range(65), *range(91, 259)]}
+    text = tokenizer.decode(decode(model, ids, **letters)[0, 9:])
+    wanted = letters | {"stop_strings": [text[4:6]], "tokenizer": tokenizer}
+    plain = decode(model, ids, **wanted)
+    assert plain.shape[1] < 9 + NEW and torch.equal(decode(model, ids, draft_budget=4, **wanted), plain)
+
+
+@pytest.mark.parametrize("argument", [{"draft_budget": 4}, {"draft_length": 3}], ids=str)
+def test_the_former_arguments_name_the_new_way(argument):
+    with pytest.raises(ValueError, match=rf"{next(iter(argument))} is an argument of modeling_essm.decoding.speculate"):
+        random_model().generate(random_ids(2, 9), **argument)
 
 
 def test_a_state_from_before_is_refused():
@@ -243,6 +262,6 @@ def test_state_lengths(variant):
 def test_the_check_of_state_lengths_is_not_compiled():
     """It waits for the device, and a graph would break there."""
     compiled = torch.compile(
-        lambda lengths: modeling_essm._check_state_lengths(lengths, 4) or lengths + 1, backend="eager", fullgraph=True
+        lambda lengths: check_state_lengths(lengths, 1, 4, True, None) or lengths + 1, backend="eager", fullgraph=True
     )
     assert compiled(torch.tensor([9])).item() == 10

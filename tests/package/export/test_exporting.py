@@ -19,7 +19,7 @@ from helpers import ROOT, VARIANTS, assert_close, random_ids, random_model
 
 from essm_train.commands import export as export_module
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, build_byte_tokenizer
-from modeling_essm.exporting import empty_states, export_programs, save_onnx, signature
+from modeling_essm.export import empty_states, export_programs, save_onnx, signature
 
 ONE = {"num_hidden_layers": 1}
 # name: fields of the model, budget, (B, L) of prefills

@@ -1,11 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""modeling_essm/budget_profile.py on profiles made by hand; train/calibrate.py from end to end. No time is asserted."""
+"""modeling_essm/budgets: profiles made by hand; train/calibrate.py from end to end. No time is asserted."""
 
 import contextlib
 import copy
 import io
 import json
 import math
+import os
 import shutil
 import socket
 from dataclasses import replace
@@ -27,20 +28,19 @@ from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, tex
 from essm_train.measure import evaluation
 from essm_train.measure.budget_sweep import BITS_PER_BYTE, BudgetSweep, sweep_budgets
 from essm_train.run.engine import Metric
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, budget_profile
-from modeling_essm.budget_profile import (
-    FILE_NAME,
+from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm.budgets import budget_profile, choose_budget, profile_file, read_profile
+from modeling_essm.budgets import profile as profile_module
+from modeling_essm.budgets.fingerprint import fingerprint
+from modeling_essm.budgets.profile import (
     BudgetProfile,
     DeviceProfile,
     Fingerprint,
     Measurement,
     Quality,
-    choose_budget,
     device_name,
-    fingerprint,
-    load_profile,
-    read_profile,
 )
+from modeling_essm.loading_essm import PROFILE_NAME
 
 BUDGETS = (2, 4, 8, 16, 32)
 HERE, THERE = "this machine", "another machine"
@@ -73,7 +73,7 @@ def profile(values=(2.4, 2.1, 2.03, 2.01, 2.0), higher=False, **devices) -> Budg
 @pytest.fixture(autouse=True)
 def named_machine(monkeypatch):
     """The tests run HERE."""
-    monkeypatch.setattr(budget_profile, "device_name", lambda device=None: HERE)
+    monkeypatch.setattr(profile_module, "device_name", lambda device=None: HERE)
     monkeypatch.setattr(calibrate, "device_name", lambda device=None: HERE)
 
 
@@ -155,11 +155,11 @@ def test_which_device(monkeypatch):
     both = profile(**{THERE: slow, HERE: fast})
     assert both.choose(max_latency_ms=20, device=THERE) == 8
     said: list[str] = []
-    monkeypatch.setattr(budget_profile.logger, "warning_once", said.append)
+    monkeypatch.setattr(profile_module.logger, "warning_once", said.append)
     assert both.choose(max_latency_ms=20) == 32 and not said
     assert profile(**{THERE: slow}).choose(max_latency_ms=20) == 8  # the only one
     assert said == ["budgets are chosen by times measured on 'another machine'; this is 'this machine'"]
-    monkeypatch.setattr(budget_profile, "device_name", lambda device=None: f"a {device or 'third'}")
+    monkeypatch.setattr(profile_module, "device_name", lambda device=None: f"a {device or 'third'}")
     with pytest.raises(ValueError, match=r"no times were measured on 'a third'.*'another machine', 'this machine'"):
         both.choose(max_latency_ms=20)
     with pytest.raises(ValueError, match="no times were measured on 'a cuda'"):
@@ -228,7 +228,7 @@ def test_presets_are_those_of_the_sweep(values, higher):
 def test_devices_stand_side_by_side(tmp_path):
     one = profile(**{HERE: device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0))})
     path = one.save(tmp_path)
-    assert path == tmp_path / FILE_NAME and read_profile(tmp_path) == read_profile(path) == one
+    assert path == tmp_path / PROFILE_NAME and read_profile(tmp_path) == read_profile(path) == one
     both = one.merge(device(THERE, (10.0, 15.0, 20.0, 30.0, 50.0)))
     both.save(path)
     assert read_profile(path) == both and list(both.devices) == [HERE, THERE]
@@ -248,7 +248,7 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch, where):
         raise KeyboardInterrupt
 
     if where == "replace":
-        monkeypatch.setattr(budget_profile.os, "replace", interrupted)
+        monkeypatch.setattr(os, "replace", interrupted)
     else:
         write_text = Path.write_text
         half = lambda self, text, **kwargs: (write_text(self, text[: len(text) // 2], **kwargs), interrupted())  # noqa: E731
@@ -348,9 +348,9 @@ DAMAGED = {
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED.keys())
 def test_a_damaged_file(tmp_path, content):
-    path = tmp_path / FILE_NAME
+    path = tmp_path / PROFILE_NAME
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=FILE_NAME) as error:
+    with pytest.raises(ValueError, match=PROFILE_NAME) as error:
         read_profile(tmp_path)
     assert path.read_bytes() == content and len(str(error.value)) < len(str(path)) + 300
 
@@ -362,12 +362,12 @@ def test_a_damaged_profile_does_not_keep_a_model_from_being_saved(tmp_path, dama
     path = of(model).save(tmp_path / "model")
     path.write_text(damage(path.read_text()))
     loaded = type(model).from_pretrained(tmp_path / "model")
-    with captured_warnings("deployment") as messages:
+    with captured_warnings() as messages:
         loaded.save_pretrained(tmp_path / "again")
     assert len(messages) == 1 and messages[0].startswith(f"no budget profile is saved: {path}")
-    assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / FILE_NAME).exists()
-    with pytest.raises(ValueError, match=FILE_NAME):
-        loaded.choose_budget(max_quality_drop=0.1)
+    assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / PROFILE_NAME).exists()
+    with pytest.raises(ValueError, match=PROFILE_NAME):
+        choose_budget(loaded, max_quality_drop=0.1)
 
 
 def test_no_budget_above_the_capacity_is_chosen(tmp_path):
@@ -513,9 +513,9 @@ def test_layers_truncated_to_different_lengths(tmp_path, monkeypatch):
     def budgets(measured, capacities):
         record = of(model).restricted_to(max(measured))
         replace(record, model=replace(own, capacities=measured)).save(tmp_path)
-        monkeypatch.setattr(budget_profile, "fingerprint", lambda model: replace(own, capacities=capacities))
+        monkeypatch.setattr(profile_file, "fingerprint", lambda model: replace(own, capacities=capacities))
         found = read_profile(tmp_path, model).quality.budgets
-        monkeypatch.setattr(budget_profile, "fingerprint", fingerprint)
+        monkeypatch.setattr(profile_file, "fingerprint", fingerprint)
         return found
 
     assert budgets((32, 32), (4, 16)) == (2, 4)
@@ -539,14 +539,14 @@ def test_the_profile_is_found_beside_the_weights(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     model.save_pretrained(folder)
     loaded = ESSMForCausalLM.from_pretrained(folder)
-    assert load_profile(model) is None and load_profile(loaded) is None
+    assert budget_profile(model) is None and budget_profile(loaded) is None
     of(model).save(folder)
-    assert load_profile(loaded) == of(model)
+    assert budget_profile(loaded) == of(model)
     assert choose_budget(loaded, max_quality_drop=0.02) == 8
     assert choose_budget(loaded, max_latency_ms=5.0, batch_size=4, phase="decode", device=HERE) == 8
     assert choose_budget(model, profile=of(model), max_latency_ms=12, phase="prefill") == 8
     folder.rename(tmp_path / "gone")
-    assert load_profile(loaded) is None
+    assert budget_profile(loaded) is None
 
 
 LOADS = {
@@ -577,17 +577,19 @@ def test_a_local_model_never_asks_the_hub(load, tmp_path, monkeypatch):
     near, far = load("org/name"), load("org/name")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert near.budget_profile == (None if load is LOADS["config"] else of(model))  # which has its weights from nowhere
+    assert budget_profile(near) == (
+        None if load is LOADS["config"] else of(model)
+    )  # which has its weights from nowhere
     Path("../org/name").rename("moved")
-    assert far.budget_profile is None
+    assert budget_profile(far) is None
     with pytest.raises(ValueError, match=r"choose_budget needs budget_profile.json"):
-        far.choose_budget(max_quality_drop=0.02)
+        choose_budget(far, max_quality_drop=0.02)
     far.save_pretrained("saved")
     assert not asked and not Path("saved/budget_profile.json").exists()
 
 
 def test_the_times_are_those_of_the_device_the_model_is_on(monkeypatch):
-    monkeypatch.setattr(budget_profile, "device_name", lambda device=None: THERE if device is None else HERE)
+    monkeypatch.setattr(profile_module, "device_name", lambda device=None: THERE if device is None else HERE)
     times = {THERE: device(THERE, (0.1, 0.2, 0.3, 0.4, 0.5)), HERE: device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0))}
     found = profile(**times)
     assert choose_budget(random_model(), profile=found, max_latency_ms=2.0) == 8
@@ -608,10 +610,10 @@ def test_the_profile_of_a_repository(tmp_path, monkeypatch):
     where = {"cache_dir": str(tmp_path / "cache")}
     for cls in (ESSMForCausalLM, AutoModelForCausalLM):
         loaded = cls.from_pretrained("org/name", revision=shas[model], **where)
-        assert load_profile(loaded) == of(model)
-        assert load_profile(cls.from_pretrained("org/name", **where)) == of(other)
+        assert budget_profile(loaded) == of(model)
+        assert budget_profile(cls.from_pretrained("org/name", **where)) == of(other)
         (repository / "snapshots" / shas[model] / "budget_profile.json").unlink()
-        assert load_profile(loaded) is None
+        assert budget_profile(loaded) is None
         of(model).save(repository / "snapshots" / shas[model])
 
 
@@ -715,7 +717,7 @@ def test_a_language_model_is_calibrated(saved, calibrated):
     assert (found.quality.samples, found.quality.length, found.quality.dtype) == (5, 64, "float32")
     assert (
         found.quality.data == "text.txt; 5 blocks of 64 tokens"
-        and str(saved) not in (calibrated / FILE_NAME).read_text()
+        and str(saved) not in (calibrated / PROFILE_NAME).read_text()
     )
     assert all(error > 0 for error in found.quality.standard_errors)
 
@@ -748,7 +750,7 @@ def test_what_is_printed_and_left(saved, calibrated):
     assert all(line.split()[0] == str(K) for line in printed.splitlines() if "* sweet spot" in line)
     assert printed.count("* sweet spot") == printed.count("^ collapse boundary") == 4
     new = {path.name for path in calibrated.iterdir()} - {path.name for path in (saved / "model").iterdir()}
-    assert new - {"__pycache__"} == {FILE_NAME, "budget_profile.png"}
+    assert new - {"__pycache__"} == {PROFILE_NAME, "budget_profile.png"}
     assert (calibrated / "budget_profile.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -1014,16 +1016,16 @@ def own_profile(model) -> BudgetProfile:
 
 def test_a_model_chooses_by_its_profile(tmp_path):
     model = random_model()
-    assert model.budget_profile is None
+    assert budget_profile(model) is None
     with pytest.raises(ValueError, match=r"choose_budget needs budget_profile\.json"):
-        model.choose_budget(max_quality_drop=0.02)
+        choose_budget(model, max_quality_drop=0.02)
     model.save_pretrained(tmp_path)
     own_profile(model).save(tmp_path)
     loaded = ESSMForCausalLM.from_pretrained(tmp_path)
-    assert loaded.choose_budget(max_quality_drop=0.02) == 8
-    assert loaded.choose_budget(max_latency_ms=3.0, phase="decode", batch_size=4, device=HERE) == 4
+    assert choose_budget(loaded, max_quality_drop=0.02) == 8
+    assert choose_budget(loaded, max_latency_ms=3.0, phase="decode", batch_size=4, device=HERE) == 4
     with pytest.raises(ValueError, match="needs max_latency_ms, max_quality_drop or both"):
-        loaded.choose_budget()
+        choose_budget(loaded)
 
 
 def test_a_smaller_model_carries_what_it_can_run(tmp_path):
@@ -1034,13 +1036,13 @@ def test_a_smaller_model_carries_what_it_can_run(tmp_path):
     whole.save_pretrained(tmp_path / "copy")
     assert read_profile(tmp_path / "copy", whole) == own_profile(model)
     read = ESSMForCausalLM.from_pretrained(tmp_path / "large", spectral_capacity=8)
-    assert whole.budget_profile.quality.budgets == BUDGETS
+    assert budget_profile(whole).quality.budgets == BUDGETS
     for i, small in enumerate((read, whole.truncate(8))):
         small.save_pretrained(tmp_path / str(i))
         again = ESSMForCausalLM.from_pretrained(tmp_path / str(i))
         assert read_profile(tmp_path / str(i)).quality.budgets == (2, 4, 8)
-        assert again.budget_profile.quality.budgets == (2, 4, 8)
-        assert again.choose_budget(max_quality_drop=0.0) == 8  # the full budget, now
+        assert budget_profile(again).quality.budgets == (2, 4, 8)
+        assert choose_budget(again, max_quality_drop=0.0) == 8  # the full budget, now
         assert again(torch.tensor([[1, 2]]), spectral_budget="sweet-spot").spectral_budget == (8, 8)
         with pytest.raises(ValueError, match="unknown spectral_budget preset 'full'"):
             again(torch.tensor([[1, 2]]), spectral_budget="full")
@@ -1052,6 +1054,6 @@ def test_a_model_trained_on_is_saved_without_the_old_profile(tmp_path):
     own_profile(model).save(tmp_path / "old")
     trained = trained_further(ESSMForCausalLM.from_pretrained(tmp_path / "old"))
     trained.save_pretrained(tmp_path / "new")
-    assert not (tmp_path / "new" / FILE_NAME).exists()
+    assert not (tmp_path / "new" / PROFILE_NAME).exists()
     with pytest.raises(ValueError, match="was measured on another model"):
-        trained.choose_budget(max_quality_drop=0.02)
+        choose_budget(trained, max_quality_drop=0.02)

@@ -62,17 +62,16 @@ from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_m
 from essm_train.models import TRUST_HELP, load_model
 from essm_train.run.engine import Metric, check_writable, run_at_budget
 from modeling_essm import ESSMConfig
-from modeling_essm.budget_profile import (
-    FILE_NAME,
+from modeling_essm.budgets.fingerprint import fingerprint
+from modeling_essm.budgets.profile import (
     BudgetProfile,
     DeviceProfile,
     Measurement,
     Quality,
     device_name,
-    fingerprint,
-    read_profile,
-    write_text,
 )
+from modeling_essm.budgets.profile_file import read_profile
+from modeling_essm.loading_essm import PROFILE_NAME, write_text
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -513,7 +512,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     dtype: Any = DTYPES.get(args.dtype, "auto")
     model = load_model(load, folder, trust_remote_code=args.trust_remote_code, dtype=dtype).to(device).eval()
     present = None
-    if args.timing_only or (folder / FILE_NAME).exists():
+    if args.timing_only or (folder / PROFILE_NAME).exists():
         present = read_profile(folder, model)
     known = present.quality.budgets if args.timing_only and present is not None else None
     budgets = choose_budgets(args.budgets, config["num_spectral_channels"], known)
@@ -533,7 +532,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     path = profile.save(folder)
     store_presets(folder, profile.presets())
     print(profile.table(entry.device))
-    picture = path.with_name(f".partial-{FILE_NAME}.png")
+    picture = path.with_name(f".partial-{PROFILE_NAME}.png")
     draw(profile).savefig(picture, dpi=150)
     os.replace(picture, path.with_suffix(".png"))
     print(f"saved {path}, {path.with_suffix('.png').name}; presets in config.json: {profile.presets()}")

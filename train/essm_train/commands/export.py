@@ -37,7 +37,7 @@ from essm_train.data.classification import FEATURES, read_record
 from essm_train.run.checkpoints import publish, temporary_folder
 from essm_train.run.engine import check_writable
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
-from modeling_essm.exporting import empty_states, export_programs, save_executorch, save_onnx, signature
+from modeling_essm.export import empty_states, export_programs, save_executorch, save_onnx, signature
 
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
 DESCRIPTION = "export.json"

@@ -422,7 +422,7 @@ def _profile_note(folder: Path, config: dict[str, Any]) -> str:
     if (folder / "budget_profile.json").exists():
         notes += (
             " `budget_profile.json` holds quality, latency and memory as measured: "
-            "`model.choose_budget(max_quality_drop=0.02)`, `model.choose_budget(max_latency_ms=5)`."
+            "`modeling_essm.budgets.choose_budget(model, max_quality_drop=0.02)`, or `max_latency_ms=5`."
         )
     return notes
 
@@ -440,7 +440,8 @@ def _limits_section(config: dict[str, Any]) -> str:
         points.append("`pipeline`: its audio and image tasks look for other classes; load the model as shown above.")
     if "CausalLM" in _architecture(config):
         assisted = (
-            "The library's assisted generation, which rolls states back; `generate(.., draft_budget=4)` does without."
+            "The library's assisted generation, which rolls states back; "
+            "`modeling_essm.decoding.speculate` does without."
         )
         points.insert(1, assisted)
     return "## What is not supported\n\n" + "\n".join(f"- {point}" for point in points)

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""An ES-SSM at one budget as programs for other runtimes: torch.export, ONNX, ExecuTorch.
+"""An ES-SSM at one budget as torch.export programs.
 
 A language model becomes two programs: `prefill` reads any number of tokens, `step` one. Both take the recurrent states
 and return the logits after each row's last token together with the new states, so that a long prompt may be read in
@@ -10,21 +10,16 @@ budget's channels and no others. Letters: B batch, L length, N states, D width, 
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from .budget_allocation import spectral_mixers
-from .cache_essm import ESSMCache
-from .spectral_budget import SpectralBudget
-
-_EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
+from ..cache_essm import ESSMCache
+from ..channels import spectral_mixers
+from ..spectral_budget import SpectralBudget
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,7 @@ def export_programs(
 ) -> dict[str, ExportedProgram]:
     """The programs of a model at a fixed budget, on its device and in its dtype; the model stays as it is.
 
-    A state is named "{layer}.{tensor}", as in `ESSMCache.layers[layer].tensors`, and has the batch as first dimension.
+    States are those of `ESSMCache.states`: named "{layer}.{tensor}", with the batch as first dimension.
     Zeros, of `empty_states`, begin a sequence.
 
         prefill(input_ids (B, L) int64, attention_mask (B, L) int64, states) -> logits (B, V), states
@@ -89,7 +84,7 @@ def export_programs(
             classify = (_ClassifyIds if F is None else _ClassifyFeatures)(small, budget.layers, max_length)
             return {"classify": _export(classify, (values, mask), ({0: rows, 1: length}, {0: rows, 1: length}))}
         ids = torch.zeros_like(mask)
-        states = {name: torch.zeros_like(state) for name, state in _states_after(small, ids, budget.layers).items()}
+        states = _zero_states(small, ids, budget.layers)
         any_state = {name: {0: rows} for name in states}
         prefill_shapes = ({0: rows, 1: length}, {0: rows, 1: length}, any_state)
         return {
@@ -118,95 +113,40 @@ def signature(program: ExportedProgram) -> tuple[list[TensorSpec], list[TensorSp
     )
 
 
-def save_onnx(program: ExportedProgram, path: str | os.PathLike) -> None:
-    """Write a program as ONNX, inputs and outputs named by `signature`; weights beyond 1 GiB go to a file beside it.
-
-    Raises:
-        ImportError: onnx or onnxscript is not installed.
-    """
-    try:
-        import onnx_ir
-        import onnxscript  # noqa: F401
-        from onnx_ir.passes import common
-    except ImportError as error:
-        raise ImportError(f"ONNX needs `pip install onnx onnxscript`: {error}") from error
-    inputs, outputs = signature(program)
-    names: dict[str, Any] = {"input_names": [x.name for x in inputs], "output_names": [x.name for x in outputs]}
-    exported = torch.onnx.export(program, dynamo=True, verbose=False, **names)
-    assert exported is not None
-    graph = exported.model.graph
-    for specs, values in ((inputs, graph.inputs), (outputs, graph.outputs)):
-        for spec, value in zip(specs, values, strict=True):
-            value.shape = onnx_ir.Shape(spec.shape)
-    common.DeduplicateInitializersPass(size_limit=1 << 40)(exported.model)  # layers share the basis
-    common.ClearMetadataAndDocStringPass()(exported.model)  # stack traces
-    size = sum(x.const_value.nbytes for x in graph.initializers.values() if x.const_value is not None)
-    exported.save(path, external_data=size > _EXTERNAL_DATA_BYTES)
-
-
-def save_executorch(programs: Mapping[str, ExportedProgram], path: str | os.PathLike) -> None:
-    """Write all programs as methods of one ExecuTorch file, with XNNPACK where it can. They need a batch_size.
-
-    Raises:
-        ImportError: executorch is not installed. ValueError: programs of any batch size.
-    """
-    try:
-        from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
-        from executorch.exir import to_edge_transform_and_lower
-    except ImportError as error:
-        raise ImportError(f"ExecuTorch needs `pip install executorch`: {error}") from error
-    programs = {name: copy.copy(program) for name, program in programs.items()}
-    for program in programs.values():
-        if any(spec.shape[0] == "batch" for spec in signature(program)[0]):
-            raise ValueError("XNNPACK has no tensors of two dynamic dimensions: export with batch_size=1")
-        _make_constants_contiguous(program)
-    manager = to_edge_transform_and_lower(programs, partitioner=[XnnpackPartitioner()])
-    Path(path).write_bytes(manager.to_executorch().buffer)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # What is exported.
 
 
 class _Program(nn.Module):
-    """A model at a budget. `room` makes runtimes that know no largest length fail on a longer one."""
+    """A model at a budget. `positions` makes runtimes that know no largest length fail on a longer one."""
 
     model: Any
-    room: Tensor
+    positions: Tensor
 
     def __init__(self, model: Any, budgets: tuple[int, ...], max_length: int):
         super().__init__()
         self.model, self.budgets = model, list(budgets)
-        self.register_buffer("room", torch.ones(max_length, dtype=torch.bool), persistent=False)
+        self.register_buffer("positions", torch.ones(max_length, dtype=torch.bool), persistent=False)
 
     def real(self, attention_mask: Tensor) -> Tensor:
         """(B, L) bool."""
-        return attention_mask.bool() & self.room.to(attention_mask.device)[: attention_mask.shape[1]]
-
-    def run(self, input_ids: Tensor, real: Tensor | None, states: Mapping[str, Tensor]) -> tuple[Tensor, dict]:
-        """Hidden states (B, L, D) and the new states."""
-        cache = ESSMCache(self.model.config)
-        for i, layer in enumerate(cache.layers):
-            prefix = f"{i}."
-            layer.update(**{name.removeprefix(prefix): t for name, t in states.items() if name.startswith(prefix)})
-        options = {"past_key_values": cache, "use_cache": True, "spectral_budget": self.budgets}
-        outputs = self.model.model(input_ids=input_ids, attention_mask=real, **options)
-        return outputs.last_hidden_state, _named_states(cache)
+        return attention_mask.bool() & self.positions.to(attention_mask.device)[: attention_mask.shape[1]]
 
 
 class _Prefill(_Program):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, states: dict[str, Tensor]):
-        real = self.real(attention_mask)
-        hidden_states, states = self.run(input_ids, real, states)
+        real, cache = self.real(attention_mask), ESSMCache(self.model.config)
+        cache.set_states(states)
+        options = {"past_key_values": cache, "use_cache": True, "spectral_budget": self.budgets}
+        hidden_states = self.model.model(input_ids=input_ids, attention_mask=real, **options).last_hidden_state
         B, L, _ = hidden_states.shape
         last = (real * torch.arange(L, device=real.device)).amax(1)
-        return self.model.lm_head(hidden_states[torch.arange(B, device=real.device), last]), states
+        return self.model.lm_head(hidden_states[torch.arange(B, device=real.device), last]), cache.states
 
 
 class _Step(_Program):
     def forward(self, input_ids: Tensor, states: dict[str, Tensor]):
-        hidden_states, states = self.run(input_ids, None, states)
-        return self.model.lm_head(hidden_states[:, 0]), states
+        return self.model.step(input_ids, self.budgets, states)
 
 
 class _ClassifyIds(_Program):
@@ -229,12 +169,9 @@ def _export(module: nn.Module, inputs: tuple, dynamic_shapes: tuple) -> Exported
     return program
 
 
-def _states_after(model: Any, input_ids: Tensor, budgets: tuple[int, ...]) -> dict[str, Tensor]:
-    return _named_states(model(input_ids, use_cache=True, spectral_budget=list(budgets)).past_key_values)
-
-
-def _named_states(cache: ESSMCache) -> dict[str, Tensor]:
-    return {f"{i}.{name}": tensor for i, layer in enumerate(cache.layers) for name, tensor in layer.tensors.items()}
+def _zero_states(model: Any, input_ids: Tensor, budgets: tuple[int, ...]) -> dict[str, Tensor]:
+    states = model(input_ids, use_cache=True, spectral_budget=list(budgets)).past_key_values.states
+    return {name: torch.zeros_like(state) for name, state in states.items()}
 
 
 def _example_states(program: ExportedProgram) -> dict[str, Tensor]:
@@ -248,17 +185,3 @@ def _spec(name: str, value: Tensor) -> TensorSpec:
         size if isinstance(size, int) else ("length" if axis else "batch") for axis, size in enumerate(value.shape)
     )
     return TensorSpec(name, sizes, str(value.dtype).removeprefix("torch."))
-
-
-def _make_constants_contiguous(program: ExportedProgram) -> None:
-    """ExecuTorch knows no transposed constants."""
-    for name, value in program.constants.items():
-        if isinstance(value, Tensor):
-            program.constants[name] = value.contiguous()
-    constants = program.graph_signature.inputs_to_lifted_tensor_constants
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in constants:
-            node.meta["val"] = node.meta["val"].contiguous()
-
-
-__all__ = ["TensorSpec", "empty_states", "export_programs", "save_executorch", "save_onnx", "signature"]

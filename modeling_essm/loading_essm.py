@@ -1,46 +1,51 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What an ES-SSM can do after training: load a prefix, shrink, choose and distribute budgets, carry its profile."""
+"""Loads, saves and truncates checkpoints: whole, a prefix of the channels, or with small weights; with their code.
+
+A budget is a prefix, in memory and in the file (`channels`): a model of capacity 6 is the first 6 slices of each
+channel tensor, and computes what the large one computes at budget 6. Beside the weights lie the root of this package,
+the files of classes that a user derived from it (`remote_code`), and the budget profile.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from .budget_allocation import allocate_spectral_budget, spectral_mixers
-from .budget_profile import BudgetProfile, choose_budget, load_profile, origin_of, write_text
-from .prefix_loading import (
-    HUB_ARGUMENTS,
-    SpectralCapacity,
-    budget_fits,
-    read_metadata,
-    read_prefix,
-    resolve_capacity,
-    truncated_config,
+from .channels import (
+    channel_capacity,
+    channel_parameters,
+    num_parameters_per_channel,
+    spectral_mixers,
+    truncate_channels,
 )
-from .quantization import INSTALL, dequantize, is_quantized, register_formats, resolve_quantization, weight_bytes
-from .remote_code import code_files, derived_class, prune_auto_map
+from .quantized_weights import INSTALL, dequantize, is_quantized, register_formats, resolve_quantization, weight_bytes
+from .remote_code import HUB_ARGUMENTS, code_files, derived_class, prune_auto_map
 from .spectral_budget import SpectralBudget
 
 logger = logging.get_logger(__name__)
 
+SpectralCapacity = Union[int, Sequence[int]]
+PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
+
 
 class ElasticPreTrainedModel(PreTrainedModel):
-    """The part of `ESSMPreTrainedModel` that does not compute."""
+    """Loads, saves and truncates checkpoints."""
 
-    _budget_profile: BudgetProfile | None = None
-    _origin: tuple[str, dict[str, Any] | None] | None = None  # see `origin_of`
+    _origin: tuple[str, dict[str, Any] | None] | None = None  # see `_origin_of`
 
     @classmethod
     def from_pretrained(
@@ -56,7 +61,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         Args:
             spectral_capacity: an int, or one per layer: of every channel tensor only that many slices are read. The
                 result is an ordinary model of that capacity, equal to the whole one at that budget.
-            quantization_config: "int8" or "int4", see `quantization`, or a config as in transformers. A checkpoint
+            quantization_config: "int8" or "int4", see `quantized_weights`, or a config as in transformers. A checkpoint
                 that was saved quantised loads without it.
         Raises:
             ValueError: a damaged checkpoint, a capacity above the checkpoint's, or an unknown name.
@@ -92,7 +97,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
                 raise ImportError(INSTALL) from error
             raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model._origin = origin_of(source, kwargs, model.config)
+        model._origin = _origin_of(source, kwargs, model.config)
         for parameter in filter(is_quantized, model.parameters()):
             parameter.requires_grad_(False)
         for name, tensor in model.state_dict().items():
@@ -136,6 +141,14 @@ class ElasticPreTrainedModel(PreTrainedModel):
             model._forget_generation_budget()
         return loaded
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation not in (None, "eager"):
+            raise ValueError(
+                f"attn_implementation must be None or 'eager', got {attn_implementation!r}: ES-SSM has no attention. "
+                "How its convolution is computed is config.spectral_algorithm"
+            )
+        return "eager"
+
     def truncate(self, spectral_capacity: SpectralCapacity):
         """Keep the first channels only, in memory; the model equals the former one at that budget.
 
@@ -151,16 +164,15 @@ class ElasticPreTrainedModel(PreTrainedModel):
         mixers = spectral_mixers(self)
         if any(hasattr(module, "parameter_name") for module in self.modules()):  # PEFT's layer around raw weights
             raise ValueError("an adapter of channel weights cannot be cut: call merge_and_unload() first")
-        if any(value.is_meta for mixer in mixers for _, _, value in mixer.channel_parameters()):
+        if any(value.is_meta for mixer in mixers for _, _, value in channel_parameters(mixer)):
             raise ValueError("offloaded weights cannot be cut in memory: load the checkpoint with spectral_capacity")
         for mixer, capacity in zip(mixers, capacities):
-            mixer.truncate(capacity)
+            truncate_channels(mixer, capacity)
         config = truncated_config(self.config, capacities)
         for module in self.modules():
             if isinstance(module, ElasticPreTrainedModel):
                 module.config = config
         self._forget_generation_budget()
-        self._budget_profile = None
         return self
 
     def train(self, mode: bool = True):
@@ -176,49 +188,6 @@ class ElasticPreTrainedModel(PreTrainedModel):
         """Bytes of the weights as they are held, quantised or not; there are no buffers."""
         return sum(weight_bytes(parameter) for parameter in self.parameters())
 
-    def allocate_spectral_budget(
-        self,
-        total: int,
-        method: str | None = None,
-        calibration: Iterable[Mapping[str, Tensor]] | None = None,
-        min_budget: int = 2,
-    ) -> list[int]:
-        """Distribute `total` channels over the layers, and make the list the default budget of this model's config.
-
-        See `budget_allocation.allocate_spectral_budget` for arguments and errors.
-        """
-        budgets = allocate_spectral_budget(self, total, method, calibration, min_budget)
-        self.config.spectral_budget = budgets
-        return budgets
-
-    @property
-    def budget_profile(self) -> BudgetProfile | None:
-        """Quality, speed and memory at every budget, as measured by train/calibrate.py; None if that was not done.
-
-        Read once from where the model was loaded from. Raises ValueError for a damaged profile or another model's.
-        """
-        if self._budget_profile is None:
-            self._budget_profile = load_profile(self)
-        return self._budget_profile
-
-    def choose_budget(
-        self,
-        *,
-        max_latency_ms: float | None = None,
-        max_quality_drop: float | None = None,
-        phase: str | None = None,
-        batch_size: int = 1,
-        device: str | torch.device | None = None,
-    ) -> int:
-        """The budget that keeps to limits of time, quality or both, by `budget_profile`.
-
-        See `budget_profile.choose_budget` for arguments and errors.
-        """
-        limits = {"max_latency_ms": max_latency_ms, "max_quality_drop": max_quality_drop}
-        return choose_budget(
-            self, profile=self.budget_profile, phase=phase, batch_size=batch_size, device=device, **limits
-        )
-
     def _forget_generation_budget(self) -> None:
         """Drop a budget of generation_config that is beyond the capacity."""
         budget = getattr(getattr(self, "generation_config", None), "spectral_budget", None)
@@ -229,7 +198,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         """Parameters that a call at that budget reads (of (B,) budgets, the largest). ValueError for a bad one."""
         budgets = self.config.resolve_budget(spectral_budget)
         idle = sum(
-            (held - K) * mixer.num_parameters_per_channel()
+            (held - K) * num_parameters_per_channel(mixer)
             for K, held, mixer in zip(budgets.layers, self.config.capacities, spectral_mixers(self))
         )
         return sum(parameter.numel() for parameter in self.parameters()) - idle
@@ -260,9 +229,178 @@ class ElasticPreTrainedModel(PreTrainedModel):
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
         try:
-            profile = self.budget_profile
+            profile = self._profile_to_save()
         except ValueError as error:  # trained on, perhaps
             logger.warning_once(f"no budget profile is saved: {error}")
             return
         if profile is not None:
-            profile.save(save_directory)
+            write_text(Path(save_directory) / PROFILE_NAME, profile)
+
+    def _profile_to_save(self) -> str | None:
+        """The budget profile beside the weights, as it is. The package, which can read it, checks it first."""
+        path = file_beside(self, PROFILE_NAME)
+        return None if path is None else Path(path).read_text(encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A prefix of the channels.
+
+
+def resolve_capacity(value: Any, capacities: Sequence[int]) -> tuple[int, ...]:
+    """The capacity of each layer that `value` asks for.
+
+    Args:
+        value: an int for every layer (those that hold less keep what they have), or one int per layer.
+        capacities: what each layer holds.
+    Raises:
+        ValueError: anything else, naming the value and the legal range.
+    """
+    if isinstance(value, (list, tuple)):
+        if len(value) != len(capacities):
+            raise ValueError(
+                f"spectral_capacity as a list needs one integer for each of the {len(capacities)} layers, "
+                f"got {len(value)}: {list(value)!r}"
+            )
+        return tuple(_check(K, held, f" in layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
+    K = _check(value, max(capacities), "")
+    return tuple(min(K, held) for held in capacities)
+
+
+def _check(value: Any, highest: int, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= highest:
+        raise ValueError(f"spectral_capacity must be an integer in [1, {highest}]{where}, got {value!r}")
+    return int(value)
+
+
+def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
+    """A copy of an ESSMConfig with these capacities; defaults and presets that no longer fit are left out."""
+    small = copy.deepcopy(config)
+    small.num_spectral_channels = max(capacities)
+    small.spectral_capacities = None if len(set(capacities)) == 1 else list(capacities)
+    if small.trained_budgets is not None:
+        small.trained_budgets = [K for K in small.trained_budgets if budget_fits(K, small)]
+    if small.budget_presets is not None:
+        small.budget_presets = {name: K for name, K in small.budget_presets.items() if budget_fits(K, small)}
+    if not budget_fits(small.spectral_budget, small):
+        small.spectral_budget = None
+    return small
+
+
+def budget_fits(budget: Any, config: Any) -> bool:
+    """Whether a stored budget is one that the model of that config can run."""
+    try:
+        config.resolve_budget(budget)
+    except ValueError:
+        return False
+    return True
+
+
+def read_prefix(source: Any, capacities: Sequence[int], where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, of channels only the first `capacities`; nothing else is read.
+
+    Args:
+        source: folder or Hub name of a safetensors checkpoint, in one file or in shards.
+        where: those of HUB_ARGUMENTS that the caller gave, and `variant`.
+    Returns:
+        tensors by their names in the checkpoint, on the CPU, in its dtypes.
+    Raises:
+        ValueError: no safetensors file. OSError: a shard is not there. SafetensorError: a file is damaged.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for path in _weight_files(source, dict(where)):
+        with safe_open(path, framework="pt") as file:
+            for name in list(file.keys()):
+                kept = channel_capacity(name, capacities)
+                weights[name] = file.get_tensor(name) if kept is None else file.get_slice(name)[:kept]
+    return weights
+
+
+def read_metadata(source: Any, where: Mapping[str, Any]) -> dict[str, str]:
+    """What the safetensors files say of their tensors; arguments as in `read_prefix`."""
+    metadata: dict[str, str] = {}
+    for path in _weight_files(source, dict(where)):
+        with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata() or {}
+    return metadata
+
+
+def _weight_files(source: Any, where: dict[str, Any]) -> list[str]:
+    variant = where.pop("variant", None)
+
+    def find(name: str) -> str | None:
+        stem, end = name.rsplit(".", 1)  # model.fp16.safetensors, and model.safetensors.index.fp16.json
+        name = name if variant is None else f"{stem}.{variant}.{end}"
+        return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
+
+    single = find(SAFE_WEIGHTS_NAME)
+    if single is not None:
+        return [single]
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        raise ValueError(
+            f"spectral_capacity reads a prefix of a safetensors checkpoint, and {str(source)!r} holds no "
+            f"{SAFE_WEIGHTS_NAME}; load it whole and call model.truncate"
+        )
+    with open(index) as file:
+        try:
+            names = sorted(set(json.load(file)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is not an index of a sharded checkpoint: {error!r}") from error
+    return [str(cached_file(source, os.path.basename(name), **where)) for name in names]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files.
+
+
+def file_beside(model: Any, name: str) -> str | None:
+    """The path of a file beside the weights that the model was loaded from, folder or Hub repository; None without one.
+
+    The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
+    """
+    # Without an origin it was made in memory, perhaps from a saved configuration.
+    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
+    if not source:
+        return None
+    if where is None:
+        path = os.path.join(source, name)
+        return path if os.path.isfile(path) else None
+    try:
+        return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
+        return None
+
+
+def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any] | None] | None:
+    """Where `from_pretrained` reads a model, as `file_beside` finds it again whatever the working directory is then.
+
+    Args:
+        source, arguments: of from_pretrained. config: that of the loaded model.
+    Returns:
+        an absolute folder and None, or a Hub name and arguments of `cached_file`; None without a source.
+    """
+    if source is None:
+        return None
+    if os.path.exists(source):
+        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), None
+    where = {name: arguments.get(name) for name in ("cache_dir", "local_files_only", "subfolder")}
+    revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
+    where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
+    return str(source), {name: value for name, value in where.items() if value is not None}
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write that becomes `path` in one move: whoever is interrupted leaves the old file, and nothing else."""
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Give the file its new text in one move."""
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

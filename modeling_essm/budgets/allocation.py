@@ -29,9 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .quantization import dequantize, is_quantized
-from .spectral_basis import spectral_basis
-from .spectral_constants import state_dtype
+from ..channels import spectral_mixers
+from ..quantized_weights import dequantize, is_quantized
+from ..spectral_basis import spectral_basis
+from ..spectral_constants import state_dtype
 
 METHODS = ("loss", "distortion", "aire")
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # budgets at which "loss" measures a curve
@@ -379,14 +380,6 @@ def read_calibration(
     if not batches:
         raise ValueError("calibration must hold a batch with a real position and, with labels, a target; got none")
     return batches
-
-
-def spectral_mixers(model: nn.Module) -> list[Any]:
-    """The spectral mixers in order of their layers, by name: the model may be a remote copy of this code."""
-    mixers = [module for module in model.modules() if type(module).__name__ == "ESSMSpectralMixer"]
-    if not mixers:
-        raise ValueError(f"model must hold ESSMSpectralMixer layers, got a {type(model).__name__} without any")
-    return mixers
 
 
 def _check_range(name: str, value: Any, low: int, high: int, why: str) -> None:

@@ -29,13 +29,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .channels import QUANTIZED_TENSOR
+
 FORMATS = ("int8", "int4")
 GROUP_SIZE = 64  # of int4: 4.5 bits a weight, scales included
 _LEAST_GROUP = 16  # smaller ones would spend more on scales than they save
 
 # Parameters of a layer that are quantised, as torchao matches names.
 _MATRICES = (
-    r"re:(.+\.)?layers\.\d+\.mixer\.channel_mixing",
+    rf"re:(.+\.)?layers\.\d+\.mixer\.{QUANTIZED_TENSOR}",
     r"re:(.+\.)?layers\.\d+\.(mixer\.(skip|gate_in)|ffn\.(up|down)|in_proj|out_proj)\.weight",
 )
 INSTALL = "quantised weights need torchao: pip install 'torchao>=0.18'"
@@ -164,17 +166,8 @@ def unpack_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(bias, entries, scale).flatten(-2).to(dtype)
 
 
-@functools.lru_cache(maxsize=1)
-def register_formats() -> None:
-    """Make ESSMInt4Tensor and the configs of both formats known to torchao and to files; nothing without torchao."""
-    try:
-        from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
-        from torchao.prototype.safetensors import safetensors_utils
-        from torchao.quantization import Int8Tensor, PerRow
-        from torchao.quantization.transform_module import register_quantize_module_handler
-        from torchao.utils import TorchAOBaseTensor, fill_defaults
-    except ImportError:
-        return
+def _int4_tensor_class() -> Any:
+    from torchao.utils import TorchAOBaseTensor, fill_defaults
 
     class ESSMInt4Tensor(TorchAOBaseTensor):
         """Weights in 4 bits: (K, D, E), or (E, D) of a linear layer, whose transpose is stored.
@@ -199,16 +192,6 @@ def register_formats() -> None:
         def dequantize(self, output_dtype: torch.dtype | None = None) -> Tensor:
             return dequantize(self, dtype=output_dtype)
 
-    @dataclass
-    class ESSMInt8Config(AOBaseConfig):
-        """Weight-only int8 of ES-SSM, a scale for each row; rows that are too short stay."""
-
-    @dataclass
-    class ESSMInt4Config(AOBaseConfig):
-        """Weight-only int4 of ES-SSM, in groups of at most that size; where 16 does not divide a row it stays."""
-
-        group_size: int = GROUP_SIZE
-
     @ESSMInt4Tensor.implements_torch_function(F.linear)
     def _(func, types, args, kwargs):
         x, weight, *bias = args
@@ -223,6 +206,32 @@ def register_formats() -> None:
         if dim != 0 or weight.ndim != 3:
             raise NotImplementedError(f"int4 weights can be sliced by channels only, got dimension {dim}")
         return ESSMInt4Tensor(func(weight.qdata, 0, start, end, step), weight.dtype)
+
+    return ESSMInt4Tensor
+
+
+@functools.lru_cache(maxsize=1)
+def register_formats() -> None:
+    """Make ESSMInt4Tensor and the configs of both formats known to torchao and to files; nothing without torchao."""
+    try:
+        from torchao.core.config import ALLOWED_AO_MODULES, AOBaseConfig
+        from torchao.prototype.safetensors import safetensors_utils
+        from torchao.quantization import Int8Tensor, PerRow
+        from torchao.quantization.transform_module import register_quantize_module_handler
+    except ImportError:
+        return
+
+    ESSMInt4Tensor = _int4_tensor_class()
+
+    @dataclass
+    class ESSMInt8Config(AOBaseConfig):
+        """Weight-only int8 of ES-SSM, a scale for each row; rows that are too short stay."""
+
+    @dataclass
+    class ESSMInt4Config(AOBaseConfig):
+        """Weight-only int4 of ES-SSM, in groups of at most that size; where 16 does not divide a row it stays."""
+
+        group_size: int = GROUP_SIZE
 
     @register_quantize_module_handler(ESSMInt8Config)
     def _(module, config, *, parameter_name: str = "weight"):

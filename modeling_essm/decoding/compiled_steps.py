@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Decoding steps compiled ahead, one for every budget asked for: `model.compile_decoding(budgets=[4, 32])`.
+"""Decoding steps compiled ahead, one for every budget asked for: `compile_decoding(model, budgets=[4, 32])`.
 
 A step of a small model spends more time between its operations than in them. Here it is a function of tensors alone,
 states in and states out, that torch.compile turns into one call: C++ on a CPU (which needs a compiler), a CUDA graph on
@@ -12,8 +12,9 @@ those at 20 GB/s and more where BLAS's product of a matrix and a vector gets 10.
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +22,50 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
-from .cache_essm import ESSMCache, ESSMCacheLayer
+from ..cache_essm import ESSMCache
+from ..spectral_budget import ResolvedBudget, SpectralBudget
 
 logger = logging.get_logger(__name__)
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-_States = list[list[Tensor]]
+_States = dict[str, Tensor]
+
+
+def compile_decoding(
+    model: Any,
+    budgets: Sequence[SpectralBudget] = (None,),
+    batch_size: int = 1,
+    state_budget: SpectralBudget = None,
+    backend: str = "inductor",
+) -> Any:
+    """Compile single decoding steps ahead, for `forward` and `generate` to use; half a minute a budget.
+
+    Args:
+        model: ESSMForCausalLM.
+        budgets: those to compile, each as in `spectral_budget` (but no rows); others go on running eagerly.
+        batch_size: B of the steps. state_budget: that of the caches, if larger than the budget that runs.
+        backend: of torch.compile: "inductor", or "aot_eager" and "eager", which need no compiler and save little.
+    Returns:
+        the model.
+    Raises:
+        ValueError: a bad budget, batch size or backend, or quantised weights. RuntimeError: no C++ compiler.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
+    resolved = [model.config.resolve_budget(budget) for budget in budgets]
+    if any(budget.rows is not None for budget in resolved):
+        raise ValueError("a compiled step has one budget for all rows: compile those that rows differ in eagerly")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("quantised weights are not compiled: a quantised model decodes eagerly")
+    if model.training:
+        raise ValueError("decoding is compiled in evaluation mode: call model.eval() first")
+    if not isinstance(model.decoding_steps, CompiledSteps):
+        model.decoding_steps = CompiledSteps()
+    for budget in resolved:
+        model.decoding_steps.add(model, budget.layers, batch_size, state_budget, backend)
+    return model
 
 
 class CompiledSteps:
@@ -56,41 +95,41 @@ class CompiledSteps:
             self._steps.clear()
         ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
         cache = ESSMCache(model.config, state_budget)
-        eager = model(ids, past_key_values=cache, spectral_budget=list(layers)).logits
-        step = _compile(model.device.type, backend)
-        names, states = _read(cache)
+        eager = model(ids, past_key_values=cache, spectral_budget=list(layers)).logits[:, 0]
+        program = _compile(model.device.type, backend)
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in cache.states.items()}
         try:
             for _ in range(2):  # a CUDA graph is recorded at the second call
-                logits, _ = _call(step, model, layers, names, ids, _zeros_like(states))
+                logits, _ = _call(program, model, layers, ids, zeros)
         except Exception as error:
             if "compiler" in str(error).lower():
                 raise RuntimeError(f"compile_decoding needs a C++ compiler, or eager decoding: {error}") from error
             raise
         torch.testing.assert_close(logits, eager, rtol=1e-2, atol=1e-2 * float(eager.abs().max()))
-        self._steps[_key(layers, states)] = step
+        self._steps[_key(layers, zeros)] = program
         self._structure, self._where = list(_structure(model)), _where(model)
 
-    @torch.no_grad()
-    def run(self, model: Any, input_ids: Tensor, cache: Any, layers: tuple[int, ...]) -> Tensor | None:
-        """Logits (B, 1, vocab_size) of one step, the cache's states replaced; None where no step fits.
+    def find(self, model: Any, input_ids: Tensor, cache: Any, budget: ResolvedBudget) -> Callable | None:
+        """`ESSMForCausalLM.step` of this call, compiled, to be called without arguments; None where none fits.
 
         Args:
-            input_ids: (B, 1). cache: ESSMCache that has read a prompt. layers: K of each layer.
+            input_ids: (B, 1). cache: ESSMCache that has read a prompt.
         """
+        if tuple(input_ids.shape[1:]) != (1,) or not getattr(cache, "batch_size", None) or budget.rows is not None:
+            return None
+        if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
         if any(layer.room is not None for layer in cache.layers):
             return None
-        names, states = _read(cache)
-        step = self._steps.get(_key(layers, states))
-        if step is None:
+        states = cache.states
+        program = self._steps.get(_key(budget.layers, states))
+        if program is None:
             return None
         if not self._is_current(model):
             self._steps.clear()
             logger.warning_once("the model has changed since compile_decoding, and decodes eagerly: call it again")
             return None
-        logits, states = _call(step, model, layers, names, input_ids, states)
-        for layer, tensors in zip(cache.layers, states):
-            layer.update(**dict(zip(names, tensors)))
-        return logits
+        return functools.partial(_call, program, model, budget.layers, input_ids, states)
 
     def _is_current(self, model: Any) -> bool:
         """Whether modules and parameters are those that were compiled: the compiled code itself no longer looks."""
@@ -111,29 +150,33 @@ def _where(model: Any) -> tuple[torch.dtype, torch.device]:
     return weight.dtype, weight.device
 
 
-def _read(cache: Any) -> tuple[list[str], _States]:
-    return list(cache.layers[0].tensors), [list(layer.tensors.values()) for layer in cache.layers]
-
-
-def _zeros_like(states: _States) -> _States:
-    return [[torch.zeros_like(tensor) for tensor in layer] for layer in states]
-
-
 def _key(layers: tuple[int, ...], states: _States) -> Any:
-    return layers, tuple(layer[0].shape for layer in states if layer)
+    return layers, tuple(tensor.shape for tensor in states.values())
+
+
+def _run(model: Any, layers: tuple[int, ...], input_ids: Tensor, states: _States) -> tuple[Tensor, _States]:
+    return model.step(input_ids, layers, states)
 
 
 def _compile(device_type: str, backend: str) -> Callable:
     # Compiled code is kept by code object: a new one for every step. It then checks its input tensors alone; what else
     # could change is looked at by `_is_current`, at a tenth of the time.
-    step = types.FunctionType(_step.__code__.replace(), _step.__globals__, _step.__name__)
+    run = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
     compiler: Any = backend
     if backend == "inductor" and device_type == "cuda":
         options["triton.cudagraphs"] = True
     elif backend == "inductor":
         compiler = _inductor_on_cpu
-    return torch.compile(step, backend=compiler, fullgraph=True, dynamic=False, options=options)
+    return torch.compile(run, backend=compiler, fullgraph=True, dynamic=False, options=options)
+
+
+def _call(program: Callable, model: Any, layers: tuple[int, ...], input_ids: Tensor, states: _States):
+    if input_ids.device.type != "cuda":
+        return program(model, layers, input_ids, states)
+    torch.compiler.cudagraph_mark_step_begin()
+    logits, states = program(model, layers, input_ids, states)  # in memory that the next replay writes into
+    return logits.clone(), {name: tensor.clone() for name, tensor in states.items()}
 
 
 def _inductor_on_cpu(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:
@@ -155,23 +198,3 @@ def _row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tenso
     """A linear layer of a single row (.., D_in): (.., D_out)."""
     y = (x.reshape(1, -1) * weight).sum(-1).view(*x.shape[:-1], -1)
     return y if bias is None else y + bias
-
-
-def _call(step: Callable, model: Any, layers: tuple[int, ...], names: list[str], ids: Tensor, states: _States):
-    if ids.device.type != "cuda":
-        return step(model, layers, names, ids, states)
-    torch.compiler.cudagraph_mark_step_begin()
-    logits, states = step(model, layers, names, ids, states)  # in memory that the next replay writes into
-    return logits.clone(), [[tensor.clone() for tensor in layer] for layer in states]
-
-
-def _step(model: Any, layers: tuple[int, ...], names: list[str], input_ids: Tensor, states: _States):
-    """One token: (B, 1) ids and the states of each layer to logits (B, 1, vocab_size) and the states after it."""
-    hidden_states = model.model.embed_tokens(input_ids)
-    after = []
-    for layer, K, tensors in zip(model.model.layers, layers, states):
-        cache = ESSMCacheLayer(K)
-        cache.update(**dict(zip(names, tensors)))
-        hidden_states = layer(hidden_states, K, cache=cache)
-        after.append([cache.tensors[name] for name in names])
-    return model.lm_head(model.model.norm(hidden_states)), after

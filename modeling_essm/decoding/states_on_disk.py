@@ -1,0 +1,174 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A conversation from one process to another: the states of a cache in a file with a checksum.
+
+What is loaded is checked whole before a model reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..budgets.fingerprint import Fingerprint, fingerprint
+from ..cache_essm import PER_STATE, ESSMCache, ESSMCacheLayer, check_cache, operator_of
+from ..loading_essm import replacing
+
+_FORMAT, _FORMAT_WITHOUT_CHECKSUM = "essm-cache-2", "essm-cache-1"
+
+
+def save_cache(cache: ESSMCache, path: str | os.PathLike, model: Any) -> None:
+    """Write all states to one safetensors file, atomically.
+
+    Args:
+        model: the ES-SSM that made them; the file remembers which it was.
+    Raises:
+        ValueError: an empty cache, one of a model of another shape, or states that are not finite.
+    """
+    check_cache(cache, model.config, cache.require_states("save"))
+    try:
+        _check_states(cache.layers, model.config)
+    except ValueError as error:
+        raise ValueError(f"this cache would not be read again: {error}") from error
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in cache.states.items()}
+    record: dict[str, Any] = {"shape": cache.model_shape(), "model": dataclasses.asdict(fingerprint(model))}
+    record |= {"seen_tokens": cache.get_seq_length(), "layers": [[x.state_budget, x.room] for x in cache.layers]}
+    text = json.dumps(record)
+    metadata = {"format": _FORMAT, "cache": text, "sha256": _checksum(text, tensors)}
+    with replacing(Path(path)) as partial:
+        save_file(tensors, partial, metadata=metadata)
+
+
+def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
+    """Read a saved cache, on the CPU.
+
+    Args:
+        model: the ES-SSM that will read on: the one that saved it, cast or truncated perhaps.
+    Raises:
+        FileNotFoundError: no such file. ValueError: not a cache, damaged, of another model, or of contents that no
+            model could have saved: the message begins with the file's name.
+    """
+    cache = ESSMCache(model.config)
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error!r})") from error
+    written = metadata.get("format")
+    if written not in (_FORMAT, _FORMAT_WITHOUT_CHECKSUM):
+        raise ValueError(f"{path} is not a cache of this version, {_FORMAT}, but {written!r}")
+    text = metadata.get("cache", "")
+    if written == _FORMAT and metadata.get("sha256") != _checksum(text, tensors):
+        raise ValueError(f"{path} is truncated or corrupt: its contents do not match its checksum")
+    try:
+        record = json.loads(text)
+        shape, seen_tokens, layers = record["shape"], record["seen_tokens"], record["layers"]
+        difference = _check_fingerprint(record["model"]).difference(fingerprint(model))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{path} is truncated or corrupt ({error!r})") from error
+    if shape != cache.model_shape():
+        raise ValueError(f"{path} is of another model: {shape}, and this one has {cache.model_shape()}")
+    if difference:
+        raise ValueError(f"{path} is of another model: {difference}")
+    try:
+        if type(seen_tokens) is not int or not 0 <= seen_tokens < 1 << 63:
+            raise ValueError(f"its count of tokens must be an integer in [0, 2^63), got {seen_tokens!r}")
+        _fill(cache, layers, tensors)
+        _check_states(cache.layers, model.config)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a whole cache: {error}") from error
+    cache.advance(seen_tokens)
+    return cache
+
+
+def _fill(cache: ESSMCache, layers: Any, tensors: dict[str, Tensor]) -> None:
+    """Take over what a file holds. Raises ValueError for a record or names of tensors of another structure."""
+    num_layers, names = len(cache.layers), _state_names(cache.config)
+    if not isinstance(layers, list) or len(layers) != num_layers:
+        raise ValueError(f"its record must describe {num_layers} layers, got {layers!r:.100}")
+    expected = [f"{i}.{name}" for i in range(num_layers) for name in names]
+    if tensors.keys() != set(expected):
+        raise ValueError(f"tensors missing or not expected: {sorted(tensors.keys() ^ set(expected))[:10]}")
+    for i, (layer, described) in enumerate(zip(cache.layers, layers)):
+        if not isinstance(described, list) or len(described) != 2:
+            raise ValueError(f"layer {i} must be described by [state_budget, room], got {described!r:.100}")
+        layer.state_budget, layer.room = described
+    cache.set_states({name: tensors[name] for name in expected})
+
+
+def _recent_inputs(config: Any) -> dict[str, int]:
+    """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
+    names = ("inputs", "outputs") if config.ar_order else ()
+    return dict.fromkeys(names, config.ar_order) | (
+        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
+    )
+
+
+def _state_names(config: Any) -> tuple[str, ...]:
+    """Names of a layer's tensors, in the order in which the mixer makes them."""
+    return ("features", *(("negative",) if config.ar_order else ()), *_recent_inputs(config))
+
+
+def _checksum(record: str, tensors: dict[str, Tensor]) -> str:
+    """SHA-256 over a record and over names, dtypes, shapes and bytes of (contiguous, CPU) tensors."""
+    digest = hashlib.sha256(record.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"\0{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_fingerprint(record: dict[str, Any]) -> Fingerprint:
+    """The fingerprint of a record. Raises ValueError or TypeError for one that no model has."""
+    made_by = Fingerprint(**record)
+    values = [value for sample in made_by.samples.values() for value in sample]
+    if not all(math.isfinite(value) for value in values):  # NaN would equal every model's
+        raise ValueError("a sample of the model is not finite")
+    return made_by
+
+
+def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
+    """Raises ValueError unless all layers hold what one call of a model of this shape leaves, finite throughout."""
+    D, recent, B = config.inner_size, _recent_inputs(config), 0
+    operator = operator_of(config)
+    least, most = operator.num_states(1), operator.num_states(config.filter_length)
+    for i, layer in enumerate(layers):
+        features = layer.tensors.get("features")
+        if features is None or features.ndim != 3 or not least <= features.shape[1] <= most or not len(features):
+            got = "none" if features is None else tuple(features.shape)
+            raise ValueError(f"features of layer {i} must have shape (B, N in [{least}, {most}], {D}), got {got}")
+        B, N = B or len(features), features.shape[1]
+        for name in _state_names(config):
+            tensor, shape = layer.tensors.get(name), (B, recent.get(name, N), D)
+            if tensor is None or tuple(tensor.shape) != shape:
+                got = "none" if tensor is None else tuple(tensor.shape)
+                raise ValueError(f"{name} of layer {i} must have shape {shape}, got {got}")
+            dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+            if name not in PER_STATE:
+                dtypes += (torch.bfloat16, torch.float16)
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{name} of layer {i} must be of one of {dtypes}, got {tensor.dtype}")
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"{name} of layer {i} is not finite")
+        K, room = layer.state_budget, layer.room
+        if K is not None and (type(K) is not int or not 1 <= K <= config.filter_length):
+            raise ValueError(
+                f"state_budget of layer {i} must be None or in [1, {config.filter_length}], got {K!r:.100}"
+            )
+        if room is not None and (
+            not isinstance(room, list)
+            or len(room) != B
+            or any(type(held) is not int or not least <= held <= N for held in room)
+        ):
+            raise ValueError(f"room of layer {i} must be None or {B} integers in [{least}, {N}], got {room!r:.100}")

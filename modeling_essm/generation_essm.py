@@ -1,0 +1,170 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""How a budget goes through `generate`: one for the call, or with `step_budgets` one for every step.
+
+`forward` sees neither: the arguments of each call are prepared with the budget of its step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.utils import logging
+
+from .cache_essm import ESSMCache, ESSMStaticCache
+from .spectral_budget import SpectralBudget, rows_of_samples
+
+logger = logging.get_logger(__name__)
+
+
+class StepBudgets:
+    """A budget for every step of `generate`; step 0 reads the prompt.
+
+    Args:
+        steps: a list of budgets in any of their forms, the last of which holds for all further steps, or a function
+            from the step to a budget. config: what resolves a budget.
+    Raises:
+        ValueError: an empty list, or a bad budget in it.
+    """
+
+    def __init__(self, steps: Callable[[int], SpectralBudget] | Sequence[SpectralBudget], config: Any):
+        if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
+            raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
+        self.steps, self.prompt_length = steps, 0
+        self.resolved = [] if callable(steps) else [config.resolve_budget(step) for step in steps]
+
+    def largest(self) -> list[int] | None:
+        """The largest budget of each layer; None of a function, which nobody knows."""
+        if not self.resolved:
+            return None
+        return [max(layer) for layer in zip(*(step.layers for step in self.resolved))]
+
+    def at(self, input_ids: Tensor, is_first: bool) -> SpectralBudget:
+        """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
+        if is_first:
+            self.prompt_length = input_ids.shape[1]
+        return rows_of_samples(self.of_step(input_ids.shape[1] - self.prompt_length), len(input_ids))
+
+    def of_step(self, step: int) -> SpectralBudget:
+        """The budget of a step as it was given."""
+        return self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
+
+
+class ElasticGenerationMixin(GenerationMixin):
+    """`generate` of a model that takes spectral_budget and keeps its state in an `ESSMCache`."""
+
+    def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict]:
+        """Let the call's budget win over GenerationConfig's, and pass whichever is set on to `forward`.
+
+        `generate(.., step_budgets=..)` takes a budget per step instead of `spectral_budget`: a list, whose last entry
+        holds for all further steps, or a function of the step. Step 0 reads the prompt and gives the first token. The
+        cache has room for the largest entry of a list; of a function it has that of step 0, as always.
+        """
+        called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
+        for name in ("draft_budget", "draft_length"):
+            if kwargs.pop(name, None) is not None:
+                raise ValueError(
+                    f"{name} is an argument of modeling_essm.decoding.speculate: call "
+                    "generate(.., custom_generate=speculate(draft_budget=2))"
+                )
+        generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if steps is not None:
+            if called is not None:
+                raise ValueError(f"give spectral_budget or step_budgets, not both, got {called!r} and {steps!r}")
+            if generation_config.prefill_chunk_size is not None:
+                raise ValueError("step_budgets cannot be combined with prefill_chunk_size, whose calls are not steps")
+            return generation_config, model_kwargs | {"step_budgets": StepBudgets(steps, self.config)}
+        budget = called if called is not None else getattr(generation_config, "spectral_budget", None)
+        if budget is not None:
+            model_kwargs["spectral_budget"] = budget
+        return generation_config, model_kwargs
+
+    def _extract_generation_mode_kwargs(
+        self, custom_generate: Any, kwargs: dict, synced_gpus: Any, assistant_model: Any, streamer: Any
+    ) -> dict[str, Any]:
+        """As in transformers; a callable that names tokenizer or streamer gets them too, which the library drops."""
+        given = {"tokenizer": kwargs.get("tokenizer"), "streamer": streamer}
+        found = super()._extract_generation_mode_kwargs(custom_generate, kwargs, synced_gpus, assistant_model, streamer)
+        if callable(custom_generate):
+            names = inspect.signature(custom_generate).parameters
+            found |= {name: value for name, value in given.items() if name in names and value is not None}
+        return found
+
+    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any):
+        """As in transformers; guidance, whose processor calls the model by itself, does so at the step's budget."""
+        processors = super()._get_logits_processor(generation_config, *args, **kwargs)
+        model_kwargs = kwargs.get("model_kwargs") or {}
+        for processor in processors:
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                processor.model = _AtBudget(self, model_kwargs.get("spectral_budget"), model_kwargs.get("step_budgets"))
+        return processors
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        step_budgets: StepBudgets | None = None,
+        **kwargs: Any,
+    ) -> dict:
+        """As in transformers; after the prompt every position is real, and a step without a mask is cheaper."""
+        if step_budgets is not None:
+            kwargs["spectral_budget"] = step_budgets.at(input_ids, bool(is_first_iteration))
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if next_sequence_length == 1 and not is_first_iteration:
+            inputs.pop("attention_mask", None)
+        return inputs
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        """An ESSMStaticCache, which steps are compiled with, for `cache_implementation="static"`; else an ESSMCache."""
+        if generation_config.prefill_chunk_size is not None:
+            check_left_padding("prefill_chunk_size", model_kwargs.get("attention_mask"))
+        kind = generation_config.cache_implementation
+        if kind not in (None, "static"):
+            logger.warning_once(f"cache_implementation={kind!r} is ignored: the state of an ES-SSM has a constant size")
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            steps = model_kwargs.get("step_budgets")
+            cache_class = ESSMStaticCache if kind == "static" else ESSMCache
+            model_kwargs["past_key_values"] = cache_class(self.config, steps and steps.largest())
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The (B, L) mask itself: there is no attention to make a 4-D one for."""
+        return attention_mask
+
+
+def check_left_padding(name: str, mask: Tensor | None) -> None:
+    """Raises ValueError where a prompt padded on the right would be read in pieces: its last may hold no real token."""
+    if mask is not None and not bool(mask[:, -1].all()):
+        rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+        raise ValueError(f"{name} needs prompts padded on the left, but attention_mask ends with 0 in rows {rows}")
+
+
+class _AtBudget:
+    """A model as classifier-free guidance calls it, once a step, at the budget of that step."""
+
+    def __init__(self, model: Any, budget: SpectralBudget, steps: StepBudgets | None):
+        self.model, self.budget, self.steps, self.step = model, budget, steps, 0
+
+    def __call__(self, input_ids: Tensor, use_cache: bool, past_key_values: ESSMCache | None, **kwargs: Any):
+        budget = self.budget
+        if self.steps is not None:
+            if use_cache and past_key_values is None:
+                past_key_values = ESSMCache(self.model.config, state_budget=self.steps.largest())
+            budget = self.steps.of_step(self.step)
+        self.step += 1
+        budget = rows_of_samples(budget, len(input_ids))
+        return self.model(
+            input_ids, use_cache=use_cache, past_key_values=past_key_values, spectral_budget=budget, **kwargs
+        )
