@@ -10,16 +10,10 @@ from helpers import assert_close, random_ids, randomise
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from essm_train.baselines.models import (
-    ARCHITECTURES,
-    CAUSAL,
-    BaselineConfig,
-    BaselineForCausalLM,
-    BaselineForSequenceClassification,
-    count_parameters,
-    matched_baseline,
-)
+from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
 from essm_train.baselines.s4d import DT_RANGE, S4DMixer
+from essm_train.baselines.sizes import count_parameters, matched_baseline
 
 TOKENS = tuple(a for a in ARCHITECTURES if a != "tc_resnet")
 F = 5  # input features

@@ -17,12 +17,11 @@ import torch
 from helpers import ROOT, random_model, randomise
 
 from essm_train.commands import reproduce
-from essm_train.commands.train_classification import ClassificationArguments
-from essm_train.commands.train_clm import CLMArguments
-from essm_train.commands.train_retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
+from essm_train.data.arguments import ClassificationArguments, CLMArguments
 from essm_train.measure import evaluation
 from essm_train.measure.evaluation import Evaluation
-from essm_train.run.engine import Metric
+from essm_train.measure.metric import Metric
+from essm_train.tasks.retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
 from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
 
 
@@ -149,7 +148,7 @@ def test_open_task_names_what_is_wrong(pairs, tmp_path):
 
 
 def test_the_script_does_not_hide_the_evaluate_library():
-    from essm_train.measure.budget_sweep import load_metric
+    from essm_train.measure.metric import load_metric
 
     assert load_metric("accuracy").compute(predictions=[1, 0], references=[1, 1])["accuracy"] == 0.5
     assert importlib.util.find_spec("evaluate") is not None
@@ -274,7 +273,7 @@ def test_bad_paper_figures(novels, tmp_path, text, message):
 
 
 def test_every_small_task_says_how_it_differs():
-    text = reproduce.differences(list(reproduce.TASKS), "small")
+    text = reproduce.departures(list(reproduce.TASKS), "small")
     assert text.count("Small scale: ") == len(reproduce.TASKS)
     assert "max_length 512 for 4096" in text and "validate_every" not in text
-    assert "Small scale" not in reproduce.differences(list(reproduce.TASKS), "full")
+    assert "Small scale" not in reproduce.departures(list(reproduce.TASKS), "full")

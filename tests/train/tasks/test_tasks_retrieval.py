@@ -10,8 +10,10 @@ import torch
 from helpers import assert_close, randomise
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from essm_train.arguments import parse_arguments
 from essm_train.commands import train_retrieval as retrieval
-from essm_train.commands.train_retrieval import (
+from essm_train.run.checkpoints import list_checkpoints
+from essm_train.tasks.retrieval import (
     Pair,
     PairFile,
     RetrievalArguments,
@@ -21,8 +23,6 @@ from essm_train.commands.train_retrieval import (
     load_retrieval,
     parse_line,
 )
-from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.engine import parse_arguments
 
 TINY = {
     "hidden_size": 16,
@@ -253,7 +253,7 @@ def test_a_run_learns_at_every_budget(finished, files):
         assert value == pytest.approx((predictions == test.labels).double().mean().item())
     assert model.config.trained_budgets == [2, 3, 4, 6, 8] and model.config.id2label == {0: "unrelated", 1: "related"}
     training = json.loads((finished / "training.json").read_text())
-    assert training["script"] == "retrieval.py" and "300 pairs" in training["data"]
+    assert training["script"] == "train_retrieval.py" and "300 pairs" in training["data"]
 
 
 def test_saved_tokenizer_pads_and_cuts_as_in_training(finished):

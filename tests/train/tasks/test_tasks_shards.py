@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from essm_train.tasks import generate as script
+from essm_train.commands import make_task_data as script
 from essm_train.tasks import listops, pathfinder, shards
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder

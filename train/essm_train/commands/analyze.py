@@ -28,9 +28,11 @@ from torch import Tensor, nn
 from transformers import AutoModel, HfArgumentParser, PreTrainedModel
 
 from essm_train.commands.errors import run_script
-from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, to_stream
+from essm_train.data.blocks import evaluation_blocks, to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.tokens import ByteEncoder
+from essm_train.files import check_writable, write_figure, write_json
 from essm_train.models import TRUST_HELP, load_model
-from essm_train.run.engine import check_writable, write_json
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
@@ -264,7 +266,7 @@ def main() -> None:
     record: dict[str, Any] = {"model": args.model, "budgets": budgets}
     record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
     record["seconds_per_layer"] = measured
-    draw_cost(budgets, record["multiply_adds_per_token"], measured).savefig(output_dir / "cost.png", dpi=150)
+    write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
     if config.ar_order == 0:
         record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
         for K in (budgets[0], budgets[-1]):
@@ -273,7 +275,7 @@ def main() -> None:
     if config.gating == "softmax":
         full = gate_statistics(model, {"input_ids": input_ids}, budgets[-1])
         record["gates"] = {"budget": full.budget, "mean": full.mean.tolist(), "entropy": full.entropy.tolist()}
-        draw_gates(full).savefig(output_dir / "gates.png", dpi=150)
+        write_figure(output_dir / "gates.png", draw_gates(full))
         for name, mean, entropy in rows_of(full):
             most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
             print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(full.budget):.3f}")

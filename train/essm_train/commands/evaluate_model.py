@@ -21,10 +21,10 @@ import torch
 from transformers import HfArgumentParser
 
 from essm_train.commands.errors import run_script
-from essm_train.measure.budget_sweep import BITS_PER_BYTE
+from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import evaluate_models, open_task
+from essm_train.measure.metric import BITS_PER_BYTE
 from essm_train.models import TRUST_HELP
-from essm_train.run.engine import check_writable, write_json
 from modeling_essm.training.budget_dropout import BUDGETS
 
 
@@ -52,8 +52,8 @@ def main() -> None:
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
-    (output_dir / "evaluation.md").write_text(f"{task.description}\n\n{evaluation.markdown()}")
-    evaluation.draw(args.task).savefig(output_dir / "evaluation.png", dpi=150)
+    write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
+    write_figure(output_dir / "evaluation.png", evaluation.draw(args.task))
     if len(args.models) == 1:
         split = {} if evaluation.metric == BITS_PER_BYTE else {"split": "test"}
         evaluation.curve.save(Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)

@@ -32,10 +32,9 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from transformers import HfArgumentParser, PreTrainedModel
 
-from essm_train.commands.calibrate import read_config
-from essm_train.data.classification import FEATURES, read_record
-from essm_train.run.checkpoints import publish, temporary_folder
-from essm_train.run.engine import check_writable
+from essm_train.data.readers import FEATURES, read_record
+from essm_train.files import check_writable, publish, temporary_folder
+from essm_train.models import is_causal, read_saved_config
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.exporting import empty_states, export_programs, save_executorch, save_onnx, signature
 
@@ -154,7 +153,7 @@ def open_programs(description: Mapping[str, Any], folder: Path) -> Run:
 
 
 @torch.inference_mode()
-def differences(
+def largest_differences(
     model: PreTrainedModel,
     budget: Any,
     programs: Mapping[str, ExportedProgram],
@@ -266,7 +265,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
         RuntimeError: the exported programs differ from the model; nothing is published.
     """
     source, folder = Path(args.model), Path(args.output_dir).absolute()
-    causal = read_config(source)["architectures"][0] == "ESSMForCausalLM"
+    causal = is_causal(read_saved_config(source))
     check_output(folder)
     load = ESSMForCausalLM if causal else ESSMForSequenceClassification
     model = load.from_pretrained(source, dtype=torch.float32).eval()
@@ -285,7 +284,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
         description["files"] = list(sizes)
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         run = open_programs(description, temporary)
-        found = differences(
+        found = largest_differences(
             model, args.budget, programs, run, description["max_length"], [1] if batch_size == 1 else [1, 3]
         )
         for kind, (difference, largest) in found.items():

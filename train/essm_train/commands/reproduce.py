@@ -35,8 +35,9 @@ import torch
 from transformers import HfArgumentParser
 
 from essm_train.commands.errors import run_script
+from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import Evaluation, draw_curves
-from essm_train.run.engine import Metric, check_writable, write_json
+from essm_train.measure.metric import Metric
 from essm_train.tasks.catalog import SCRIPTS, TASKS, task_arguments
 
 # Table 4 of the paper: what each ingredient is worth.
@@ -217,7 +218,7 @@ def markdown(
     return f"{experiment.question}\n\n" + "\n".join(lines) + "\n"
 
 
-def differences(tasks: Sequence[str], scale: str) -> str:
+def departures(tasks: Sequence[str], scale: str) -> str:
     """In what a run of each task at that scale departs from the official one, as a Markdown list."""
     lines = []
     for name in tasks:
@@ -318,14 +319,14 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     write_json(results_dir / f"{stem}.json", record)
     tasks = list(dict.fromkeys(experiment.rows[row][0] for row in wanted))
     hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
-    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n{differences(tasks, args.scale)}"
+    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n{departures(tasks, args.scale)}"
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
-    (results_dir / f"{stem}.md").write_text(text)
+    write_text(results_dir / f"{stem}.md", text)
     by_metric: dict[str, dict[str, Evaluation]] = {}
     for row, evaluation in evaluations.items():
         by_metric.setdefault(evaluation.metric.name, {})[row] = evaluation
     for i, group in enumerate(by_metric.values()):
-        draw_curves(group).savefig(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), dpi=120)
+        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_curves(group), dpi=120)
     print(f"saved {results_dir / stem}.json, .md and .png")
     return record
 
