@@ -82,8 +82,8 @@ def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
     if args.config is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
-    own = json.loads((args.config / "config.json").read_text())
-    return ESSMConfig.from_dict(own | dict.fromkeys(again) | fields)
+    given = json.loads((args.config / "config.json").read_text())
+    return ESSMConfig.from_dict(given | dict.fromkeys(again) | fields)
 
 
 def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class Run:
 
 
 def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[str, Any]:
-    """How the row is trained, as fields of RunArguments of essm_train/run/engine.py."""
+    """How the row is trained, as fields of RunArguments of essm_train/arguments.py."""
     updates = round(updates * row.updates)
     return {
         "max_steps": updates,

@@ -13,10 +13,10 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
-from transformers import HfArgumentParser
 
 
 def arg(default: Any, help: str) -> Any:
+    """A field of a dataclass of arguments, with what `--help` says of it."""
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help})
     return field(default=default, metadata={"help": help})
@@ -44,9 +44,7 @@ class RunArguments:
     )
 
     max_steps: int = arg(600, "Updates.")
-    num_train_epochs: float | None = field(
-        default=None, metadata={"help": "Instead of max_steps: passes over the training samples."}
-    )
+    num_train_epochs: float | None = arg(None, "Instead of max_steps: passes over the training samples.")
     extend: bool = arg(
         False,
         "Let the run in output_dir go on to a larger max_steps or num_train_epochs than it was started with; the "
@@ -66,20 +64,17 @@ class RunArguments:
     deterministic: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
 
     validate_every: int = arg(100, "Updates between validations.")
-    eval_budgets: list[int] | None = field(
-        default=None, metadata={"help": "Budgets to validate at; by default the smallest, a middle and the largest."}
+    eval_budgets: list[int] | None = arg(
+        None, "Budgets to validate at; by default the smallest, a middle and the largest."
     )
     early_stopping_patience: int = arg(0, "Stop after so many validations without a new best; 0 never does.")
     final_model: str = arg("last", "Which weights become the saved model: 'last' or 'best'.")
     checkpoint_every: int = arg(100, "Updates between checkpoints; the last update always has one.")
     keep_checkpoints: int = arg(2, "How many of the newest checkpoints to keep.")
     log_every: int = arg(10, "Updates between lines of log.jsonl and of the trackers.")
-    log_with: list[str] | None = field(
-        default=None, metadata={"help": "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ..."}
-    )
-    cpu_threads: int | None = field(
-        default=None,
-        metadata={"help": "CPU threads per process (`accelerate launch` sets 1); by default the cores, at most 8."},
+    log_with: list[str] | None = arg(None, "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ...")
+    cpu_threads: int | None = arg(
+        None, "CPU threads per process (`accelerate launch` sets 1); by default the cores, at most 8."
     )
 
     push_to_hub: bool = arg(False, "Push the finished model, with its card, to hub_model_id.")
@@ -143,6 +138,8 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> 
     Raises:
         ValueError: a file that is not a table of known arguments, or a value that cannot work.
     """
+    from transformers import HfArgumentParser  # which processes that make data do without
+
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = HfArgumentParser(cls)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):

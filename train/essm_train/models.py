@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -44,7 +44,7 @@ def _size(name: str, help: str) -> Any:
     """None says that it was not given; SizeArguments and a configuration then each have their own value."""
     default = "what ESSMConfig makes of the others" if _SIZES[name] is None else _SIZES[name]
     paper = f" ({_PAPER[name]} with the paper's block)" if name in _PAPER else ""
-    return field(default=None, metadata={"help": f"{help} By default {default}{paper}, or as configured."})
+    return arg(None, f"{help} By default {default}{paper}, or as configured.")
 
 
 @dataclass
@@ -73,12 +73,8 @@ class SizeArguments(RunArguments):
     embedding_initializer_range: float | None = _size(
         "embedding_initializer_range", "Standard deviation of new embeddings."
     )
-    dropout: float | None = field(
-        default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
-    )
-    stochastic_depth: float | None = field(
-        default=None, metadata={"help": "Rate of skipping a whole sub-layer; by default 0, or as configured."}
-    )
+    dropout: float | None = arg(None, "Dropout rate after each sub-layer; by default 0, or as configured.")
+    stochastic_depth: float | None = arg(None, "Rate of skipping a whole sub-layer; by default 0, or as configured.")
 
     EARLIER = MappingProxyType({"block": "paper"})
 

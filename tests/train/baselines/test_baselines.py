@@ -321,7 +321,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture):
         if checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
-            )  # as engine.py does
+            )  # as loop.py does
         torch.manual_seed(3)  # of the dropout
         model(ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in model.parameters()])

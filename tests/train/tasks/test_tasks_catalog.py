@@ -79,7 +79,7 @@ def test_all_tasks_are_there_and_say_what_they_are():
     assert list(TASKS) == names.split()
     for name, spec in TASKS.items():
         assert spec.name == name and spec.title and spec.note and spec.origin
-        assert (ROOT / SCRIPTS[spec.script]).is_file()
+        assert (ROOT / "train" / f"{SCRIPTS[spec.script]}.py").is_file()
         assert spec.metric == ("bits/byte" if spec.script == "train_clm" else "accuracy")
 
 

@@ -27,6 +27,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModel, HfArgumentParser, PreTrainedModel
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.documents import read_files
@@ -245,9 +246,9 @@ class AnalyzeArguments:
     model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM language model."})
     text_files: list[str] = field(metadata={"help": "Text to run it on, read as bytes."})
     output_dir: str = field(metadata={"help": "Where analysis.json, gates.png and cost.png go."})
-    block_size: int = field(default=512, metadata={"help": "Tokens per block."})
-    max_blocks: int = field(default=32, metadata={"help": "Blocks to run, spread evenly over the text."})
-    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
+    block_size: int = arg(512, "Tokens per block.")
+    max_blocks: int = arg(32, "Blocks to run, spread evenly over the text.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.documents import read_files
@@ -30,11 +31,11 @@ class SweepArguments:
     model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM causal language model."})
     text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
     output_dir: str = field(metadata={"help": "Where budget_sweep.json and budget_sweep.png go."})
-    budgets: list[int] = field(default_factory=lambda: [*BUDGETS], metadata={"help": "Budgets K to evaluate."})
-    block_size: int = field(default=512, metadata={"help": "Tokens per block: the longest context."})
-    max_blocks: int = field(default=256, metadata={"help": "Blocks to evaluate, spread evenly over the text."})
-    batch_size: int = field(default=8, metadata={"help": "Blocks per forward pass."})
-    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
+    budgets: list[int] = arg([*BUDGETS], "Budgets K to evaluate.")
+    block_size: int = arg(512, "Tokens per block: the longest context.")
+    max_blocks: int = arg(256, "Blocks to evaluate, spread evenly over the text.")
+    batch_size: int = arg(8, "Blocks per forward pass.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
 def main() -> None:

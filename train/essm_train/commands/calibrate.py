@@ -33,6 +33,7 @@ from transformers import (
     HfArgumentParser,
 )
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.blocks import evaluation_blocks, to_stream
@@ -71,39 +72,33 @@ class CalibrateArguments:
     """Arguments of the script."""
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM; the results go there too."})
-    text_files: list[str] | None = field(default=None, metadata={"help": "Held-out text, for a language model."})
-    test_file: list[str] | None = field(
-        default=None, metadata={"help": "Held-out parquet, json(l) or csv files, for a classifier, with their columns:"}
+    text_files: list[str] | None = arg(None, "Held-out text, for a language model.")
+    test_file: list[str] | None = arg(
+        None, "Held-out parquet, json(l) or csv files, for a classifier, with their columns:"
     )
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Or a data set of the Hub or a local folder, whose test split counts if any."}
+    dataset_name: str | None = arg(None, "Or a data set of the Hub or a local folder, whose test split counts if any.")
+    dataset_config_name: str | None = arg(None, "Which configuration of that data set.")
+    text_column: str | None = arg(None, "As in train_classification.py.")
+    features_column: str | None = arg(None, "As in train_classification.py.")
+    label_column: str = arg("label", "As in train_classification.py.")
+    task: str | None = arg(None, "Or a task of train/list_tasks.py, by its held-out data.")
+    data_dir: str = arg("data", "Folder of the tasks' data.")
+    scale: str = arg("full", "'full' or 'small', as the model was trained.")
+    timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
+    budgets: list[int] | None = arg(None, "Budgets K, the full one always among them; by default those of training.")
+    batch_sizes: list[int] = arg([1, 8], "Rows of a timed call.")
+    prompt_length: int | None = arg(
+        None, "Positions of a timed prefill; by default those of a held-out block or sample."
     )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Which configuration of that data set."})
-    text_column: str | None = field(default=None, metadata={"help": "As in train_classification.py."})
-    features_column: str | None = field(default=None, metadata={"help": "As in train_classification.py."})
-    label_column: str = field(default="label", metadata={"help": "As in train_classification.py."})
-    task: str | None = field(default=None, metadata={"help": "Or a task of train/list_tasks.py, by its held-out data."})
-    data_dir: str = field(default="data", metadata={"help": "Folder of the tasks' data."})
-    scale: str = field(default="full", metadata={"help": "'full' or 'small', as the model was trained."})
-    timing_only: bool = field(default=False, metadata={"help": "Keep the quality measured before, needs no data."})
-    budgets: list[int] | None = field(
-        default=None, metadata={"help": "Budgets K, the full one always among them; by default those of training."}
-    )
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8], metadata={"help": "Rows of a timed call."})
-    prompt_length: int | None = field(
-        default=None, metadata={"help": "Positions of a timed prefill; by default those of a held-out block or sample."}
-    )
-    decode_tokens: int = field(default=64, metadata={"help": "Tokens decoded for one timing."})
-    rounds: int = field(default=7, metadata={"help": "Rounds of timing; beyond a minute, three."})
-    dtype: str = field(default="auto", metadata={"help": "auto (as saved), float32, bfloat16 or float16."})
-    device: str = field(default="auto", metadata={"help": "auto, cpu or cuda."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads, by default those torch takes."})
-    block_size: int | None = field(
-        default=None, metadata={"help": "With text_files: tokens per block, by default 512 or filter_length if less."}
-    )
-    max_blocks: int = field(default=256, metadata={"help": "With text_files: blocks, spread evenly over the text."})
-    eval_batch_size: int = field(default=8, metadata={"help": "Blocks or samples per forward pass for quality."})
-    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
+    decode_tokens: int = arg(64, "Tokens decoded for one timing.")
+    rounds: int = arg(7, "Rounds of timing; beyond a minute, three.")
+    dtype: str = arg("auto", "auto (as saved), float32, bfloat16 or float16.")
+    device: str = arg("auto", "auto, cpu or cuda.")
+    threads: int | None = arg(None, "CPU threads, by default those torch takes.")
+    block_size: int | None = arg(None, "With text_files: tokens per block, by default 512 or filter_length if less.")
+    max_blocks: int = arg(256, "With text_files: blocks, spread evenly over the text.")
+    eval_batch_size: int = arg(8, "Blocks or samples per forward pass for quality.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:
         names = ("text_files", "test_file", "dataset_name", "task")

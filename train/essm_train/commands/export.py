@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from transformers import HfArgumentParser, PreTrainedModel
 
+from essm_train.arguments import arg
 from essm_train.data.readers import FEATURES, read_record
 from essm_train.files import check_writable, publish, temporary_folder
 from essm_train.models import is_causal, read_saved_config
@@ -50,13 +51,10 @@ class ExportArguments:
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
     output_dir: str = field(metadata={"help": "New folder, or that of an earlier export, which is replaced."})
-    spectral_budget: list[str] = field(
-        default_factory=list, metadata={"help": "K, one K per layer, or a preset's name; by default the config's."}
-    )
-    format: str = field(default="onnx", metadata={"help": "onnx, torch or executorch."})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Most positions of one call, by default filter_length; a longer prompt takes several calls."},
+    spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
+    format: str = arg("onnx", "onnx, torch or executorch.")
+    max_length: int | None = arg(
+        None, "Most positions of one call, by default filter_length; a longer prompt takes several calls."
     )
 
     def __post_init__(self) -> None:

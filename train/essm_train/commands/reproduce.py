@@ -27,13 +27,14 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import HfArgumentParser
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import Evaluation, draw_curves
@@ -251,18 +252,16 @@ def read_paper_figures(path: str | None, rows: Sequence[str]) -> dict[str, dict[
 class ReproduceArguments:
     """Arguments of the script; the experiment's name comes first."""
 
-    scale: str = field(default="small", metadata={"help": "'full' or 'small'."})
-    seeds: int = field(default=3, metadata={"help": "Seeds 0, 1, .. of every row."})
-    rows: list[str] | None = field(default=None, metadata={"help": "Only these rows."})
-    data_dir: str = field(default="data", metadata={"help": "Folder of the tasks' data."})
-    output_dir: str = field(default="runs/reproduce", metadata={"help": "Where the runs go."})
-    results_dir: str = field(default="benchmarks/results", metadata={"help": "Where tables and figures go."})
-    jobs: int = field(default=1, metadata={"help": "Runs at a time."})
-    cpu_threads: int = field(default=1, metadata={"help": "CPU threads of each run."})
-    max_steps: int | None = field(default=None, metadata={"help": "Other than the task's number of updates."})
-    paper_figures: str | None = field(
-        default=None, metadata={"help": "JSON file of the figures that the paper reports, to set beside ours."}
-    )
+    scale: str = arg("small", "'full' or 'small'.")
+    seeds: int = arg(3, "Seeds 0, 1, .. of every row.")
+    rows: list[str] | None = arg(None, "Only these rows.")
+    data_dir: str = arg("data", "Folder of the tasks' data.")
+    output_dir: str = arg("runs/reproduce", "Where the runs go.")
+    results_dir: str = arg("benchmarks/results", "Where tables and figures go.")
+    jobs: int = arg(1, "Runs at a time.")
+    cpu_threads: int = arg(1, "CPU threads of each run.")
+    max_steps: int | None = arg(None, "Other than the task's number of updates.")
+    paper_figures: str | None = arg(None, "JSON file of the figures that the paper reports, to set beside ours.")
 
 
 def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:

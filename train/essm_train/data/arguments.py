@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from essm_train.arguments import RunArguments, arg
 from essm_train.models import (
@@ -19,16 +19,12 @@ class CLMArguments(ModelArguments):
     output_dir: str = arg("runs/train_clm", "Where everything goes; a run found there is continued.")
     max_steps: int = arg(900, "Updates.")
 
-    train_file: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Local files to train on: parquet, json(l) or csv with a column of text, or any others, each one "
-            "document, as bytes whatever their encoding. A folder stands for all files in it."
-        },
+    train_file: list[str] | None = arg(
+        None,
+        "Local files to train on: parquet, json(l) or csv with a column of text, or any others, each one "
+        "document, as bytes whatever their encoding. A folder stands for all files in it.",
     )
-    validation_file: list[str] | None = field(
-        default=None, metadata={"help": "Held-out files; without them, the last tenth of the text."}
-    )
+    validation_file: list[str] | None = arg(None, "Held-out files; without them, the last tenth of the text.")
     dataset_name: str | None = arg(
         None,
         "Instead of files: a data set on the Hub, a local folder (of tables, or of text files, each one document) or "
@@ -81,23 +77,18 @@ class ClassificationArguments(ModelArguments):
     """Data; the model is in models.ModelArguments, how to train in arguments.RunArguments."""
 
     output_dir: str = arg("runs/train_classification", "Where everything goes; a run found there is continued.")
-    full_budget_updates: int | None = field(
-        default=None,
-        metadata={
-            "help": "With any schedule: updates at the full budget before all others; by default half of the updates "
-            "that a new gated model is started with, of others none."
-        },
+    full_budget_updates: int | None = arg(
+        None,
+        "With any schedule: updates at the full budget before all others; by default half of the updates "
+        "that a new gated model is started with, of others none.",
     )
 
-    train_file: list[str] | None = field(
-        default=None, metadata={"help": "Local parquet, json(l) or csv files to train on, all of one kind."}
+    train_file: list[str] | None = arg(None, "Local parquet, json(l) or csv files to train on, all of one kind.")
+    validation_file: list[str] | None = arg(
+        None, "Files to select by; without them, a random tenth of the training rows."
     )
-    validation_file: list[str] | None = field(
-        default=None, metadata={"help": "Files to select by; without them, a random tenth of the training rows."}
-    )
-    test_file: list[str] | None = field(
-        default=None,
-        metadata={"help": "Files for the final sweep, looked at once; without them it reports validation."},
+    test_file: list[str] | None = arg(
+        None, "Files for the final sweep, looked at once; without them it reports validation."
     )
     dataset_name: str | None = arg(
         None,
@@ -113,17 +104,13 @@ class ClassificationArguments(ModelArguments):
         "list of frames, each one a list of as many numbers, or WAV files (of a folder of them: audio). A pattern such "
         "as 't*' stands for all columns of numbers of such names, in the order of the file.",
     )
-    frame_length: int | None = field(
-        default=None,
-        metadata={"help": "So many consecutive numbers, frames or samples of a sound are one position; by default 1."},
+    frame_length: int | None = arg(
+        None, "So many consecutive numbers, frames or samples of a sound are one position; by default 1."
     )
     label_column: str = arg("label", "The column that holds the class, an integer from 0 or text.")
-    num_labels: int | None = field(
-        default=None, metadata={"help": "Classes; by default what the data says. Streams of plain integers need it."}
-    )
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Positions (bytes, tokens or frames) that are read of a sample; by default filter_length."},
+    num_labels: int | None = arg(None, "Classes; by default what the data says. Streams of plain integers need it.")
+    max_length: int | None = arg(
+        None, "Positions (bytes, tokens or frames) that are read of a sample; by default filter_length."
     )
     tokenizer_name: str | None = arg(
         None,
@@ -136,21 +123,14 @@ class ClassificationArguments(ModelArguments):
         "'auto' maps columns of type uint8 from [0, 255] onto [-1, 1] and leaves others as they are; 'uint8' does so "
         "whatever the type; a number multiplies.",
     )
-    validation_samples: int | None = field(
-        default=None, metadata={"help": "At most so many validation samples, at random (of a stream the first)."}
-    )
-    test_samples: int | None = field(
-        default=None, metadata={"help": "At most so many test samples, at random (of a stream the first)."}
-    )
+    validation_samples: int | None = arg(None, "At most so many validation samples, at random (of a stream the first).")
+    test_samples: int | None = arg(None, "At most so many test samples, at random (of a stream the first).")
     eval_batch_size: int = arg(32, "Samples per process and forward pass of validation and sweep.")
 
     per_device_batch_size: int = arg(16, "Samples per process and forward pass.")
-    classifier_pooling: str | None = field(
-        default=None,
-        metadata={
-            "help": "What is classified: the 'mean' over all positions, or the 'last' one; by default 'mean', or as "
-            "configured."
-        },
+    classifier_pooling: str | None = arg(
+        None,
+        "What is classified: the 'mean' over all positions, or the 'last' one; by default 'mean', or as configured.",
     )
 
     RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples", "replace_tokenizer"}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from essm_train.data.documents import text_of
+from essm_train.data.samples import HELD_OUT_FRACTION
 from essm_train.data.tokens import ByteEncoder, Document, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
@@ -95,6 +96,3 @@ class PackBlocks:
 
     def end_epoch(self) -> None:
         self._rest = np.empty(0, self.encoder.dtype)
-
-
-HELD_OUT_FRACTION = 0.1  # of a text that comes without a validation part: its end

@@ -27,11 +27,10 @@ from essm_train.data.documents import TABLES, load_splits, open_table
 from essm_train.data.labels import check_labels, count_labels, number_labels
 from essm_train.data.readers import FeatureReader, Reader, Sample, SoundReader, TextReader, as_array
 from essm_train.data.rows import EncodeRows, TableSamples, cell_value, check_rows
-from essm_train.data.samples import MapSamples, SampleSource, StreamSamples
+from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples
 from essm_train.data.sound import decode_wav, is_sound, sound_splits, undecoded
 from essm_train.data.tokens import choose_tokenizer
 
-HELD_OUT_FRACTION = 0.1  # of the training rows, where no validation part is given
 _DIGEST_ROWS = 64  # of a stream that comes from no local file
 _DIGEST_BYTES = 1 << 20  # at either end of a file that is streamed
 

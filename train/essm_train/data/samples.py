@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+HELD_OUT_FRACTION = 0.1  # of data that comes without a validation part
+
 
 class SampleSource(Protocol):
     """What the training loop needs of data."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from essm_train.data.blocks import HELD_OUT_FRACTION, PackBlocks, cut_blocks, evaluation_blocks, hold_out_end, to_stream
+from essm_train.data.blocks import PackBlocks, cut_blocks, evaluation_blocks, hold_out_end, to_stream
 from essm_train.data.documents import (
     check_column,
     describe_files,
@@ -28,7 +28,7 @@ from essm_train.data.documents import (
     read_files,
     standard_library,
 )
-from essm_train.data.samples import MapSamples, SampleSource, StreamSamples
+from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples
 from essm_train.data.tokens import Document, Encoder
 
 _DIGEST_DOCUMENTS = 64  # of a data set too long to be read whole

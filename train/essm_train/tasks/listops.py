@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
+from essm_train.arguments import arg
 from essm_train.tasks.shards import check_sizes, parquet_schema, shard_files
 
 DIGITS = tuple(map(str, range(10)))
@@ -32,10 +33,6 @@ PAD_ID = len(SYMBOLS)
 OPERATOR_PROBABILITY = 0.25
 _IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 _MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
-
-
-def arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from essm_train.arguments import arg
 from essm_train.tasks.shards import SPLITS, check_sizes, parquet_schema, shard_files
 
 LABELS = ("separate", "connected")
@@ -40,10 +41,6 @@ _ROUNDS = 32  # for which random numbers are drawn at once
 _DISTRACTOR_TRIALS = 20
 _MAX_ROUNDS = 50_000  # for an image
 _BATCH = 250  # images that grow at once
-
-
-def arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)

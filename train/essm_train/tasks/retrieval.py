@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from essm_train.arguments import RunArguments, arg
+from essm_train.data.samples import HELD_OUT_FRACTION
 from essm_train.models import SizeArguments
 from essm_train.pooling import pool
 from modeling_essm import ESSMConfig, ESSMModel, build_byte_tokenizer
@@ -36,7 +37,6 @@ from modeling_essm.spectral_budget import SpectralBudget
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
-HELD_OUT_FRACTION = 0.1  # of the training pairs, where no validation file is given
 
 
 class TwoTowerConfig(ESSMConfig):
@@ -221,21 +221,17 @@ class RetrievalArguments(SizeArguments):
 
     output_dir: str = arg("runs/retrieval", "Where everything goes; a run found there is continued.")
 
-    train_file: str | None = field(default=None, metadata={"help": "new_aan_pairs.train.tsv, or a file like it."})
-    validation_file: str | None = field(
-        default=None, metadata={"help": "new_aan_pairs.eval.tsv; without it, a random tenth of the training pairs."}
-    )
-    test_file: str | None = field(
-        default=None, metadata={"help": "new_aan_pairs.test.tsv, for the final sweep; without it, validation again."}
-    )
+    train_file: str | None = arg(None, "new_aan_pairs.train.tsv, or a file like it.")
+    validation_file: str | None = arg(None, "new_aan_pairs.eval.tsv; without it, a random tenth of the training pairs.")
+    test_file: str | None = arg(None, "new_aan_pairs.test.tsv, for the final sweep; without it, validation again.")
     max_length: int = arg(4000, "Bytes that are read of each document.")
-    validation_samples: int | None = field(default=None, metadata={"help": "At most so many, at random."})
-    test_samples: int | None = field(default=None, metadata={"help": "At most so many, at random."})
+    validation_samples: int | None = arg(None, "At most so many, at random.")
+    test_samples: int | None = arg(None, "At most so many, at random.")
     eval_batch_size: int = arg(16, "Pairs per process and forward pass of validation and sweep.")
 
     per_device_batch_size: int = arg(8, "Pairs per process and forward pass.")
     filter_length: int = arg(4096, "Longest document the filters cover; longer costs nothing.")
-    head_hidden_size: int | None = field(default=None, metadata={"help": "Width of the head; hidden_size by default."})
+    head_hidden_size: int | None = arg(None, "Width of the head; hidden_size by default.")
 
     RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
 
