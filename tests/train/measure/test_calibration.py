@@ -814,7 +814,7 @@ def test_calibrated_again_other_devices_stay(saved, calibrated, tmp_path, monkey
 def test_what_a_time_means(monkeypatch):
     """Of a prefill that of the call, of decoding that of one of its steps, for the whole batch."""
     monkeypatch.setattr(
-        calibrate, "paired", lambda calls, *args, **kwargs: {case: [0.004, 0.012, 0.002] for case in calls}
+        calibration, "paired", lambda calls, *args, **kwargs: {case: [0.004, 0.012, 0.002] for case in calls}
     )
     prefill, decode = calibration.measure_device(random_model(), (4,), (3,), 10, 2, 1).rows
     assert (prefill.phase, decode.phase) == ("prefill", "decode")

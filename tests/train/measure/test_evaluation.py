@@ -166,7 +166,7 @@ def novels(tmp_path, monkeypatch):
     tiny = {"train_file": [str(text)], "hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4}
     tiny |= {"filter_length": 512, "block_size": 64, "max_steps": 4, "warmup_steps": 1, "validation_blocks": 2}
     tiny |= {"sweep_blocks": 2, "per_device_batch_size": 2}
-    tiny |= {"tokenizer_name": str(reproduce.ROOT / "hub_configs" / "essm-tiny")}
+    tiny |= {"tokenizer_name": str(ROOT / "hub_configs" / "essm-tiny")}
     monkeypatch.setattr(reproduce, "task_arguments", lambda name, data_dir, scale: tiny)
     folders = {"output_dir": str(tmp_path / "runs"), "results_dir": str(tmp_path / "results")}
     return lambda **changes: reproduce.ReproduceArguments(
@@ -185,7 +185,7 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
     assert names == {"table4-small.json", "table4-small.md", "table4-small.png"}
     assert "| ES-SSM |" in (tmp_path / "results" / "table4-small.md").read_text()
     written = (tmp_path / "results" / "table4-small.json").read_text()
-    assert str(tmp_path) not in written and str(reproduce.ROOT) not in written and "hub_configs/essm-tiny" in written
+    assert str(tmp_path) not in written and str(ROOT) not in written and "hub_configs/essm-tiny" in written
     capsys.readouterr()
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
     assert reproduce.reproduce("table4", novels())["rows"] == rows

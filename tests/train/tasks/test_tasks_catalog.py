@@ -132,9 +132,9 @@ def test_absent_data_says_what_to_do(name, scale, tmp_path):
         task_arguments(name, tmp_path, scale)
     message = str(caught.value)
     assert f"no data for task {name!r}" in message and str(tmp_path) in message
-    assert "https://" in message or "http://" in message or "`python train/tasks/" in message or name == "speech4"
+    assert "https://" in message or "http://" in message or "`python train/" in message or name == "speech4"
     assert not re.search(r"[{}]", message.replace("{train,validation,test}", ""))  # nothing left unformatted
-    for command in re.findall(r"`python train/tasks/generate\.py (.*?)`", message):
+    for command in re.findall(r"`python train/make_task_data\.py (.*?)`", message):
         generator, output_dir, _ = make_task_data.parse_arguments(shlex.split(command))
         place = TASKS[name].places(scale)[0]
         assert output_dir == tmp_path / place.folder and generator.name == place.name
@@ -160,7 +160,7 @@ def test_unfinished_and_foreign_shards(data, tmp_path):
     folder.mkdir()
     (folder / MANIFEST).write_text(json.dumps(manifest | {"complete": False}))
     with pytest.raises(
-        FileNotFoundError, match=rf"unfinished: run `.*generate\.py listops --output_dir {folder}` again"
+        FileNotFoundError, match=rf"unfinished: run `.*make_task_data\.py listops --output_dir {folder}` again"
     ):
         task_arguments("listops", tmp_path)
     (folder / MANIFEST).write_text(json.dumps(manifest | {"name": "pathx"}))

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/tasks/shards.py and generate.py: same bytes whoever makes them, continued after a kill, damage mended."""
+"""essm_train/tasks/shards.py, train/make_task_data.py: the same bytes whoever makes them, also after a kill; damage."""
 
 import dataclasses
 import errno
@@ -267,7 +267,7 @@ def test_absent_data_names_the_command(tmp_path, made):
         with pytest.raises(FileNotFoundError) as error:
             load(folder)
         assert f"`python train/make_task_data.py {name} --output_dir {folder}`" in str(error.value)
-    with pytest.raises(FileNotFoundError, match=r"generate.py pathx --output_dir data/none/pathx"):
+    with pytest.raises(FileNotFoundError, match=r"make_task_data.py pathx --output_dir data/none/pathx"):
         pathfinder.load("data/none/pathx")
     with pytest.raises(ValueError, match="holds listops data, not pathfinder32 or pathx"):
         pathfinder.load(made)

@@ -6,9 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from transformers import (
-    PreTrainedConfig,
-)
+from transformers import PreTrainedConfig
 
 ARCHITECTURES = ("transformer", "mamba", "mamba2", "s4d", "cnn", "tc_resnet")
 CAUSAL = ("transformer", "mamba", "mamba2", "s4d")  # those with a language model

@@ -17,12 +17,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple

@@ -26,12 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    HfArgumentParser,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
@@ -56,12 +51,7 @@ from essm_train.measure.timing import pick_device, threads
 from essm_train.models import TRUST_HELP, is_causal, load_model, read_saved_config
 from essm_train.tasks.catalog import get_task, make_arguments
 from modeling_essm import ESSMConfig
-from modeling_essm.budget_profile import (
-    FILE_NAME,
-    BudgetProfile,
-    fingerprint,
-    read_profile,
-)
+from modeling_essm.budget_profile import FILE_NAME, BudgetProfile, fingerprint, read_profile
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

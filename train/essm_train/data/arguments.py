@@ -7,9 +7,7 @@ import math
 from dataclasses import dataclass
 
 from essm_train.arguments import RunArguments, arg
-from essm_train.models import (
-    ModelArguments,
-)
+from essm_train.models import ModelArguments
 
 
 @dataclass

@@ -35,10 +35,6 @@ _DIGEST_ROWS = 64  # of a stream that comes from no local file
 _DIGEST_BYTES = 1 << 20  # at either end of a file that is streamed
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows.
-
-
 @dataclass
 class Split:
     """Held-out samples.

@@ -34,10 +34,6 @@ from essm_train.data.tokens import Document, Encoder
 _DIGEST_DOCUMENTS = 64  # of a data set too long to be read whole
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All of it together.
-
-
 @dataclass
 class TextData:
     """What a language model trains on.

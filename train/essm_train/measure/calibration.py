@@ -21,9 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from essm_train.data.blocks import text_labels
 from essm_train.data.classification import Split
@@ -32,13 +30,7 @@ from essm_train.data.rows import collate
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.measure.scoring import Predictor, block_nats
 from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory
-from modeling_essm.budget_profile import (
-    BudgetProfile,
-    DeviceProfile,
-    Measurement,
-    Quality,
-    device_name,
-)
+from modeling_essm.budget_profile import BudgetProfile, DeviceProfile, Measurement, Quality, device_name
 
 Case = tuple[int, int]  # batch size, budget
 

@@ -11,9 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from essm_train.files import publish, temporary_folder, write_json
-from essm_train.run.checkpoints import (
-    complete_or_removed,
-)
+from essm_train.run.checkpoints import complete_or_removed
 from essm_train.run.task import Task
 
 

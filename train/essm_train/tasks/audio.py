@@ -228,10 +228,6 @@ def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
     return np.frombuffer(data, "<i2").astype(np.float32) / 32768
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing.
-
-
 @dataclass(frozen=True)
 class SpeechFrames:
     """The `shards.RowGenerator` of clips as frames; where the clips lie is no part of what defines the rows."""
