@@ -108,7 +108,7 @@ class Settings:
 
     def arguments(self, row: Row | None = None, rate: float = 0.0, seed: int = 0) -> Any:
         """A run as arguments of train_clm.py, without the model's sizes."""
-        from essm_train.commands.train_clm import CLMArguments
+        from essm_train.data.arguments import CLMArguments
 
         return CLMArguments(
             train_file=self.train_file,
@@ -128,12 +128,13 @@ def load(settings: Settings) -> tuple[Any, dict[str, Any]]:
 
     In which folder the text lies is not part of it.
     """
-    from essm_train.data.text import ByteEncoder, load_text
+    from essm_train.data.text import load_text
+    from essm_train.data.tokens import ByteEncoder
 
     text = load_text(settings.arguments(), ByteEncoder())
     values = {k: v for k, v in dataclasses.asdict(settings).items() if not k.endswith("_file")}
     held_out = hashlib.sha256(text.held_out.numpy().tobytes()).hexdigest()
-    data = {"data": text.description, "training_text": text.fingerprint, "validation_blocks_hash": held_out}
+    data = {"data": text.description, "training_text": text.sha256, "validation_blocks_hash": held_out}
     return text, values | data
 
 
@@ -170,7 +171,7 @@ def make_model(config: Any, filter_length: int) -> nn.Module:
 
 def train(model: nn.Module, source: Any, args: Any) -> dict[str, Any]:
     """All updates on blocks that are drawn from the source."""
-    from essm_train.run.engine import run_at_budget
+    from essm_train.models import run_at_budget
 
     def next_forward() -> Callable[[int], Any]:
         blocks = source.load(source.draw(args.per_device_batch_size))
@@ -182,8 +183,8 @@ def train(model: nn.Module, source: Any, args: Any) -> dict[str, Any]:
 
 def score(model: nn.Module, held_out: torch.Tensor, budgets: Sequence[int]) -> dict[str, float]:
     """Bits per byte of the blocks at every budget, as the final sweep of train_clm.py has them."""
-    from essm_train.data.text import text_labels
-    from essm_train.measure.budget_sweep import num_scored, total_nats
+    from essm_train.data.blocks import text_labels
+    from essm_train.measure.scoring import num_scored, total_nats
 
     labels = text_labels(held_out)
     scale = 1 / (math.log(2) * num_scored(labels))

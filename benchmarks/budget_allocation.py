@@ -6,7 +6,7 @@
 
 Several models are seeds of one experiment. Totals are --averages times the number of layers. For each, held-out quality
 (bits per byte, or accuracy on the test split) of: the uniform budget; the lists of every method of
-modeling_essm/budget_allocation.py; --random lists drawn uniformly from all legal ones. Lists are chosen on calibration
+modeling_essm/budgets/allocation.py; --random lists drawn uniformly from all legal ones. Lists are chosen on calibration
 data that is never evaluated on: --calibration_files, or the first samples of a task's training data. The evaluation
 data of a task is what train/evaluate_model.py reads; --evaluation_size takes that many blocks or samples, evenly.
 
@@ -65,8 +65,8 @@ class Data:
 
 def language_data(held_out: Tensor, calibration: Tensor, batch_size: int, description: str) -> Data:
     """Blocks of byte ids (n, L) to evaluate and to calibrate on."""
-    from essm_train.data.text import text_labels
-    from essm_train.measure.budget_sweep import num_scored, total_nats
+    from essm_train.data.blocks import text_labels
+    from essm_train.measure.scoring import num_scored, total_nats
 
     labels = text_labels(held_out)
 
@@ -83,7 +83,9 @@ def language_data(held_out: Tensor, calibration: Tensor, batch_size: int, descri
 
 def open_text(args: argparse.Namespace) -> Data:
     """Local files as bytes. Raises ValueError if a file is there to calibrate on and to be evaluated on."""
-    from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, to_stream
+    from essm_train.data.blocks import evaluation_blocks, to_stream
+    from essm_train.data.documents import read_files
+    from essm_train.data.tokens import ByteEncoder
 
     if not args.calibration_files:
         raise ValueError("--text_files need --calibration_files: lists are not chosen on the data that judges them")
@@ -110,7 +112,8 @@ def open_task(args: argparse.Namespace) -> Data:
     arguments = make_arguments(args.task, args.data_dir, args.scale)
     spec = TASKS[args.task]
     if spec.script == "train_clm":
-        from essm_train.data.text import ByteEncoder, load_text
+        from essm_train.data.text import load_text
+        from essm_train.data.tokens import ByteEncoder
 
         text = load_text(arguments, ByteEncoder())
         blocks = text.source.load(text.source.draw(args.calibration_size))
@@ -124,8 +127,9 @@ def open_task(args: argparse.Namespace) -> Data:
 
 def classification_data(arguments: Any, args: argparse.Namespace, title: str) -> Data:
     """The test split (or the validation split where there is none), and training samples to calibrate on."""
-    from essm_train.data.classification import collate, load_classification
-    from essm_train.run.engine import run_at_budget
+    from essm_train.data.classification import load_classification
+    from essm_train.data.rows import collate
+    from essm_train.models import run_at_budget
 
     data = load_classification(arguments)
     split = data.test or data.validation

@@ -148,7 +148,7 @@ def load(settings: Settings, name: str) -> Loaded:
     for sample in test:
         digest.update(f"{sample.label} {sample.values.shape} ".encode() + np.ascontiguousarray(sample.values).tobytes())
     here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
-    identity = {"data": data.description.replace(here, ""), **data.fingerprints}
+    identity = {"data": data.description.replace(here, ""), **data.digests}
     identity["sha256 of the test samples"] = digest.hexdigest()
     return Loaded(data, sorted(test, key=lambda sample: len(sample.values)), identity)
 
@@ -191,9 +191,9 @@ def make_model(config: Any) -> nn.Module:
 
 def train(model: nn.Module, data: Any, args: Any) -> dict[str, Any]:
     """All updates, on samples in the order that train_classification.py has at that seed."""
-    from essm_train.data.classification import collate
+    from essm_train.data.rows import collate
     from essm_train.data.samples import MapSamples
-    from essm_train.run.engine import run_at_budget
+    from essm_train.models import run_at_budget
 
     source = MapSamples(data.source.samples, args.seed)
     device = next(model.parameters()).device
@@ -208,8 +208,8 @@ def train(model: nn.Module, data: Any, args: Any) -> dict[str, Any]:
 @torch.inference_mode()
 def score(model: nn.Module, reader: Any, samples: Sequence[Any], budgets: Sequence[int]) -> dict[str, float]:
     """The share of samples that are put into a wrong class, at every budget."""
-    from essm_train.data.classification import collate
-    from essm_train.run.engine import run_at_budget
+    from essm_train.data.rows import collate
+    from essm_train.models import run_at_budget
 
     wrong = dict.fromkeys(budgets, 0)
     device = next(model.parameters()).device

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 
+from essm_train.files import write_json
 from essm_train.measure.timing import check_peak_memory as check_peak_memory
 from essm_train.measure.timing import paired as paired
 from essm_train.measure.timing import peak_memory as peak_memory
@@ -81,8 +82,8 @@ def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
     if args.config is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
-    own = json.loads((args.config / "config.json").read_text())
-    return ESSMConfig.from_dict(own | dict.fromkeys(again) | fields)
+    given = json.loads((args.config / "config.json").read_text())
+    return ESSMConfig.from_dict(given | dict.fromkeys(again) | fields)
 
 
 def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:
@@ -177,8 +178,6 @@ def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.devic
         print(f"{'met    ' if t['met'] else 'NOT MET'}  {t['target']}: {t['value']:.3g} ({bound})")
     path = report_path(report, args, device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(report, indent=1) + "\n")
-    os.replace(partial, path)
+    write_json(path, report, indent=1)
     print(f"written: {path}")
     return report

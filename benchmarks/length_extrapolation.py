@@ -109,7 +109,9 @@ def draw(results: list[dict], length: int) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    from essm_train.data.text import ByteEncoder, read_files, to_stream
+    from essm_train.data.blocks import to_stream
+    from essm_train.data.documents import read_files
+    from essm_train.data.tokens import ByteEncoder
     from essm_train.models import TRUST_HELP, load_model
 
     p = common.parser(__doc__)

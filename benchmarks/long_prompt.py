@@ -29,7 +29,9 @@ def read_prompt(paths: list[str] | None, length: int) -> Tensor:
     """(1, length) byte ids. Raises ValueError for too short a text."""
     if not paths:
         return torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(0))
-    from essm_train.data.text import ByteEncoder, read_files, to_stream
+    from essm_train.data.blocks import to_stream
+    from essm_train.data.documents import read_files
+    from essm_train.data.tokens import ByteEncoder
 
     stream, _ = to_stream(read_files(paths), ByteEncoder())
     if len(stream) < length:

@@ -156,7 +156,8 @@ def batch_size(task: Task, positions: int) -> int:
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, each on new samples."""
-    from essm_train.run.engine import RunArguments, run_at_budget
+    from essm_train.arguments import RunArguments
+    from essm_train.models import run_at_budget
 
     count, updates = batch_size(task, settings.positions), itertools.count()
     device = next(model.parameters()).device
@@ -177,7 +178,7 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
 @torch.inference_mode()
 def score(model: nn.Module, task: Task, settings: Settings, budgets: Sequence[int]) -> dict[str, float]:
     """The error on held-out samples at every budget."""
-    from essm_train.run.engine import run_at_budget
+    from essm_train.models import run_at_budget
 
     size = batch_size(task, settings.positions)
     rng = np.random.default_rng(HELD_OUT)

@@ -41,7 +41,9 @@ TIMED = (4, 32)
 
 def held_out(text_file: str | None, block_size: int, max_blocks: int) -> tuple[Tensor, str]:
     """(n, L) byte ids and what they are."""
-    from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, standard_library, to_stream
+    from essm_train.data.blocks import evaluation_blocks, to_stream
+    from essm_train.data.documents import read_files, standard_library
+    from essm_train.data.tokens import ByteEncoder
 
     documents = standard_library()[1] if text_file is None else list(read_files([text_file]))
     stream, _ = to_stream(documents, ByteEncoder())
@@ -51,14 +53,14 @@ def held_out(text_file: str | None, block_size: int, max_blocks: int) -> tuple[T
 
 
 def bits_per_byte(model: ESSMForCausalLM, blocks: Tensor, K: int, batch_size: int = 8) -> float:
-    from essm_train.data.text import text_labels
-    from essm_train.measure.budget_sweep import num_scored, total_nats
+    from essm_train.data.blocks import text_labels
+    from essm_train.measure.scoring import num_scored, total_nats
 
     labels = text_labels(blocks)
     return total_nats(model, blocks, labels, K, batch_size) / math.log(2) / num_scored(labels)
 
 
-def reload(folder: Path, format: str, source: str | Path) -> tuple[ESSMForCausalLM, int, int]:
+def load_quantized(folder: Path, format: str, source: str | Path) -> tuple[ESSMForCausalLM, int, int]:
     """The model as its saved copy in that format gives it, and the bytes of the whole and the truncated file."""
 
     def size(name: str) -> int:
@@ -109,7 +111,7 @@ def measure(source: str | Path, blocks: Tensor | None, device: torch.device, ste
     models, formats = {}, []
     for format in FORMATS:
         with tempfile.TemporaryDirectory() as folder:
-            model, whole, small = reload(Path(folder), format, source)
+            model, whole, small = load_quantized(Path(folder), format, source)
         models[format] = model = model.to(device)
         budgets = [K for K in BUDGETS if model.config.num_spectral_channels >= K]
         quality = {} if blocks is None else {K: bits_per_byte(model, blocks, K) for K in budgets}

@@ -76,7 +76,8 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
         ValueError: there is none.
     """
     if row.peer is not None:
-        from essm_train.baselines.models import BaselineForCausalLM, matched_baseline
+        from essm_train.baselines.models import BaselineForCausalLM
+        from essm_train.baselines.sizes import matched_baseline
 
         model_class = model_class or BaselineForCausalLM
         sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
@@ -173,7 +174,7 @@ class Run:
 
 
 def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[str, Any]:
-    """How the row is trained, as fields of RunArguments of essm_train/run/engine.py."""
+    """How the row is trained, as fields of RunArguments of essm_train/arguments.py."""
     updates = round(updates * row.updates)
     return {
         "max_steps": updates,
@@ -197,8 +198,9 @@ def train(
         next_forward: draws a batch, and gives what runs the model on it at a budget: an output with a `loss`.
         args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
     """
-    from essm_train.run.engine import capacity_of, make_schedule, parameter_groups
-    from essm_train.run.learning_rate import make_scheduler
+    from essm_train.models import capacity_of
+    from essm_train.run.budgets import make_schedule
+    from essm_train.run.learning_rate import make_scheduler, parameter_groups
     from modeling_essm.training.budget_dropout import budget_losses
 
     schedule = make_schedule(args, capacity_of(model))
@@ -249,7 +251,8 @@ def measure(
         make: a model of the configuration. fit: `train` of it.
         score: the metric at every budget: of elastic models at these up to the capacity, and at the capacity.
     """
-    from essm_train.run.engine import capacity_of, write_json
+    from essm_train.files import write_json
+    from essm_train.models import capacity_of
 
     with common.threads(1):
         device = torch.device(wanted["settings"]["device"])

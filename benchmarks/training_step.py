@@ -190,15 +190,15 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     kernels = gpu and importlib.util.find_spec("mamba_ssm") is not None
     report["mamba2_path"] = "mamba_ssm kernels" if kernels else "pure torch"
     print(f"Mamba-2 runs on: {report['mamba2_path']}" + ("" if kernels else " (not its architecture's best speed)"))
-    own = "ES-SSM" if args.config is None else args.config.name
-    report["gradient_error"] = check(models[own], length, device)
+    configured = "ES-SSM" if args.config is None else args.config.name
+    report["gradient_error"] = check(models[configured], length, device)
     print(f"gradients by chunked and by FFT agree to {report['gradient_error']:.1e}")
 
     makers: dict[str, tuple[str, dict[str, Any]]] = {}
-    for name in dict.fromkeys(("ES-SSM", own)):
+    for name in dict.fromkeys(("ES-SSM", configured)):
         budgets = common.clipped((4, 32), models[name].config)
         makers |= {f"{name} K={K}": (name, {"spectral_budget": K}) for K in budgets}
-    reference, largest = f"{own} K={budgets[-1]}", budgets[-1]
+    reference, largest = f"{configured} K={budgets[-1]}", budgets[-1]
     makers |= {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
     optimizers = {name: make_optimizer(model) for name, model in models.items()}
     steps, lengths, memory = {}, {}, {}
@@ -242,7 +242,7 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
         "model batch L step_ms(min-max) tokens/s(min-max) speed/" + reference.replace(" ", "_") + " peak_MiB", rows
     )
     counts = report["parameters"]
-    worst = max(abs(count / counts[own] - 1) for count in counts.values())
+    worst = max(abs(count / counts[configured] - 1) for count in counts.values())
     report["targets"] = [common.target("parameter counts apart, worst", worst, most=0.05)]
     return common.finish(report, args, device)
 
@@ -472,9 +472,9 @@ def measure_dropout(
     row["ratio"] = common.ratio(means["dropout"], means["full"])
     row["updates"] = []
     for j, budgets in enumerate(updates):
-        own, beside = ([times[j] for times in samples[name]] for name in ("dropout", "full"))
+        dropout, full = ([times[j] for times in samples[name]] for name in ("dropout", "full"))
         row["updates"].append(
-            {"budgets": budgets, "seconds": common.spread(own), "over_full": common.ratio(own, beside)}
+            {"budgets": budgets, "seconds": common.spread(dropout), "over_full": common.ratio(dropout, full)}
         )
     return row
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedTokenizerFast
 
 from essm_train.commands import train_clm
-from essm_train.run import checkpoints, engine
+from essm_train.run import checkpoints, saving
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.finiteness import local
 
@@ -73,7 +73,7 @@ def train(arguments: list[str], whole: bool = False) -> None:
             sweep = SimpleNamespace(table=lambda: "", save=lambda *args, **kwargs: None)
             for name, value in {"sweep_budgets": sweep, "sample": "", "write_card_and_push": None}.items():
                 patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
-            patches.enter_context(mock.patch.object(train_clm, "reload", return_value=(None, mock.Mock())))
+            patches.enter_context(mock.patch.object(train_clm, "load_saved", return_value=(None, mock.Mock())))
         train_clm.main(train_clm.parse_arguments(train_clm.CLMArguments, arguments))
 
 
@@ -259,7 +259,7 @@ def kill_at_rename(path: str) -> None:
 def full_disk_at(name: str) -> None:
     """While the folder of that name is written no file grows beyond 4 KiB: a real error of the operating system."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    guard = engine.complete_or_removed
+    guard = saving.complete_or_removed
 
     @contextlib.contextmanager
     def limited(path, temporary):
@@ -271,7 +271,7 @@ def full_disk_at(name: str) -> None:
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    engine.complete_or_removed = checkpoints.complete_or_removed = limited
+    saving.complete_or_removed = checkpoints.complete_or_removed = limited
 
 
 def _apart(

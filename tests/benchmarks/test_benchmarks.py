@@ -259,17 +259,17 @@ def ablation(benchmark_module):
 
 
 def test_ablation_runs_are_tabled_at_their_best_rate(ablation, tmp_path, monkeypatch, capsys):
-    from essm_train.run import engine
+    from essm_train import models
 
     module, run = ablation
-    seen, run_at_budget = [], engine.run_at_budget
+    seen, run_at_budget = [], models.run_at_budget
 
     def watched(model, batch, budget):
         if "labels" in batch:  # an update
             seen.append(batch["input_ids"])
         return run_at_budget(model, batch, budget)
 
-    monkeypatch.setattr(engine, "run_at_budget", watched)
+    monkeypatch.setattr(models, "run_at_budget", watched)
     names = ["gated", "llama"]
     report = run(tmp_path, "--only", *names, "--rates", "0.001", "0.1", "--seeds", "0", "1")
     assert {r["model"] for r in report["results"]} == {*names} and len(list((tmp_path / "runs").iterdir())) == 8
@@ -331,8 +331,8 @@ def test_ablation_reports_a_run_that_diverged(ablation, tmp_path):
 
 def test_an_ablation_run_is_a_run_of_train_clm(ablation, tmp_path):
     """So that what it measures is what a user gets."""
+    from essm_train.arguments import parse_arguments
     from essm_train.commands import train_clm
-    from essm_train.run.engine import parse_arguments
 
     ablation[1](tmp_path, "--only", "gated, FFN", "--rates", "0.01", "--seeds", "1")
     (path,) = (tmp_path / "runs").iterdir()

@@ -108,9 +108,9 @@ def test_every_model_runs_every_task(run, tmp_path, capsys):
 
 
 def test_every_model_sees_the_same_samples(run, monkeypatch):
-    from essm_train.run import engine
+    from essm_train import models
 
-    seen, budgets, run_at_budget = [], [], engine.run_at_budget
+    seen, budgets, run_at_budget = [], [], models.run_at_budget
 
     def watched(model, batch, budget):
         if "labels" in batch:  # an update
@@ -118,7 +118,7 @@ def test_every_model_sees_the_same_samples(run, monkeypatch):
             budgets.append(budget)
         return run_at_budget(model, batch, budget)
 
-    monkeypatch.setattr(engine, "run_at_budget", watched)
+    monkeypatch.setattr(models, "run_at_budget", watched)
     order = ["--tasks", "smnist:updates=8", "--only", "gated", "s4d", "--rates", "0.01", "0.02", "--seeds", "0", "1"]
     results = run(*order)["results"]
     assert [r["definition"]["task"]["updates"] for r in results] == [8, 8]
@@ -135,8 +135,8 @@ def test_every_model_sees_the_same_samples(run, monkeypatch):
 
 def test_a_run_is_a_run_of_train_classification(run, data_dir, tmp_path):
     """So that what it measures is what a user gets."""
+    from essm_train.arguments import parse_arguments
     from essm_train.commands import train_classification
-    from essm_train.run.engine import parse_arguments
 
     run("--tasks", "listops", "--only", "gated", "--rates", "0.01", "--seeds", "0")
     (path,) = (tmp_path / "runs").iterdir()

@@ -22,8 +22,8 @@ import yaml
 from helpers import random_model
 from transformers import AutoModelForCausalLM
 
-from essm_train.data.text import evaluation_blocks
-from essm_train.measure.budget_sweep import total_nats
+from essm_train.data.blocks import evaluation_blocks
+from essm_train.measure.scoring import total_nats
 from modeling_essm import build_byte_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")

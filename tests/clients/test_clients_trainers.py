@@ -186,7 +186,7 @@ def test_sft_trainer_with_an_adapter(tmp_path):
             assert_close(loaded(input_ids=ids, spectral_budget=K).logits, expected)
 
 
-# --- FSDP: two CPU ranks, for which Accelerate has to be told, see essm_train/run/engine.py.
+# --- FSDP: two CPU ranks, for which Accelerate has to be told, see essm_train/run/accelerator.py.
 
 FSDP2 = {
     "ACCELERATE_USE_CPU": "true",
@@ -213,12 +213,12 @@ def sharded_rank(folder, environment) -> None:
         import transformers.trainer
         from accelerate import Accelerator
 
-        from essm_train.run import engine
+        from essm_train.run.accelerator import _shard_on_cpu
 
         class Sharding(Accelerator):
             def __init__(self, *args, **kwargs):
                 super().__init__(*args, **kwargs)
-                engine._shard_on_cpu(self)
+                _shard_on_cpu(self)
 
         transformers.trainer.Accelerator = Sharding
         for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):

@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT, random_ids, random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from essm_train.commands.train_clm import CLMArguments
+from essm_train.data.arguments import CLMArguments
 from essm_train.measure import evaluation
 from essm_train.models import load_model
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer

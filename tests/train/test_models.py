@@ -11,10 +11,10 @@ import torch
 from helpers import random_model
 from safetensors.torch import load_file, save_file
 
+from essm_train.arguments import parse_arguments
 from essm_train.commands import train_classification, train_clm
-from essm_train.commands.train_retrieval import TwoTowerClassifier, TwoTowerConfig
-from essm_train.models import make_model, read_config
-from essm_train.run.engine import parse_arguments
+from essm_train.models import make_config, make_model
+from essm_train.tasks.retrieval import TwoTowerClassifier, TwoTowerConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 3}
@@ -95,13 +95,13 @@ def parse(script=train_clm.CLMArguments, **values):
 def test_a_configuration_is_read_and_rates_override_it(script, tmp_path):
     fields = {"hidden_size": 16, "num_spectral_channels": 4, "filter_length": 512}
     ESSMConfig(**fields, dropout=0.1, stochastic_depth=0.2, gating="none").save_pretrained(tmp_path)
-    config = read_config(parse(script, config_name=tmp_path))
+    config = make_config(parse(script, config_name=tmp_path))
     assert {name: getattr(config, name) for name in fields} == fields
     assert (config.dropout, config.stochastic_depth, config.gating) == (0.1, 0.2, "none")
-    config = read_config(parse(script, config_name=tmp_path, dropout=0), vocab_size=300)
+    config = make_config(parse(script, config_name=tmp_path, dropout=0), vocab_size=300)
     assert (config.dropout, config.stochastic_depth, config.vocab_size) == (0, 0.2, 300)
     with pytest.raises(ValueError, match=r"dropout must be a number in \[0, 1\), got 1.5"):
-        read_config(parse(script, config_name=tmp_path, dropout=1.5))
+        make_config(parse(script, config_name=tmp_path, dropout=1.5))
     args = parse(script, **TINY)
     assert (args.dropout, args.stochastic_depth) == (0.0, 0.0)  # as in runs from before they could be left out
 
@@ -112,18 +112,18 @@ def test_sizes_override_a_configuration(script, tmp_path):
     own = {"hidden_size": 24, "num_hidden_layers": 3, "num_spectral_channels": 8, "filter_length": 600}
     own |= {"scaling_exponent": 0.125, "gating": "none", "ar_order": 2}
     ESSMConfig(**own, chunk_size=32).save_pretrained(tmp_path)
-    config = read_config(parse(script, config_name=tmp_path, ar_order=0, **GATED))
+    config = make_config(parse(script, config_name=tmp_path, ar_order=0, **GATED))
     assert {name: getattr(config, name) for name in GATED} == GATED
     assert (config.hidden_size, config.scaling_exponent) == (24, 0.0)  # the exponent of a block goes with it
     changes = {"embedding_initializer_range": 0.1, "intermediate_size": 20}
     changes |= {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
     changes |= {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0}
     for name, value in changes.items():
-        config = read_config(parse(script, config_name=tmp_path, **{name: value}))
+        config = make_config(parse(script, config_name=tmp_path, **{name: value}))
         assert {field: getattr(config, field) for field in {*own, name}} == own | {name: value}
         assert config.chunk_size == 32
     with pytest.raises(ValueError, match=r"filter_length 600 resolves at most .* got num_spectral_channels=99"):
-        read_config(parse(script, config_name=tmp_path, num_spectral_channels=99))
+        make_config(parse(script, config_name=tmp_path, num_spectral_channels=99))
 
 
 @scripts
@@ -194,9 +194,9 @@ def test_what_is_no_configuration_is_refused(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     for folder, found in (("towers", "'essm_two_tower'"), ("empty", "None")):
         with pytest.raises(ValueError, match=f"{folder}' must hold .* model_type 'essm', got model_type {found}"):
-            read_config(parse(model_name_or_path=tmp_path / folder))
+            make_config(parse(model_name_or_path=tmp_path / folder))
     with pytest.raises(ValueError, match=r"cannot read the configuration of .*MISSING'"):
-        read_config(parse(config_name=tmp_path / "MISSING"))
+        make_config(parse(config_name=tmp_path / "MISSING"))
 
 
 @scripts

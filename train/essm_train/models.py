@@ -6,14 +6,18 @@ An ES-SSM is new, from sizes or from a configuration that holds them, or starts 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from essm_train.run.engine import RunArguments, _arg
+from essm_train.arguments import RunArguments, arg
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
 # Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
@@ -40,12 +44,12 @@ def _size(name: str, help: str) -> Any:
     """None says that it was not given; SizeArguments and a configuration then each have their own value."""
     default = "what ESSMConfig makes of the others" if _SIZES[name] is None else _SIZES[name]
     paper = f" ({_PAPER[name]} with the paper's block)" if name in _PAPER else ""
-    return field(default=None, metadata={"help": f"{help} By default {default}{paper}, or as configured."})
+    return arg(None, f"{help} By default {default}{paper}, or as configured.")
 
 
 @dataclass
 class SizeArguments(RunArguments):
-    """A new ES-SSM's shape; how to train is in engine.RunArguments."""
+    """A new ES-SSM's shape; how to train is in arguments.RunArguments."""
 
     hidden_size: int | None = _size("hidden_size", "Model width D.")
     num_hidden_layers: int | None = _size("num_hidden_layers", "Number of blocks.")
@@ -69,12 +73,8 @@ class SizeArguments(RunArguments):
     embedding_initializer_range: float | None = _size(
         "embedding_initializer_range", "Standard deviation of new embeddings."
     )
-    dropout: float | None = field(
-        default=None, metadata={"help": "Dropout rate after each sub-layer; by default 0, or as configured."}
-    )
-    stochastic_depth: float | None = field(
-        default=None, metadata={"help": "Rate of skipping a whole sub-layer; by default 0, or as configured."}
-    )
+    dropout: float | None = arg(None, "Dropout rate after each sub-layer; by default 0, or as configured.")
+    stochastic_depth: float | None = arg(None, "Rate of skipping a whole sub-layer; by default 0, or as configured.")
 
     EARLIER = MappingProxyType({"block": "paper"})
 
@@ -99,15 +99,15 @@ class SizeArguments(RunArguments):
 class ModelArguments(SizeArguments):
     """The model: sizes, for ES-SSM or a baseline; or a configuration, which sizes override; or weights of ES-SSM."""
 
-    architecture: str = _arg(
+    architecture: str = arg(
         "essm",
         "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
         "'mamba', 'mamba2', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
     )
-    config_name: str | None = _arg(
+    config_name: str | None = arg(
         None, "Folder or Hub name of a configuration; sizes that are given beside it take the place of its own."
     )
-    model_name_or_path: str | None = _arg(None, "Weights to start from, instead of a new model.")
+    model_name_or_path: str | None = arg(None, "Weights to start from, instead of a new model.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -146,7 +146,7 @@ class ModelArguments(SizeArguments):
         return values
 
 
-def read_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
+def make_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
     """The configuration that the arguments name, or make from sizes.
 
     Args:
@@ -216,14 +216,15 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
         cls: ESSMForCausalLM or ESSMForSequenceClassification, or which of the two a baseline stands for.
         fields: of the config, that the data asks for.
     Raises:
-        ValueError: as `read_config`; an unknown architecture; or weights that cannot be read or are not all there.
+        ValueError: as `make_config`; an unknown architecture; or weights that cannot be read or are not all there.
     """
-    config = read_config(args, **fields)
+    config = make_config(args, **fields)
     if args.model_name_or_path:
         return _load_weights(args.model_name_or_path, cls, config)
     if not args.is_baseline:
         return cls(config).float()
-    from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification, matched_baseline
+    from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
+    from essm_train.baselines.sizes import matched_baseline
 
     with torch.device("meta"):
         target = sum(parameter.numel() for parameter in cls(config).parameters())
@@ -252,3 +253,38 @@ def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> 
     if lacking := sorted(set(found["missing_keys"]) - may_lack):
         raise ValueError(f"the weights of {name!r} lack {', '.join(lacking)}: fetch or save them again")
     return model.float()
+
+
+def capacity_of(model: nn.Module) -> int:
+    """The largest budget of a model, wrapped for several processes or not; 1 for one that knows no budgets."""
+    return getattr(getattr(model, "module", model).config, "num_spectral_channels", 1)
+
+
+def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int) -> Any:
+    """Outputs of a model, wrapped or not; one that knows no budgets runs as it is."""
+    elastic = hasattr(getattr(model, "module", model).config, "num_spectral_channels")
+    return model(**batch, use_cache=False, **({"spectral_budget": budget} if elastic else {}))
+
+
+def read_saved_config(folder: Path) -> dict[str, Any]:
+    """config.json of a saved model. Raises ValueError if it is absent, damaged, or not an ES-SSM's with a head."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"model must be the folder of a saved model, got {str(folder)!r}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if config.get("model_type") != "essm":
+        raise ValueError(f"{path}: model_type must be 'essm', which has budgets, got {config.get('model_type')!r}")
+    architecture = (config.get("architectures") or [None])[0]
+    if architecture not in ("ESSMForCausalLM", "ESSMForSequenceClassification"):
+        raise ValueError(
+            f"{path}: the architecture must be ESSMForCausalLM or ESSMForSequenceClassification, got {architecture!r}"
+        )
+    return config
+
+
+def is_causal(config: dict[str, Any]) -> bool:
+    """Whether such a configuration is that of a language model."""
+    return config["architectures"][0] == "ESSMForCausalLM"

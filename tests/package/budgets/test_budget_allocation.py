@@ -586,7 +586,7 @@ def test_classifiers_of_features(method):
 
 @pytest.mark.parametrize("method", budget_allocation.METHODS)
 def test_pairs_of_documents(method, monkeypatch):
-    from essm_train.commands.train_retrieval import TwoTowerClassifier, TwoTowerConfig
+    from essm_train.tasks.retrieval import TwoTowerClassifier, TwoTowerConfig
 
     config = TwoTowerConfig(hidden_size=16, num_hidden_layers=2, filter_length=512, chunk_size=8, num_labels=2)
     model, ids = randomise(TwoTowerClassifier(config)).eval(), random_ids(3, 2, 20)
@@ -723,8 +723,9 @@ def test_benchmark_of_language_models(benchmark, tmp_path, capsys):
 
 
 def test_benchmark_reads_language_tasks(benchmark, tmp_path, monkeypatch):
-    from essm_train.commands.train_clm import CLMArguments
-    from essm_train.data.text import ByteEncoder, load_text
+    from essm_train.data.arguments import CLMArguments
+    from essm_train.data.text import load_text
+    from essm_train.data.tokens import ByteEncoder
 
     (tmp_path / "train.txt").write_text("a balanced realisation of the Hankel operator " * 30)
     (tmp_path / "validation.txt").write_text("the spectral state of the spectral budget " * 30)
@@ -746,7 +747,7 @@ def test_benchmark_reads_language_tasks(benchmark, tmp_path, monkeypatch):
 
 
 def test_benchmark_of_classifiers(benchmark, tmp_path, monkeypatch):
-    from essm_train.commands.train_classification import ClassificationArguments
+    from essm_train.data.arguments import ClassificationArguments
 
     rng = np.random.default_rng(0)
     for split, count in (("train", 20), ("test", 7)):

@@ -10,16 +10,10 @@ from helpers import assert_close, random_ids, randomise
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mamba.modeling_mamba import MambaMixer
 
-from essm_train.baselines.models import (
-    ARCHITECTURES,
-    CAUSAL,
-    BaselineConfig,
-    BaselineForCausalLM,
-    BaselineForSequenceClassification,
-    count_parameters,
-    matched_baseline,
-)
+from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
 from essm_train.baselines.s4d import DT_RANGE, S4DMixer
+from essm_train.baselines.sizes import count_parameters, matched_baseline
 
 TOKENS = tuple(a for a in ARCHITECTURES if a != "tc_resnet")
 F = 5  # input features
@@ -327,7 +321,7 @@ def test_gradient_checkpointing_changes_no_gradient(architecture):
         if checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
-            )  # as engine.py does
+            )  # as loop.py does
         torch.manual_seed(3)  # of the dropout
         model(ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in model.parameters()])

@@ -17,10 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from essm_train.arguments import parse_arguments
 from essm_train.commands import reproduce, train_classification, train_clm
 from essm_train.commands import train_retrieval as retrieval
-from essm_train.run import engine
-from essm_train.run.engine import parse_arguments
+from essm_train.run import loop
+from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
 from essm_train.tasks.catalog import TASKS
 from essm_train.tasks.listops import ListOps
@@ -107,13 +108,13 @@ def test_a_row_starts_at_full_scale(task, overrides, data, tmp_path, monkeypatch
             for name, value in collate(samples[:1]).items()
             for rest in [2 if name == "input_features" else 1]
         }
-        record = engine.train(accelerator, args, task, schedule)
-        assert record["updates"] == 1 and len(engine.list_checkpoints(tmp_path / "run")) == 0
+        record = loop.train(accelerator, args, task, schedule)
+        assert record["updates"] == 1 and len(list_checkpoints(tmp_path / "run")) == 0
         raise Started(task.model)
 
     monkeypatch.setattr(script, "train_and_record", start)
     for name in ("save_checkpoint", "save_model"):
-        monkeypatch.setattr(engine, name, lambda *rest: None)
+        monkeypatch.setattr(loop, name, lambda *rest: None)
     with pytest.raises(Started) as started:
         script.main(parse_arguments(arguments, command[3:]))
     config = started.value.args[0].config

@@ -18,14 +18,17 @@ from helpers import ROOT, random_model
 from training_run import bpe_tokenizer
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from essm_train.arguments import parse_arguments
 from essm_train.baselines.models import BaselineForSequenceClassification
 from essm_train.commands import train_classification
-from essm_train.commands.train_classification import ACCURACY, ClassificationArguments
-from essm_train.data.classification import FeatureReader, Sample, TextReader, collate, load_classification
+from essm_train.data.arguments import ClassificationArguments
+from essm_train.data.classification import load_classification
+from essm_train.data.readers import FeatureReader, Sample, TextReader
+from essm_train.data.rows import collate
 from essm_train.data.sound import decode_wav
 from essm_train.measure.budget_sweep import BudgetSweep
+from essm_train.measure.metric import ACCURACY
 from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.engine import parse_arguments
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import budget_schedule
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """train/train_clm.py: whole runs on bytes, tokens and weights that exist, and errors before any work.
 
-How a run trains, stops, breaks and resumes is tested in test_engine.py and test_distributed.py.
+How a run trains, stops, breaks and resumes is tested in test_loop.py and test_distributed.py.
 """
 
 import json
@@ -25,9 +25,12 @@ from training_run import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from essm_train.arguments import parse_arguments
 from essm_train.commands import train_clm
-from essm_train.data.text import ByteEncoder, load_text, text_labels
-from essm_train.run import engine
+from essm_train.data.blocks import text_labels
+from essm_train.data.text import load_text
+from essm_train.data.tokens import ByteEncoder
+from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
@@ -87,7 +90,7 @@ def test_best_and_model_load_with_remote_code(finished):
 
 
 def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys, monkeypatch):
-    monkeypatch.setattr(engine, "_accumulate", None)  # an update would call it
+    monkeypatch.setattr(loop, "_accumulate", None)  # an update would call it
     checkpoints = list_checkpoints(finished)
     (finished / "budget_sweep.json").unlink()
     card = finished / "model" / "README.md"
@@ -124,7 +127,7 @@ def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
 
 
 def test_special_tokens_are_not_scored_in_validation(data):
-    args = engine.parse_arguments(train_clm.CLMArguments, command_line(Path("nowhere"), **data))
+    args = parse_arguments(train_clm.CLMArguments, command_line(Path("nowhere"), **data))
     encoder = ByteEncoder()
     text = load_text(args, encoder)
     seen = []
@@ -164,7 +167,7 @@ def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
         ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
         sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
         line = command_line(tmp_path / "run", **data, **sizes, **changes, model_name_or_path=tmp_path / "model")
-        args = engine.parse_arguments(train_clm.CLMArguments, line)
+        args = parse_arguments(train_clm.CLMArguments, line)
         return train_clm.build_model(args, train_clm.make_encoder(args))
 
     own = {"tokenizer_name": tmp_path / "tokenizer"}
@@ -194,12 +197,12 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
     line = command_line(tmp_path / "run", **data, **changes, tokenizer_name=tmp_path / "other")
     with pytest.raises(ValueError, match=r"tokenizer_name must be the tokenizer of .*model'.* --replace_tokenizer"):
         train(line)
-    args = engine.parse_arguments(train_clm.CLMArguments, [*line, "--replace_tokenizer"])
+    args = parse_arguments(train_clm.CLMArguments, [*line, "--replace_tokenizer"])
     model = train_clm.build_model(args, train_clm.make_encoder(args))
     assert (model.config.vocab_size, model.config.eos_token_id) == (320, other.eos_token_id)
     assert model.generation_config.eos_token_id == other.eos_token_id != 299
     with pytest.raises(ValueError, match="replace_tokenizer needs tokenizer_name and model_name_or_path"):
-        engine.parse_arguments(train_clm.CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
+        parse_arguments(train_clm.CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_errors_come_before_any_work(changes, message, data, tmp_path, monkeypat
     Dataset.from_dict({"text": ["x" * 100]}).to_parquet(tmp_path / "TABLE.parquet")
     bpe_tokenizer(documents()).save_pretrained(tmp_path / "tokenizer")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engine, "_accumulate", None)  # an update would call it
+    monkeypatch.setattr(loop, "_accumulate", None)  # an update would call it
     with pytest.raises(ValueError, match=message):
         train(command_line(**{"output_dir": "run", **data} | changes))
     assert not list(tmp_path.glob("run/checkpoint-*"))

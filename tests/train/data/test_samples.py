@@ -1,12 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/data/samples.py: every sample of an epoch once, in an order that no interruption changes."""
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-
 
 from essm_train.data.samples import Each, MapSamples, StreamSamples, even_shares, share_of
 

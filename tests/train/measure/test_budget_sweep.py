@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from training_run import bpe_tokenizer, documents
 
-from essm_train.data.text import ByteEncoder, TokenizerEncoder, evaluation_blocks, text_labels, to_stream
-from essm_train.measure.budget_sweep import BudgetSweep, num_scored, sweep_budgets
+from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
+from essm_train.data.tokens import ByteEncoder, TokenizerEncoder
+from essm_train.measure.budget_sweep import BudgetSweep, sweep_budgets
+from essm_train.measure.scoring import num_scored
 from modeling_essm.training.byte_tokenizer import EOS_ID, VOCAB_SIZE
 
 

@@ -23,23 +23,19 @@ from training_run import bpe_tokenizer, documents
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from essm_train.commands import calibrate
-from essm_train.commands.calibrate import HeldOut, measure_quality
-from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, text_labels, to_stream
-from essm_train.measure import evaluation
-from essm_train.measure.budget_sweep import BITS_PER_BYTE, BudgetSweep, sweep_budgets
-from essm_train.run.engine import Metric
+from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.tokens import ByteEncoder
+from essm_train.measure import calibration, evaluation
+from essm_train.measure.budget_sweep import BudgetSweep, sweep_budgets
+from essm_train.measure.calibration import HeldOut, measure_quality
+from essm_train.measure.metric import BITS_PER_BYTE, Metric
+from essm_train.models import read_saved_config
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.budgets import budget_profile, choose_budget, profile_file, read_profile
 from modeling_essm.budgets import profile as profile_module
-from modeling_essm.budgets.fingerprint import fingerprint
-from modeling_essm.budgets.profile import (
-    BudgetProfile,
-    DeviceProfile,
-    Fingerprint,
-    Measurement,
-    Quality,
-    device_name,
-)
+from modeling_essm.budgets.fingerprint import Fingerprint, fingerprint
+from modeling_essm.budgets.profile import BudgetProfile, DeviceProfile, Measurement, Quality, device_name
 from modeling_essm.loading_essm import PROFILE_NAME
 
 BUDGETS = (2, 4, 8, 16, 32)
@@ -74,7 +70,7 @@ def profile(values=(2.4, 2.1, 2.03, 2.01, 2.0), higher=False, **devices) -> Budg
 def named_machine(monkeypatch):
     """The tests run HERE."""
     monkeypatch.setattr(profile_module, "device_name", lambda device=None: HERE)
-    monkeypatch.setattr(calibrate, "device_name", lambda device=None: HERE)
+    monkeypatch.setattr(calibration, "device_name", lambda device=None: HERE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -653,7 +649,7 @@ def test_a_task_is_scored_as_it_is_evaluated(tmp_path):
     folder = tmp_path / "model"
     random_model(seed=2, num_spectral_channels=4).save_pretrained(folder)
     args = calibrate.CalibrateArguments(str(folder), task="novels", data_dir=str(tmp_path), scale="small")
-    held_out = calibrate.open_held_out(args, calibrate.read_config(folder))
+    held_out = calibrate.open_held_out(args, read_saved_config(folder))
     task = evaluation.open_task("novels", str(tmp_path), "small")
     model = task.load(str(folder))
     expected = task.sweep(model, (2, 4))
@@ -668,7 +664,7 @@ def test_a_model_of_other_tokens_is_scored_per_byte(tmp_path):
     text = "".join(documents())
     (tmp_path / "text.txt").write_text(text)
     args = calibrate.CalibrateArguments(str(tmp_path / "model"), text_files=[str(tmp_path / "text.txt")], block_size=16)
-    score = calibrate.open_held_out(args, calibrate.read_config(tmp_path / "model")).score
+    score = calibrate.open_held_out(args, read_saved_config(tmp_path / "model")).score
     bits, num_bytes = score(ESSMForCausalLM.from_pretrained(tmp_path / "model").eval(), 32)
     num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
     assert num_tokens < 0.8 * len(text.encode())  # or a byte might as well be a token
@@ -700,7 +696,7 @@ def calibrated(saved):
     shutil.copytree(saved / "model", folder)
     arguments = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "2", "8"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
-        patch.setattr(calibrate, "device_name", lambda device: HERE)
+        patch.setattr(calibration, "device_name", lambda device: HERE)
         calibrate.main([*arguments, "--block_size", "64", "--max_blocks", "5", *QUICK])
     (saved / "output.txt").write_text(output.getvalue())
     return folder
@@ -776,7 +772,7 @@ def test_another_device_adds_its_times(calibrated, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(calibrated, folder)
     before = read_profile(folder)
-    monkeypatch.setattr(calibrate, "device_name", lambda device: THERE)
+    monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
     monkeypatch.setattr(calibrate, "measure_quality", None)
     monkeypatch.setattr(calibrate, "open_held_out", None)
     arguments = ["--model", str(folder), "--timing_only", "--dtype", "bfloat16", "--prompt_length", "9", *QUICK]
@@ -790,7 +786,7 @@ def test_another_device_adds_its_times(calibrated, tmp_path, monkeypatch):
         before.devices[HERE].weight_bytes / 2,
     )
     assert {row.budget for row in entry.rows} == {8}
-    assert [axes.get_title().split("\n")[0] for axes in calibrate.draw(after).axes] == [HERE, THERE]
+    assert [axes.get_title().split("\n")[0] for axes in calibration.draw(after).axes] == [HERE, THERE]
     # and once more: only its own entry is replaced
     calibrate.main(["--model", str(folder), "--timing_only", *QUICK])
     again = read_profile(folder)
@@ -802,7 +798,7 @@ def test_calibrated_again_other_devices_stay(saved, calibrated, tmp_path, monkey
     folder = tmp_path / "model"
     shutil.copytree(calibrated, folder)
     before = read_profile(folder)
-    monkeypatch.setattr(calibrate, "device_name", lambda device: THERE)
+    monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
     calibrate.main(["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK])
     after = read_profile(folder)
     assert after.devices[HERE] == before.devices[HERE] and after.quality.budgets == (4, 32)
@@ -813,9 +809,9 @@ def test_calibrated_again_other_devices_stay(saved, calibrated, tmp_path, monkey
 def test_what_a_time_means(monkeypatch):
     """Of a prefill that of the call, of decoding that of one of its steps, for the whole batch."""
     monkeypatch.setattr(
-        calibrate, "paired", lambda calls, *args, **kwargs: {case: [0.004, 0.012, 0.002] for case in calls}
+        calibration, "paired", lambda calls, *args, **kwargs: {case: [0.004, 0.012, 0.002] for case in calls}
     )
-    prefill, decode = calibrate.measure_device(random_model(), (4,), (3,), 10, 2, 1).rows
+    prefill, decode = calibration.measure_device(random_model(), (4,), (3,), 10, 2, 1).rows
     assert (prefill.phase, decode.phase) == ("prefill", "decode")
     assert (prefill.median_ms, prefill.min_ms, prefill.max_ms) == pytest.approx((4, 2, 12))
     assert (decode.median_ms, decode.min_ms, decode.max_ms) == pytest.approx((2, 1, 6))
@@ -825,7 +821,7 @@ def test_what_a_time_means(monkeypatch):
 def test_the_picture():
     """One curve per batch size over all budgets, times to the right, marks on each curve."""
     found = profile()
-    (axes,) = calibrate.draw(found).axes
+    (axes,) = calibration.draw(found).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     times, values = (1.0, 1.5, 2.0, 3.0, 5.0), found.quality.values
     assert lines["batch size 1"] == [list(pair) for pair in zip(times, values)]
@@ -834,7 +830,7 @@ def test_the_picture():
     assert lines["K = 4: collapse boundary"] == [[1.5, 2.1], [3.0, 2.1]]
     assert [text.get_text() for text in axes.texts] == ["2", "4", "8", "16", "32"] * 2
     assert "decoded token" in axes.get_xlabel() and "lower is better" in axes.get_ylabel()
-    (axes,) = calibrate.draw(profile((0.5, 0.6, 0.7, 0.8, 0.9), True, **{HERE: device(HERE)})).axes
+    (axes,) = calibration.draw(profile((0.5, 0.6, 0.7, 0.8, 0.9), True, **{HERE: device(HERE)})).axes
     assert "call over 64 positions" in axes.get_xlabel() and "higher is better" in axes.get_ylabel()
 
 
@@ -918,7 +914,7 @@ def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(documents()) if text]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = calibrate.CalibrateArguments(str(folder), test_file=[str(tmp_path / "test.jsonl")], text_column="text")
-    held_out = calibrate.open_held_out(args, calibrate.read_config(folder))
+    held_out = calibrate.open_held_out(args, read_saved_config(folder))
     hits, _ = held_out.score(model, 32)
     with torch.no_grad():
         expected = [
@@ -930,8 +926,8 @@ def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path
 
 def test_a_classifier_of_token_ids_is_timed():
     model = random_model(ESSMForSequenceClassification, num_labels=3)
-    assert calibrate.random_inputs(model, 2, 9)["input_ids"].shape == (2, 9)
-    entry = calibrate.measure_device(model, (4,), (2,), 9, 1, 1)
+    assert calibration.random_inputs(model, 2, 9)["input_ids"].shape == (2, 9)
+    entry = calibration.measure_device(model, (4,), (2,), 9, 1, 1)
     assert [(row.phase, row.batch_size, row.budget) for row in entry.rows] == [("prefill", 2, 4)]
 
 

@@ -17,12 +17,11 @@ import torch
 from helpers import ROOT, random_model, randomise
 
 from essm_train.commands import reproduce
-from essm_train.commands.train_classification import ClassificationArguments
-from essm_train.commands.train_clm import CLMArguments
-from essm_train.commands.train_retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
+from essm_train.data.arguments import ClassificationArguments, CLMArguments
 from essm_train.measure import evaluation
 from essm_train.measure.evaluation import Evaluation
-from essm_train.run.engine import Metric
+from essm_train.measure.metric import Metric
+from essm_train.tasks.retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
 from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
 
 
@@ -149,7 +148,7 @@ def test_open_task_names_what_is_wrong(pairs, tmp_path):
 
 
 def test_the_script_does_not_hide_the_evaluate_library():
-    from essm_train.measure.budget_sweep import load_metric
+    from essm_train.measure.metric import load_metric
 
     assert load_metric("accuracy").compute(predictions=[1, 0], references=[1, 1])["accuracy"] == 0.5
     assert importlib.util.find_spec("evaluate") is not None
@@ -167,7 +166,7 @@ def novels(tmp_path, monkeypatch):
     tiny = {"train_file": [str(text)], "hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4}
     tiny |= {"filter_length": 512, "block_size": 64, "max_steps": 4, "warmup_steps": 1, "validation_blocks": 2}
     tiny |= {"sweep_blocks": 2, "per_device_batch_size": 2}
-    tiny |= {"tokenizer_name": str(reproduce.ROOT / "hub_configs" / "essm-tiny")}
+    tiny |= {"tokenizer_name": str(ROOT / "hub_configs" / "essm-tiny")}
     monkeypatch.setattr(reproduce, "task_arguments", lambda name, data_dir, scale: tiny)
     folders = {"output_dir": str(tmp_path / "runs"), "results_dir": str(tmp_path / "results")}
     return lambda **changes: reproduce.ReproduceArguments(
@@ -186,7 +185,7 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
     assert names == {"table4-small.json", "table4-small.md", "table4-small.png"}
     assert "| ES-SSM |" in (tmp_path / "results" / "table4-small.md").read_text()
     written = (tmp_path / "results" / "table4-small.json").read_text()
-    assert str(tmp_path) not in written and str(reproduce.ROOT) not in written and "hub_configs/essm-tiny" in written
+    assert str(tmp_path) not in written and str(ROOT) not in written and "hub_configs/essm-tiny" in written
     capsys.readouterr()
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
     assert reproduce.reproduce("table4", novels())["rows"] == rows
@@ -274,7 +273,7 @@ def test_bad_paper_figures(novels, tmp_path, text, message):
 
 
 def test_every_small_task_says_how_it_differs():
-    text = reproduce.differences(list(reproduce.TASKS), "small")
+    text = reproduce.departures(list(reproduce.TASKS), "small")
     assert text.count("Small scale: ") == len(reproduce.TASKS)
     assert "max_length 512 for 4096" in text and "validate_every" not in text
-    assert "Small scale" not in reproduce.differences(list(reproduce.TASKS), "full")
+    assert "Small scale" not in reproduce.departures(list(reproduce.TASKS), "full")

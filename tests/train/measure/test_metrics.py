@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from essm_train.measure.budget_sweep import load_metric
+from essm_train.measure.metric import load_metric
 
 
 @pytest.fixture(autouse=True)

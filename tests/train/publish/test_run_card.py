@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from essm_train.arguments import RunArguments
 from essm_train.publish import run_card
 from essm_train.publish.run_card import write_card_and_push
-from essm_train.run.engine import RunArguments
 
 
 @pytest.fixture

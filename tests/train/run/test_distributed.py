@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/run/engine.py on two CPU ranks, under DDP and FSDP2: the same as one rank, and resumed exactly."""
+"""essm_train/run/loop.py on two CPU ranks, under DDP and FSDP2: the same as one rank, and resumed exactly."""
 
 import os
 import shutil

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from transformers.audio_utils import hertz_to_mel, mel_to_hertz
 
-from essm_train.data.classification import FeatureReader, Sample, collate
-from essm_train.tasks import audio
+from essm_train.commands import prepare_audio
+from essm_train.data.readers import FeatureReader, Sample
+from essm_train.data.rows import collate
 from essm_train.tasks.audio import (
     MuLawClips,
     SpeechCommands,
@@ -138,11 +139,11 @@ def mu_law_folder(tmp_path_factory) -> Path:
 
 def test_four_words_are_written_once_and_read_by_the_trainer(mu_law_folder, tmp_path, capsys):
     arguments = ["speech4", "--data_dir", str(mu_law_folder), "--output_dir", str(tmp_path), "--num_workers", "1"]
-    audio.main(arguments)
+    prepare_audio.main(arguments)
     files = shard_files(tmp_path, "speech4", checksum=True)
     assert {split: len(paths) for split, paths in files.items()} == {"train": 1, "validation": 1, "test": 1}
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.parquet")}
-    audio.main(arguments)  # nothing left to do
+    prepare_audio.main(arguments)  # nothing left to do
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.parquet")}
     assert str(mu_law_folder) not in (tmp_path / "manifest.json").read_text()
     assert "--features_column frames" in capsys.readouterr().out
@@ -239,5 +240,5 @@ def test_wav_errors(tmp_path):
 
 def test_command_line_errors(tmp_path):
     with pytest.raises(SystemExit, match=r"error: .*is not there"):
-        audio.main(["speech4", "--data_dir", str(tmp_path), "--output_dir", str(tmp_path / "out")])
+        prepare_audio.main(["speech4", "--data_dir", str(tmp_path), "--output_dir", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -14,18 +14,18 @@ import pytest
 import torch
 from helpers import ROOT
 
-from essm_train.commands import train_classification
-from essm_train.commands.train_classification import ClassificationArguments
-from essm_train.commands.train_clm import CLMArguments
-from essm_train.commands.train_retrieval import RetrievalArguments
-from essm_train.run.engine import parse_arguments
-from essm_train.tasks import catalog, generate
+from essm_train.arguments import parse_arguments
+from essm_train.commands import list_tasks, make_task_data, train_classification
+from essm_train.data.arguments import ClassificationArguments, CLMArguments
+from essm_train.tasks import catalog
 from essm_train.tasks.audio import SpeechFrames
-from essm_train.tasks.catalog import SCRIPTS, TASKS, data_folders, make_arguments, task_arguments
+from essm_train.tasks.catalog import SCRIPTS, TASKS, make_arguments, task_arguments
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder
+from essm_train.tasks.retrieval import RetrievalArguments
 from essm_train.tasks.shards import MANIFEST, SPLITS
 from essm_train.tasks.shards import generate as generate_shards
+from essm_train.tasks.sources import Files, data_folders
 
 SCALES = ("full", "small")
 BOTH = [(name, scale) for name in TASKS for scale in SCALES]
@@ -56,7 +56,7 @@ def data(tmp_path_factory) -> Path:
     trees = {"min_length": 5, "max_length": 50, "max_depth": 4}
     for spec in TASKS.values():
         for place in (*spec.sources, *spec.small_sources):
-            if isinstance(place, catalog.Files):
+            if isinstance(place, Files):
                 for pattern in place.files.values():
                     path = folder / pattern.replace("*", "00000")
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def test_absent_data_says_what_to_do(name, scale, tmp_path):
     assert "https://" in message or "http://" in message or "`python train/" in message or name == "speech4"
     assert not re.search(r"[{}]", message.replace("{train,validation,test}", ""))  # nothing left unformatted
     for command in re.findall(r"`python train/make_task_data\.py (.*?)`", message):
-        generator, output_dir, _ = generate.parse_arguments(shlex.split(command))
+        generator, output_dir, _ = make_task_data.parse_arguments(shlex.split(command))
         place = TASKS[name].places(scale)[0]
         assert output_dir == tmp_path / place.folder and generator.name == place.name
         spec = TASKS[name]
@@ -232,19 +232,19 @@ def test_unknown_names():
 
 
 def test_table(data, tmp_path, capsys):
-    catalog.main(["--data_dir", str(tmp_path / "nothing")])
+    list_tasks.main(["--data_dir", str(tmp_path / "nothing")])
     text = capsys.readouterr().out
     assert all(re.search(rf"^{name} +- +- ", text, re.M) for name in TASKS) and "fetch lra_release.gz" in text
-    catalog.main(["--data_dir", str(data)])
+    list_tasks.main(["--data_dir", str(data)])
     text = capsys.readouterr().out
     assert all(re.search(rf"^{name} +yes +yes ", text, re.M) for name in TASKS) and "no data" not in text
     with pytest.raises(SystemExit, match="error: no data for task 'smnist'"):
-        catalog.main(["--data_dir", str(tmp_path), "--task", "smnist"])
+        list_tasks.main(["--data_dir", str(tmp_path), "--task", "smnist"])
 
 
 @pytest.mark.parametrize("name, scale", BOTH)
 def test_yaml_means_the_same(name, scale, data, tmp_path, capsys):
-    catalog.main(["--data_dir", str(data), "--task", name, "--scale", scale])
+    list_tasks.main(["--data_dir", str(data), "--task", name, "--scale", scale])
     path = tmp_path / "arguments.yaml"
     path.write_text(capsys.readouterr().out)
     parsed = parse_arguments(CLASSES[TASKS[name].script], [str(path), "--output_dir", str(tmp_path)])

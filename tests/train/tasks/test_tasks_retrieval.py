@@ -10,8 +10,10 @@ import torch
 from helpers import assert_close, randomise
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from essm_train.arguments import parse_arguments
 from essm_train.commands import train_retrieval as retrieval
-from essm_train.commands.train_retrieval import (
+from essm_train.run.checkpoints import list_checkpoints
+from essm_train.tasks.retrieval import (
     Pair,
     PairFile,
     RetrievalArguments,
@@ -21,8 +23,6 @@ from essm_train.commands.train_retrieval import (
     load_retrieval,
     parse_line,
 )
-from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.engine import parse_arguments
 
 TINY = {
     "hidden_size": 16,

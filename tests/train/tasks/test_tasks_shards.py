@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/tasks/shards.py and generate.py: same bytes whoever makes them, continued after a kill, damage mended."""
+"""essm_train/tasks/shards.py, train/make_task_data.py: the same bytes whoever makes them, also after a kill; damage."""
 
 import dataclasses
 import errno
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from essm_train.tasks import generate as script
+from essm_train.commands import make_task_data as script
 from essm_train.tasks import listops, pathfinder, shards
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder

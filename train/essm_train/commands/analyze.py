@@ -27,10 +27,13 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModel, HfArgumentParser, PreTrainedModel
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
-from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, to_stream
+from essm_train.data.blocks import evaluation_blocks, to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.tokens import ByteEncoder
+from essm_train.files import check_writable, write_figure, write_json
 from essm_train.models import TRUST_HELP, load_model
-from essm_train.run.engine import check_writable, write_json
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
@@ -243,9 +246,9 @@ class AnalyzeArguments:
     model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM language model."})
     text_files: list[str] = field(metadata={"help": "Text to run it on, read as bytes."})
     output_dir: str = field(metadata={"help": "Where analysis.json, gates.png and cost.png go."})
-    block_size: int = field(default=512, metadata={"help": "Tokens per block."})
-    max_blocks: int = field(default=32, metadata={"help": "Blocks to run, spread evenly over the text."})
-    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
+    block_size: int = arg(512, "Tokens per block.")
+    max_blocks: int = arg(32, "Blocks to run, spread evenly over the text.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
 def main() -> None:
@@ -264,7 +267,7 @@ def main() -> None:
     record: dict[str, Any] = {"model": args.model, "budgets": budgets}
     record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
     record["seconds_per_layer"] = measured
-    draw_cost(budgets, record["multiply_adds_per_token"], measured).savefig(output_dir / "cost.png", dpi=150)
+    write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
     if config.ar_order == 0:
         record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
         for K in (budgets[0], budgets[-1]):
@@ -273,7 +276,7 @@ def main() -> None:
     if config.gating == "softmax":
         full = gate_statistics(model, {"input_ids": input_ids}, budgets[-1])
         record["gates"] = {"budget": full.budget, "mean": full.mean.tolist(), "entropy": full.entropy.tolist()}
-        draw_gates(full).savefig(output_dir / "gates.png", dpi=150)
+        write_figure(output_dir / "gates.png", draw_gates(full))
         for name, mean, entropy in rows_of(full):
             most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
             print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(full.budget):.3f}")

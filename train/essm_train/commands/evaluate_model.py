@@ -8,7 +8,6 @@ Several models are seeds of one experiment: means and standard deviations (n - 1
 
 Left in output_dir: evaluation.json, evaluation.md and evaluation.png (star: sweet spot, triangle: collapse boundary).
 Where a single model is evaluated, budget_sweep.json and .png go beside its folder, where its card finds them.
-(The code is in evaluation.py: a module of this file's name would hide the `evaluate` library.)
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from pathlib import Path
 import torch
 from transformers import HfArgumentParser
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
-from essm_train.measure.budget_sweep import BITS_PER_BYTE
+from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import evaluate_models, open_task
+from essm_train.measure.metric import BITS_PER_BYTE
 from essm_train.models import TRUST_HELP
-from essm_train.run.engine import check_writable, write_json
 from modeling_essm.training.budget_dropout import BUDGETS
 
 
@@ -34,11 +34,11 @@ class EvaluateArguments:
 
     models: list[str] = field(metadata={"help": "Saved models: one, or several seeds of the same experiment."})
     task: str = field(metadata={"help": "A task that train/list_tasks.py names."})
-    data_dir: str = field(default="data", metadata={"help": "Folder of the tasks' data."})
-    scale: str = field(default="full", metadata={"help": "'full' or 'small', as the models were trained."})
-    budgets: list[int] = field(default_factory=lambda: [*BUDGETS], metadata={"help": "Budgets K to evaluate."})
-    output_dir: str | None = field(default=None, metadata={"help": "By default `evaluation` beside the first model."})
-    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
+    data_dir: str = arg("data", "Folder of the tasks' data.")
+    scale: str = arg("full", "'full' or 'small', as the models were trained.")
+    budgets: list[int] = arg([*BUDGETS], "Budgets K to evaluate.")
+    output_dir: str | None = arg(None, "By default `evaluation` beside the first model.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def main() -> None:
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
-    (output_dir / "evaluation.md").write_text(f"{task.description}\n\n{evaluation.markdown()}")
-    evaluation.draw(args.task).savefig(output_dir / "evaluation.png", dpi=150)
+    write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
+    write_figure(output_dir / "evaluation.png", evaluation.draw(args.task))
     if len(args.models) == 1:
         split = {} if evaluation.metric == BITS_PER_BYTE else {"split": "test"}
         evaluation.curve.save(Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)

@@ -8,7 +8,7 @@
 A language model leaves prefill.onnx and step.onnx, a classifier classify.onnx (.pt2 for torch; ExecuTorch puts all of
 them into model.pte, for batches of one row); with them tokenizer.json, or features.json, which says how numbers are
 scaled, and export.json, which names and describes inputs, outputs and states and repeats that scale. See
-modeling_essm/exporting.py for what they compute. Weights are exported in fp32, those of the budget's channels only.
+modeling_essm/export for what they compute. Weights are exported in fp32, those of the budget's channels only.
 What was written is loaded again and compared with the model before the folder appears under its name.
 """
 
@@ -32,10 +32,10 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from transformers import HfArgumentParser, PreTrainedModel
 
-from essm_train.commands.calibrate import read_config
-from essm_train.data.classification import FEATURES, read_record
-from essm_train.run.checkpoints import publish, temporary_folder
-from essm_train.run.engine import check_writable
+from essm_train.arguments import arg
+from essm_train.data.readers import FEATURES, read_record
+from essm_train.files import check_writable, publish, temporary_folder
+from essm_train.models import is_causal, read_saved_config
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.export import empty_states, export_programs, save_executorch, save_onnx, signature
 
@@ -51,13 +51,10 @@ class ExportArguments:
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
     output_dir: str = field(metadata={"help": "New folder, or that of an earlier export, which is replaced."})
-    spectral_budget: list[str] = field(
-        default_factory=list, metadata={"help": "K, one K per layer, or a preset's name; by default the config's."}
-    )
-    format: str = field(default="onnx", metadata={"help": "onnx, torch or executorch."})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Most positions of one call, by default filter_length; a longer prompt takes several calls."},
+    spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
+    format: str = arg("onnx", "onnx, torch or executorch.")
+    max_length: int | None = arg(
+        None, "Most positions of one call, by default filter_length; a longer prompt takes several calls."
     )
 
     def __post_init__(self) -> None:
@@ -154,7 +151,7 @@ def open_programs(description: Mapping[str, Any], folder: Path) -> Run:
 
 
 @torch.inference_mode()
-def differences(
+def largest_differences(
     model: PreTrainedModel,
     budget: Any,
     programs: Mapping[str, ExportedProgram],
@@ -266,7 +263,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
         RuntimeError: the exported programs differ from the model; nothing is published.
     """
     source, folder = Path(args.model), Path(args.output_dir).absolute()
-    causal = read_config(source)["architectures"][0] == "ESSMForCausalLM"
+    causal = is_causal(read_saved_config(source))
     check_output(folder)
     load = ESSMForCausalLM if causal else ESSMForSequenceClassification
     model = load.from_pretrained(source, dtype=torch.float32).eval()
@@ -285,7 +282,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
         description["files"] = list(sizes)
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         run = open_programs(description, temporary)
-        found = differences(
+        found = largest_differences(
             model, args.budget, programs, run, description["max_length"], [1] if batch_size == 1 else [1, 3]
         )
         for kind, (difference, largest) in found.items():

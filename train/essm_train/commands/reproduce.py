@@ -27,16 +27,18 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import HfArgumentParser
 
+from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
+from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import Evaluation, draw_curves
-from essm_train.run.engine import Metric, check_writable, write_json
+from essm_train.measure.metric import Metric
 from essm_train.tasks.catalog import ROOT, SCRIPTS, TASKS, task_arguments
 
 # Table 4 of the paper: what each ingredient is worth.
@@ -217,7 +219,7 @@ def markdown(
     return f"{experiment.question}\n\n" + "\n".join(lines) + "\n"
 
 
-def differences(tasks: Sequence[str], scale: str) -> str:
+def departures(tasks: Sequence[str], scale: str) -> str:
     """In what a run of each task at that scale departs from the official one, as a Markdown list."""
     lines = []
     for name in tasks:
@@ -250,18 +252,16 @@ def read_paper_figures(path: str | None, rows: Sequence[str]) -> dict[str, dict[
 class ReproduceArguments:
     """Arguments of the script; the experiment's name comes first."""
 
-    scale: str = field(default="small", metadata={"help": "'full' or 'small'."})
-    seeds: int = field(default=3, metadata={"help": "Seeds 0, 1, .. of every row."})
-    rows: list[str] | None = field(default=None, metadata={"help": "Only these rows."})
-    data_dir: str = field(default="data", metadata={"help": "Folder of the tasks' data."})
-    output_dir: str = field(default="runs/reproduce", metadata={"help": "Where the runs go."})
-    results_dir: str = field(default="benchmarks/results", metadata={"help": "Where tables and figures go."})
-    jobs: int = field(default=1, metadata={"help": "Runs at a time."})
-    cpu_threads: int = field(default=1, metadata={"help": "CPU threads of each run."})
-    max_steps: int | None = field(default=None, metadata={"help": "Other than the task's number of updates."})
-    paper_figures: str | None = field(
-        default=None, metadata={"help": "JSON file of the figures that the paper reports, to set beside ours."}
-    )
+    scale: str = arg("small", "'full' or 'small'.")
+    seeds: int = arg(3, "Seeds 0, 1, .. of every row.")
+    rows: list[str] | None = arg(None, "Only these rows.")
+    data_dir: str = arg("data", "Folder of the tasks' data.")
+    output_dir: str = arg("runs/reproduce", "Where the runs go.")
+    results_dir: str = arg("benchmarks/results", "Where tables and figures go.")
+    jobs: int = arg(1, "Runs at a time.")
+    cpu_threads: int = arg(1, "CPU threads of each run.")
+    max_steps: int | None = arg(None, "Other than the task's number of updates.")
+    paper_figures: str | None = arg(None, "JSON file of the figures that the paper reports, to set beside ours.")
 
 
 def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
@@ -318,14 +318,14 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     write_json(results_dir / f"{stem}.json", record)
     tasks = list(dict.fromkeys(experiment.rows[row][0] for row in wanted))
     hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
-    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n{differences(tasks, args.scale)}"
+    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n{departures(tasks, args.scale)}"
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
-    (results_dir / f"{stem}.md").write_text(text)
+    write_text(results_dir / f"{stem}.md", text)
     by_metric: dict[str, dict[str, Evaluation]] = {}
     for row, evaluation in evaluations.items():
         by_metric.setdefault(evaluation.metric.name, {})[row] = evaluation
     for i, group in enumerate(by_metric.values()):
-        draw_curves(group).savefig(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), dpi=120)
+        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_curves(group), dpi=120)
     print(f"saved {results_dir / stem}.json, .md and .png")
     return record
 

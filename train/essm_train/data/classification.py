@@ -2,347 +2,37 @@
 """Labelled sequences: text as tokens, or flat features (pixels, mu-law codes, ..), frames of features, or sound.
 
 A row of the data is a sequence in one column, or numbers in many, and a label in another: an integer, or text, whose
-sorted values are the classes. Everything that can be wrong with a row
-is checked before training, of a stream when the row is met, and the error names the row. What is read stays in Arrow
-files on disk; a `Sample` is cut to `max_length` when it is drawn, and scaled and padded when it is put into a batch.
+sorted values are the classes. Everything that can be wrong with a row is checked before training, of a stream when the
+row is met, and the error names the row. What is read stays in Arrow files on disk.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from essm_train.data.samples import MapSamples, SampleSource, StreamSamples
-from essm_train.data.sound import decode_wav, is_sound, sound_splits, undecoded
-from essm_train.data.text import TABLES, choose_tokenizer, load_splits, open_table
 from torch import Tensor
 
-from modeling_essm import build_byte_tokenizer
-from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
+from essm_train.data.documents import TABLES, load_splits, open_table
+from essm_train.data.labels import check_labels, count_labels, number_labels
+from essm_train.data.readers import FeatureReader, Reader, Sample, SoundReader, TextReader, as_array
+from essm_train.data.rows import EncodeRows, TableSamples, cell_value, check_rows
+from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples
+from essm_train.data.sound import decode_wav, is_sound, sound_splits, undecoded
+from essm_train.data.tokens import choose_tokenizer
 
-HELD_OUT_FRACTION = 0.1  # of the training rows, where no validation part is given
-FEATURES = "features.json"  # beside a model of features
-_RECORD = {"multiplier": float, "offset": float, "max_length": int, "frame_length": int, "sampling_rate": int}
-_ROWS_AT_ONCE = 1000
-_FINGERPRINT_ROWS = 64  # of a stream that comes from no local file
-_FINGERPRINT_BYTES = 1 << 20  # at either end of a file that is streamed
-
-
-class Sample(NamedTuple):
-    """Values (L,) token ids, or (L, F) features as they are stored; and the class."""
-
-    values: np.ndarray
-    label: int
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# From the value in a column to an array.
-
-
-class TextReader:
-    """Text to token ids: its UTF-8 bytes, or what a tokenizer of transformers makes of it."""
-
-    def __init__(self, column: str, max_length: int, tokenizer: Any = None):
-        self.column, self.max_length, self.tokenizer = column, max_length, tokenizer
-        self.pad_id = PAD_ID
-        if tokenizer is not None:
-            ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any id will do: padding is masked
-            self.pad_id = next(i for i in ids if i is not None)
-
-    def check(self, value: Any, where: str) -> bytes:
-        """The row's text. Raises ValueError if it is empty, no text, or not UTF-8 where a tokenizer needs that."""
-        if isinstance(value, str):
-            value = value.encode()
-        if not isinstance(value, bytes):
-            raise ValueError(f"{where}: text_column {self.column!r} must hold text, got {type(value).__name__}")
-        if not value:
-            raise ValueError(f"{where}: text_column {self.column!r} holds an empty text")
-        if self.tokenizer is not None:
-            try:
-                value.decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{where} is not UTF-8: byte {value[error.start]:#04x} at position {error.start}; convert it, or "
-                    "train on bytes (without --tokenizer_name), which takes any text"
-                ) from error
-        return value
-
-    def read(self, value: Any, where: str) -> np.ndarray:
-        """(L,) at most max_length token ids. Raises ValueError as `check`, or if there is no token."""
-        text = self.check(value, where)
-        if self.tokenizer is None:
-            return np.frombuffer(text[: self.max_length], np.uint8)
-        ids = self.tokenizer(text.decode(), truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
-        if not ids:
-            raise ValueError(f"{where}: the tokenizer makes no token of its text")
-        return np.array(ids, np.int32)
-
-    def num_positions(self, text: Any) -> int:
-        """Length before it is cut, of a tokenizer's tokens an upper bound."""
-        return len(text)
-
-    def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
-        ids = np.full((len(samples), length), self.pad_id, np.int64)
-        for row, sample in zip(ids, samples):
-            row[: len(sample.values)] = sample.values
-        return {"input_ids": torch.from_numpy(ids)}
-
-    @property
-    def config_fields(self) -> dict[str, Any]:
-        """What the model's config must say."""
-        if self.tokenizer is None:
-            return {
-                "vocab_size": VOCAB_SIZE,
-                "pad_token_id": PAD_ID,
-                "bos_token_id": EOS_ID - 1,
-                "eos_token_id": EOS_ID,
-            }
-        special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
-        return {"vocab_size": len(self.tokenizer), "pad_token_id": self.pad_id, **special}
-
-    @property
-    def name(self) -> str:
-        return "bytes" if self.tokenizer is None else f"tokens of {self.tokenizer.name_or_path}"
-
-    def save_pretrained(self, folder: Path) -> None:
-        """The tokenizer, which pads and cuts as it was done here."""
-        tokenizer = build_byte_tokenizer() if self.tokenizer is None else self.tokenizer
-        tokenizer.padding_side, tokenizer.model_max_length = "right", self.max_length
-        tokenizer.save_pretrained(folder)
-
-
-class FeatureReader:
-    """A flat sequence of numbers, one feature per position, or a list of frames of F features each.
-
-    Args:
-        num_features: F; None for a flat sequence. dtype: of the column, as `datasets` names it.
-        scale: "auto" maps columns of type uint8 onto [-1, 1] and leaves other numbers as they are; "uint8" maps
-            [0, 255] onto [-1, 1] whatever the type; a number multiplies.
-        frame_length: steps of a row that one position of the model reads, all their numbers; an incomplete end is
-            left out.
-    """
-
-    def __init__(
-        self,
-        column: str,
-        max_length: int,
-        num_features: int | None,
-        dtype: str | None,
-        scale: str,
-        frame_length: int | None = None,
-    ):
-        self.column, self.max_length, self.num_features = column, max_length, num_features
-        self.frame_length = frame_length or 1
-        self.width = (num_features or 1) * self.frame_length
-        self.is_uint8 = scale == "uint8" or (scale == "auto" and dtype == "uint8")
-        self.multiplier = 1 / 127.5 if self.is_uint8 else 1.0 if scale == "auto" else float(scale)
-        self.offset = -1.0 if self.is_uint8 else 0.0
-
-    def check(self, value: Any, where: str) -> np.ndarray:
-        """(L, F * frame_length). Raises ValueError for anything but finite numbers of that shape."""
-        where = f"{where}: features_column {self.column!r}"
-        array = as_array(value, where)
-        if array.size == 0:
-            raise ValueError(f"{where} holds an empty sequence")
-        if self.num_features is None and array.ndim == 1:
-            array = array[:, None]
-        width = 1 if self.num_features is None else self.num_features
-        if array.ndim != 2 or array.shape[1] != width:
-            wanted = "a flat sequence of numbers" if self.num_features is None else f"frames of {width} numbers"
-            raise ValueError(f"{where} must hold {wanted}, as in the first row, got an array of shape {array.shape}")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{where} must hold finite numbers, got {array[~np.isfinite(array)][0]}")
-        if self.is_uint8 and array.dtype != np.uint8 and not ((array >= 0) & (array <= 255)).all():
-            worst = array[(array < 0) | (array > 255)][0]
-            raise ValueError(f"{where} must hold numbers in [0, 255] for feature_scale uint8, got {worst}")
-        frames = len(array) // self.frame_length
-        if frames == 0:
-            raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
-        return array[: frames * self.frame_length].reshape(frames, self.width)
-
-    def read(self, value: Any, where: str) -> np.ndarray:
-        """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
-        return self.check(value, where)[: self.max_length]
-
-    def num_positions(self, array: Any) -> int:
-        """Length before it is cut."""
-        return len(array)
-
-    def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
-        features = np.zeros((len(samples), length, self.width), np.float32)
-        for row, sample in zip(features, samples):
-            row[: len(sample.values)] = sample.values * np.float32(self.multiplier) + np.float32(self.offset)
-        return {"input_features": torch.from_numpy(features)}
-
-    @property
-    def config_fields(self) -> dict[str, Any]:
-        """What the model's config must say."""
-        return {"num_input_features": self.width}
-
-    @property
-    def name(self) -> str:
-        unit = "numbers" if self.width == 1 else f"frames of {self.width} numbers"
-        return f"{unit}, x -> {self.multiplier:.6g} x {self.offset:+g}"
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What has to be done to numbers before the model reads them."""
-        record = {"multiplier": self.multiplier, "offset": self.offset, "max_length": self.max_length}
-        return record | ({"frame_length": self.frame_length} if self.frame_length > 1 else {})
-
-    def take(self, record: dict[str, Any]) -> None:
-        """Do what a `record` says; it may be empty."""
-        self.multiplier, self.offset = (record.get(name, getattr(self, name)) for name in ("multiplier", "offset"))
-        self.is_uint8 = (self.multiplier, self.offset) == (1 / 127.5, -1.0)
-
-    def save_pretrained(self, folder: Path) -> None:
-        """features.json, the `record`."""
-        (folder / FEATURES).write_text(json.dumps(self.record) + "\n")
-
-
-class SoundReader(FeatureReader):
-    """WAV files: a step is a sample in [-1, 1) of every channel.
-
-    Args:
-        sampling_rate, channels: of all files. The others as of `FeatureReader`.
-    """
-
-    def __init__(self, column: str, max_length: int, sampling_rate: int, channels: int, scale: str, frame: int | None):
-        super().__init__(column, max_length, channels, "float32", scale, frame)
-        self.sampling_rate = sampling_rate
-
-    def check(self, value: Any, where: str) -> np.ndarray:
-        """(L, channels * frame_length). Raises ValueError for another file than WAV, or another sampling rate."""
-        if not is_sound(value):
-            raise ValueError(f"{where}: features_column {self.column!r} must hold sound, got {type(value).__name__}")
-        samples, rate = decode_wav(value, where)
-        if rate != self.sampling_rate:
-            raise ValueError(
-                f"{where}, {value['path']}: sound must have {self.sampling_rate} samples a second, as in the first row "
-                f"(or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav -ar {self.sampling_rate} "
-                "out.wav`"
-            )
-        return super().check(samples, where)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        return super().record | {"sampling_rate": self.sampling_rate}
-
-    def take(self, record: dict[str, Any]) -> None:
-        super().take(record)
-        self.sampling_rate = record.get("sampling_rate", self.sampling_rate)
-
-
-Reader = TextReader | FeatureReader
-
-
-def as_array(value: Any, where: str) -> np.ndarray:
-    """Numbers of a row, from Arrow or from Python lists. Raises ValueError if they are none, or ragged."""
-    if isinstance(value, pa.Array):
-        value = value.to_numpy(zero_copy_only=False)
-    if value is None or isinstance(value, (str, bytes, dict)):
-        raise ValueError(f"{where} must hold a sequence of numbers, got {type(value).__name__}")
-    try:
-        array = np.asarray(value)
-        if array.dtype == object and array.size and not np.isscalar(array.flat[0]):  # lists inside of Arrow's lists
-            array = np.stack([np.asarray(frame) for frame in array])
-    except ValueError as error:
-        widths = sorted({len(frame) for frame in value if hasattr(frame, "__len__")})
-        raise ValueError(f"{where} holds a ragged list: frames of {widths} numbers, not of one width") from error
-    if array.dtype == bool:
-        array = array.astype(np.uint8)
-    if array.size and array.dtype.kind not in "uif":
-        raise ValueError(f"{where} must hold numbers, got {array.dtype} such as {array.flat[0]!r}")
-    return array
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rows.
-
-
-def _read_label(value: Any, column: str, where: str) -> int:
-    if isinstance(value, (bool, int, np.integer)):
-        return int(value)
-    raise ValueError(
-        f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; text is numbered where all of the "
-        "data is text and read whole, without --streaming (else by `datasets.Dataset.class_encode_column`)"
-    )
-
-
-def check_label(label: int, num_labels: int, where: str) -> None:
-    """Raises ValueError for a label outside of the range."""
-    if not 0 <= label < num_labels:
-        raise ValueError(f"{where}: labels must be in [0, {num_labels - 1}], got {label}")
-
-
-class TableSamples(Sequence[Sample]):
-    """Samples of a map-style data set, read from its Arrow files."""
-
-    def __init__(self, rows: datasets.Dataset, reader: Reader, label_column: str, source: str):
-        self.rows = rows.select_columns([reader.column, label_column]).with_format("arrow")
-        self.reader, self.label_column, self.source = reader, label_column, source
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
-        table = self.rows[int(index)]
-        where = f"row {index} of {self.source}"
-        values = self.reader.read(_value(table.column(self.reader.column)[0]), where)
-        return Sample(values, int(table.column(self.label_column)[0].as_py()))
-
-    def scan(self) -> Iterator[tuple[Any, int, str]]:
-        """(checked value, label, where) of every row in order."""
-        row = 0
-        for table in self.rows.iter(_ROWS_AT_ONCE):
-            values, labels = table.column(self.reader.column), table.column(self.label_column).to_pylist()
-            for value, label in zip(values, labels):
-                where = f"row {row} of {self.source}"
-                yield self.reader.check(_value(value), where), _read_label(label, self.label_column, where), where
-                row += 1
-
-
-def _value(scalar: Any) -> Any:
-    """A cell of an Arrow table: lists as arrays, without going through Python's numbers."""
-    if isinstance(scalar, pa.ListScalar):
-        return scalar.values
-    return scalar.as_py()
-
-
-class EncodeRows:
-    """The `Expand` of labelled streams: a row is a sample. It counts rows, so that errors can name them."""
-
-    def __init__(self, reader: Reader, label_column: str, num_labels: int, source: str):
-        self.reader, self.label_column, self.num_labels, self.source = reader, label_column, num_labels, source
-        self.row = 0
-
-    def __call__(self, item: dict[str, Any]) -> list[Sample]:
-        where = f"row {self.row} of {self.source}"
-        label = _read_label(item[self.label_column], self.label_column, where)
-        check_label(label, self.num_labels, where)
-        values = self.reader.read(item[self.reader.column], where)
-        self.row += 1
-        return [Sample(values, label)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.row = state["row"]
-
-    def end_epoch(self) -> None:
-        self.row = 0
+_DIGEST_ROWS = 64  # of a stream that comes from no local file
+_DIGEST_BYTES = 1 << 20  # at either end of a file that is streamed
 
 
 @dataclass
@@ -367,7 +57,7 @@ class ClassificationData:
         validation: to select by. test: to report on, or None.
         label_names: one per class, or None where the data gives none.
         tokens_per_sample: mean length after cutting; of a stream max_length.
-        fingerprints: change if the training or validation data does.
+        digests: change if the training or validation data does.
         description: for people.
     """
 
@@ -378,21 +68,8 @@ class ClassificationData:
     num_labels: int
     label_names: list[str] | None
     tokens_per_sample: int
-    fingerprints: dict[str, str]
+    digests: dict[str, str]
     description: str
-
-
-def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None) -> dict[str, Tensor]:
-    """A batch: sequences padded on the right, to the longest one or to `length`, and labels (B,) int64.
-
-    attention_mask (B, L) int64 is there only where a sequence is padded.
-    """
-    lengths = torch.tensor([len(sample.values) for sample in samples])
-    longest = int(lengths.max()) if length is None else length
-    batch = reader.collate(samples, longest)
-    if int(lengths.min()) < longest:
-        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return batch | {"labels": torch.tensor([sample.label for sample in samples])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -495,25 +172,6 @@ def _as_column(args: Any, rows: Any, source: str) -> Any:
     return rows.map(gather, batched=True, remove_columns=columns)
 
 
-def _number_labels(
-    rows: datasets.Dataset, column: str, names: Sequence[str] | None, source: str
-) -> tuple[datasets.Dataset, Sequence[str] | None]:
-    """Labels that are text as a `ClassLabel` of those names, by default of all values, sorted; and the names.
-
-    Raises:
-        ValueError: a row without a label, or with another one; names the row.
-    """
-    if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
-        return rows, names
-    labels = rows.with_format("arrow")[column].to_pylist()
-    names = sorted({label for label in labels if label is not None}) if names is None else list(names)
-    known = set(names)
-    for row, label in enumerate(labels):
-        if label not in known:
-            raise ValueError(f"row {row} of {source}: label_column {column!r} must be one of {names}, got {label!r}")
-    return rows.cast_column(column, datasets.ClassLabel(names=names)), names
-
-
 def _reason(error: BaseException) -> BaseException:
     """What is behind the general error that `datasets` raises."""
     while error.__cause__ is not None:
@@ -543,7 +201,7 @@ def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source
     if args.text_column is not None:
         return TextReader(args.text_column, args.max_length, choose_tokenizer(args))
     where = f"row 0 of {source}: features_column {args.features_column!r}"
-    value = _value(first.column(args.features_column)[0])
+    value = cell_value(first.column(args.features_column)[0])
     if is_sound(value):
         samples, rate = decode_wav(value, where)
         return SoundReader(
@@ -566,62 +224,6 @@ def _features(rows: Any, first: pa.Table) -> datasets.Features:
     return rows.features or datasets.Features.from_arrow_schema(first.schema)  # a stream may not know its own
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """features.json of a saved model; empty if there is none. Raises ValueError if it is damaged."""
-    path = folder / FEATURES
-    if not path.exists():
-        return {}
-    try:
-        record = json.loads(path.read_text())
-        return {name: type_(record[name]) for name, type_ in _RECORD.items() if name in record}
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} must hold numbers for {', '.join(_RECORD)}: {error}") from error
-
-
-class _Scan(NamedTuple):
-    labels: np.ndarray
-    lengths: np.ndarray
-    sha256: str
-
-
-def _scan(samples: TableSamples) -> _Scan:
-    """Check every row. Raises ValueError naming the first bad one."""
-    digest, labels, lengths = hashlib.sha256(), [], []
-    for raw, label, _ in samples.scan():
-        data = raw if isinstance(raw, bytes) else np.ascontiguousarray(raw).tobytes()
-        digest.update(f"{label} {len(data)} ".encode())
-        digest.update(data)
-        labels.append(label)
-        lengths.append(samples.reader.num_positions(raw))
-    return _Scan(np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest())
-
-
-def _check_labels(labels: np.ndarray, num_labels: int, source: str) -> None:
-    for row in np.flatnonzero((labels < 0) | (labels >= num_labels))[:1]:
-        check_label(int(labels[row]), num_labels, f"row {row} of {source}")
-
-
-def _num_labels(args: Any, feature: Any, labels: np.ndarray | None, source: str) -> tuple[int, list[str] | None]:
-    """How many classes, and their names."""
-    names = list(feature.names) if isinstance(feature, datasets.ClassLabel) and feature.names else None
-    if args.num_labels is not None:
-        count = args.num_labels
-    elif names is not None:
-        count = len(names)
-    elif labels is None:
-        raise ValueError(f"streaming needs num_labels: {source} does not say how many classes it has")
-    else:
-        count = int(labels.max()) + 1
-        if count > max(2, len(labels)):
-            raise ValueError(
-                f"{source}: labels go up to {count - 1} in {len(labels)} rows; number the classes from 0, or give "
-                "num_labels"
-            )
-    if count < 2:
-        raise ValueError(f"num_labels must be at least 2, got {count} from {source}")
-    return count, names if names is not None and len(names) == count else None
-
-
 def _some(count: int, wanted: int | None, seed: int) -> np.ndarray:
     """At most `wanted` of `count` rows, at random, ascending."""
     order = np.random.default_rng([seed, 2]).permutation(count)
@@ -637,19 +239,19 @@ def _load_tables(args: Any, label_names: Sequence[str] | None) -> Classification
         raise ValueError(f"{source} holds no rows")
     _check_columns(args, rows.column_names, source)
     reader = _make_reader(args, rows.with_format("arrow")[:1], rows.features, source)
-    rows, label_names = _number_labels(rows, args.label_column, label_names, source)
+    rows, label_names = number_labels(rows, args.label_column, label_names, source)
     # All rows are checked before any are held out, so that errors name rows of the file.
     samples = TableSamples(rows, reader, args.label_column, source)
-    scan = _scan(samples)
-    num_labels, names = _num_labels(args, rows.features[args.label_column], scan.labels, source)
-    _check_labels(scan.labels, num_labels, source)
+    scan = check_rows(samples)
+    num_labels, names = count_labels(args, rows.features[args.label_column], scan.labels, source)
+    check_labels(scan.labels, num_labels, source)
 
     given = _open(args, "validation")
-    fingerprints = {"sha256 of the training data": scan.sha256}
+    digests = {"sha256 of the training data": scan.sha256}
     if given is not None:
         kept = np.arange(len(rows))
         validation, sha256 = _table_split(args, *given, reader, num_labels, label_names, args.validation_samples)
-        fingerprints["sha256 of the validation data"] = sha256
+        digests["sha256 of the validation data"] = sha256
     else:
         order = np.random.default_rng([args.seed, 1]).permutation(len(rows))
         held_out = max(1, round(HELD_OUT_FRACTION * len(rows)))
@@ -677,7 +279,7 @@ def _load_tables(args: Any, label_names: Sequence[str] | None) -> Classification
         num_labels,
         names,
         max(1, round(float(lengths.mean()))),
-        fingerprints,
+        digests,
         _describe(args, f"{len(kept):,} samples of {reader.name}", cut, num_labels, validation, test),
     )
 
@@ -691,13 +293,13 @@ def _table_split(
     label_names: Sequence[str] | None,
     wanted: int | None,
 ) -> tuple[Split, str]:
-    """(held-out rows, checked; their fingerprint)."""
+    """(held-out rows, checked; their SHA-256)."""
     if len(rows) == 0:
         raise ValueError(f"{source} holds no rows")
     _check_columns(args, rows.column_names, source)
-    rows, _ = _number_labels(rows, args.label_column, label_names, source)
-    scan = _scan(TableSamples(rows, reader, args.label_column, source))
-    _check_labels(scan.labels, num_labels, source)
+    rows, _ = number_labels(rows, args.label_column, label_names, source)
+    scan = check_rows(TableSamples(rows, reader, args.label_column, source))
+    check_labels(scan.labels, num_labels, source)
     chosen = _some(len(rows), wanted, args.seed)
     samples = TableSamples(rows.select(chosen), reader, args.label_column, source)
     return Split(samples, torch.from_numpy(scan.labels[chosen]), source), scan.sha256
@@ -734,7 +336,7 @@ def _load_streams(args: Any) -> ClassificationData:
     _check_columns(args, first.column_names, source)
     features = _features(rows, first)
     reader = _make_reader(args, first, features, source)
-    num_labels, names = _num_labels(args, features[args.label_column], None, source)
+    num_labels, names = count_labels(args, features[args.label_column], None, source)
 
     def open_stream() -> Any:
         again = _open(args, "train")
@@ -757,7 +359,7 @@ def _load_streams(args: Any) -> ClassificationData:
         num_labels,
         names,
         args.max_length,
-        {"sha256 of the training data": _stream_fingerprint(args, open_stream)},
+        {"sha256 of the training data": _stream_digest(args, open_stream)},
         _describe(args, f"a stream of {reader.name}", 0.0, num_labels, validation, test),
     )
 
@@ -777,7 +379,7 @@ def _stream_split(args: Any, split: str, reader: Reader, num_labels: int, wanted
     return Split(samples, torch.tensor([sample.label for sample in samples]), source)
 
 
-def _stream_fingerprint(args: Any, open_stream: Callable[[], Iterable[dict[str, Any]]]) -> str:
+def _stream_digest(args: Any, open_stream: Callable[[], Iterable[dict[str, Any]]]) -> str:
     """Sizes and both ends of local files; of anything else, its first rows."""
     digest = hashlib.sha256()
     paths = [Path(path) for path in args.train_file or []]
@@ -786,10 +388,10 @@ def _stream_fingerprint(args: Any, open_stream: Callable[[], Iterable[dict[str, 
     for path in paths:
         with path.open("rb") as file:
             size = path.stat().st_size
-            digest.update(f"{size} ".encode() + file.read(_FINGERPRINT_BYTES))
-            file.seek(max(0, size - _FINGERPRINT_BYTES))
+            digest.update(f"{size} ".encode() + file.read(_DIGEST_BYTES))
+            file.seek(max(0, size - _DIGEST_BYTES))
             digest.update(file.read())
     if not paths:
-        for item in islice(open_stream(), _FINGERPRINT_ROWS):
+        for item in islice(open_stream(), _DIGEST_ROWS):
             digest.update(repr(item).encode())
     return digest.hexdigest()

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
+
+HELD_OUT_FRACTION = 0.1  # of data that comes without a validation part
 
 
 class SampleSource(Protocol):
@@ -47,7 +50,7 @@ class MapSamples:
         samples: anything with len() and integer indexing.
     """
 
-    def __init__(self, samples: Sequence[Any], seed: int):
+    def __init__(self, samples: Sequence[Any] | np.ndarray, seed: int):
         self.samples, self.seed, self.num_samples, self.position = samples, seed, len(samples), 0
         self._epoch, self._order = -1, np.empty(0, int)
 
@@ -106,7 +109,8 @@ class StreamSamples:
 
     def __init__(self, open_stream: Callable[[], Any], expand: Expand, buffer_size: int, seed: int):
         self.open_stream, self.expand, self.buffer_size, self.seed = open_stream, expand, buffer_size, seed
-        self.epoch, self.drawn, self.buffer = 0, 0, []
+        self.epoch, self.drawn = 0, 0
+        self.buffer: list[Any] = []
         self._ended = False
         self._open(None)
 
@@ -137,7 +141,7 @@ class StreamSamples:
         self._open(None)
 
     def draw(self, count: int) -> list[Any]:
-        samples = []
+        samples: list[Any] = []
         while len(samples) < count:
             self._fill()
             if not self.buffer:
@@ -198,3 +202,19 @@ def even_shares(count: int, rank: int, ranks: int) -> list[int | None]:
     """Indices below `count` that a process evaluates; None fills up, so that all processes get equally many."""
     rounds = -(-count // ranks)
     return [i if i < count else None for i in range(rank, rounds * ranks, ranks)]
+
+
+class Prefetch:
+    """Draws and loads the batches of the next update while the current one computes; from the first call on."""
+
+    def __init__(self, fetch: Callable[[], Any]):
+        self._fetch, self._pool = fetch, ThreadPoolExecutor(1)
+        self._next: Future | None = None
+
+    def __call__(self) -> Any:
+        result = (self._next or self._pool.submit(self._fetch)).result()
+        self._next = self._pool.submit(self._fetch)
+        return result
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)

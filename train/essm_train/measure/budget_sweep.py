@@ -1,8 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Quality and speed of one model at every spectral budget: a metric, tokens/s, a table, a curve and a JSON file.
 
-    python train/budget_sweep.py --model runs/train_clm/model --text_files some.txt --output_dir runs/sweep
-
 The metric of a language model is bits per byte. Context rule: the text is cut into blocks of `block_size` tokens that
 share one token with the next. The first token of a block is context only; every other byte is predicted once, from the
 bytes before it in its own block (1 to block_size - 1 of them). Special tokens are not scored. A model that is uniform
@@ -19,33 +17,28 @@ rounds in which every budget runs once, so that a machine that slows down hits a
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import torch
-import torch.nn.functional as F
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from torch import Tensor
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedModel
+from transformers import PreTrainedModel
 
-from essm_train.commands.errors import run_script
-from essm_train.data.text import ByteEncoder, evaluation_blocks, read_files, text_labels, to_stream
-from essm_train.models import TRUST_HELP, load_model
-from essm_train.run.engine import Metric, capacity_of, run_at_budget
+from essm_train.files import write_figure, write_json
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric, load_metric
+from essm_train.measure.scoring import Predictor, num_scored, total_nats
+from essm_train.measure.timing import tokens_per_second
+from essm_train.models import capacity_of
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 SWEET_SPOT_TOLERANCE = 0.02
 COLLAPSE_QUALITY = 0.90
-BITS_PER_BYTE = Metric("bits_per_byte", higher_is_better=False)
 
 
 @dataclass(frozen=True)
@@ -110,9 +103,8 @@ class BudgetSweep:
     def save(self, output_dir: Path, **context: object) -> None:
         """Write budget_sweep.json, with whatever `context` should stand beside the figures, and budget_sweep.png."""
         record = {**self.record(), **context, "torch": torch.__version__, "threads": torch.get_num_threads()}
-        text, figure = json.dumps(record, indent=2) + "\n", self._draw()
-        _write(output_dir / "budget_sweep.json", lambda path: path.write_text(text))
-        _write(output_dir / "budget_sweep.png", lambda path: figure.savefig(path, dpi=150))
+        write_json(output_dir / "budget_sweep.json", record)
+        write_figure(output_dir / "budget_sweep.png", self._draw())
 
     def _draw(self) -> Figure:
         figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -136,18 +128,6 @@ class BudgetSweep:
         axes.margins(y=0.12)
         axes.legend(markerscale=0.6)
         return figure
-
-
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file, then give it its name: a killed run leaves no half-written file."""
-    temporary = path.with_name(".partial-" + path.name)
-    write(temporary)
-    os.replace(temporary, path)
-
-
-def load_metric(name: str) -> Any:
-    """The module metrics/`name` of this folder, by the `evaluate` library: nothing is fetched."""
-    return evaluate.load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)
 
 
 def sweep_metric(
@@ -182,7 +162,7 @@ def sweep_budgets(
     labels: Tensor,
     *,
     budgets: Sequence[int] = BUDGETS,
-    num_bytes: int | None = None,
+    num_bytes: float | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda budget: None,
 ) -> BudgetSweep:
@@ -203,89 +183,23 @@ def sweep_budgets(
     return sweep_metric(model, bits_per_byte, inputs, metric=BITS_PER_BYTE, budgets=budgets, progress=progress)
 
 
-def num_scored(labels: Tensor) -> int:
-    """How many targets `total_nats` sums over."""
-    return int((labels[:, 1:] != -100).sum())
-
-
-@torch.no_grad()
-def total_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int) -> float:
-    """Summed cross-entropy of all scored targets, in nats; arguments as in `sweep_budgets`."""
-    total = 0.0
-    for start in range(0, len(input_ids), batch_size):
-        rows = slice(start, start + batch_size)
-        logits = run_at_budget(model, {"input_ids": input_ids[rows].to(model.device)}, budget).logits
-        targets = labels[rows, 1:].to(logits.device)
-        # Flat: of a (B, V, L) input CUDA has no deterministic loss.
-        total += F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction="sum").item()
-    return total
-
-
-@torch.no_grad()
-def tokens_per_second(
-    model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], budgets: Sequence[int], rounds: int = 5
-) -> list[float]:
-    """Median speed of forward passes over a batch at each budget, measured as told at the top of this file.
+def sweep_accuracy(
+    model: PreTrainedModel,
+    samples: Sequence[Any],
+    labels: Tensor,
+    predict: Predictor,
+    budgets: Sequence[int] = BUDGETS,
+    progress: Callable[[int], object] = lambda budget: None,
+) -> BudgetSweep:
+    """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it.
 
     Args:
-        inputs: input_ids (B, L), or the model's inputs by name; positions that an attention_mask leaves out do not
-            count.
+        labels: (n,) int64, of the samples. progress: called with each K before its evaluation.
     """
-    batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    batch = {name: value.to(model.device) for name, value in batch.items()}
-    mask = batch.get("attention_mask")
-    first = next(iter(batch.values()))
-    num_tokens = int(mask.sum()) if mask is not None else first.shape[0] * first.shape[1]
-    seconds: dict[int, list[float]] = {K: [] for K in budgets}
-    for _ in range(1 + rounds):
-        for K in budgets:
-            _synchronize(first.device)
-            start = time.perf_counter()
-            run_at_budget(model, batch, K)
-            _synchronize(first.device)
-            seconds[K].append(time.perf_counter() - start)
-    return [num_tokens / statistics.median(seconds[K][1:]) for K in budgets]  # the first round is the warm-up
+    with predict.accelerator.main_process_first() if predict.accelerator is not None else nullcontext():
+        metric = load_metric("accuracy")
 
+    def accuracy(K: int) -> float:
+        return metric.compute(predictions=predict(model, samples, K), references=labels)["accuracy"]
 
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-@dataclass
-class SweepArguments:
-    """Arguments of the script."""
-
-    model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM causal language model."})
-    text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
-    output_dir: str = field(metadata={"help": "Where budget_sweep.json and budget_sweep.png go."})
-    budgets: list[int] = field(default_factory=lambda: [*BUDGETS], metadata={"help": "Budgets K to evaluate."})
-    block_size: int = field(default=512, metadata={"help": "Tokens per block: the longest context."})
-    max_blocks: int = field(default=256, metadata={"help": "Blocks to evaluate, spread evenly over the text."})
-    batch_size: int = field(default=8, metadata={"help": "Blocks per forward pass."})
-    trust_remote_code: bool = field(default=False, metadata={"help": TRUST_HELP})
-
-
-def main() -> None:
-    """Sweep a saved model from the command line."""
-    (args,) = HfArgumentParser(SweepArguments).parse_args_into_dataclasses()
-    stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
-    input_ids = evaluation_blocks(stream, args.block_size, args.max_blocks)
-    output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
-    labels = text_labels(input_ids)
-    sweep = sweep_budgets(model, input_ids, labels, budgets=args.budgets, batch_size=args.batch_size)
-    print(sweep.table())
-    sweep.save(output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
-
-
-def run() -> None:
-    """The command."""
-    run_script(main)
-
-
-if __name__ == "__main__":
-    run()
+    return sweep_metric(model, accuracy, predict.batch(samples), metric=ACCURACY, budgets=budgets, progress=progress)

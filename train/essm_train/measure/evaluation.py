@@ -21,15 +21,18 @@ from matplotlib.ticker import NullLocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from essm_train.commands import train_retrieval as retrieval
-from essm_train.commands.train_classification import Predictor, sweep_accuracy
-from essm_train.data.classification import collate, load_classification
-from essm_train.data.text import ByteEncoder, load_text, text_labels
-from essm_train.measure.budget_sweep import BudgetSweep, num_scored, sweep_budgets
+from essm_train.data.blocks import text_labels
+from essm_train.data.classification import load_classification
+from essm_train.data.rows import collate
+from essm_train.data.text import load_text
+from essm_train.data.tokens import ByteEncoder
+from essm_train.measure.budget_sweep import BudgetSweep, sweep_accuracy, sweep_budgets
+from essm_train.measure.metric import Metric
+from essm_train.measure.scoring import Predictor, num_scored
 from essm_train.measure.timing import peak_memory
-from essm_train.models import load_model
-from essm_train.run.engine import Metric, capacity_of, run_at_budget
-from essm_train.tasks.catalog import Scale, get_task, make_arguments
+from essm_train.models import capacity_of, load_model, run_at_budget
+from essm_train.tasks import retrieval
+from essm_train.tasks.catalog import get_task, make_arguments
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
@@ -160,7 +163,7 @@ def open_classification_task(args: Any, description: str) -> TaskData:
     """The test split (or the validation split where there is none) as `train_classification.py` reads it."""
     data = load_classification(args)
     held_out = data.test or data.validation
-    predict = Predictor(Accelerator(), lambda samples: collate(data.reader, samples), args.eval_batch_size)
+    predict = Predictor(lambda samples: collate(data.reader, samples), args.eval_batch_size, Accelerator())
     load = functools.partial(_load, AutoModelForSequenceClassification)
     return _accuracy_task(held_out.samples, held_out.labels, predict, load, f"{description}; {held_out.name}")
 
@@ -169,7 +172,7 @@ def open_retrieval_task(args: Any, description: str) -> TaskData:
     """The test pairs (or the validation pairs where there are none) as `train_retrieval.py` reads them."""
     data = retrieval.load_retrieval(args)
     pairs = data.test or data.validation
-    predict = Predictor(Accelerator(), retrieval.collate, args.eval_batch_size)
+    predict = Predictor(retrieval.collate, args.eval_batch_size, Accelerator())
     load = functools.partial(_load, retrieval.TwoTowerClassifier)
     name = f"{description}; {len(pairs):,} pairs of {pairs.pairs.path.name}"
     return _accuracy_task(pairs, pairs.labels, predict, load, name)
@@ -192,7 +195,7 @@ def _load(cls: Any, folder: str, trust_remote_code: bool = False) -> PreTrainedM
     return model
 
 
-def open_task(name: str, data_dir: str, scale: Scale, overrides: dict[str, Any] | None = None) -> TaskData:
+def open_task(name: str, data_dir: str, scale: str, overrides: dict[str, Any] | None = None) -> TaskData:
     """The held-out data of a task that train/list_tasks.py names.
 
     Raises:

@@ -11,12 +11,14 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from essm_train.models import run_at_budget
 from modeling_essm import ESSMCache, ESSMForCausalLM
 
 Name = TypeVar("Name", bound=Hashable)
@@ -152,3 +154,34 @@ def decode(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, budget: int,
 def decoder(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, K: int, steps: int) -> Callable[[], Tensor]:
     """A call that decodes from its own copy of the cache, so that every round starts at the stated context."""
     return lambda: decode(model, copy.deepcopy(cache), token, K, steps)
+
+
+@torch.no_grad()
+def tokens_per_second(
+    model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], budgets: Sequence[int], rounds: int = 5
+) -> list[float]:
+    """Median speed of forward passes over a batch at each budget, measured as told in budget_sweep.py.
+
+    Args:
+        inputs: input_ids (B, L), or the model's inputs by name; positions that an attention_mask leaves out do not
+            count.
+    """
+    batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
+    batch = {name: value.to(model.device) for name, value in batch.items()}
+    mask = batch.get("attention_mask")
+    first = next(iter(batch.values()))
+    num_tokens = int(mask.sum()) if mask is not None else first.shape[0] * first.shape[1]
+    seconds: dict[int, list[float]] = {K: [] for K in budgets}
+    for _ in range(1 + rounds):
+        for K in budgets:
+            _synchronize(first.device)
+            start = time.perf_counter()
+            run_at_budget(model, batch, K)
+            _synchronize(first.device)
+            seconds[K].append(time.perf_counter() - start)
+    return [num_tokens / statistics.median(seconds[K][1:]) for K in budgets]  # the first round is the warm-up
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

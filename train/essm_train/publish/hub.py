@@ -1,26 +1,17 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Publish a saved model on the Hugging Face Hub: code, weights, tokenizer, generation config and card in ONE commit.
 
-    hf auth login                                                             # once
-    python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name [--private]
-    python train/push_to_hub.py --run runs/train_clm --card_only              # write model/README.md and stop; edit it,
-    python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
-    python train/push_to_hub.py --run runs/train_clm --dry_run                # say what would be published and what not
-
 Only what belongs to a model is published, see `split_files`: whatever else lies in its folder is named and stays at
-home, and so do symbolic links. A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png
-and training.json. The repository shows the old revision until the one commit is made, whatever interrupts the push;
-pushing again continues (files that arrived are not sent again) and makes no commit if nothing has changed.
+home, and so do symbolic links. The repository shows the old revision until the one commit is made, whatever interrupts
+the push; pushing again continues (files that arrived are not sent again) and makes no commit if nothing has changed.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -28,9 +19,6 @@ from typing import Any
 import numpy as np
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.utils import HfHubHTTPError, HFValidationError, validate_repo_id
-from transformers import HfArgumentParser
-
-from essm_train.publish.model_card import write_model_card
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ANY_WEIGHTS = re.compile(r"model(\.[\w-]+)?\.safetensors")  # in one file, or a variant of them; shards an index names
@@ -77,10 +65,10 @@ def push_to_hub(
     """
     folder = Path(folder)
     check_folder(folder)
-    return _commit(folder, check_can_push(hub_model_id, token, private=private), token, commit_message)
+    return commit_folder(folder, check_can_push(hub_model_id, token, private=private), token, commit_message)
 
 
-def _commit(folder: Path, repository: str, token: str | None, message: str) -> str:
+def commit_folder(folder: Path, repository: str, token: str | None, message: str) -> str:
     """Upload the checked folder to the checked repository; the id of its newest commit."""
     files, left_out = split_files(folder)
     if left_out:
@@ -188,7 +176,7 @@ def split_files(folder: Path) -> tuple[list[str], list[str]]:
 
 def _shards(index: Path) -> set[str]:
     """The safetensors files that an index names. Raises ValueError if it is none."""
-    record = _read_json(index, "").get("weight_map")
+    record = read_json(index, "").get("weight_map")
     names = list(record.values()) if isinstance(record, dict) else []
     if not names or not all(isinstance(name, str) and re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names):
         raise ValueError(f"{index} must name safetensors files in its weight_map, got {str(record)[:80]}")
@@ -197,7 +185,7 @@ def _shards(index: Path) -> set[str]:
 
 def _references(config: Path) -> list[str]:
     """`module.Class` of every class in an auto_map whose code lies beside it."""
-    record = _read_json(config, "save the model with save_pretrained first").get("auto_map") or {}
+    record = read_json(config, "save the model with save_pretrained first").get("auto_map") or {}
     values = record.values() if isinstance(record, dict) else [record]
     names = [name for value in values for name in (value if isinstance(value, list) else [value]) if name is not None]
     for name in names:
@@ -257,7 +245,7 @@ def _check_weights(path: Path) -> None:
                 )
 
 
-def _read_json(path: Path, advice: str) -> dict[str, Any]:
+def read_json(path: Path, advice: str) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -305,74 +293,3 @@ def _explained(repository: str, action: str) -> Iterator[None]:
 def _first_line(error: BaseException) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line if line.endswith(".") else line + "."
-
-
-@dataclass
-class PushArguments:
-    """Arguments of the script."""
-
-    run: str = field(metadata={"help": "Folder of a run, which holds model/; or a saved model folder itself."})
-    hub_model_id: str | None = field(default=None, metadata={"help": "'name' or 'org/name'."})
-    private: bool = field(default=False, metadata={"help": "Create the repository private."})
-    template: str | None = field(
-        default=None, metadata={"help": "Card template, such as hub_configs/essm-21m/README.md; else a plain card."}
-    )
-    commit_message: str = field(default="Upload ES-SSM model", metadata={"help": "First line of the commit."})
-    card_only: bool = field(default=False, metadata={"help": "Write model/README.md and stop."})
-    keep_card: bool = field(default=False, metadata={"help": "Push model/README.md as it is, edited by hand."})
-    dry_run: bool = field(
-        default=False, metadata={"help": "Say which files would be published and which not, write nothing, and stop."}
-    )
-
-
-def push_run(args: PushArguments) -> str | None:
-    """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`."""
-    run = Path(args.run)
-    folder = run / "model" if (run / "model").is_dir() else run
-    if args.card_only and args.keep_card:
-        raise ValueError("card_only writes the card and keep_card does not: give one of them")
-    if not args.card_only and not args.dry_run and not args.hub_model_id:
-        raise ValueError("hub_model_id is needed to push: --hub_model_id org/name")
-    files = check_folder(folder)
-    if args.dry_run:
-        print(f"to be published from {folder}: {', '.join(files)}")
-        print(f"to be left out: {', '.join(split_files(folder)[1]) or 'nothing'}")
-        if not args.keep_card:
-            print("README.md would be written anew, with the curve of the sweep beside it")
-        return None
-    sweep, training = (
-        _read_json(run / name, "") if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
-    )
-    repository = args.hub_model_id
-    if not args.card_only and repository is not None:
-        repository = check_can_push(repository, private=args.private)
-    if not args.keep_card:
-        template = None if args.template is None else Path(args.template)
-        picture = run / "budget_sweep.png"
-        card = write_model_card(
-            folder, sweep=sweep, training=training, hub_model_id=repository, template=template, picture=picture
-        )
-        print(f"wrote {card}")
-    if args.card_only or repository is None:
-        return None
-    commit = _commit(folder, repository, None, args.commit_message)
-    print(f"pushed {constants.ENDPOINT}/{repository} at revision {commit}")
-    return commit
-
-
-def main() -> None:
-    """Push from the command line."""
-    (args,) = HfArgumentParser(PushArguments).parse_args_into_dataclasses()
-    try:
-        push_run(args)
-    except (ValueError, PermissionError, ConnectionError) as error:
-        sys.exit(f"error: {error}")
-
-
-def run() -> None:
-    """The command."""
-    main()
-
-
-if __name__ == "__main__":
-    run()

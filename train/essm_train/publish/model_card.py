@@ -117,8 +117,8 @@ def write_model_card(
     config = _read_json(folder / "config.json")
     training = training or {}
     curve = None if sweep is None else Curve.read(sweep)
-    own = folder.resolve()
-    title = (hub_model_id or (own.parent.name if own.name == "model" else own.name)).split("/")[-1]
+    place = folder.resolve()
+    title = (hub_model_id or (place.parent.name if place.name == "model" else place.name)).split("/")[-1]
     card = _open_template(template, title)
     task = card.data.get("pipeline_tag") or _pipeline_tag(folder, config)
 
@@ -234,11 +234,10 @@ def _eval_results(
 
 def _place_picture(folder: Path, picture: Path | None) -> bool:
     """Copy the picture into the folder; whether there is one."""
-    own = folder / PICTURE
-    source = picture or folder.resolve().parent / PICTURE
-    if source.is_file() and (not own.is_file() or source.read_bytes() != own.read_bytes()):
-        shutil.copyfile(source, own)
-    return own.is_file()
+    target, source = folder / PICTURE, picture or folder.resolve().parent / PICTURE
+    if source.is_file() and (not target.is_file() or source.read_bytes() != target.read_bytes()):
+        shutil.copyfile(source, target)
+    return target.is_file()
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

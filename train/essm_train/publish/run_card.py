@@ -3,20 +3,73 @@
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from essm_train.publish.hub import PushArguments, push_run
-from essm_train.run.engine import RunArguments
+from huggingface_hub import constants
+
+from essm_train.arguments import RunArguments, arg
+from essm_train.files import sha256_of
+from essm_train.publish.hub import check_can_push, check_folder, commit_folder, read_json, split_files
+from essm_train.publish.model_card import write_model_card
 
 _WRITTEN = ".card.sha256"  # in output_dir: of the card as it was written last
+
+
+@dataclass
+class PushArguments:
+    """How a run is pushed."""
+
+    run: str = field(metadata={"help": "Folder of a run, which holds model/; or a saved model folder itself."})
+    hub_model_id: str | None = arg(None, "'name' or 'org/name'.")
+    private: bool = arg(False, "Create the repository private.")
+    template: str | None = arg(None, "Card template, such as hub_configs/essm-21m/README.md; else a plain card.")
+    commit_message: str = arg("Upload ES-SSM model", "First line of the commit.")
+    card_only: bool = arg(False, "Write model/README.md and stop.")
+    keep_card: bool = arg(False, "Push model/README.md as it is, edited by hand.")
+    dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
+
+
+def push_run(args: PushArguments) -> str | None:
+    """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`."""
+    run = Path(args.run)
+    folder = run / "model" if (run / "model").is_dir() else run
+    if args.card_only and args.keep_card:
+        raise ValueError("card_only writes the card and keep_card does not: give one of them")
+    if not args.card_only and not args.dry_run and not args.hub_model_id:
+        raise ValueError("hub_model_id is needed to push: --hub_model_id org/name")
+    files = check_folder(folder)
+    if args.dry_run:
+        print(f"to be published from {folder}: {', '.join(files)}")
+        print(f"to be left out: {', '.join(split_files(folder)[1]) or 'nothing'}")
+        if not args.keep_card:
+            print("README.md would be written anew, with the curve of the sweep beside it")
+        return None
+    sweep, training = (
+        read_json(run / name, "") if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
+    )
+    repository = args.hub_model_id
+    if not args.card_only and repository is not None:
+        repository = check_can_push(repository, private=args.private)
+    if not args.keep_card:
+        template = None if args.template is None else Path(args.template)
+        picture = run / "budget_sweep.png"
+        card = write_model_card(
+            folder, sweep=sweep, training=training, hub_model_id=repository, template=template, picture=picture
+        )
+        print(f"wrote {card}")
+    if args.card_only or repository is None:
+        return None
+    commit = commit_folder(folder, repository, None, args.commit_message)
+    print(f"pushed {constants.ENDPOINT}/{repository} at revision {commit}")
+    return commit
 
 
 def write_card_and_push(args: RunArguments) -> None:
     """`push_run` of a run's model; a card that is not as it was written stays. Raises what `push_run` does."""
     output_dir = Path(args.output_dir)
     card, written = output_dir / "model" / "README.md", output_dir / _WRITTEN
-    edited = card.exists() and (not written.exists() or written.read_text() != _digest(card))
+    edited = card.exists() and (not written.exists() or written.read_text() != sha256_of(card))
     if edited:
         print(
             f"kept {card}, which was edited; `python train/push_to_hub.py --run {output_dir} --card_only` replaces it"
@@ -35,8 +88,4 @@ def write_card_and_push(args: RunArguments) -> None:
         )
     finally:
         if card.exists() and not edited:
-            written.write_text(_digest(card))
-
-
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+            written.write_text(sha256_of(card))

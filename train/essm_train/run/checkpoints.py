@@ -9,9 +9,7 @@ those files: what a disk or a copy has damaged since is not resumed from.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import pickle
 import re
 import shutil
@@ -27,11 +25,11 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from essm_train.files import TEMPORARY, delete_folder, publish, sha256_of, temporary_folder, write_json
+
 RUN_STATE = "run_state.json"
 MANIFEST = "manifest.json"
 DAMAGED = "damaged-"  # before the name of a checkpoint that is kept to be looked at, and not resumed from
-_TEMPORARY = ".tmp-"
-_REPLACED = f"{_TEMPORARY}replaced-"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -40,25 +38,10 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.split("-")[1]))
 
 
-def temporary_folder(path: Path) -> Path:
-    """An empty folder next to `path`, to be filled and published under that name."""
-    temporary = path.with_name(_TEMPORARY + path.name)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    return temporary
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a filled temporary folder its name, atomically and durably; what had the name before is deleted."""
-    for folder, _, files in os.walk(temporary):
-        for name in (*files, "."):
-            _sync(Path(folder, name))
-    replaced = path.with_name(_REPLACED + path.name)
-    if path.exists():
-        os.replace(path, replaced)
-    os.replace(temporary, path)
-    _sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+def last_good(output_dir: Path, update: int) -> str:
+    """For an error at that update."""
+    before = [path for path in list_checkpoints(output_dir) if int(path.name.split("-")[1]) < update]
+    return f"Last good checkpoint: {before[-1] if before else 'none'}"
 
 
 @contextmanager
@@ -97,54 +80,37 @@ def is_lost_peer(error: BaseException) -> bool:
     )
 
 
-def delete_folder(path: Path) -> None:
-    """Delete so that a kill halfway leaves a temporary folder, not a damaged one under the old name."""
-    doomed = path.with_name(f"{_TEMPORARY}deleted-{path.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    os.replace(path, doomed)
-    shutil.rmtree(doomed)
-
-
-def delete_temporary_folders(output_dir: Path) -> None:
-    """Clean up after a killed run."""
-    for path in output_dir.glob(f"{_REPLACED}*"):
-        if not (original := path.with_name(path.name.removeprefix(_REPLACED))).exists():
-            os.replace(path, original)  # killed between the two renames of `publish`
-    for path in output_dir.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(path)
-
-
 def save_checkpoint(
     accelerator: Accelerator,
     output_dir: Path,
     run_state: dict[str, Any],
     keep: int,
     shared: dict[str, Any],
-    own: dict[str, Any],
+    by_process: dict[str, Any],
 ) -> None:
     """Write `checkpoint-<run_state["update"]>` and delete all but the `keep` newest. All processes must call it.
 
     Args:
         run_state: for people, as JSON. shared: the same on all processes; one of them writes it.
-        own: each process writes its own.
+        by_process: each process writes what it has.
     Raises:
         OSError: nothing was published, the older checkpoints stand.
     """
     path = output_dir / f"checkpoint-{run_state['update']:08d}"
-    temporary = path.with_name(_TEMPORARY + path.name)
+    temporary = path.with_name(TEMPORARY + path.name)
     with complete_or_removed(path, temporary):
         if accelerator.is_main_process:
             temporary_folder(path)
         accelerator.wait_for_everyone()
         accelerator.save_state(str(temporary), safe_serialization=False)  # the tied head is one tensor with two names
-        for name, state in own.items():
+        for name, state in by_process.items():
             torch.save(state, temporary / f"{name}_{accelerator.process_index}.pt")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             for name, state in shared.items():
                 torch.save(state, temporary / f"{name}.pt")
-            (temporary / RUN_STATE).write_text(json.dumps(run_state, indent=2) + "\n")
-            (temporary / MANIFEST).write_text(json.dumps(_manifest(temporary), indent=2) + "\n")
+            write_json(temporary / RUN_STATE, run_state)
+            write_json(temporary / MANIFEST, _manifest(temporary))
             publish(temporary, path)
     if accelerator.is_main_process:
         prune_checkpoints(output_dir, keep)
@@ -160,12 +126,7 @@ def prune_checkpoints(output_dir: Path, keep: int) -> None:
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of every file below the folder."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in names}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}
 
 
 def newest_sound_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
@@ -207,7 +168,7 @@ def find_damage(checkpoint: Path) -> str | None:
         found = (checkpoint / name).stat().st_size
         if found != size:
             return f"{name} has {found:,} bytes, and had {size:,} when it was written"
-        if _sha256(checkpoint / name) != digest:
+        if sha256_of(checkpoint / name) != digest:
             return f"{name} is not what was written, by its SHA-256"
     for path in checkpoint.iterdir() if manifest is None else ():
         if path.suffix in (".bin", ".pkl", ".pt") and not zipfile.is_zipfile(path):  # torch's files are archives
@@ -216,7 +177,7 @@ def find_damage(checkpoint: Path) -> str | None:
 
 
 def load_checkpoint(
-    accelerator: Accelerator, checkpoint: Path, shared: Sequence[str], own: Sequence[str]
+    accelerator: Accelerator, checkpoint: Path, shared: Sequence[str], by_process: Sequence[str]
 ) -> dict[str, Any]:
     """Everything that Accelerate knows goes back into place; the states of those names are returned.
 
@@ -224,7 +185,7 @@ def load_checkpoint(
         ValueError: files that cannot be read, or random states that Accelerate could not set.
     """
     rank = accelerator.process_index
-    files = {name: f"{name}.pt" for name in shared} | {name: f"{name}_{rank}.pt" for name in own}
+    files = {name: f"{name}.pt" for name in shared} | {name: f"{name}_{rank}.pt" for name in by_process}
     # Data states hold NumPy arrays, hence no weights_only: a checkpoint is as trusted as the run that wrote it.
     read = partial(torch.load, map_location="cpu", weights_only=False)
     try:
@@ -255,11 +216,3 @@ def _check_random_states(accelerator: Accelerator, checkpoint: Path, states: dic
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON that `save_checkpoint` was given."""
     return json.loads((checkpoint / RUN_STATE).read_text())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

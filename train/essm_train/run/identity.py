@@ -8,9 +8,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from essm_train.run.checkpoints import read_run_state
+from essm_train.arguments import RunArguments
+from essm_train.files import delete_folder, delete_temporary_folders, set_aside
+from essm_train.run.accelerator import say
+from essm_train.run.checkpoints import (
+    DAMAGED,
+    list_checkpoints,
+    newest_sound_checkpoint,
+    prune_checkpoints,
+    read_run_state,
+)
 
 # Of a configuration: who wrote it, and what may be set on a finished model.
 _NOT_OF_WEIGHTS = frozenset(
@@ -25,14 +36,14 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in _NOT_OF_WEIGHTS}
 
 
-def check_same_run(checkpoint: Path, identity: dict[str, Any], args: Any) -> None:
+def check_same_run(checkpoint: Path, identity: dict[str, Any], args: RunArguments) -> None:
     """Raises ValueError if the checkpoint belongs to a run that would have given other weights.
 
     What the checkpoint does not know, as it was written by an earlier version, must be an argument at its default, or
     as `EARLIER` of the arguments says.
 
     Args:
-        identity: what defines the run, with the `model_identity` as "model". args: engine.RunArguments.
+        identity: what defines the run, with the `model_identity` as "model".
     """
     reasons = {
         "num_processes": " (the random states of every process, and shards, are part of a checkpoint)",
@@ -57,3 +68,56 @@ def check_same_run(checkpoint: Path, identity: dict[str, Any], args: Any) -> Non
             f"cannot resume {checkpoint}: {', '.join(changed.values())}; go back to the old value, choose another "
             "output_dir, or start afresh with --overwrite_output_dir"
         )
+
+
+def find_run(
+    accelerator: Accelerator, args: RunArguments, identity: dict[str, Any]
+) -> tuple[Path | None, list[Any] | None]:
+    """Make output_dir ready: the checkpoint to go on from, if any, and what `_saved_model` says of it.
+
+    Raises:
+        ValueError: (on all processes) only damaged checkpoints, those of another run, or none where `extend` needs one.
+    """
+    output_dir = Path(args.output_dir)
+    found: list[Any] = [None, {}, None, ""]
+    if accelerator.is_main_process:
+        delete_temporary_folders(output_dir)
+        if args.overwrite_output_dir:
+            old_ones = (*list_checkpoints(output_dir), *output_dir.glob(f"{DAMAGED}checkpoint-*"))
+            for old in (*old_ones, output_dir / "model", output_dir / "best"):
+                if old.exists():
+                    delete_folder(old)
+            for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
+                (output_dir / name).unlink(missing_ok=True)
+        try:
+            found = [*newest_sound_checkpoint(output_dir), _saved_model(output_dir), ""]
+        except ValueError as error:
+            found[3] = str(error)
+    broadcast_object_list(found)
+    checkpoint, damaged, saved_model, problem = found
+    if checkpoint is None and args.extend:
+        problem = problem or f"extend needs a run to go on with, and output_dir {args.output_dir!r} holds no checkpoint"
+    if problem:
+        raise ValueError(problem)
+    if checkpoint is not None:
+        check_same_run(checkpoint, identity, args)
+    if accelerator.is_main_process:
+        if checkpoint is None:
+            (output_dir / "training.json").unlink(missing_ok=True)  # of a run whose checkpoints were deleted
+        for path, damage in damaged.items():
+            aside = DAMAGED + path.name
+            say(accelerator, f"{path} is damaged: {damage}; now {aside}, and the run goes on from {checkpoint}")
+            set_aside(path, aside)
+        prune_checkpoints(output_dir, args.keep_checkpoints)  # one more stays where a run was killed before it did
+    accelerator.wait_for_everyone()
+    return checkpoint, saved_model
+
+
+def _saved_model(output_dir: Path) -> list[Any] | None:
+    """Of which update and by which choice (`final_model`) the model in the folder is; None if that is not known."""
+    try:
+        record = json.loads((output_dir / "training.json").read_text())
+        complete = any((output_dir / "model").glob("*.safetensors"))
+        return [record["updates"], record["arguments"]["final_model"]] if complete else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

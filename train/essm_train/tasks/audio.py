@@ -1,26 +1,19 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Spoken words as log-mel frames, written once as parquet files that train_classification.py reads.
+"""Spoken words as log-mel frames, for train/prepare_audio.py.
 
-    python train/prepare_audio.py speech4 --data_dir data --output_dir data/speech4
-    python train/prepare_audio.py sc10 --data_dir data/speech_commands --output_dir data/sc10
-
-`speech4` reads the files speech_commands_4words-{train,validation,test}.parquet of 8 kHz mu-law codes: four words of
-Speech Commands V2, a task of our own. `sc10` reads the unpacked official archive of Speech Commands V2, one folder of
-16 kHz wav files per word, and splits it by its validation_list.txt and testing_list.txt; the rest is for training.
+`MuLawClips` are four words of Speech Commands V2 as 8 kHz mu-law codes, a task of our own; `SpeechCommands` is the
+unpacked official archive, one folder of 16 kHz wav files per word.
 
 Every clip becomes (98, 40) numbers: 40 mel bands of 25 ms windows, one each 10 ms of one second. Each band is
-normalised to mean 0 and deviation 1 over the frames of the clip; frames after the end of a short clip are 0.
-An interrupted command is given again, see shards.py. A row is a function of its clip only.
+normalised to mean 0 and deviation 1 over the frames of the clip; frames after the end of a short clip are 0. A row is a
+function of its clip only.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import hashlib
-import os
-import sys
 import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from essm_train.tasks.shards import SPLITS, check_sizes, generate, parquet_schema
+from essm_train.tasks.shards import SPLITS, check_sizes, parquet_schema
 
 SPEECH4_WORDS = ("yes", "no", "up", "down")
 SC10_WORDS = (*SPEECH4_WORDS, "left", "right", "on", "off", "stop", "go")
@@ -235,10 +228,6 @@ def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
     return np.frombuffer(data, "<i2").astype(np.float32) / 32768
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing.
-
-
 @dataclass(frozen=True)
 class SpeechFrames:
     """The `shards.RowGenerator` of clips as frames; where the clips lie is no part of what defines the rows."""
@@ -288,31 +277,3 @@ class SpeechFrames:
         bands = pa.ListArray.from_arrays(np.arange(0, len(values) + 1, NUM_BANDS, dtype=np.int32), values)
         column = pa.ListArray.from_arrays(np.arange(0, len(bands) + 1, NUM_FRAMES, dtype=np.int32), bands)
         return pa.table([column, pa.array(labels, pa.int64()), pa.array(names)], schema=parquet_schema(types, features))
-
-
-SOURCES = {"speech4": MuLawClips, "sc10": SpeechCommands}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=list(SOURCES))
-    parser.add_argument("--data_dir", help="Where the clips are; by default `data`, of sc10 `data/speech_commands`.")
-    parser.add_argument("--output_dir", help="Where the frames go; by default data/ and the name of the task.")
-    parser.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, help="Processes; all cores by default.")
-    args = parser.parse_args(argv)
-    data_dir = Path(args.data_dir or ("data" if args.task == "speech4" else "data/speech_commands"))
-    output_dir = Path(args.output_dir or f"data/{args.task}")
-    try:
-        manifest = generate(SpeechFrames.of(args.task, SOURCES[args.task](data_dir)), output_dir, args.num_workers)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    print(f"{manifest}: complete; train with --features_column frames --label_column label")
-
-
-def run() -> None:
-    """The command."""
-    main()
-
-
-if __name__ == "__main__":
-    run()

@@ -1,14 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every task as named arguments of a training script: where its data is, its shape, and two sizes of the run.
 
-    python train/list_tasks.py --data_dir data                 # all tasks, and which of their data is there
-    python train/list_tasks.py --data_dir data --task smnist --scale small > smnist.yaml
-    accelerate launch train/train_classification.py smnist.yaml --output_dir runs/smnist
-
-    task_arguments("smnist", "data", "small")                     # the same as a dict
-
-Data is looked for in one or several folders, separated as in PATH; by default those of the environment variable
-ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from where, and where to put it.
+    task_arguments("smnist", "data", "small")         # a dict, ready for YAML; train/list_tasks.py prints it
 
 `full` is the official data at the size of hub_configs/; `small` is a few minutes on one CPU thread: shorter sequences,
 fewer updates, a narrower model. `note` says how the data differs from the official set. What is measured on other data
@@ -17,23 +10,16 @@ must not be called by the official name.
 
 from __future__ import annotations
 
-import argparse
-import importlib
-import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-import yaml
-
 from essm_train.tasks.audio import SC10_URL
-from essm_train.tasks.shards import MANIFEST, shard_files
+from essm_train.tasks.sources import Files, Folders, Hub, Shards, data_folders
 
 ROOT = Path(__file__).resolve().parents[3]
-ENVIRONMENT = "ESSM_DATA"
 SPLITS = ("train", "validation", "test")
 SCRIPTS = MappingProxyType(
     {
@@ -42,76 +28,6 @@ SCRIPTS = MappingProxyType(
         "retrieval": "train_retrieval",
     }
 )
-
-Scale = Literal["full", "small"]
-Folders = str | os.PathLike | Sequence[str | os.PathLike] | None
-
-
-def _writable(folders: Sequence[Path]) -> Path:
-    """The first folder that can be written or made."""
-    for folder in folders:
-        exists = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-        if os.access(exists, os.W_OK):
-            return folder
-    return folders[0]
-
-
-@dataclass(frozen=True)
-class Files:
-    """Files of a data folder, by split: a name, or a pattern for several. `how` says where they come from."""
-
-    files: Mapping[str, str]
-    how: str
-
-    def find(self, folder: Path) -> dict[str, list[str]] | None:
-        """Paths of each split in that folder; None unless all are there."""
-        found = {split: sorted(map(str, folder.glob(pattern))) for split, pattern in self.files.items()}
-        return found if all(found.values()) else None
-
-    def instructions(self, folders: Sequence[Path]) -> str:
-        names = ", ".join(str(_writable(folders) / pattern) for pattern in self.files.values())
-        return f"{self.how}, as {names}"
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A folder of a data folder that a command of this repository fills, see shards.py.
-
-    In the command, `{data}` is that data folder and `{raw}` the one that holds what the command reads, the file or
-    folder `raw`; `fetch` says where that comes from.
-    """
-
-    folder: str
-    name: str
-    command: str
-    raw: str | None = None
-    fetch: str = ""
-
-    def find(self, folder: Path) -> dict[str, list[str]] | None:
-        """Paths of each split; None if there is no finished data. ValueError if it is damaged or another's."""
-        if not (folder / self.folder / MANIFEST).is_file():
-            return None
-        try:
-            return shard_files(folder / self.folder, self.name)
-        except FileNotFoundError as error:  # unfinished, or a file is lost: the same command mends it
-            reason = str(error).split(":")[0]
-            raise FileNotFoundError(f"{reason}: {self.instructions([folder])} again") from error
-
-    def instructions(self, folders: Sequence[Path]) -> str:
-        target = _writable(folders)
-        if self.raw is None:
-            return f"run `{self.command.format(data=target)}`"
-        holding = next((folder for folder in folders if (folder / self.raw).exists()), None)
-        command = f"run `{self.command.format(data=target, raw=holding or target)}`"
-        return command if holding else f"{self.fetch.format(raw=target)}, then {command}"
-
-
-@dataclass(frozen=True)
-class Hub:
-    """A data set on the Hub; asked for explicitly, never used because a file is missing."""
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +56,7 @@ class TaskSpec:
     hub: Hub | None = None
     small_sources: tuple[Files | Shards, ...] = ()
 
-    def places(self, scale: Scale) -> tuple[Files | Shards, ...]:
+    def places(self, scale: str) -> tuple[Files | Shards, ...]:
         return self.small_sources if scale == "small" and self.small_sources else self.sources
 
 
@@ -451,19 +367,6 @@ TASKS: Mapping[str, TaskSpec] = MappingProxyType({spec.name: spec for spec in _S
 # From a task to arguments.
 
 
-def data_folders(data_dir: Folders = None) -> list[Path]:
-    """The folders to look in: those given (a text may name several, separated as in PATH), or ESSM_DATA's, or data."""
-    if data_dir is None:
-        data_dir = os.environ.get(ENVIRONMENT) or "data"
-    if isinstance(data_dir, str):
-        data_dir = [part for part in data_dir.split(os.pathsep) if part]
-    elif isinstance(data_dir, os.PathLike):
-        data_dir = [data_dir]
-    if not data_dir:
-        raise ValueError("data_dir names no folder")
-    return [Path(folder) for folder in data_dir]
-
-
 def get_task(name: str) -> TaskSpec:
     """Raises ValueError for an unknown name."""
     if name not in TASKS:
@@ -471,7 +374,7 @@ def get_task(name: str) -> TaskSpec:
     return TASKS[name]
 
 
-def find_data(spec: TaskSpec, scale: Scale, data_dir: Folders = None) -> dict[str, list[str]]:
+def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str, list[str]]:
     """Files of each split, of the first source that is in any of the folders.
 
     Raises:
@@ -492,7 +395,7 @@ def find_data(spec: TaskSpec, scale: Scale, data_dir: Folders = None) -> dict[st
     raise FileNotFoundError(message)
 
 
-def task_arguments(name: str, data_dir: Folders = None, scale: Scale = "full", use_hub: bool = False) -> dict[str, Any]:
+def task_arguments(name: str, data_dir: Folders = None, scale: str = "full", use_hub: bool = False) -> dict[str, Any]:
     """Arguments of the script of a task, ready for its dataclass or a YAML file; output_dir and seed are the caller's.
 
     Args:
@@ -518,63 +421,15 @@ def task_arguments(name: str, data_dir: Folders = None, scale: Scale = "full", u
     return {f"{split}_file": paths[0] if one_file else paths for split, paths in found.items()} | arguments
 
 
-def make_arguments(name: str, data_dir: Folders = None, scale: Scale = "full", **changes: Any) -> Any:
+def make_arguments(name: str, data_dir: Folders = None, scale: str = "full", **changes: Any) -> Any:
     """The dataclass of the task's script with these arguments; `changes` override them (output_dir, seed, ..).
 
     Raises:
         ValueError, FileNotFoundError: as `task_arguments`, and what the dataclass refuses.
     """
-    classes = {"train_clm": "CLMArguments", "train_classification": "ClassificationArguments"}
-    spec = get_task(name)
-    module = importlib.import_module(f"essm_train.commands.{SCRIPTS[spec.script]}")
-    cls = getattr(module, classes.get(spec.script, "RetrievalArguments"))
+    from essm_train.data.arguments import ClassificationArguments, CLMArguments  # tasks are listed without torch
+    from essm_train.tasks.retrieval import RetrievalArguments
+
+    classes: dict[str, type] = {"train_clm": CLMArguments, "train_classification": ClassificationArguments}
+    cls = classes.get(get_task(name).script, RetrievalArguments)
     return cls(**(task_arguments(name, data_dir, scale) | changes))
-
-
-def table(data_dir: Folders = None) -> str:
-    """All tasks with what is there, and what to do about the rest."""
-    lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
-    lines.append(f"{'task':<11} {'full':<5} {'small':<6} {'metric':<10} {'script':<29} title")
-    absent: list[str] = []
-    for spec in TASKS.values():
-        marks: list[str] = []
-        for scale in ("full", "small"):
-            try:
-                find_data(spec, scale, data_dir)
-                marks.append("yes")
-            except (FileNotFoundError, ValueError) as error:
-                marks.append("-")
-                if (text := str(error)) not in absent:
-                    absent.append(text)
-        script = f"train/{SCRIPTS[spec.script]}.py"
-        lines.append(f"{spec.name:<11} {marks[0]:<5} {marks[1]:<6} {spec.metric:<10} {script:<29} {spec.title}")
-        lines.append(f"{'':<24} {spec.note}")
-    return "\n".join([*lines, "", *absent])
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", help=f"Data folders, separated as in PATH; by default ${ENVIRONMENT}, or data.")
-    parser.add_argument("--task", choices=list(TASKS), help="Print the arguments of this task as YAML instead.")
-    parser.add_argument("--scale", choices=["full", "small"], default="full", help="Of these arguments.")
-    parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
-    args = parser.parse_args(argv)
-    try:
-        if args.task is None:
-            print(table(args.data_dir))
-            return
-        values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(f"error: {error}")
-    spec = TASKS[args.task]
-    print(f"# {spec.title}, {args.scale}: train/{SCRIPTS[spec.script]}.py\n# {spec.note}")
-    print(yaml.safe_dump(values, sort_keys=False), end="")
-
-
-def run() -> None:
-    """The command."""
-    main()
-
-
-if __name__ == "__main__":
-    run()

@@ -15,13 +15,14 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 
+from essm_train.arguments import arg
 from essm_train.tasks.shards import check_sizes, parquet_schema, shard_files
 
 DIGITS = tuple(map(str, range(10)))
@@ -32,10 +33,6 @@ PAD_ID = len(SYMBOLS)
 OPERATOR_PROBABILITY = 0.25
 _IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 _MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
-
-
-def _arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -50,15 +47,15 @@ class ListOps:
     UNIQUE: ClassVar[str | None] = "tokens"
 
     name: str = "listops"
-    seed: int = _arg(0, "Same seed, same data.")
-    train_size: int = _arg(96_000, "Training rows.")
-    validation_size: int = _arg(2_000, "Validation rows.")
-    test_size: int = _arg(2_000, "Test rows.")
-    min_length: int = _arg(500, "Trees have more symbols than this ..")
-    max_length: int = _arg(2_000, ".. and fewer than this.")
-    max_depth: int = _arg(10, "Levels of the tree; the root is level 1, and nodes of the last level are digits.")
-    max_arguments: int = _arg(10, "Arguments of an operator: 2 to this many.")
-    rows_per_shard: int = _arg(2_000, "Rows in a file.")
+    seed: int = arg(0, "Same seed, same data.")
+    train_size: int = arg(96_000, "Training rows.")
+    validation_size: int = arg(2_000, "Validation rows.")
+    test_size: int = arg(2_000, "Test rows.")
+    min_length: int = arg(500, "Trees have more symbols than this ..")
+    max_length: int = arg(2_000, ".. and fewer than this.")
+    max_depth: int = arg(10, "Levels of the tree; the root is level 1, and nodes of the last level are digits.")
+    max_arguments: int = arg(10, "Arguments of an operator: 2 to this many.")
+    rows_per_shard: int = arg(2_000, "Rows in a file.")
 
     def __post_init__(self) -> None:
         check_sizes(self)

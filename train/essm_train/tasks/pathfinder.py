@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from essm_train.arguments import arg
 from essm_train.tasks.shards import SPLITS, check_sizes, parquet_schema, shard_files
 
 LABELS = ("separate", "connected")
@@ -42,10 +43,6 @@ _MAX_ROUNDS = 50_000  # for an image
 _BATCH = 250  # images that grow at once
 
 
-def _arg(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class Pathfinder:
     """The data set of these parameters; the defaults are those of LRA's Pathfinder at 32 x 32.
@@ -58,23 +55,23 @@ class Pathfinder:
     UNIQUE: ClassVar[str | None] = None
 
     name: str = "pathfinder32"
-    seed: int = _arg(0, "Same seed, same data.")
-    train_size: int = _arg(160_000, "Training images.")
-    validation_size: int = _arg(20_000, "Validation images.")
-    test_size: int = _arg(20_000, "Test images.")
-    image_size: int = _arg(32, "Height and width, pixels.")
-    difficulty: str = _arg("hard", "Length of the marked snakes: baseline 6, intermediate 9, hard 14 paddles.")
-    contour_length: int | None = _arg(None, "Instead of difficulty: that many paddles.")
-    distractor_paddles: int = _arg(20, "All distractors together; one has a third of contour_length.")
-    paddle_length: int = _arg(2, "Of a dash, pixels.")
-    paddle_thickness: float = _arg(0.5, "Of a dash, pixels.")
-    paddle_margins: tuple[int, ...] = _arg((1,), "Half of the gap between dashes, pixels; one is drawn per image.")
-    paddle_contrast: float = _arg(1.5, "Brightness of a dash where it covers a pixel; 1 is white.")
-    marker_radius: float = _arg(1.5, "Of the discs, pixels.")
-    seed_distance: int = _arg(7, "Between the first ends of the two snakes, pixels.")
-    continuity: float = _arg(1.0, "Larger is straighter: turns stay below 90 degrees over this.")
-    padding: int = _arg(1, "Border that stays empty, pixels.")
-    rows_per_shard: int = _arg(5_000, "Images in a file.")
+    seed: int = arg(0, "Same seed, same data.")
+    train_size: int = arg(160_000, "Training images.")
+    validation_size: int = arg(20_000, "Validation images.")
+    test_size: int = arg(20_000, "Test images.")
+    image_size: int = arg(32, "Height and width, pixels.")
+    difficulty: str = arg("hard", "Length of the marked snakes: baseline 6, intermediate 9, hard 14 paddles.")
+    contour_length: int | None = arg(None, "Instead of difficulty: that many paddles.")
+    distractor_paddles: int = arg(20, "All distractors together; one has a third of contour_length.")
+    paddle_length: int = arg(2, "Of a dash, pixels.")
+    paddle_thickness: float = arg(0.5, "Of a dash, pixels.")
+    paddle_margins: tuple[int, ...] = arg((1,), "Half of the gap between dashes, pixels; one is drawn per image.")
+    paddle_contrast: float = arg(1.5, "Brightness of a dash where it covers a pixel; 1 is white.")
+    marker_radius: float = arg(1.5, "Of the discs, pixels.")
+    seed_distance: int = arg(7, "Between the first ends of the two snakes, pixels.")
+    continuity: float = arg(1.0, "Larger is straighter: turns stay below 90 degrees over this.")
+    padding: int = arg(1, "Border that stays empty, pixels.")
+    rows_per_shard: int = arg(5_000, "Images in a file.")
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -266,46 +263,38 @@ class _Ground:
         self.links[place] = add(self.links[place], near, dtype=np.uint8)
 
 
-def grow_scenes(task: Pathfinder, split: str, indices: range) -> Scenes:
-    """The geometry of these images; each is a function of (task, split, index) alone.
+class _Growth:
+    """n images while their snakes grow, S links each; a images are alive, C candidates are tried for a link.
 
-    Raises:
-        ValueError: an image has no room for snakes of this length.
+    Attributes:
+        slot: (n,) the link to be placed. trials: (n,) of the present distractor.
+        grown, failures: (n, 2) of the marked snakes. start, angle, placed: (n, S, 2), (n, S) and (n, S) of the links.
     """
-    units, turns, size = _unit_vectors(), _turns(task.continuity), task.image_size
-    order = layout(task.snake_lengths)
-    n, S = len(indices), len(order.snake)
-    streams = [np.random.Generator(np.random.PCG64([task.seed, SPLITS.index(split), i])) for i in indices]
-    coins = np.stack([stream.random(4) for stream in streams])
-    label, origin = (coins[:, 0] < 0.5).astype(np.int64), (coins[:, 1] < 0.5).astype(np.int64)
-    margin = np.array(task.paddle_margins)[(coins[:, 2] * len(task.paddle_margins)).astype(int)]
-    length = (task.paddle_length + 2 * margin).astype(float)
-    clearance = 2.0 * margin
 
-    ground = _Ground(task, length, clearance)
-    without_last = ground.links.copy()  # as it was before the present distractor
-    steps = int(length.max()) + 1  # on a candidate, to be tested
+    def __init__(self, task: Pathfinder, margin: np.ndarray):
+        self.task, self.margin, self.order = task, margin, layout(task.snake_lengths)
+        self.units, self.turns = _unit_vectors(), _turns(task.continuity)
+        self.length = (task.paddle_length + 2 * margin).astype(float)
+        self.clearance = 2.0 * margin
+        self.steps = int(self.length.max()) + 1  # on a candidate, to be tested
+        self.ground = _Ground(task, self.length, self.clearance)
+        self.without_last = self.ground.links.copy()  # as it was before the present distractor
+        n, S = len(margin), len(self.order.snake)
+        self.slot, self.trials = np.zeros(n, int), np.zeros(n, int)
+        self.grown, self.failures = np.zeros((n, 2), int), np.zeros((n, 2), int)
+        self.start, self.angle, self.placed = np.zeros((n, S, 2)), np.zeros((n, S), int), np.zeros((n, S), bool)
 
-    slot, trials = np.zeros(n, int), np.zeros(n, int)  # the link to be placed; trials of the present distractor
-    grown, failures = np.zeros((n, 2), int), np.zeros((n, 2), int)  # of the marked snakes
-    start, angle = np.zeros((n, S, 2)), np.zeros((n, S), int)
-    placed = np.zeros((n, S), bool)
-    numbers = np.empty((n, 0, 0, 0))
-    for r in range(_MAX_ROUNDS):
-        live = np.flatnonzero(slot < S)
-        if not len(live):
-            break
-        if r % _ROUNDS == 0:
-            numbers = np.empty((n, _ROUNDS, _CANDIDATES, 3))
-            for i in live:
-                numbers[i] = streams[i].random((_ROUNDS, _CANDIDATES, 3))
-        u = np.moveaxis(numbers[live, r % _ROUNDS], -1, 0)  # (3, a, C), a images being alive
-        k, L = slot[live], length[live, None]
-        before = order.before[k]
+    def candidates(self, live: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Links that continue a snake, or begin one, from random numbers u (3, a, C).
+
+        Returns:
+            pivot (2, a, C), theta (a, C), and free (a, C): inside, and on free ground.
+        """
+        task, size, k = self.task, self.task.image_size, self.slot[live]
+        L, margin, start, angle, units = self.length[live, None], self.margin, self.start, self.angle, self.units
+        before = self.order.before[k]
         begins = (before < 0)[:, None]
-
-        # 1. Candidates (a, C): continue a snake, or begin one.
-        turned = angle[live, before][:, None] + turns[(u[0] * len(turns)).astype(int)]
+        turned = angle[live, before][:, None] + self.turns[(u[0] * len(self.turns)).astype(int)]
         theta = np.where(begins, (u[0] * _DIRECTIONS).astype(int), turned % _DIRECTIONS)
         unit = units[:, theta]  # (2, a, C)
         gap = margin[live, None] * unit
@@ -318,74 +307,110 @@ def grow_scenes(task: Pathfinder, split: str, indices: range) -> Scenes:
         pivot = np.where(begins, pivot, last_start + L * last_unit)
         tail, head = pivot + gap, pivot + gap + task.paddle_length * unit
 
-        # 2. Which are inside, and on free ground? The link that a candidate continues is not counted.
         free = ((tail >= inner) & (tail <= size - inner) & (head >= inner) & (head <= size - inner)).all(0)
-        along = np.arange(steps) / (steps - 1) * L  # (a, P)
-        centre, count = ground.at(live, pivot[..., None] + along[:, None] * unit[..., None])
-        own = _distance2(centre, last_start[..., None], last_unit[..., None], L[..., None])
-        own = (own <= (clearance[live] ** 2)[:, None, None]) & ~begins[..., None]
-        free &= (count == own).all(2)
+        along = np.arange(self.steps) / (self.steps - 1) * L  # (a, P)
+        centre, count = self.ground.at(live, pivot[..., None] + along[:, None] * unit[..., None])
+        continued = _distance2(centre, last_start[..., None], last_unit[..., None], L[..., None])
+        continued = (continued <= (self.clearance[live] ** 2)[:, None, None]) & ~begins[..., None]
+        return pivot, theta, free & (count == continued).all(2)  # the link that is continued is not counted
 
-        # 3. The first free one is taken.
-        chosen, found = free.argmax(1), free.any(1)
-        won, c = live[found], chosen[found]
+    def place(self, won: np.ndarray, pivot: np.ndarray, theta: np.ndarray) -> None:
+        """Put links of those images (w,), pivots (2, w) and directions (w,), into their slots."""
+        order, slot = self.order, self.slot
         new = won[order.first[slot[won]] == slot[won]]
-        without_last[new] = ground.links[new]
-        start[won, slot[won]], angle[won, slot[won]] = pivot[:, found, c].T, theta[found, c]
-        placed[won, slot[won]] = True
-        ground.count(won, pivot[:, found, c], unit[:, found, c], 1)
+        self.without_last[new] = self.ground.links[new]
+        self.start[won, slot[won]], self.angle[won, slot[won]] = pivot.T, theta
+        self.placed[won, slot[won]] = True
+        self.ground.count(won, pivot, self.units[:, theta], 1)
         k = slot[won]
         marked = order.snake[k] < 2
-        grown[won[marked], order.snake[k[marked]]] += 1
-        trials[won[order.next_snake[k] == k + 1]] = 0  # a snake is complete
+        self.grown[won[marked], order.snake[k[marked]]] += 1
+        self.trials[won[order.next_snake[k] == k + 1]] = 0  # a snake is complete
         slot[won] += 1
 
-        # 4. Where none is free, a distractor begins again, but not forever. A marked snake loses its newest links:
-        # after its failure number f as many as the largest power of two in f; if these are all, both begin again.
-        lost = live[~found]
-        k = slot[lost]
-        marked = order.snake[k] < 2
-        back, snake = lost[marked], order.snake[k[marked]]
+    def shorten_marked(self, back: np.ndarray, snake: np.ndarray) -> None:
+        """A marked snake of those images, for which there was no room, loses its newest links.
+
+        After its failure number f as many as the largest power of two in f; if these are all, both begin again.
+        """
+        grown, failures, num_paddles = self.grown, self.failures, self.task.num_paddles
         failures[back, snake] += 1
         keep = grown[back, snake] - (failures[back, snake] & -failures[back, snake])
         again = back[keep < 1]
-        grown[again], failures[again], placed[again], ground.links[again] = 0, 0, False, 0
+        grown[again], failures[again], self.placed[again], self.ground.links[again] = 0, 0, False, 0
         back, snake, keep = back[keep >= 1], snake[keep >= 1], keep[keep >= 1]
-        for link in range(keep.min(initial=task.num_paddles), task.num_paddles):
+        for link in range(keep.min(initial=num_paddles), num_paddles):
             chosen = (keep <= link) & (link < grown[back, snake])
             images, s = back[chosen], 2 * link + snake[chosen]
             if not len(images):
                 continue
-            placed[images, s] = False
-            ground.count(images, start[images, s].T, units[:, angle[images, s]], -1)
+            self.placed[images, s] = False
+            self.ground.count(images, self.start[images, s].T, self.units[:, self.angle[images, s]], -1)
         grown[back, snake] = keep
-        lost, k = lost[~marked], k[~marked]
-        begun = lost[order.first[k] != k]
-        ground.links[begun] = without_last[begun]
-        placed[lost[:, None], np.arange(S)] &= order.snake != order.snake[k][:, None]
-        trials[lost] += 1
-        given_up = trials[lost] == _DISTRACTOR_TRIALS
-        slot[lost] = np.where(given_up, order.next_snake[k], order.first[k])
-        trials[lost[given_up]] = 0
 
-        # 5. Of the marked snakes, the shorter one grows next.
-        unfinished = live[grown[live].min(1) < task.num_paddles]
-        snake = (grown[unfinished, 1] < grown[unfinished, 0]).astype(int)
-        slot[unfinished] = 2 * grown[unfinished, snake] + snake
+    def restart_distractor(self, lost: np.ndarray) -> None:
+        """The distractor of those images, for which there was no room, begins again, but not forever."""
+        order, k = self.order, self.slot[lost]
+        begun = lost[order.first[k] != k]
+        self.ground.links[begun] = self.without_last[begun]
+        self.placed[lost[:, None], np.arange(len(order.snake))] &= order.snake != order.snake[k][:, None]
+        self.trials[lost] += 1
+        given_up = self.trials[lost] == _DISTRACTOR_TRIALS
+        self.slot[lost] = np.where(given_up, order.next_snake[k], order.first[k])
+        self.trials[lost[given_up]] = 0
+
+    def round(self, live: np.ndarray, u: np.ndarray) -> None:
+        """Place the next link of those images (a,), or fail to."""
+        pivot, theta, free = self.candidates(live, u)
+        chosen, found = free.argmax(1), free.any(1)  # the first free one is taken
+        c = chosen[found]
+        self.place(live[found], pivot[:, found, c], theta[found, c])
+        lost = live[~found]
+        snake = self.order.snake[self.slot[lost]]
+        self.shorten_marked(lost[snake < 2], snake[snake < 2])
+        self.restart_distractor(lost[snake >= 2])
+        # Of the marked snakes, the shorter one grows next.
+        unfinished = live[self.grown[live].min(1) < self.task.num_paddles]
+        snake = (self.grown[unfinished, 1] < self.grown[unfinished, 0]).astype(int)
+        self.slot[unfinished] = 2 * self.grown[unfinished, snake] + snake
+
+
+def grow_scenes(task: Pathfinder, split: str, indices: range) -> Scenes:
+    """The geometry of these images; each is a function of (task, split, index) alone.
+
+    Raises:
+        ValueError: an image has no room for snakes of this length.
+    """
+    n, S = len(indices), len(layout(task.snake_lengths).snake)
+    streams = [np.random.Generator(np.random.PCG64([task.seed, SPLITS.index(split), i])) for i in indices]
+    coins = np.stack([stream.random(4) for stream in streams])
+    label, origin = (coins[:, 0] < 0.5).astype(np.int64), (coins[:, 1] < 0.5).astype(np.int64)
+    margin = np.array(task.paddle_margins)[(coins[:, 2] * len(task.paddle_margins)).astype(int)]
+    growth = _Growth(task, margin)
+    numbers = np.empty((n, 0, 0, 0))
+    for r in range(_MAX_ROUNDS):
+        live = np.flatnonzero(growth.slot < S)
+        if not len(live):
+            break
+        if r % _ROUNDS == 0:
+            numbers = np.empty((n, _ROUNDS, _CANDIDATES, 3))
+            for i in live:
+                numbers[i] = streams[i].random((_ROUNDS, _CANDIDATES, 3))
+        growth.round(live, np.moveaxis(numbers[live, r % _ROUNDS], -1, 0))
     else:
         raise ValueError(
-            f"image {indices[int(np.flatnonzero(slot < S)[0])]} of {split} has no room for two snakes of "
+            f"image {indices[int(np.flatnonzero(growth.slot < S)[0])]} of {split} has no room for two snakes of "
             f"{task.num_paddles} paddles at image_size {task.image_size}: choose fewer, shorter or closer ones"
         )
 
-    # 6. Markers: the first end of a snake, and the last end of the same or of the other.
-    every, direction = np.arange(n), units.T[angle]
+    # Markers: the first end of a snake, and the last end of the same or of the other.
+    every, direction = np.arange(n), growth.units.T[growth.angle]
     terminal = np.where(label == 1, origin, 1 - origin)
     last = 2 * (task.num_paddles - 1) + terminal
     to_head = (margin + task.paddle_length)[:, None] * direction[every, last]
-    first_end = start[every, origin] + margin[:, None] * direction[every, origin]
-    markers = np.stack([first_end, start[every, last] + to_head], axis=1)
-    return Scenes(start, direction, placed, margin, markers, label)
+    first_end = growth.start[every, origin] + margin[:, None] * direction[every, origin]
+    markers = np.stack([first_end, growth.start[every, last] + to_head], axis=1)
+    return Scenes(growth.start, direction, growth.placed, margin, markers, label)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -34,10 +34,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
+from essm_train.files import TEMPORARY, replacing, sha256_of
+
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 _FORMAT = 1
-_TEMPORARY = ".tmp-"
 _MAX_ROUNDS = 100  # of new attempts for repeated rows
 
 
@@ -48,16 +49,17 @@ class RowGenerator(Protocol):
         name: of the data set, and the beginning of its files' names.
         VERSION: raised whenever the same fields give other rows.
         UNIQUE: the text column whose values must be distinct over all splits, or None.
-        train_size, validation_size, test_size: rows. rows_per_shard: in a file, at most.
+        rows_per_shard: in a file, at most. train_size, validation_size, test_size: rows; read by the split's name.
     """
 
     VERSION: ClassVar[int]
     UNIQUE: ClassVar[str | None]
-    name: str
-    train_size: int
-    validation_size: int
-    test_size: int
-    rows_per_shard: int
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rows_per_shard(self) -> int: ...
 
     def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
         """Rows of a split, each a function of the fields, split, index and attempt (0 where none is given)."""
@@ -119,7 +121,7 @@ def generate(generator: RowGenerator, output_dir: Path, num_workers: int = 1, pr
     if manifest is not None:
         _refuse_other(manifest, identity, output_dir)
     _check_writable(output_dir)
-    for stale in output_dir.glob(f"{_TEMPORARY}*"):
+    for stale in output_dir.glob(f"{TEMPORARY}*"):
         stale.unlink()
     if manifest is None:
         manifest = {**identity, "complete": False, "attempts": {}, "shards": {}}
@@ -171,7 +173,7 @@ def _refuse_other(manifest: dict[str, Any], identity: dict[str, Any], output_dir
 
 def _check_writable(output_dir: Path) -> None:
     """Raises OSError, by trying it."""
-    probe = output_dir / f"{_TEMPORARY}probe"
+    probe = output_dir / f"{TEMPORARY}probe"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"x")
@@ -193,7 +195,7 @@ def is_intact(path: Path, entry: Mapping[str, Any], checksum: bool) -> bool:
     """Whether the file is there, has the size of the manifest's entry and, if asked for, its SHA-256."""
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
-    return not checksum or _sha256(path) == entry["sha256"]
+    return not checksum or sha256_of(path) == entry["sha256"]
 
 
 def _make_missing(
@@ -266,38 +268,17 @@ def _write_shard(
 ) -> dict[str, Any]:
     """Write the file under a temporary name, to disk, and rename it. Returns its manifest entry."""
     table = generator.rows(shard.split, range(shard.first, shard.stop), attempts)
-    path = output_dir / shard.file
-    temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{shard.file}")
+    path, prefix = output_dir / shard.file, f"{TEMPORARY}{os.getpid()}-"
     try:
-        pq.write_table(table, temporary, compression="zstd")
-        entry = {"rows": len(table), "bytes": temporary.stat().st_size, "sha256": _sha256(temporary)}
-        _publish(temporary, path)
+        with replacing(path, prefix, durable=True) as temporary:
+            pq.write_table(table, temporary, compression="zstd")
+            entry = {"rows": len(table), "bytes": temporary.stat().st_size, "sha256": sha256_of(temporary)}
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        path.with_name(prefix + path.name).unlink(missing_ok=True)
         raise OSError(
             error.errno, f"cannot write {path}: {error}. Finished shards stand: make room and give the command again"
         ) from error
     return entry
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """Atomically and durably."""
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _repeated_rows(generator: RowGenerator, output_dir: Path) -> dict[str, list[int]]:
@@ -315,9 +296,8 @@ def _repeated_rows(generator: RowGenerator, output_dir: Path) -> dict[str, list[
 
 
 def _write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    temporary = path.with_name(_TEMPORARY + path.name)
-    temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    _publish(temporary, path)
+    with replacing(path, TEMPORARY, durable=True) as temporary:
+        temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

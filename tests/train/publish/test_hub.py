@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from essm_train.publish import hub as push_module
 from essm_train.publish.hub import check_can_push, check_folder
 from essm_train.publish.model_card import Curve, write_model_card
+from essm_train.publish.run_card import PushArguments, push_run
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
 
 SCRIPT = ROOT / "train/push_to_hub.py"
@@ -481,7 +482,7 @@ def test_only_what_belongs_to_a_model_is_published(hub, run):
 def test_a_dry_run_says_both_and_writes_nothing(run, capsys):
     model = litter(run)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    assert push_module.push_run(push_module.PushArguments(run=str(run), dry_run=True)) is None
+    assert push_run(PushArguments(run=str(run), dry_run=True)) is None
     published, left_out, card = capsys.readouterr().out.splitlines()
     assert published == f"to be published from {model}: {', '.join(check_folder(model))}"
     assert "id_rsa" in left_out and "LICENSE (a symbolic link)" in left_out and "README.md would be written" in card
@@ -637,13 +638,13 @@ def test_bad_templates(run, tmp_path, text, says):
 
 
 def test_card_only_needs_no_hub(run, capsys):
-    assert push_module.push_run(push_module.PushArguments(run=str(run), card_only=True)) is None
+    assert push_run(PushArguments(run=str(run), card_only=True)) is None
     assert "wrote" in capsys.readouterr().out and (run / "model" / "README.md").exists()
     assert ModelCard.load(run / "model" / "README.md").text.strip().startswith("# run\n")
     with pytest.raises(ValueError, match="one of them"):
-        push_module.push_run(push_module.PushArguments(run=str(run), card_only=True, keep_card=True))
+        push_run(PushArguments(run=str(run), card_only=True, keep_card=True))
     with pytest.raises(ValueError, match="hub_model_id is needed"):
-        push_module.push_run(push_module.PushArguments(run=str(run)))
+        push_run(PushArguments(run=str(run)))
 
 
 def test_every_float_type_is_checked(tmp_path):

@@ -1,7 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/data/text.py: documents to tokens to blocks, map-style and streaming, and what is wrong with a file."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,13 +9,14 @@ import pytest
 import tokenizers
 import torch
 from datasets import Dataset
+from training_run import bpe_tokenizer, documents, write_tables
 from transformers import PreTrainedTokenizerFast
 
-
-from essm_train.data import text as text_data
-from essm_train.data.text import ByteEncoder, PackBlocks, TokenizerEncoder, choose_tokenizer, cut_blocks, evaluation_blocks, load_text, open_tokenizer, read_files, text_labels, to_stream, with_end_token
-from training_run import bpe_tokenizer, documents, write_tables
-
+from essm_train.data import documents as document_files
+from essm_train.data.blocks import PackBlocks, cut_blocks, evaluation_blocks, text_labels, to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.text import TextData, load_text
+from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, choose_tokenizer, open_tokenizer, with_end_token
 from modeling_essm import ESSMConfig, build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID
 
@@ -232,13 +232,13 @@ def test_standard_library_is_split_by_whole_files(tmp_path, monkeypatch):
     for folder in ("test", "site-packages"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "skipped.py").write_text("skipped")
-    monkeypatch.setattr(text_data.sysconfig, "get_path", lambda name: str(tmp_path))
-    train, held_out = text_data.standard_library()
+    monkeypatch.setattr(document_files.sysconfig, "get_path", lambda name: str(tmp_path))
+    train, held_out = document_files.standard_library()
     kept = [(f"m{i:03}.py", f"module {i}".encode()) for i in range(200)]
     assert sorted(train + held_out) == sorted([*kept, ("binary.py", b"\xff\xfe\x00")])
     assert train == sorted(train) and 0 < len(held_out) < 20
     (tmp_path / train[1][0]).unlink()  # what is held out does not depend on the other files
-    assert text_data.standard_library()[1] == held_out
+    assert document_files.standard_library()[1] == held_out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def test_rows_are_packed_into_the_blocks_of_their_whole_text():
 # All of it together.
 
 
-def all_blocks(text: text_data.TextData, count: int) -> list[bytes]:
+def all_blocks(text: TextData, count: int) -> list[bytes]:
     return [block.tobytes() for block in text.source.load(text.source.draw(count))]
 
 
@@ -353,18 +353,18 @@ def test_without_a_validation_part_the_end_is_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
-def test_fingerprints_change_with_the_text(streaming, tmp_path):
+def test_digests_change_with_the_text(streaming, tmp_path):
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("held out")
     path = tmp_path / "a.jsonl"
 
-    def fingerprint(*texts: str) -> str:
+    def digest(*texts: str) -> str:
         path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
         files = {"train_file": [str(path)], "validation_file": [str(held_out)]}
-        return load_text(arguments(**files, streaming=streaming), BYTES).fingerprint
+        return load_text(arguments(**files, streaming=streaming), BYTES).sha256
 
-    original = fingerprint("one" * 9, "two" * 9)
-    assert original == fingerprint("one" * 9, "two" * 9)
-    assert len({original, fingerprint("one" * 9, "twi" * 9), fingerprint("two" * 9, "one" * 9)}) == 3
+    original = digest("one" * 9, "two" * 9)
+    assert original == digest("one" * 9, "two" * 9)
+    assert len({original, digest("one" * 9, "twi" * 9), digest("two" * 9, "one" * 9)}) == 3
     many = ["x" * 9] * 70  # of a stream only the first rows and the length are looked at
-    assert fingerprint(*many) != fingerprint(*many, "x")
+    assert digest(*many) != digest(*many, "x")

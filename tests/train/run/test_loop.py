@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
 from helpers import ROOT
 from torch import nn
 from training_run import (
@@ -32,17 +34,19 @@ from training_run import (
     write_text,
 )
 
+from essm_train.arguments import RunArguments, parse_arguments
 from essm_train.commands import train_clm
-from essm_train.run import engine
-from essm_train.run.checkpoints import (
-    delete_folder,
-    delete_temporary_folders,
-    list_checkpoints,
-    publish,
-    temporary_folder,
-)
-from essm_train.run.engine import Metric, RunArguments, WeightAverage, eval_budgets, parameter_groups, parse_arguments
+from essm_train.files import delete_folder, delete_temporary_folders, publish, temporary_folder
+from essm_train.measure.metric import Metric
+from essm_train.run import accelerator as run_accelerator
+from essm_train.run import loop
+from essm_train.run.accelerator import make_accelerator, open_run
+from essm_train.run.average import WeightAverage
+from essm_train.run.budgets import eval_budgets
+from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.finiteness import non_finite
+from essm_train.run.learning_rate import parameter_groups
+from essm_train.run.loop import Progress
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 KILLED = [-signal.SIGKILL]
@@ -348,16 +352,15 @@ def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_pat
 
 
 def test_a_metric_may_be_better_when_higher():
-    progress = {"update": 3, "best": 0.5, "best_update": 1, "validations_without_best": 1}
-    assert (
-        not engine._is_new_best(progress, 0.5, Metric("accuracy", True)) and progress["validations_without_best"] == 2
-    )
-    assert engine._is_new_best(progress, 0.6, Metric("accuracy", True))
-    assert progress == {"update": 3, "best": 0.6, "best_update": 3, "validations_without_best": 0}
-    assert not engine._is_new_best(progress, 0.6, Metric("loss", False))
-    assert not engine._is_new_best(progress, math.nan, Metric("loss", False))
-    progress["best"] = math.nan
-    assert engine._is_new_best(progress, 9.0, Metric("loss", False))
+    accuracy, loss = Metric("accuracy", True), Metric("loss", False)
+    progress = Progress(update=3, best=0.5, best_update=1, validations_without_best=1)
+    assert not progress.record_validation(0.5, accuracy) and progress.validations_without_best == 2
+    assert progress.record_validation(0.6, accuracy)
+    assert progress == Progress(update=3, best=0.6, best_update=3, validations_without_best=0)
+    assert not progress.record_validation(0.6, loss)
+    assert not progress.record_validation(math.nan, loss)
+    progress.best = math.nan
+    assert progress.record_validation(9.0, loss)
 
 
 def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, capsys):
@@ -383,7 +386,7 @@ def test_epochs_are_counted_in_samples(arguments, tmp_path):
 
 
 def test_trackers_get_what_the_log_gets(arguments, tmp_path, monkeypatch):
-    class Memory(engine.GeneralTracker):
+    class Memory(GeneralTracker):
         name, requires_logging_directory, tracker = "memory", False, None
         started, logged, finished = [], [], []
 
@@ -398,10 +401,10 @@ def test_trackers_get_what_the_log_gets(arguments, tmp_path, monkeypatch):
 
     with pytest.raises(ValueError, match=r"log_with must name installed trackers, .* got 'nonsense'"):
         train(arguments(tmp_path, log_with="nonsense"))
-    monkeypatch.setattr(engine, "get_available_trackers", lambda: ["memory"])
-    accelerator = engine.Accelerator
+    monkeypatch.setattr(run_accelerator, "get_available_trackers", lambda: ["memory"])
+    accelerator = run_accelerator.Accelerator
     monkeypatch.setattr(
-        engine, "Accelerator", lambda log_with, **rest: accelerator(log_with=[log_with[0], Memory()], **rest)
+        run_accelerator, "Accelerator", lambda log_with, **rest: accelerator(log_with=[log_with[0], Memory()], **rest)
     )
     train(arguments(tmp_path, log_with="memory"))
     assert Memory.logged == read_log(tmp_path) and len(Memory.logged) == 8 and Memory.finished == [True]
@@ -504,7 +507,7 @@ def test_checkpoints_hold_everything_and_a_bounded_number_is_kept(finished):
 
 def test_a_finished_run_is_not_trained_again(finished, arguments, capsys, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in list_checkpoints(finished)}
-    monkeypatch.setattr(engine, "_accumulate", None)  # an update would call it
+    monkeypatch.setattr(loop, "_accumulate", None)  # an update would call it
     train(arguments(finished))
     assert "finished already" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in list_checkpoints(finished)} == before
@@ -679,7 +682,7 @@ def test_damaged_lines_of_the_log_are_dropped_by_number(arguments, finished, tmp
 def test_a_second_run_in_the_folder_is_refused(arguments, tmp_path):
     """Until the first one ends: one that was killed holds nothing."""
     args = parse_arguments(train_clm.CLMArguments, arguments(tmp_path / "run"))
-    with engine.open_run(args):
+    with open_run(args):
         codes, log = train_apart(arguments(tmp_path / "run"), tmp_path)
         assert codes == [1] and re.search("ValueError: output_dir '.*run' is in use by another run", log), log
         assert not list_checkpoints(tmp_path / "run")
@@ -819,7 +822,7 @@ def test_training_stops_when_it_diverges(broken, arguments, tmp_path, monkeypatc
 
 def test_infinity_that_is_meant_is_not_broken():
     """A mask, computed anew by every model; running statistics are saved with the weights."""
-    accelerator, model = engine.Accelerator(), nn.BatchNorm1d(3)
+    accelerator, model = Accelerator(), nn.BatchNorm1d(3)
     model.register_buffer("mask", torch.full((3,), -math.inf), persistent=False)
     optimizer = torch.optim.AdamW(model.parameters())
     assert non_finite(accelerator, model, optimizer, []) == []
@@ -912,12 +915,12 @@ def test_a_run_is_not_resumed_with_other_sizes_beside_its_configuration(argument
 
 def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     args = RunArguments(output_dir=str(tmp_path), cpu_threads=1)
-    engine.make_accelerator(args)
+    make_accelerator(args)
     assert not list(tmp_path.glob(".seen-*"))
-    monkeypatch.setattr(engine.Path, "touch", lambda path: None)  # as on a disk that this process does not see
-    monkeypatch.setattr(engine.Path, "unlink", lambda path: None)
+    monkeypatch.setattr(run_accelerator.Path, "touch", lambda path: None)  # as on a disk that this process does not see
+    monkeypatch.setattr(run_accelerator.Path, "unlink", lambda path: None)
     with pytest.raises(ValueError, match="is one folder for 0 of 1 processes"):
-        engine.make_accelerator(args)
+        make_accelerator(args)
 
 
 @pytest.mark.parametrize("script", ["train_clm", "train_classification"])

@@ -1,0 +1,160 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""How to train, as arguments that every training script shares, and where they are read from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import yaml
+
+
+def arg(default: Any, help: str) -> Any:
+    """A field of a dataclass of arguments, with what `--help` says of it."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help})
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class RunArguments:
+    """How to train. Precision, devices and processes are set through `accelerate launch`."""
+
+    output_dir: str = arg("runs/essm", "Where everything goes; a run found there is continued.")
+    overwrite_output_dir: bool = arg(False, "Delete the run found in output_dir and start afresh.")
+
+    budget_schedule: str = arg(
+        "discrete",
+        "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
+        "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update) or 'full'.",
+    )
+    full_budget_updates: int | None = arg(
+        0,
+        "With any schedule: updates at the full budget before all others; null, in a file of arguments, is half.",
+    )
+    sandwich_random: int = arg(2, "Of the 'sandwich' schedule: random budgets beside the largest and the smallest.")
+    distillation_weight: float = arg(
+        0.0, "Of the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
+    )
+
+    max_steps: int = arg(600, "Updates.")
+    num_train_epochs: float | None = arg(None, "Instead of max_steps: passes over the training samples.")
+    extend: bool = arg(
+        False,
+        "Let the run in output_dir go on to a larger max_steps or num_train_epochs than it was started with; the "
+        "learning rate rises again over warmup_steps, from where it stands, and falls to 0 at the new end.",
+    )
+    per_device_batch_size: int = arg(4, "Samples per process and forward pass.")
+    gradient_accumulation_steps: int = arg(1, "Forward and backward passes per update.")
+    learning_rate: float = arg(5e-3, "Peak of the learning rate, falling to 0 along a cosine.")
+    warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
+    weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
+    adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
+    max_grad_norm: float = arg(1.0, "Gradients are clipped to this norm; inf clips none.")
+    ema_decay: float = arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")
+    seed: int = arg(0, "Of weights, data order, budgets and dropout.")
+    gradient_checkpointing: bool = arg(False, "Recompute activations in the backward pass: less memory, more time.")
+    torch_compile: bool = arg(False, "Compile the model; each budget is compiled when it first runs.")
+    deterministic: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
+
+    validate_every: int = arg(100, "Updates between validations.")
+    eval_budgets: list[int] | None = arg(
+        None, "Budgets to validate at; by default the smallest, a middle and the largest."
+    )
+    early_stopping_patience: int = arg(0, "Stop after so many validations without a new best; 0 never does.")
+    final_model: str = arg("last", "Which weights become the saved model: 'last' or 'best'.")
+    checkpoint_every: int = arg(100, "Updates between checkpoints; the last update always has one.")
+    keep_checkpoints: int = arg(2, "How many of the newest checkpoints to keep.")
+    log_every: int = arg(10, "Updates between lines of log.jsonl and of the trackers.")
+    log_with: list[str] | None = arg(None, "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ...")
+    cpu_threads: int | None = arg(
+        None, "CPU threads per process (`accelerate launch` sets 1); by default the cores, at most 8."
+    )
+
+    push_to_hub: bool = arg(False, "Push the finished model, with its card, to hub_model_id.")
+    hub_model_id: str | None = arg(None, "owner/name on the Hub.")
+    hub_private: bool = arg(False, "Create that repository as a private one.")
+
+    # Values, by name, that runs had before these were arguments.
+    EARLIER = MappingProxyType({})  # type: ignore[var-annotated]
+
+    # What may differ when a run is resumed: no weight depends on it (on the number of threads only by rounding).
+    RESUMABLE = frozenset(
+        {"output_dir", "overwrite_output_dir", "checkpoint_every", "keep_checkpoints", "log_every", "log_with"}
+        | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private", "final_model", "extend"}
+    )
+
+    def __post_init__(self) -> None:
+        positive = "max_steps per_device_batch_size gradient_accumulation_steps validate_every checkpoint_every"
+        for name in (*positive.split(), "keep_checkpoints", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        if not 0 <= self.distillation_weight <= 1:
+            raise ValueError(f"distillation_weight must be in [0, 1], got {self.distillation_weight}")
+        if self.distillation_weight and self.budget_schedule != "sandwich":
+            raise ValueError(
+                f"distillation_weight needs budget_schedule 'sandwich', which runs the full budget in every update, "
+                f"got {self.budget_schedule!r}"
+            )
+        for name in ("learning_rate", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be in [0, inf), got {getattr(self, name)}")
+        if not 0 <= self.adam_beta2 < 1:
+            raise ValueError(f"adam_beta2 must be in [0, 1), got {self.adam_beta2}")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
+        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
+            raise ValueError(f"num_train_epochs must be positive and finite, got {self.num_train_epochs}")
+        if self.extend and self.overwrite_output_dir:
+            raise ValueError("give extend or overwrite_output_dir, not both")
+        if self.final_model not in ("last", "best"):
+            raise ValueError(f"final_model must be 'last' or 'best', got {self.final_model!r}")
+        if self.push_to_hub and not self.hub_model_id:
+            raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same when a run is resumed."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in self.RESUMABLE}
+
+
+Arguments = TypeVar("Arguments", bound=RunArguments)
+
+
+def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
+    """From the command line; a first argument that ends in .yaml, .yml or .json is a file of values, which later
+    arguments override.
+
+    Raises:
+        ValueError: a file that is not a table of known arguments, or a value that cannot work.
+    """
+    from transformers import HfArgumentParser  # which processes that make data do without
+
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = HfArgumentParser(cls)
+    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+        path = Path(argv.pop(0))
+        values = yaml.safe_load(path.read_text())  # JSON is YAML
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"{path}: unknown arguments {unknown}; see --help")
+        values = {name: value for name, value in values.items() if value is not None}  # null is the default
+        for name, value in values.items():
+            if "list" in str(known[name].type):
+                values[name] = value if isinstance(value, list) else [value]
+            else:  # as on the command line: the parser converts it and checks it (YAML reads 1e-3 as text)
+                values[name] = str(value)
+        parser.set_defaults(**values)
+    return parser.parse_args_into_dataclasses(argv)[0]

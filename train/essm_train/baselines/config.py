@@ -1,0 +1,111 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""One configuration for all baselines."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+ARCHITECTURES = ("transformer", "mamba", "mamba2", "s4d", "cnn", "tc_resnet")
+CAUSAL = ("transformer", "mamba", "mamba2", "s4d")  # those with a language model
+# Inner width over D, and state per channel (per head for Mamba-2), as published.
+_EXPANSION = {"transformer": 8 / 3, "mamba": 2, "mamba2": 2, "s4d": 4, "cnn": 2, "tc_resnet": 1}
+_STATE_SIZE = {"mamba": 16, "mamba2": 128, "s4d": 64}
+
+
+class BaselineConfig(PreTrainedConfig):
+    r"""
+    Configuration of a baseline.
+
+    Args:
+        architecture (`str`): one of `ARCHITECTURES`. "transformer" is Llama's block (rotary positions, SwiGLU), causal
+            as a language model and bidirectional as a classifier; "cnn" and "tc_resnet" only classify.
+        hidden_size (`int`): model width D. Of "tc_resnet" the channels of the last block: 48 is TC-ResNet8, 72 is
+            TC-ResNet8-1.5, and the other blocks keep the paper's proportions 16 : 24 : 32 : 48.
+        num_hidden_layers (`int`): number of blocks; "tc_resnet" always has three.
+        intermediate_size (`int`, *optional*): inner width, by default in the published proportion to D: of the SwiGLU
+            (transformer), of the mixer (mamba, mamba2), of the feed-forward layer (s4d) or of the convolutions (cnn).
+            Not used by "tc_resnet".
+        state_size (`int`, *optional*): N of "mamba" (16), "mamba2" (128) and "s4d" (64).
+        num_input_features (`int`, *optional*): F of continuous inputs, instead of token ids.
+        max_position_embeddings (`int`): longest sequence that is meant, by the transformer alone.
+        dropout (`float`): rate after each sub-layer, as in ES-SSM; of "tc_resnet" before the classifier, as published.
+        classifier_pooling (`str`): "mean" over real positions or "last" real position.
+
+    Raises:
+        ValueError: a field out of range.
+    """
+
+    model_type = "essm_baseline"
+
+    architecture: str = "transformer"
+    vocab_size: int = 259
+    hidden_size: int = 256
+    num_hidden_layers: int = 8
+    intermediate_size: int = None  # type: ignore[assignment]
+    state_size: int = None  # type: ignore[assignment]
+    num_input_features: int | None = None
+    max_position_embeddings: int = 4096
+    dropout: float = 0.0
+    classifier_pooling: str = "mean"
+    initializer_range: float = 0.02
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    use_cache: bool = False
+    pad_token_id: int | None = 256
+    bos_token_id: int | None = 257
+    eos_token_id: int | list[int] | None = 258
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"architecture must be one of {ARCHITECTURES}, got {self.architecture!r}")
+        minimum = {"vocab_size": 1, "hidden_size": 2, "num_hidden_layers": 1, "max_position_embeddings": 1}
+        self._check_integers(minimum)
+        if self.intermediate_size is None:
+            step = self.inner_step
+            self.intermediate_size = max(step, round(_EXPANSION[self.architecture] * self.hidden_size / step) * step)
+        if self.state_size is None:
+            self.state_size = _STATE_SIZE.get(self.architecture, 0)
+        super().__post_init__(**kwargs)
+        self._check_integers({"intermediate_size": 1, "state_size": 2 if self.architecture in _STATE_SIZE else 0})
+        if self.num_input_features is not None:
+            self._check_integers({"num_input_features": 1})
+        multiples = {
+            "transformer": ("hidden_size", 2, "rotary positions turn pairs of numbers"),
+            "mamba2": ("intermediate_size", self.head_dim, "it consists of heads"),
+            "s4d": ("state_size", 2, "it consists of conjugate pairs"),
+        }
+        if self.architecture in multiples:
+            name, divisor, reason = multiples[self.architecture]
+            if getattr(self, name) % divisor:
+                raise ValueError(
+                    f"{name} of {self.architecture!r} must be a multiple of {divisor} ({reason}), "
+                    f"got {getattr(self, name)}"
+                )
+        if self.architecture == "tc_resnet" and self.num_input_features is None:
+            raise ValueError("architecture 'tc_resnet' needs num_input_features: its channels are frequency bands")
+        if self.classifier_pooling not in ("mean", "last"):
+            raise ValueError(f"classifier_pooling must be 'mean' or 'last', got {self.classifier_pooling!r}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be a number in [0, 1), got {self.dropout!r}")
+
+    def _check_integers(self, minimum: dict[str, int]) -> None:
+        for name, least in minimum.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head: even, a divisor of D, as near to 64 as can be. Of a Mamba-2 head: 64 or 32."""
+        if self.architecture == "mamba2":
+            return 64 if self.hidden_size >= 256 else 32
+        even = [d for d in range(2, self.hidden_size + 1, 2) if self.hidden_size % d == 0]
+        return min(even, key=lambda d: abs(math.log(d / 64)), default=1)
+
+    @property
+    def inner_step(self) -> int:
+        """What inner widths are multiples of, by choice: whole heads, or 8 for the matrix units of accelerators."""
+        return self.head_dim if self.architecture == "mamba2" else 8

@@ -1,0 +1,108 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The two convolutional networks: a residual stack, and TC-ResNet. Letters: B batch, L sequence, D width."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+
+_CNN_KERNEL = 9
+
+
+class CNNLayer(GradientCheckpointingLayer):
+    """(B, L, D) -> (B, L, D): x + W GELU(convolution over 9 positions of LayerNorm(x)), positions on both sides."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, dropout: float, eps: float):
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden_size, eps=eps)
+        self.conv = nn.Conv1d(hidden_size, intermediate_size, _CNN_KERNEL, padding=_CNN_KERNEL // 2)
+        self.out = nn.Linear(intermediate_size, hidden_size)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Tensor:
+        """`padding` (B, L, 1), True where there is nothing, reads as the zeros beyond the ends."""
+        x = self.norm(hidden_states)
+        if padding is not None:
+            x = x.masked_fill(padding, 0.0)
+        return hidden_states + self.dropout(self.out(F.gelu(self.conv(x.mT).mT)))
+
+
+class CNNModel(nn.Module):
+    """A residual stack of 1D convolutions and a last LayerNorm; a position sees 4 more on each side per layer."""
+
+    def __init__(self, hidden_size: int, num_hidden_layers: int, intermediate_size: int, dropout: float, eps: float):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            CNNLayer(hidden_size, intermediate_size, dropout, eps) for _ in range(num_hidden_layers)
+        )
+        self.norm = nn.LayerNorm(hidden_size, eps=eps)
+
+    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        """(B, L, D) and (B, L), 1 for real positions -> last_hidden_state (B, L, D)."""
+        padding = None if attention_mask is None else ~attention_mask.bool()[..., None]
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, padding)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+
+class TemporalConv(nn.Module):
+    """Convolution over time without bias, then batch normalisation over real positions, which leaves padding zero.
+
+    A stride of 2 keeps positions 0, 2, 4, ..
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1):
+        super().__init__()
+        self.conv = nn.Conv1d(in_channels, out_channels, kernel_size, stride, kernel_size // 2, bias=False)
+        self.norm = nn.BatchNorm1d(out_channels)
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """(B, C_in, L) -> (B, C_out, ceil(L / stride)); `real` is bool, (B, ceil(L / stride)), or None."""
+        x = self.conv(x)
+        if real is None:
+            return self.norm(x)
+        y = torch.zeros_like(x.mT)
+        y[real] = self.norm(x.mT[real]).to(y.dtype)
+        return y.mT
+
+
+class TCResNetBlock(nn.Module):
+    """Two temporal convolutions over 9 positions beside a convolution over one; halves the length."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.first = TemporalConv(in_channels, out_channels, 9, stride=2)
+        self.second = TemporalConv(out_channels, out_channels, 9)
+        self.shortcut = TemporalConv(in_channels, out_channels, 1, stride=2)
+
+    def forward(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """(B, C_in, L) -> (B, C_out, ceil(L / 2)); `real` is of the output."""
+        y = self.second(F.relu(self.first(x, real)), real)
+        return F.relu(y + F.relu(self.shortcut(x, real)))
+
+
+class TCResNet(nn.Module):
+    """TC-ResNet8 (Choi et al. 2019): frequency bands are channels, and everything is a convolution over time."""
+
+    def __init__(self, num_input_features: int, hidden_size: int):
+        super().__init__()
+        channels = [max(1, hidden_size * c // 48) for c in (16, 24, 32, 48)]
+        self.first = TemporalConv(num_input_features, channels[0], 3)
+        self.layers = nn.ModuleList(TCResNetBlock(*pair) for pair in itertools.pairwise(channels))
+
+    def forward(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(B, L, F) and (B, L) or None -> (B, ceil(L / 8), D) and which of these are real, bool, or None."""
+        x, real = input_features.mT, None if attention_mask is None else attention_mask.bool()
+        if real is not None:
+            x = x.masked_fill(~real[:, None], 0.0)
+        x = F.relu(self.first(x, real))
+        for block in self.layers:
+            real = None if real is None else real[:, ::2]
+            x = block(x, real)
+        return x.mT, real

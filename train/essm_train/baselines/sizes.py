@@ -1,0 +1,143 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Baselines with as many parameters as the model that they are compared with."""
+
+from __future__ import annotations
+
+import functools
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from essm_train.baselines.config import BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
+
+ModelClass = type[BaselineForCausalLM] | type[BaselineForSequenceClassification]
+
+
+def count_parameters(config: BaselineConfig, model_class: ModelClass) -> int:
+    """Parameters of that model, a tied matrix counted once; allocates nothing and draws no random numbers."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in model_class(config).parameters())
+
+
+class _Sizes(NamedTuple):
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int | None = None
+
+
+def matched_baseline(
+    architecture: str,
+    target_parameters: int,
+    *,
+    hidden_size: int = 256,
+    num_hidden_layers: int = 8,
+    model_class: ModelClass = BaselineForCausalLM,
+    tolerance: float = 0.05,
+    **fields: Any,
+) -> BaselineConfig:
+    """A config with that many parameters, of the shape nearest to the one asked for.
+
+    First the inner width gives way, between half and twice its published proportion to D. Where that is not enough,
+    width, depth and inner width do together, width and depth by a factor of 4 at most: the nearest in log distance.
+    "tc_resnet" has one size, and neither of `hidden_size` and `num_hidden_layers` matters to it.
+
+    Args:
+        target_parameters: of the model to compare with, all of them.
+        model_class: what the parameters are counted of, `BaselineForCausalLM` or `BaselineForSequenceClassification`.
+        tolerance: largest relative difference.
+        fields: of `BaselineConfig`.
+    Raises:
+        ValueError: no such model, with the closest one named; or `fields` that cannot be.
+    """
+    if "intermediate_size" in fields:
+        raise ValueError(f"intermediate_size is what is searched for, got {fields['intermediate_size']}")
+    if target_parameters < 1 or not tolerance >= 0:
+        raise ValueError(
+            f"target_parameters must be at least 1 and tolerance at least 0, got {target_parameters} and {tolerance}"
+        )
+
+    def make(sizes: _Sizes) -> BaselineConfig:
+        return BaselineConfig(architecture=architecture, **fields, **sizes._asdict())
+
+    def count(sizes: _Sizes) -> int:
+        return count_parameters(make(sizes), model_class)
+
+    def error(parameters: int) -> float:
+        return abs(parameters / target_parameters - 1)
+
+    asked = _Sizes(hidden_size, num_hidden_layers)
+    make(asked)  # raises for fields that cannot be
+    if architecture == "tc_resnet":
+        candidates = _one_size(count, target_parameters)
+    else:
+        candidates = _three_sizes(make, count, target_parameters, asked)
+    best: tuple[float, _Sizes] | None = None  # distance from what was asked for
+    closest: tuple[int, _Sizes] | None = None  # parameters
+    for parameters, sizes in candidates:
+        if best is not None and _distance(sizes, asked) >= best[0]:
+            break  # and so are all that follow
+        if closest is None or error(parameters) < error(closest[0]):
+            closest = parameters, sizes
+        if error(parameters) <= tolerance:
+            if architecture == "tc_resnet" or sizes[:2] == asked[:2]:
+                return make(sizes)
+            published = make(sizes._replace(intermediate_size=None)).intermediate_size
+            distance = _distance(sizes, asked) + math.log((sizes.intermediate_size or 1) / published) ** 2
+            if best is None or distance < best[0]:
+                best = distance, sizes
+    if best is not None:
+        return make(best[1])
+    assert closest is not None
+    raise ValueError(
+        f"no {architecture!r} near hidden_size {hidden_size} and num_hidden_layers {num_hidden_layers} has "
+        f"{target_parameters:,} parameters within {tolerance:.1%}; the closest has {closest[0]:,}: "
+        f"{closest[1]._asdict()}"
+    )
+
+
+def _distance(sizes: _Sizes, asked: _Sizes) -> float:
+    """Squared log distance of width and depth."""
+    return sum(math.log(size / wanted) ** 2 for size, wanted in zip(sizes[:2], asked[:2]))
+
+
+def _one_size(count: Callable[[_Sizes], int], target: int) -> Iterator[tuple[int, _Sizes]]:
+    """Parameters and size of the two TC-ResNets around the target, the closer one first."""
+    widths = range(2, 4096)
+    i = bisect_left(widths, target, key=lambda width: count(_Sizes(width, 3)))
+    around = [(count(sizes), sizes) for sizes in (_Sizes(width, 3) for width in widths[max(0, i - 1) : i + 1])]
+    yield from sorted(around, key=lambda found: abs(found[0] - target))
+
+
+def _three_sizes(
+    make: Callable[[_Sizes], BaselineConfig], count: Callable[[_Sizes], int], target: int, asked: _Sizes
+) -> Iterator[tuple[int, _Sizes]]:
+    """Parameters and sizes of every width and depth, those asked for first, each at its best inner width.
+
+    Parameters are fixed + layers (per_layer + per_inner inner), which three models of a width determine.
+    """
+    hidden_size, num_layers, _ = asked
+    spacing = max(8, hidden_size // 16 // 8 * 8)
+    widths = {hidden_size} | set(range(spacing, 4 * hidden_size + 1, spacing))
+    widths = {D for D in widths if hidden_size <= 4 * D}
+    depths = range(math.ceil(num_layers / 4), 4 * num_layers + 1)
+
+    @functools.cache
+    def law(D: int) -> tuple[int, int, int]:
+        inner = make(_Sizes(D, 1)).intermediate_size
+        one, two, wide = (count(_Sizes(D, *sizes)) for sizes in ((1, inner), (2, inner), (1, 2 * inner)))
+        per_inner = (wide - one) // inner
+        return 2 * one - two, two - one - per_inner * inner, per_inner
+
+    shapes = (_Sizes(D, layers) for D in widths for layers in depths)
+    for D, layers, _ in sorted(shapes, key=lambda sizes: _distance(sizes, asked)):
+        config = make(_Sizes(D, layers))
+        step, published = config.inner_step, config.intermediate_size
+        fixed, per_layer, per_inner = law(D)
+        wanted = ((target - fixed) / layers - per_layer) / per_inner
+        lowest, highest = math.ceil(published / 2 / step), 2 * published // step
+        inner = step * min(max(round(wanted / step), lowest), highest)
+        yield fixed + layers * (per_layer + per_inner * inner), _Sizes(D, layers, inner)

@@ -1,0 +1,63 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Quality and speed of one model at every spectral budget: bits per byte, tokens/s, a table, a curve and a JSON file.
+
+    python train/budget_sweep.py --model runs/train_clm/model --text_files some.txt --output_dir runs/sweep
+
+What is measured, and how: essm_train/measure/budget_sweep.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, HfArgumentParser
+
+from essm_train.arguments import arg
+from essm_train.commands.errors import run_script
+from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.tokens import ByteEncoder
+from essm_train.measure.budget_sweep import sweep_budgets
+from essm_train.models import TRUST_HELP, load_model
+from modeling_essm.training.budget_dropout import BUDGETS
+
+
+@dataclass
+class SweepArguments:
+    """Arguments of the script."""
+
+    model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM causal language model."})
+    text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
+    output_dir: str = field(metadata={"help": "Where budget_sweep.json and budget_sweep.png go."})
+    budgets: list[int] = arg([*BUDGETS], "Budgets K to evaluate.")
+    block_size: int = arg(512, "Tokens per block: the longest context.")
+    max_blocks: int = arg(256, "Blocks to evaluate, spread evenly over the text.")
+    batch_size: int = arg(8, "Blocks per forward pass.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
+
+
+def main() -> None:
+    """Sweep a saved model from the command line."""
+    (args,) = HfArgumentParser(SweepArguments).parse_args_into_dataclasses()
+    stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
+    input_ids = evaluation_blocks(stream, args.block_size, args.max_blocks)
+    output_dir = Path(args.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
+    if torch.accelerator.is_available():
+        model.to(torch.accelerator.current_accelerator())
+    labels = text_labels(input_ids)
+    sweep = sweep_budgets(model, input_ids, labels, budgets=args.budgets, batch_size=args.batch_size)
+    print(sweep.table())
+    sweep.save(output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
+
+
+def run() -> None:
+    """The command."""
+    run_script(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,76 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Every task as named arguments of a training script: where its data is, its shape, and two sizes of the run.
+
+    python train/list_tasks.py --data_dir data                 # all tasks, and which of their data is there
+    python train/list_tasks.py --data_dir data --task smnist --scale small > smnist.yaml
+    accelerate launch train/train_classification.py smnist.yaml --output_dir runs/smnist
+
+    task_arguments("smnist", "data", "small")                     # the same as a dict
+
+Data is looked for in one or several folders, separated as in PATH; by default those of the environment variable
+ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from where, and where to put it.
+
+`full` is the official data at the size of hub_configs/; `small` is a few minutes on one CPU thread: shorter sequences,
+fewer updates, a narrower model. `note` says how the data differs from the official set. What is measured on other data
+must not be called by the official name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import yaml
+
+from essm_train.tasks.catalog import SCRIPTS, TASKS, find_data, task_arguments
+from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
+
+
+def table(data_dir: Folders = None) -> str:
+    """All tasks with what is there, and what to do about the rest."""
+    lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
+    lines.append(f"{'task':<11} {'full':<5} {'small':<6} {'metric':<10} {'script':<29} title")
+    absent: list[str] = []
+    for spec in TASKS.values():
+        marks: list[str] = []
+        for scale in ("full", "small"):
+            try:
+                find_data(spec, scale, data_dir)
+                marks.append("yes")
+            except (FileNotFoundError, ValueError) as error:
+                marks.append("-")
+                if (text := str(error)) not in absent:
+                    absent.append(text)
+        script = f"train/{SCRIPTS[spec.script]}.py"
+        lines.append(f"{spec.name:<11} {marks[0]:<5} {marks[1]:<6} {spec.metric:<10} {script:<29} {spec.title}")
+        lines.append(f"{'':<24} {spec.note}")
+    return "\n".join([*lines, "", *absent])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", help=f"Data folders, separated as in PATH; by default ${ENVIRONMENT}, or data.")
+    parser.add_argument("--task", choices=list(TASKS), help="Print the arguments of this task as YAML instead.")
+    parser.add_argument("--scale", choices=["full", "small"], default="full", help="Of these arguments.")
+    parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
+    args = parser.parse_args(argv)
+    try:
+        if args.task is None:
+            print(table(args.data_dir))
+            return
+        values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
+    except (ValueError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}")
+    spec = TASKS[args.task]
+    print(f"# {spec.title}, {args.scale}: train/{SCRIPTS[spec.script]}.py\n# {spec.note}")
+    print(yaml.safe_dump(values, sort_keys=False), end="")
+
+
+def run() -> None:
+    """The command."""
+    main()
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,40 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Publish a saved model on the Hugging Face Hub: code, weights, tokenizer, generation config and card in ONE commit.
+
+    hf auth login                                                             # once
+    python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name [--private]
+    python train/push_to_hub.py --run runs/train_clm --card_only              # write model/README.md and stop; edit it,
+    python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
+    python train/push_to_hub.py --run runs/train_clm --dry_run                # say what would be published and what not
+
+Only what belongs to a model is published, see `split_files`: whatever else lies in its folder is named and stays at
+home, and so do symbolic links. A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png
+and training.json. The repository shows the old revision until the one commit is made, whatever interrupts the push;
+pushing again continues (files that arrived are not sent again) and makes no commit if nothing has changed.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import HfArgumentParser
+
+from essm_train.publish.run_card import PushArguments, push_run
+
+
+def main() -> None:
+    """Push from the command line."""
+    (args,) = HfArgumentParser(PushArguments).parse_args_into_dataclasses()
+    try:
+        push_run(args)
+    except (ValueError, PermissionError, ConnectionError) as error:
+        sys.exit(f"error: {error}")
+
+
+def run() -> None:
+    """The command."""
+    main()
+
+
+if __name__ == "__main__":
+    run()

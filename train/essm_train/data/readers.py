@@ -1,0 +1,261 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""From the value in a column to an array, and from samples to a batch: text, numbers or sound.
+
+A reader checks a value and names the row that is wrong; what it read is cut to `max_length` when it is drawn, and
+scaled and padded when it is put into a batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from essm_train.data.sound import decode_wav, is_sound
+from modeling_essm import build_byte_tokenizer
+from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
+
+FEATURES = "features.json"  # beside a model of features
+_RECORD = {"multiplier": float, "offset": float, "max_length": int, "frame_length": int, "sampling_rate": int}
+
+
+class Sample(NamedTuple):
+    """Values (L,) token ids, or (L, F) features as they are stored; and the class."""
+
+    values: np.ndarray
+    label: int
+
+
+class TextReader:
+    """Text to token ids: its UTF-8 bytes, or what a tokenizer of transformers makes of it."""
+
+    def __init__(self, column: str, max_length: int, tokenizer: Any = None):
+        self.column, self.max_length, self.tokenizer = column, max_length, tokenizer
+        self.pad_id = PAD_ID
+        if tokenizer is not None:
+            ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any id will do: padding is masked
+            self.pad_id = next(i for i in ids if i is not None)
+
+    def check(self, value: Any, where: str) -> bytes:
+        """The row's text. Raises ValueError if it is empty, no text, or not UTF-8 where a tokenizer needs that."""
+        if isinstance(value, str):
+            value = value.encode()
+        if not isinstance(value, bytes):
+            raise ValueError(f"{where}: text_column {self.column!r} must hold text, got {type(value).__name__}")
+        if not value:
+            raise ValueError(f"{where}: text_column {self.column!r} holds an empty text")
+        if self.tokenizer is not None:
+            try:
+                value.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{where} is not UTF-8: byte {value[error.start]:#04x} at position {error.start}; convert it, or "
+                    "train on bytes (without --tokenizer_name), which takes any text"
+                ) from error
+        return value
+
+    def read(self, value: Any, where: str) -> np.ndarray:
+        """(L,) at most max_length token ids. Raises ValueError as `check`, or if there is no token."""
+        text = self.check(value, where)
+        if self.tokenizer is None:
+            return np.frombuffer(text[: self.max_length], np.uint8)
+        ids = self.tokenizer(text.decode(), truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
+        if not ids:
+            raise ValueError(f"{where}: the tokenizer makes no token of its text")
+        return np.array(ids, np.int32)
+
+    def num_positions(self, text: Any) -> int:
+        """Length before it is cut, of a tokenizer's tokens an upper bound."""
+        return len(text)
+
+    def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
+        ids = np.full((len(samples), length), self.pad_id, np.int64)
+        for row, sample in zip(ids, samples):
+            row[: len(sample.values)] = sample.values
+        return {"input_ids": torch.from_numpy(ids)}
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        """What the model's config must say."""
+        if self.tokenizer is None:
+            return {
+                "vocab_size": VOCAB_SIZE,
+                "pad_token_id": PAD_ID,
+                "bos_token_id": EOS_ID - 1,
+                "eos_token_id": EOS_ID,
+            }
+        special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
+        return {"vocab_size": len(self.tokenizer), "pad_token_id": self.pad_id, **special}
+
+    @property
+    def name(self) -> str:
+        return "bytes" if self.tokenizer is None else f"tokens of {self.tokenizer.name_or_path}"
+
+    def save_pretrained(self, folder: Path) -> None:
+        """The tokenizer, which pads and cuts as it was done here."""
+        tokenizer = build_byte_tokenizer() if self.tokenizer is None else self.tokenizer
+        tokenizer.padding_side, tokenizer.model_max_length = "right", self.max_length
+        tokenizer.save_pretrained(folder)
+
+
+class FeatureReader:
+    """A flat sequence of numbers, one feature per position, or a list of frames of F features each.
+
+    Args:
+        num_features: F; None for a flat sequence. dtype: of the column, as `datasets` names it.
+        scale: "auto" maps columns of type uint8 onto [-1, 1] and leaves other numbers as they are; "uint8" maps
+            [0, 255] onto [-1, 1] whatever the type; a number multiplies.
+        frame_length: steps of a row that one position of the model reads, all their numbers; an incomplete end is
+            left out.
+    """
+
+    def __init__(
+        self,
+        column: str,
+        max_length: int,
+        num_features: int | None,
+        dtype: str | None,
+        scale: str,
+        frame_length: int | None = None,
+    ):
+        self.column, self.max_length, self.num_features = column, max_length, num_features
+        self.frame_length = frame_length or 1
+        self.width = (num_features or 1) * self.frame_length
+        self.is_uint8 = scale == "uint8" or (scale == "auto" and dtype == "uint8")
+        self.multiplier = 1 / 127.5 if self.is_uint8 else 1.0 if scale == "auto" else float(scale)
+        self.offset = -1.0 if self.is_uint8 else 0.0
+
+    def check(self, value: Any, where: str) -> np.ndarray:
+        """(L, F * frame_length). Raises ValueError for anything but finite numbers of that shape."""
+        where = f"{where}: features_column {self.column!r}"
+        array = as_array(value, where)
+        if array.size == 0:
+            raise ValueError(f"{where} holds an empty sequence")
+        if self.num_features is None and array.ndim == 1:
+            array = array[:, None]
+        width = 1 if self.num_features is None else self.num_features
+        if array.ndim != 2 or array.shape[1] != width:
+            wanted = "a flat sequence of numbers" if self.num_features is None else f"frames of {width} numbers"
+            raise ValueError(f"{where} must hold {wanted}, as in the first row, got an array of shape {array.shape}")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{where} must hold finite numbers, got {array[~np.isfinite(array)][0]}")
+        if self.is_uint8 and array.dtype != np.uint8 and not ((array >= 0) & (array <= 255)).all():
+            worst = array[(array < 0) | (array > 255)][0]
+            raise ValueError(f"{where} must hold numbers in [0, 255] for feature_scale uint8, got {worst}")
+        frames = len(array) // self.frame_length
+        if frames == 0:
+            raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
+        return array[: frames * self.frame_length].reshape(frames, self.width)
+
+    def read(self, value: Any, where: str) -> np.ndarray:
+        """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
+        return self.check(value, where)[: self.max_length]
+
+    def num_positions(self, array: Any) -> int:
+        """Length before it is cut."""
+        return len(array)
+
+    def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
+        features = np.zeros((len(samples), length, self.width), np.float32)
+        for row, sample in zip(features, samples):
+            row[: len(sample.values)] = sample.values * np.float32(self.multiplier) + np.float32(self.offset)
+        return {"input_features": torch.from_numpy(features)}
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        """What the model's config must say."""
+        return {"num_input_features": self.width}
+
+    @property
+    def name(self) -> str:
+        unit = "numbers" if self.width == 1 else f"frames of {self.width} numbers"
+        return f"{unit}, x -> {self.multiplier:.6g} x {self.offset:+g}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What has to be done to numbers before the model reads them."""
+        record = {"multiplier": self.multiplier, "offset": self.offset, "max_length": self.max_length}
+        return record | ({"frame_length": self.frame_length} if self.frame_length > 1 else {})
+
+    def take(self, record: dict[str, Any]) -> None:
+        """Do what a `record` says; it may be empty."""
+        self.multiplier, self.offset = (record.get(name, getattr(self, name)) for name in ("multiplier", "offset"))
+        self.is_uint8 = (self.multiplier, self.offset) == (1 / 127.5, -1.0)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """features.json, the `record`."""
+        (folder / FEATURES).write_text(json.dumps(self.record) + "\n")
+
+
+class SoundReader(FeatureReader):
+    """WAV files: a step is a sample in [-1, 1) of every channel.
+
+    Args:
+        sampling_rate, channels: of all files. The others as of `FeatureReader`.
+    """
+
+    def __init__(self, column: str, max_length: int, sampling_rate: int, channels: int, scale: str, frame: int | None):
+        super().__init__(column, max_length, channels, "float32", scale, frame)
+        self.sampling_rate = sampling_rate
+
+    def check(self, value: Any, where: str) -> np.ndarray:
+        """(L, channels * frame_length). Raises ValueError for another file than WAV, or another sampling rate."""
+        if not is_sound(value):
+            raise ValueError(f"{where}: features_column {self.column!r} must hold sound, got {type(value).__name__}")
+        samples, rate = decode_wav(value, where)
+        if rate != self.sampling_rate:
+            raise ValueError(
+                f"{where}, {value['path']}: sound must have {self.sampling_rate} samples a second, as in the first row "
+                f"(or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav -ar {self.sampling_rate} "
+                "out.wav`"
+            )
+        return super().check(samples, where)
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return super().record | {"sampling_rate": self.sampling_rate}
+
+    def take(self, record: dict[str, Any]) -> None:
+        super().take(record)
+        self.sampling_rate = record.get("sampling_rate", self.sampling_rate)
+
+
+Reader = TextReader | FeatureReader
+
+
+def as_array(value: Any, where: str) -> np.ndarray:
+    """Numbers of a row, from Arrow or from Python lists. Raises ValueError if they are none, or ragged."""
+    if isinstance(value, pa.Array):
+        value = value.to_numpy(zero_copy_only=False)
+    if value is None or isinstance(value, (str, bytes, dict)):
+        raise ValueError(f"{where} must hold a sequence of numbers, got {type(value).__name__}")
+    try:
+        array = np.asarray(value)
+        if array.dtype == object and array.size and not np.isscalar(array.flat[0]):  # lists inside of Arrow's lists
+            array = np.stack([np.asarray(frame) for frame in array])
+    except ValueError as error:
+        widths = sorted({len(frame) for frame in value if hasattr(frame, "__len__")})
+        raise ValueError(f"{where} holds a ragged list: frames of {widths} numbers, not of one width") from error
+    if array.dtype == bool:
+        array = array.astype(np.uint8)
+    if array.size and array.dtype.kind not in "uif":
+        raise ValueError(f"{where} must hold numbers, got {array.dtype} such as {array.flat[0]!r}")
+    return array
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """features.json of a saved model; empty if there is none. Raises ValueError if it is damaged."""
+    path = folder / FEATURES
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(path.read_text())
+        return {name: type_(record[name]) for name, type_ in _RECORD.items() if name in record}
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} must hold numbers for {', '.join(_RECORD)}: {error}") from error

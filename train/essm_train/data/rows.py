@@ -1,0 +1,109 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Rows of a data set as samples: checked, read from Arrow files when they are drawn, or encoded as they stream by."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from essm_train.data.labels import check_label, read_label
+from essm_train.data.readers import Reader, Sample
+
+_ROWS_AT_ONCE = 1000
+
+
+class TableSamples(Sequence[Sample]):
+    """Samples of a map-style data set, read from its Arrow files."""
+
+    def __init__(self, rows: datasets.Dataset, reader: Reader, label_column: str, source: str):
+        self.rows = rows.select_columns([reader.column, label_column]).with_format("arrow")
+        self.reader, self.label_column, self.source = reader, label_column, source
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
+        table = self.rows[int(index)]
+        where = f"row {index} of {self.source}"
+        values = self.reader.read(cell_value(table.column(self.reader.column)[0]), where)
+        return Sample(values, int(table.column(self.label_column)[0].as_py()))
+
+    def scan(self) -> Iterator[tuple[Any, int, str]]:
+        """(checked value, label, where) of every row in order."""
+        row = 0
+        for table in self.rows.iter(_ROWS_AT_ONCE):
+            values, labels = table.column(self.reader.column), table.column(self.label_column).to_pylist()
+            for value, label in zip(values, labels):
+                where = f"row {row} of {self.source}"
+                yield self.reader.check(cell_value(value), where), read_label(label, self.label_column, where), where
+                row += 1
+
+
+def cell_value(scalar: Any) -> Any:
+    """A cell of an Arrow table: lists as arrays, without going through Python's numbers."""
+    if isinstance(scalar, pa.ListScalar):
+        return scalar.values
+    return scalar.as_py()
+
+
+class EncodeRows:
+    """The `Expand` of labelled streams: a row is a sample. It counts rows, so that errors can name them."""
+
+    def __init__(self, reader: Reader, label_column: str, num_labels: int, source: str):
+        self.reader, self.label_column, self.num_labels, self.source = reader, label_column, num_labels, source
+        self.row = 0
+
+    def __call__(self, item: dict[str, Any]) -> list[Sample]:
+        where = f"row {self.row} of {self.source}"
+        label = read_label(item[self.label_column], self.label_column, where)
+        check_label(label, self.num_labels, where)
+        values = self.reader.read(item[self.reader.column], where)
+        self.row += 1
+        return [Sample(values, label)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"row": self.row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.row = state["row"]
+
+    def end_epoch(self) -> None:
+        self.row = 0
+
+
+def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None) -> dict[str, Tensor]:
+    """A batch: sequences padded on the right, to the longest one or to `length`, and labels (B,) int64.
+
+    attention_mask (B, L) int64 is there only where a sequence is padded.
+    """
+    lengths = torch.tensor([len(sample.values) for sample in samples])
+    longest = int(lengths.max()) if length is None else length
+    batch = reader.collate(samples, longest)
+    if int(lengths.min()) < longest:
+        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+    return batch | {"labels": torch.tensor([sample.label for sample in samples])}
+
+
+class CheckedRows(NamedTuple):
+    labels: np.ndarray
+    lengths: np.ndarray
+    sha256: str
+
+
+def check_rows(samples: TableSamples) -> CheckedRows:
+    """Check every row. Raises ValueError naming the first bad one."""
+    digest, labels, lengths = hashlib.sha256(), [], []
+    for raw, label, _ in samples.scan():
+        data = raw if isinstance(raw, bytes) else np.ascontiguousarray(raw).tobytes()
+        digest.update(f"{label} {len(data)} ".encode())
+        digest.update(data)
+        labels.append(label)
+        lengths.append(samples.reader.num_positions(raw))
+    return CheckedRows(np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest())

@@ -1,0 +1,126 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Documents to token ids and <eos>: every byte a token, or any tokenizer of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers.utils import cached_file
+
+from modeling_essm import build_byte_tokenizer
+from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID
+
+NUM_BYTES = 256  # ids below are bytes
+# Names that an end-of-sequence token has in tokenizers that do not say which of their tokens it is.
+_END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "[EOS]")
+Document = tuple[str, str | bytes]  # where it comes from, for error messages, and its text
+
+
+class ByteEncoder:
+    """Every byte is a token; any file is valid."""
+
+    vocab_size, pad_id, dtype = 259, PAD_ID, np.uint16
+    special_ids = (PAD_ID, EOS_ID - 1, EOS_ID)
+    name = "bytes"
+
+    def __call__(self, document: Document) -> tuple[np.ndarray, int]:
+        """Token ids with <eos> at the end, and the number of bytes they stand for."""
+        text = document[1].encode() if isinstance(document[1], str) else document[1]
+        return np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)).astype(np.uint16), len(text)
+
+    def save_pretrained(self, folder: Path, model_max_length: int) -> None:
+        build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
+
+
+class TokenizerEncoder:
+    """Any tokenizer of transformers that has an end-of-sequence token.
+
+    Raises:
+        ValueError: the tokenizer has none; or (called) a document is not UTF-8.
+    """
+
+    def __init__(self, tokenizer: Any, name: str):
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"tokenizer {name!r} has no end-of-sequence token to put between documents")
+        self.tokenizer, self.name, self.vocab_size = tokenizer, name, len(tokenizer)
+        self.pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.special_ids = tuple(tokenizer.all_special_ids)
+        self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+
+    def __call__(self, document: Document) -> tuple[np.ndarray, int]:
+        """As `ByteEncoder`."""
+        source, text = document
+        raw = text.encode() if isinstance(text, str) else text
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{source} is not UTF-8: byte {raw[error.start]:#04x} at position {error.start}; convert it, or train "
+                "on bytes (without --tokenizer_name), which takes any file"
+            ) from error
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.array([*ids, self.tokenizer.eos_token_id], self.dtype), len(raw)
+
+    def save_pretrained(self, folder: Path, model_max_length: int) -> None:
+        self.tokenizer.save_pretrained(folder)
+
+
+Encoder = ByteEncoder | TokenizerEncoder
+
+
+def open_tokenizer(name: str) -> Any:
+    """A tokenizer of the Hub, of a local folder, or of a tokenizer.json by itself. Raises ValueError if it is none."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not Path(name).is_file():
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"cannot load tokenizer {name!r}: {error}") from error
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=name, name_or_path=name)
+    except Exception as error:  # the library's own type
+        raise ValueError(
+            f"cannot load tokenizer {name!r}: a file must be what `tokenizers.Tokenizer.save` writes: {error}"
+        ) from error
+
+
+def choose_tokenizer(args: Any) -> Any:
+    """The tokenizer of a run: that of tokenizer_name, else that of the weights it starts from; None for bytes.
+
+    Args:
+        args: tokenizer_name, model_name_or_path and replace_tokenizer.
+    Raises:
+        ValueError: it cannot be loaded; or it gives tokens other ids than that of the weights, and replace_tokenizer
+            does not say that this is meant.
+    """
+    learned, weights = None, args.model_name_or_path
+    if weights and any(
+        cached_file(
+            weights, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        for file in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        learned = open_tokenizer(weights)
+    if args.tokenizer_name is None:
+        known = learned is None or learned.get_vocab() == build_byte_tokenizer().get_vocab()
+        return None if known else learned
+    tokenizer = open_tokenizer(args.tokenizer_name)
+    if learned is not None and learned.get_vocab() != tokenizer.get_vocab() and not args.replace_tokenizer:
+        raise ValueError(
+            f"tokenizer_name must be the tokenizer of {weights!r}, whose weights know its {len(learned)} tokens, got "
+            f"{args.tokenizer_name!r} with {len(tokenizer)}: leave it out, or give --replace_tokenizer if the model "
+            "shall learn other tokens"
+        )
+    return tokenizer
+
+
+def with_end_token(tokenizer: Any) -> Any:
+    """The same tokenizer with an end-of-sequence token: its own, a token of such a name, or else a new one, <eos>."""
+    if tokenizer.eos_token_id is None:
+        known = tokenizer.get_vocab()
+        token = next((name for name in _END_TOKENS if name in known), _END_TOKENS[0])
+        tokenizer.add_special_tokens({"eos_token": token})
+    return tokenizer

@@ -1,0 +1,113 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The Accelerator of a run: processes, threads, trackers, sharding, and what is said from one process alone."""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from tqdm import tqdm
+from transformers.trainer_utils import enable_full_determinism
+
+from essm_train.arguments import RunArguments
+from essm_train.files import check_writable
+from essm_train.run.lock import alone_in
+from essm_train.run.tracker import JsonlTracker
+
+
+@contextmanager
+def open_run(args: RunArguments) -> Iterator[Accelerator]:
+    """The Accelerator of a run that has its output_dir for itself until the end.
+
+    Raises:
+        ValueError: as `make_accelerator`, or another run uses output_dir.
+    """
+    accelerator = make_accelerator(args)
+    with alone_in(accelerator, Path(args.output_dir)):
+        yield accelerator
+
+
+def make_accelerator(args: RunArguments) -> Accelerator:
+    """The Accelerator of a run, its CPU threads, its trackers and, if asked for, deterministic kernels.
+
+    Raises:
+        ValueError: output_dir cannot be written, is not the same folder for all processes, or an unknown tracker.
+    """
+    output_dir = Path(args.output_dir)
+    check_writable(output_dir)
+    if args.deterministic:
+        enable_full_determinism(args.seed)
+    for name in args.log_with or []:
+        if name not in (known := [str(tracker) for tracker in get_available_trackers()]):
+            raise ValueError(
+                f"log_with must name installed trackers, {known or 'of which there are none'}, got {name!r}"
+            )
+    trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.log_with or [])]
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data, sweeps or pushes
+    accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir, kwargs_handlers=[patience])
+    accelerator.sync_gradients = True  # shared by all Accelerators: a Trainer before may have left it off
+    if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        _shard_on_cpu(accelerator)
+    if accelerator.is_fsdp2:
+        # Mixed precision is autocast's alone, as under DDP: Accelerate's policy would round residual stream, losses and
+        # the gradients that micro-steps add up.
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    _check_shared(accelerator, output_dir)
+    torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
+    return accelerator
+
+
+def _shard_on_cpu(accelerator: Accelerator) -> None:
+    """FSDP2 on CPU ranks: torch has it, Accelerate offers it for accelerators only and would fall back to DDP."""
+    plugin = FullyShardedDataParallelPlugin()  # reads the FSDP_* variables of the launcher
+    if accelerator.mixed_precision != "no":
+        plugin.set_mixed_precision(accelerator.mixed_precision)  # as Accelerate does for accelerators
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def _check_shared(accelerator: Accelerator, output_dir: Path) -> None:
+    """Raises ValueError on all processes if they do not see the same output_dir: checkpoints would miss parts."""
+    token = [uuid.uuid4().hex]
+    broadcast_object_list(token)
+    proof = output_dir / f".seen-{token[0]}"
+    if accelerator.is_main_process:
+        proof.touch()
+    accelerator.wait_for_everyone()
+    seen = accelerator.reduce(torch.tensor(int(proof.exists()), device=accelerator.device), "sum")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        proof.unlink()
+    if int(seen) != accelerator.num_processes:
+        raise ValueError(
+            f"output_dir {str(output_dir)!r} is one folder for {int(seen)} of {accelerator.num_processes} processes "
+            "only: on several machines it must lie on a file system that they share"
+        )
+
+
+def say(accelerator: Accelerator, text: str) -> None:
+    """One line, from one process, above the progress bar."""
+    if accelerator.is_main_process:
+        tqdm.write(text)
+
+
+def hardware(accelerator: Accelerator) -> str:
+    """The machine by its parts."""
+    if accelerator.device.type == "cuda":
+        kind = torch.cuda.get_device_name(accelerator.device)
+    else:
+        kind = f"{accelerator.device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
+    return f"{accelerator.num_processes} x {kind}, torch {torch.__version__}, {precision}"

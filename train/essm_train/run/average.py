@@ -1,0 +1,63 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The exponential average of the weights that a run may keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from essm_train.run.finiteness import local
+
+
+class WeightAverage:
+    """Exponential moving average of the weights, in fp32 or better; shard by shard where they are sharded.
+
+    The arithmetic is torch's; its `AveragedModel` would hold a copy of the whole model, sharded or compiled as it is.
+    Early averages are not biased to the initial weights: the decay of update n is min(decay, (1 + n) / (10 + n)).
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.decay, self.updates = decay, 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.average = [self._wide(p) for p in self.parameters]
+
+    @staticmethod
+    def _wide(parameter: Tensor) -> Tensor:
+        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an optimizer step."""
+        self.updates += 1
+        update = get_ema_multi_avg_fn(min(self.decay, (1 + self.updates) / (10 + self.updates)))
+        update(self.average, [p.to(mean.dtype) for p, mean in zip(self.parameters, self.average)], self.updates)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model with averaged weights; its own come back afterwards."""
+        trained = [p.detach().clone() for p in self.parameters]
+        self._copy(self.average)
+        try:
+            yield
+        finally:
+            self._copy(trained)
+
+    @torch.no_grad()
+    def _copy(self, values: Iterable[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values):
+            parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This process's part."""
+        return {"updates": self.updates, "average": [local(t) for t in self.average]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From what `state_dict` gave on the process of the same rank."""
+        self.updates = state["updates"]
+        for average, saved in zip(self.average, state["average"], strict=True):
+            local(average).copy_(saved)

@@ -1,0 +1,299 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The pairs of Long Range Arena's Retrieval, and the model that classifies them: one encoder, a head over both codes.
+
+A line of the files is label, id1, id2, text1 and text2 between tabs, without a header and without quoting; the label is
+written as a float (0.0 or 1.0), and a text as the literal of a Python bytes object (b'...'), in which every line break
+and non-ASCII byte is an escape. As in LRA's own pipeline, the tokens are the bytes of that field as it stands in the
+file, cut at 4,000 each.
+
+    a, b = mean of the encoder's outputs over the real positions of each document
+    logits = MLP([a, b, a * b, a - b])
+
+The head stands here, not in the code that a checkpoint carries. So a saved folder holds weights and config and is
+loaded through the class: `TwoTowerClassifier.from_pretrained(folder)`; the Auto classes do not know it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.utils.generic import can_return_tuple
+
+from essm_train.arguments import RunArguments, arg
+from essm_train.data.samples import HELD_OUT_FRACTION
+from essm_train.models import SizeArguments
+from essm_train.pooling import pool
+from modeling_essm import ESSMConfig, ESSMModel, build_byte_tokenizer
+from modeling_essm.modeling_essm import ESSMPreTrainedModel, ESSMSequenceClassifierOutput
+from modeling_essm.spectral_budget import SpectralBudget
+from modeling_essm.training.byte_tokenizer import PAD_ID
+
+COLUMNS = ("label", "id1", "id2", "text1", "text2")
+
+
+class TwoTowerConfig(ESSMConfig):
+    """An `ESSMConfig` for the encoder, and the head's width.
+
+    Args:
+        head_hidden_size (`int`, *optional*): width of the hidden layer of the head, hidden_size by default.
+    """
+
+    model_type = "essm_two_tower"
+    _auto_class: ClassVar = None  # saved folders carry no code, see above
+
+    head_hidden_size: int = None  # type: ignore[assignment]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        del self.auto_map  # of the classes that a folder with code would name
+        if self.head_hidden_size is None:
+            self.head_hidden_size = self.hidden_size
+        if type(self.head_hidden_size) is not int or self.head_hidden_size < 1:
+            raise ValueError(f"head_hidden_size must be an integer >= 1, got {self.head_hidden_size!r}")
+
+
+class TwoTowerClassifier(ESSMPreTrainedModel):
+    """One ES-SSM encoder for both documents and an MLP over [a, b, a * b, a - b]."""
+
+    config_class = TwoTowerConfig
+    accepts_loss_kwargs = False
+    _auto_class: ClassVar = None
+
+    def __init__(self, config: TwoTowerConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = ESSMModel(config)
+        self.head = nn.Linear(4 * config.hidden_size, config.head_hidden_size)
+        self.score = nn.Linear(config.head_hidden_size, config.num_labels)
+        self.post_init()
+
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        spectral_budget: SpectralBudget = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, L) ids -> (B, D), the mean over real positions; arguments as in `ESSMModel.forward`."""
+        outputs = self.model(input_ids, attention_mask, use_cache=False, spectral_budget=spectral_budget, **kwargs)
+        return pool(outputs.last_hidden_state, attention_mask, "mean")
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        spectral_budget: SpectralBudget = None,
+        use_cache: bool = False,
+        **kwargs: Any,
+    ) -> ESSMSequenceClassifierOutput:
+        """
+        Args:
+            input_ids: (B, 2, L) int64, both documents of each pair. attention_mask: (B, 2, L), 1 for real positions.
+            labels: (B,) int64 classes.
+            spectral_budget: as in `ESSMModel.forward`; budgets (B,) per pair count for both documents.
+        Returns:
+            ESSMSequenceClassifierOutput, logits (B, num_labels).
+        Raises:
+            ValueError: ids of another shape, and as `ESSMModel.forward`.
+        """
+        if input_ids.ndim != 3 or input_ids.shape[1] != 2:
+            raise ValueError(f"input_ids must have shape (B, 2, L), the pairs' documents, got {tuple(input_ids.shape)}")
+        if isinstance(spectral_budget, Tensor) and spectral_budget.ndim == 1:
+            spectral_budget = spectral_budget.repeat_interleave(2)
+        mask = None if attention_mask is None else attention_mask.flatten(0, 1)
+        a, b = self.encode(input_ids.flatten(0, 1), mask, spectral_budget, **kwargs).unflatten(0, (-1, 2)).unbind(1)
+        logits = self.score(F.gelu(self.head(torch.cat([a, b, a * b, a - b], -1))))
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels.to(logits.device))
+        budget = self.config.resolve_budget(spectral_budget, batch_size=2 * len(input_ids)).report()
+        return ESSMSequenceClassifierOutput(loss=loss, logits=logits, spectral_budget=budget)
+
+
+class Pair(NamedTuple):
+    """Token ids (L,) uint8 of two documents, and 1 if they belong together."""
+
+    first: np.ndarray
+    second: np.ndarray
+    label: int
+
+
+def parse_line(line: bytes, where: str) -> tuple[bytes, bytes, int]:
+    """(text1, text2, label) of a line of the files, without its end. Raises ValueError naming `where`."""
+    fields = line.split(b"\t")
+    if len(fields) != len(COLUMNS):
+        raise ValueError(
+            f"{where} must hold {len(COLUMNS)} fields between tabs ({', '.join(COLUMNS)}), got {len(fields)}: "
+            f"{line[:60]!r}"
+        )
+    try:
+        label = float(fields[0])
+    except ValueError:
+        label = -1.0
+    if label not in (0.0, 1.0):
+        raise ValueError(f"{where}: label must be 0 or 1, got {fields[0][:60].decode(errors='replace')!r}")
+    for name, text in zip(COLUMNS[3:], fields[3:]):
+        if not text:
+            raise ValueError(f"{where}: {name} is empty")
+    return fields[3], fields[4], int(label)
+
+
+class PairFile(Sequence[Pair]):
+    """The pairs of one file of the archive, all lines checked; texts stay in the file until they are asked for.
+
+    Attributes:
+        labels: (n,) int64. lengths: (n, 2) bytes of both texts before they are cut. sha256: of the whole file.
+    Raises:
+        ValueError: the file is not there or holds no line, or a line is wrong; names it.
+    """
+
+    def __init__(self, path: str | Path, max_length: int):
+        self.path, self.max_length = Path(path), max_length
+        if not self.path.is_file():
+            raise ValueError(
+                f"{self.path} is not there: fetch lra_release.gz, linked in the README of "
+                "https://github.com/google-research/long-range-arena, unpack it (`tar -xvf lra_release.gz`) and name "
+                "lra_release/lra_release/tsv_data/new_aan_pairs.{train,eval,test}.tsv, or copy them there"
+            )
+        digest, offsets, labels, lengths = hashlib.sha256(), [], [], []
+        position = 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                first, second, label = parse_line(line.rstrip(b"\r\n"), f"line {number} of {self.path}")
+                digest.update(line)
+                offsets.append((position, len(line)))
+                labels.append(label)
+                lengths.append((len(first), len(second)))
+                position += len(line)
+        if not labels:
+            raise ValueError(f"{self.path} is empty")
+        self.labels, self.sha256 = torch.tensor(labels), digest.hexdigest()
+        self.lengths, self._offsets = np.array(lengths), offsets
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+        position, size = self._offsets[index]
+        with self.path.open("rb") as file:
+            file.seek(position)
+            line = file.read(size)
+        *texts, label = parse_line(line.rstrip(b"\r\n"), f"line {index + 1} of {self.path}")
+        first, second = (np.frombuffer(text[: self.max_length], np.uint8) for text in texts)
+        return Pair(first, second, label)
+
+
+class Part(Sequence[Pair]):
+    """Some pairs of a file, by their places in it."""
+
+    def __init__(self, pairs: PairFile, rows: np.ndarray):
+        self.pairs, self.rows, self.labels = pairs, rows, pairs.labels[torch.from_numpy(rows)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+        return self.pairs[int(self.rows[index])]
+
+
+def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tensor]:
+    """input_ids (B, 2, L), padded on the right to the longest document or to `length`, attention_mask, labels (B,)."""
+    longest = max(len(text) for pair in pairs for text in pair[:2]) if length is None else length
+    ids = np.full((len(pairs), 2, longest), PAD_ID, np.int64)
+    for row, pair in zip(ids, pairs):
+        for document, text in zip(row, pair[:2]):
+            document[: len(text)] = text
+    input_ids, labels = torch.from_numpy(ids), torch.tensor([pair.label for pair in pairs])
+    return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_ID).long(), "labels": labels}
+
+
+@dataclass
+class RetrievalArguments(SizeArguments):
+    """Pairs and head; the encoder is in models.SizeArguments, how to train in arguments.RunArguments."""
+
+    output_dir: str = arg("runs/retrieval", "Where everything goes; a run found there is continued.")
+
+    train_file: str | None = arg(None, "new_aan_pairs.train.tsv, or a file like it.")
+    validation_file: str | None = arg(None, "new_aan_pairs.eval.tsv; without it, a random tenth of the training pairs.")
+    test_file: str | None = arg(None, "new_aan_pairs.test.tsv, for the final sweep; without it, validation again.")
+    max_length: int = arg(4000, "Bytes that are read of each document.")
+    validation_samples: int | None = arg(None, "At most so many, at random.")
+    test_samples: int | None = arg(None, "At most so many, at random.")
+    eval_batch_size: int = arg(16, "Pairs per process and forward pass of validation and sweep.")
+
+    per_device_batch_size: int = arg(8, "Pairs per process and forward pass.")
+    filter_length: int = arg(4096, "Longest document the filters cover; longer costs nothing.")
+    head_hidden_size: int | None = arg(None, "Width of the head; hidden_size by default.")
+
+    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train_file is None:
+            raise ValueError("no pairs to train on: give --train_file data/new_aan_pairs.train.tsv")
+        for name in ("eval_batch_size", "validation_samples", "test_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 1 <= self.max_length <= self.filter_length:
+            raise ValueError(f"max_length must be in [1, filter_length = {self.filter_length}], got {self.max_length}")
+        if self.push_to_hub:
+            raise ValueError("push_to_hub is not possible here: the pair head is not part of the code that is pushed")
+
+
+@dataclass(frozen=True)
+class RetrievalData:
+    """Training pairs; pairs to select by; pairs to report on, or None; and what names and defines them."""
+
+    train: Part
+    validation: Part
+    test: Part | None
+    digests: dict[str, str]
+    description: str
+
+
+def load_retrieval(args: RetrievalArguments) -> RetrievalData:
+    """The pairs that the arguments name, all checked. Raises ValueError naming the file or line that is wrong."""
+    assert args.train_file is not None
+    pairs = PairFile(args.train_file, args.max_length)
+    order = np.random.default_rng([args.seed, 1]).permutation(len(pairs))
+
+    def some(part: PairFile, rows: np.ndarray, wanted: int | None) -> Part:
+        chosen = np.random.default_rng([args.seed, 2]).permutation(len(rows))[: len(rows) if wanted is None else wanted]
+        return Part(part, np.sort(rows[chosen]))
+
+    digests = {"sha256 of the training data": pairs.sha256}
+    if args.validation_file is not None:
+        held_out = PairFile(args.validation_file, args.max_length)
+        digests["sha256 of the validation data"] = held_out.sha256
+        kept, validation = np.sort(order), some(held_out, np.arange(len(held_out)), args.validation_samples)
+    else:
+        count = max(1, round(HELD_OUT_FRACTION * len(pairs)))
+        if count == len(pairs):
+            raise ValueError(f"{pairs.path} must hold at least 2 lines, so that one can be held out, got {len(pairs)}")
+        kept, validation = np.sort(order[count:]), some(pairs, np.sort(order[:count]), args.validation_samples)
+    test = None
+    if args.test_file is not None:
+        held_out = PairFile(args.test_file, args.max_length)
+        test = some(held_out, np.arange(len(held_out)), args.test_samples)
+    cut = float((pairs.lengths > args.max_length).mean())
+    description = (
+        f"{pairs.path.name}: {len(kept):,} pairs of bytes, {cut:.1%} of the documents cut at {args.max_length}"
+    )
+    description += f"; validation on {len(validation):,}" + (f"; test on {len(test):,}" if test is not None else "")
+    return RetrievalData(Part(pairs, kept), validation, test, digests, description)
+
+
+def save_tokenizer(folder: Path, max_length: int) -> None:
+    """The byte tokenizer, which cuts and pads as it was done here."""
+    tokenizer = build_byte_tokenizer(model_max_length=max_length)
+    tokenizer.padding_side = "right"
+    tokenizer.save_pretrained(folder)
