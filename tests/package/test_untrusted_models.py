@@ -74,8 +74,9 @@ SCRIPTS = {
     "benchmarks.length_extrapolation": ["--models", "a=MODEL", *TEXT, "--training_length", "64"],
 }
 
-MODULES = {name: f"essm_train.commands.{name}" for name in ("analyze", "calibrate", "evaluate_model", "export")}
-MODULES["budget_sweep"] = "essm_train.measure.budget_sweep"
+MODULES = {
+    name: f"essm_train.commands.{name}" for name in ("analyze", "budget_sweep", "calibrate", "evaluate_model", "export")
+}
 
 
 @pytest.fixture

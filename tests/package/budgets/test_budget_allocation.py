@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, random_ids, random_model, randomise, tiny_config
-from transformers.dynamic_module_utils import get_relative_imports
 
 from essm_train.tasks import catalog
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
@@ -653,11 +652,6 @@ def test_a_loss_that_is_not_finite_is_refused():
         model.model.norm.weight[0] = torch.nan
     with pytest.raises(ValueError, match=r"calibration loss at spectral_budget \[32, 32\] must be finite, got nan"):
         allocate_spectral_budget(model, 12, calibration=text())
-
-
-def test_the_hub_finds_its_imports():
-    found = get_relative_imports(budget_allocation.__file__)
-    assert sorted(found) == ["quantization", "spectral_basis", "spectral_constants"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
