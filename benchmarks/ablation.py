@@ -70,6 +70,8 @@ ROWS: dict[str, Row] = {
     "gated, no convolution": _gated(conv_kernel_size=0),
     "gated, exponent 1/16": _gated(scaling_exponent=1 / 16),
     "gated, exponent 1/4": _gated(scaling_exponent=1 / 4),
+    "gated, exponent 1/2": _gated(scaling_exponent=1 / 2),
+    "gated, capacity 8, exponent 1/4": _gated(num_spectral_channels=8, scaling_exponent=1 / 4),
     "gated, no gating": _gated(gating="none"),
     "gated, capacity 8": _CAPACITY_8,
     "gated, capacity 32": _gated(num_spectral_channels=32),
