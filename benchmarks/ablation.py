@@ -46,6 +46,7 @@ def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, *
 
 
 _BASE, _CAPACITY_8 = _gated(), _gated(num_spectral_channels=8)
+_FFN = _gated(layers=3, feed_forward=8 / 3, num_spectral_channels=8)
 _MATRICES = _gated(expansion=1.0, mixing_size=None)
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 _LLAMA = Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES)
@@ -69,6 +70,8 @@ ROWS: dict[str, Row] = {
     "gated, no convolution": _gated(conv_kernel_size=0),
     "gated, exponent 1/16": _gated(scaling_exponent=1 / 16),
     "gated, exponent 1/4": _gated(scaling_exponent=1 / 4),
+    "gated, exponent 1/2": _gated(scaling_exponent=1 / 2),
+    "gated, capacity 8, exponent 1/4": _gated(num_spectral_channels=8, scaling_exponent=1 / 4),
     "gated, no gating": _gated(gating="none"),
     "gated, capacity 8": _CAPACITY_8,
     "gated, capacity 32": _gated(num_spectral_channels=32),
@@ -78,11 +81,14 @@ ROWS: dict[str, Row] = {
     "gated, authors' schedule": dataclasses.replace(_BASE, schedule="authors"),
     "gated, capacity 8, half full": dataclasses.replace(_CAPACITY_8, full_share=0.5),
     "gated, capacity 8, no budget dropout": dataclasses.replace(_CAPACITY_8, full_share=1.0),
+    "gated, capacity 8, FFN": _FFN,
+    "gated, capacity 8, 4 blocks, FFN 4/3": _gated(layers=4, feed_forward=4 / 3, num_spectral_channels=8),
     "llama": _LLAMA,
     "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
     # As many updates as take about the time that the base row takes on a CPU.
     "gated, inner D, d D/4, equal time": dataclasses.replace(_MATRICES, updates=3 / 2),
+    "gated, capacity 8, FFN, equal time": dataclasses.replace(_FFN, updates=4 / 3),
     "llama, equal time": dataclasses.replace(_LLAMA, updates=5 / 3),
     "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=8 / 15),
 }

@@ -2,6 +2,7 @@
 """Every benchmark runs from end to end on tiny sizes and writes the JSON that its readers expect; nothing is timed."""
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
@@ -346,6 +347,21 @@ def test_an_ablation_run_is_a_run_of_train_clm(ablation, tmp_path):
     sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
     bits = dict(zip(map(str, sweep["budgets"]), sweep["bits_per_byte"]))
     assert {K: bits[K] for K in record["bits_per_byte"]} == pytest.approx(record["bits_per_byte"], rel=1e-6)
+
+
+def test_ablation_rows_are_what_their_names_say(benchmark_module):
+    rows = benchmark_module("ablation").ROWS
+    for name, row in rows.items():
+        parts = name.split(", ")
+        assert any(part.startswith("FFN") for part in parts) == (row.feed_forward > 0), name
+        assert row.full_share == {"half full": 0.5, "no budget dropout": 1.0}.get(parts[-1], 0.0), name
+        if parts[0] == "gated":
+            capacity = next((int(part.split()[1]) for part in parts if part.startswith("capacity")), 16)
+            assert row.fields["num_spectral_channels"] == capacity, name
+        if parts[-1] == "equal time":
+            assert row.updates != 1 and dataclasses.replace(row, updates=1.0) == rows[", ".join(parts[:-1])], name
+        else:
+            assert row.updates == 1, name
 
 
 @pytest.mark.parametrize("name", ["paper", "gated", "gated, d 16", "gated, inner D, d D/4", "gated, FFN", "mamba2"])
