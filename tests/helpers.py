@@ -10,8 +10,6 @@ import torch
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
-torch.set_num_threads(1)  # the models are tiny: threads only wait for each other, seconds each on a busy machine
-
 ROOT = Path(__file__).parents[1]
 CAPACITY = 32
 BUDGETS = (1, 2, 5, 8, 17, 32)

@@ -54,14 +54,6 @@ def data_dir(tmp_path_factory):
     patch.undo()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def run(data_dir, tmp_path):
     """Runs the harness, small; its report."""

@@ -164,14 +164,6 @@ def test_parameters_that_cannot_be_met(name, message):
 # The harness.
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(module, tmp_path, *arguments):
     path = tmp_path / "report.json"
     module.main(["--quick", "--runs_dir", str(tmp_path / "runs"), "--out", str(path), *arguments])

@@ -489,7 +489,7 @@ def test_states_stay_exact_where_tf32_is_allowed(algorithm, tf32_products):
     assert max(y, du) < 3e-3  # the large products stay in TF32, 2^-11 an operand
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ["chunked", "step"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
 def test_agrees_with_the_definition_on_cuda(dtype, algorithm):
@@ -500,7 +500,7 @@ def test_agrees_with_the_definition_on_cuda(dtype, algorithm):
         assert relative_error(actual[:, :32], truth[:, :32]) < TOLERANCE[dtype]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ["chunked", "step"])
 def test_late_states_survive_tf32_on_cuda(algorithm):
     operator = SpectralOperator(H)

@@ -54,14 +54,6 @@ TINY = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def restore_threads():
-    """The runs below set the number of threads of this process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory):
     """What `datasets` writes goes there, also from subprocesses."""
     patch = pytest.MonkeyPatch()

@@ -35,14 +35,6 @@ from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 
-@pytest.fixture(scope="module", autouse=True)
-def restore_threads():
-    """The runs below set the number of threads of this process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")

@@ -41,13 +41,6 @@ FSDP2 = {
 SUMMATION = 2.5e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")

@@ -52,14 +52,6 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 KILLED = [-signal.SIGKILL]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def restore_threads():
-    """The runs below set the number of threads of this process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")

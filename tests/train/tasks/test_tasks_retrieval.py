@@ -40,14 +40,6 @@ TINY = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def restore_threads():
-    """The runs below set the number of threads of this process."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
     """Pairs of six words; 1 if both documents use mostly the same word of two. Neither document alone tells."""

@@ -1,0 +1,19 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What holds for all tests: one CPU thread, and markers for what a machine may lack."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The models are tiny: threads only wait for each other. Training runs set a number of their own."""
+    torch.set_num_threads(1)
