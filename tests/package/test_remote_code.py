@@ -101,7 +101,6 @@ torch.save(results, out / "results.pt")
 
 BOTH = """
 import sys
-sys.path.insert(0, sys.argv[2])
 import torch
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from modeling_essm import ESSMForCausalLM
@@ -127,8 +126,8 @@ assert torch.equal(a, b)
 # and each runs with the other's config
 assert torch.equal(remote_class(local.config)(ids).logits.isfinite().all(), torch.tensor(True))
 # a third copy with another operator keeps it to itself
-changed_class = get_class_from_dynamic_module("modeling_essm.ESSMForCausalLM", sys.argv[3])
-changed = changed_class.from_pretrained(sys.argv[3])
+changed_class = get_class_from_dynamic_module("modeling_essm.ESSMForCausalLM", sys.argv[2])
+changed = changed_class.from_pretrained(sys.argv[2])
 with torch.no_grad():
     expected = last.logits
     assert not torch.allclose(changed(ids, spectral_budget=6).logits, expected, atol=1e-3)
@@ -138,11 +137,13 @@ print("all copies work")
 """
 
 
-def run_child(code, cwd, *args):
+def run_child(code, cwd, *args, package=None):
+    """What a new process prints, which finds our package only if it is told where."""
     home = cwd / "hf_home"
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
     env |= {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-I", "-c", code, *map(str, args)]
+    env |= {"PYTHONPATH": str(package)} if package else {}
+    command = [sys.executable, *(("-s", "-P") if package else ("-I",)), "-c", code, *map(str, args)]
     child = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr[-4000:]
     return child.stdout
@@ -282,7 +283,7 @@ def test_package_and_remote_copies_live_in_one_process(folders, saved, tmp_path)
     (changed / "spectral_chunked.py").write_text(
         code.replace("    return y, state, x\n", "    return 2 * y, state, x\n")
     )
-    assert "all copies work" in run_child(BOTH, tmp_path, folders / saved, package, changed)
+    assert "all copies work" in run_child(BOTH, tmp_path, folders / saved, changed, package=package)
 
 
 # --- Classes that a user derives
@@ -309,9 +310,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 torch.set_num_threads(1)
 folder, again, ids = sys.argv[1], sys.argv[2], torch.arange(40)[None]
-if len(sys.argv) > 3:
-    sys.path.insert(0, sys.argv[3])
+try:
     import modeling_essm
+except ModuleNotFoundError:
+    modeling_essm = None
+assert (modeling_essm is None) == (sys.argv[3] == "alone")
 for where in (folder, again):
     derived = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True, spectral_budget=6).eval()
     assert type(derived).__name__ == "Doubled", type(derived)
@@ -324,7 +327,7 @@ for where in (folder, again):
 small = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, spectral_capacity=6).eval()
 with torch.no_grad():
     assert type(small).__name__ == "Doubled" and torch.equal(small(ids).logits, 2 * logits)
-if len(sys.argv) > 3:
+if modeling_essm is not None:
     plain = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert type(plain) is modeling_essm.ESSMForCausalLM
     with torch.no_grad():
@@ -337,10 +340,9 @@ def derived(tmp_path_factory):
     """The same model as its class saves it, and as saved by ours with the class named by hand; the class."""
     root = tmp_path_factory.mktemp("derived")
     (root / "my_model.py").write_text(DERIVED)
-    sys.path.insert(0, str(root))
-    import my_model
-
-    sys.path.remove(str(root))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(root)
+        import my_model
     model = my_model.Doubled(random_model().config)
     model.save_pretrained(root / "saved")
     model.__class__ = ESSMForCausalLM
@@ -356,8 +358,9 @@ def derived(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["saved", "named"])
 @pytest.mark.parametrize("package", [False, True], ids=["alone", "with-package"])
 def test_a_derived_class_loads_as_what_it_is(derived, kind, package, tmp_path):
-    where = [Path(modeling_essm.__file__).parents[1]] if package else []
-    run_child(("" if package else BLOCK) + LOAD_DERIVED, tmp_path, derived[0] / kind, tmp_path / "again", *where)
+    where = Path(modeling_essm.__file__).parents[1] if package else None
+    arguments = derived[0] / kind, tmp_path / "again", "with-package" if package else "alone"
+    run_child(("" if package else BLOCK) + LOAD_DERIVED, tmp_path, *arguments, package=where)
 
 
 def test_the_files_of_a_derived_class(derived):
