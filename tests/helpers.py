@@ -5,6 +5,7 @@ import contextlib
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,3 +129,41 @@ try:
 except ModuleNotFoundError:
     pass
 """
+
+
+def pad(ids, lengths, side):
+    """Rows cut to `lengths` and padded to the full width with pad ids: (ids, mask)."""
+    L = ids.shape[1]
+    position = torch.arange(L)[None]
+    lengths = torch.tensor(lengths)[:, None]
+    mask = position >= L - lengths if side == "left" else position < lengths
+    padded = torch.full_like(ids, 256)
+    padded[mask] = torch.cat([row[:n] for row, n in zip(ids, lengths.flatten().tolist())])
+    return padded, mask.long()
+
+
+def random_masks(B, L, generator):
+    """(B, L) bool: holes anywhere, a left-padded row, a right-padded one, one of a single token; none all masked."""
+    mask = torch.rand(B, L, generator=generator) < torch.rand(B, 1, generator=generator)
+    n = int(torch.randint(1, L, (), generator=generator))
+    mask[0], mask[1], mask[2] = torch.arange(L) >= n, torch.arange(L) < n, torch.arange(L) == n
+    mask[:, int(torch.randint(L, (), generator=generator))] |= ~mask.any(1)
+    return mask[torch.randperm(B, generator=generator)]
+
+
+def losses_by_hand(model, inputs, budgets, weight, num_items=None) -> list[torch.Tensor]:
+    """The losses of an update, position by position, for a language model whose inputs hold labels (B, L)."""
+    losses, teacher = [], None
+    scored = [(b, t) for b, t in np.ndindex(*inputs["labels"].shape) if t and inputs["labels"][b, t] != -100]
+    count = len(scored) if num_items is None else num_items
+    for K in budgets:
+        logits = model(inputs["input_ids"], spectral_budget=K).logits.double()
+        logp = logits.log_softmax(-1)
+        cross_entropy = -sum(logp[b, t - 1, inputs["labels"][b, t]] for b, t in scored) / count
+        if teacher is None:
+            teacher, loss = logp.detach(), cross_entropy
+        else:
+            kl = sum((teacher[b, t - 1].exp() * (teacher[b, t - 1] - logp[b, t - 1])).sum() for b, t in scored) / count
+            loss = (1 - weight) * cross_entropy + weight * kl
+        losses.append(loss / len(budgets))
+    return losses

@@ -3,25 +3,24 @@
 
 import copy
 import re
-import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
     BUDGETS,
-    CAPACITY,
     VARIANTS,
     assert_close,
+    pad,
     random_ids,
+    random_masks,
     random_model,
-    randomise,
     tiny_config,
     truncate,
     variants,
 )
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.spectral_basis import spectral_basis
 
 ALGORITHMS = ("chunked", "fft", "step", "naive")
@@ -316,24 +315,13 @@ def test_causality(algorithm, variant):
     assert ((after - before)[0, 21:].abs().amax(-1) > 1e-4).all()  # and the change is felt by every later position
 
 
-def _pad(ids, lengths, side):
-    """Rows cut to `lengths` and padded to the full width with pad ids: (ids, mask)."""
-    L = ids.shape[1]
-    position = torch.arange(L)[None]
-    lengths = torch.tensor(lengths)[:, None]
-    mask = position >= L - lengths if side == "left" else position < lengths
-    padded = torch.full_like(ids, 256)
-    padded[mask] = torch.cat([row[:n] for row, n in zip(ids, lengths.flatten().tolist())])
-    return padded, mask.long()
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @algorithms
 @variants
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
 def test_padding_is_silent(side, algorithm, variant, use_cache):
     model, ids = random_model(spectral_algorithm=algorithm, **variant), random_ids(3, 21)
-    padded, mask = _pad(ids, [21, 13, 1], side)
+    padded, mask = pad(ids, [21, 13, 1], side)
     with torch.no_grad():
         logits = model(padded, attention_mask=mask, spectral_budget=11, use_cache=use_cache).logits
         for i, n in enumerate([21, 13, 1]):
@@ -349,7 +337,7 @@ def test_cached_pieces_equal_the_whole_with_padding(side, algorithm, variant, pi
     """Ragged rows, cut anywhere, pads included: every real position sees what it sees alone."""
     K, lengths = 11, [13, 7, 2]
     model, ids = random_model(spectral_algorithm=algorithm, **variant), random_ids(3, 13)
-    padded, mask = _pad(ids, lengths, side)
+    padded, mask = pad(ids, lengths, side)
     cache, logits, a = ESSMCache(model.config), [], 0
     with torch.no_grad():
         for size in pieces:
@@ -367,15 +355,6 @@ def test_cached_pieces_equal_the_whole_with_padding(side, algorithm, variant, pi
     assert cache.get_seq_length() == 13
 
 
-def _random_masks(B, L, generator):
-    """(B, L) bool: holes anywhere, a left-padded row, a right-padded one, one of a single token; none all masked."""
-    mask = torch.rand(B, L, generator=generator) < torch.rand(B, 1, generator=generator)
-    n = int(torch.randint(1, L, (), generator=generator))
-    mask[0], mask[1], mask[2] = torch.arange(L) >= n, torch.arange(L) < n, torch.arange(L) == n
-    mask[:, int(torch.randint(L, (), generator=generator))] |= ~mask.any(1)
-    return mask[torch.randperm(B, generator=generator)]
-
-
 @variants
 @pytest.mark.parametrize("seed", range(6))
 def test_masked_positions_do_not_exist(variant, seed):
@@ -383,7 +362,7 @@ def test_masked_positions_do_not_exist(variant, seed):
     generator = torch.Generator().manual_seed(seed)
     B, L, algorithm = 6, 20, ("chunked", "step", "chunked", "fft", "chunked", "naive")[seed]
     model = random_model(spectral_algorithm=algorithm, **variant)
-    ids, mask = random_ids(B, L, seed=seed), _random_masks(B, L, generator)
+    ids, mask = random_ids(B, L, seed=seed), random_masks(B, L, generator)
     rows = torch.randint(1, 33, (B,), generator=generator)
     cuts = torch.randperm(L - 1, generator=generator)[: 1 + seed].add(1).sort().values.tolist()
     cache, pieces = ESSMCache(model.config, state_budget=32), []
@@ -448,184 +427,6 @@ def test_rows_do_not_see_each_other(variant, L):
             assert_close(together[i : i + 1], model(ids[i : i + 1], spectral_budget=13).logits)
 
 
-# --- Heads
-
-
-def test_loss_is_next_token_cross_entropy():
-    model, ids = random_model(), random_ids(2, 20)
-    labels = ids.clone()
-    labels[0, :5] = -100
-    outputs = model(ids, labels=labels)
-    expected = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert_close(outputs.loss, expected, atol=1e-6)
-
-
-def test_logits_to_keep_hidden_states_and_tuples():
-    model, ids = random_model(), random_ids(2, 20)
-    with torch.no_grad():
-        full = model(ids, output_hidden_states=True, use_cache=False)
-        assert_close(model(ids, logits_to_keep=3).logits, full.logits[:, -3:], atol=1e-6)
-        assert_close(model(ids, logits_to_keep=torch.tensor([0, 7])).logits, full.logits[:, [0, 7]], atol=1e-6)
-        as_tuple = model(ids, return_dict=False, use_cache=False)
-    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], full.logits)
-    assert len(full.hidden_states) == 3 and full.past_key_values is None
-    assert_close(model.lm_head(full.hidden_states[-1]), full.logits, atol=1e-6)
-    assert torch.equal(full.hidden_states[0], model.model.embed_tokens(ids))
-
-
-def test_embeddings_instead_of_ids():
-    model, ids = random_model(), random_ids(2, 20)
-    with torch.no_grad():
-        assert torch.equal(model(inputs_embeds=model.model.embed_tokens(ids)).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("features", [None, 5], ids=["ids", "features"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("block", ["paper", "gated", "gated-diagonal"])
-def test_classifier_ignores_padding(pooling, features, side, block):
-    fields = VARIANTS[block] | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
-    model, ids = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20)
-    lengths = [20, 11, 1]
-    padded, mask = _pad(ids, lengths, side)
-    encode = torch.randn(259, 5, generator=torch.Generator().manual_seed(0))
-
-    def run(x, **kwargs):
-        return model(**({"input_ids": x} if features is None else {"input_features": encode[x]}), **kwargs).logits
-
-    with torch.no_grad():
-        logits = run(padded, attention_mask=mask, spectral_budget=9)
-        assert logits.shape == (3, 3)
-        for i, n in enumerate(lengths):
-            assert_close(logits[i : i + 1], run(ids[i : i + 1, :n], spectral_budget=9))
-
-
-def test_pooling_modes_are_the_mean_and_the_last_position():
-    ids = random_ids(2, 20)
-    for pooling, pool in [("mean", lambda h: h.mean(1)), ("last", lambda h: h[:, -1])]:
-        model = random_model(ESSMForSequenceClassification, classifier_pooling=pooling)
-        hidden = model.model(ids).last_hidden_state
-        assert_close(model(ids).logits, model.score(pool(hidden)), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "fields, labels, loss",
-    [
-        ({"num_labels": 3}, torch.tensor([2, 0]), F.cross_entropy),
-        ({"num_labels": 1}, torch.tensor([0.5, -1.0]), lambda x, y: F.mse_loss(x[:, 0], y)),
-        (
-            {"num_labels": 3, "problem_type": "multi_label_classification"},
-            torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]]),
-            F.binary_cross_entropy_with_logits,
-        ),
-    ],
-    ids=["classes", "regression", "multi-label"],
-)
-@pytest.mark.parametrize("block", ["paper", "gated"])
-def test_classifier_losses(fields, labels, loss, block):
-    model = random_model(ESSMForSequenceClassification, **VARIANTS[block], **fields)
-    outputs = model(random_ids(2, 9), labels=labels)
-    assert_close(outputs.loss, loss(outputs.logits, labels), atol=1e-6)
-    outputs.loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-# --- Training
-
-
-@variants
-def test_every_parameter_gets_a_gradient(variant):
-    model, ids = random_model(**variant).train(), random_ids(2, 20)
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-        assert (parameter.grad != 0).any(), name
-
-
-@variants
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_gradient_checkpointing_changes_nothing(variant, reentrant):
-    model, ids = random_model(**variant).train(), random_ids(2, 20)
-    calls = []
-    model.model.layers[0].mixer.register_forward_hook(lambda *_: calls.append(1))
-
-    def gradients():
-        model.zero_grad()
-        calls.clear()
-        model(ids, labels=ids, spectral_budget=7).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    assert len(calls) == 1
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    checkpointed = gradients()
-    assert len(calls) == 2  # it did recompute
-    assert plain.keys() == checkpointed.keys()
-    for name in plain:
-        assert_close(checkpointed[name], plain[name], atol=1e-6)
-
-
-def test_gradient_checkpointing_refuses_a_cache():
-    model, ids = random_model().train(), random_ids(2, 20)
-    cache = model(ids, use_cache=True).past_key_values
-    model.gradient_checkpointing_enable()
-    for kwargs in ({"use_cache": True}, {"past_key_values": cache}):
-        with pytest.raises(ValueError, match="advance the cache twice: train with use_cache=False"):
-            model(ids, labels=ids, **kwargs)
-    model(ids, labels=ids).loss.backward()  # the default is legal
-    model.eval()(ids, use_cache=True)  # and so is inference
-
-
-def test_dropout_and_stochastic_depth_act_in_training_only():
-    ids = random_ids(2, 20)
-    for fields in ({"dropout": 0.5}, {"stochastic_depth": 0.5}):
-        model = random_model(**fields)
-        with torch.no_grad():
-            expected = random_model()(ids).logits
-            assert torch.equal(model(ids).logits, expected)
-            model.train()
-            assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
-# --- Precision
-
-
-@pytest.mark.parametrize("K", [2, 16, 32], ids=lambda K: f"K{K}")
-def test_bf16_follows_fp32(K):
-    """bf16 keeps 8 bits: an error of a few times 2^-8 of the logits' size. States stay in fp32."""
-    model, ids = random_model(), random_ids(2, 100)
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    with torch.no_grad():
-        expected = model(ids, spectral_budget=K).logits
-        outputs = half(ids, spectral_budget=K, use_cache=True)
-        assert outputs.logits.dtype == torch.bfloat16
-        assert (outputs.logits.float() - expected).norm() / expected.norm() < 0.03
-        # decoding goes on from the same state
-        more = half(ids[:, :1], past_key_values=outputs.past_key_values, spectral_budget=K).logits.float()
-        longer = model(torch.cat([ids, ids[:, :1]], 1), spectral_budget=K).logits[:, -1:]
-        assert (more - longer).norm() / longer.norm() < 0.03
-    for layer in outputs.past_key_values.layers:
-        assert layer.tensors["features"].dtype == torch.float32
-
-
-def test_fp64_is_the_limit_of_fp32():
-    model, ids = random_model(), random_ids(2, 100)
-    with torch.no_grad():
-        exact = copy.deepcopy(model).double()(ids).logits
-        assert exact.dtype == torch.float64
-        assert_close(model(ids).logits.double(), exact)
-
-
-def test_autocast_trains():
-    model, ids = random_model().train(), random_ids(2, 40)
-    expected = model(ids, labels=ids).loss
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(ids, labels=ids).loss
-    loss.backward()
-    assert abs(loss - expected) < 0.02 * expected  # bf16 rounding
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
-
-
 @pytest.mark.parametrize("K", [1, 5, 32])
 @pytest.mark.parametrize("variant", [VARIANTS[name] for name in ("paper", "gated", "gated-diagonal")], ids=str)
 def test_the_gate_is_eq_8(variant, K):
@@ -661,258 +462,3 @@ def test_the_gated_block_is_what_it_says():
         y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * layer.mixer_norm.weight
         expected = x + (y * z * torch.sigmoid(z)) @ layer.out_proj.weight.T
         assert_close(layer(x, 5), expected)
-
-
-# --- torch.compile and torch.export
-
-
-@variants
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_forward_and_training_equal_eager(variant, backend):
-    torch._dynamo.reset()
-    model, ids = random_model(**variant), random_ids(2, 37)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with torch.no_grad():
-        for K in (32, 4):
-            outputs = compiled(ids, use_cache=False, spectral_budget=K)
-            assert_close(outputs.logits, model(ids, spectral_budget=K).logits)
-    model.train()
-    model(ids, labels=ids, spectral_budget=6).loss.backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    compiled(ids, labels=ids, spectral_budget=6).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert_close(parameter.grad, expected[name])
-
-
-def test_compiled_forward_with_cache_mask_and_layer_budgets():
-    torch._dynamo.reset()
-    model, ids = random_model(), random_ids(2, 21)
-    padded, mask = _pad(ids, [21, 13], "left")
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        for kwargs in ({"spectral_budget": [3, 9]}, {"attention_mask": mask}):
-            assert_close(compiled(padded, use_cache=False, **kwargs).logits, model(padded, **kwargs).logits)
-        holes = _random_masks(4, 21, torch.Generator().manual_seed(2))[:2]
-        actual = compiled(padded, use_cache=False, attention_mask=holes).logits
-        assert_close(actual, model(padded, attention_mask=holes).logits)
-        cache, expected = ESSMCache(model.config), ESSMCache(model.config)
-        for a, b in ((0, 12), (12, 20), (20, 21)):
-            actual = compiled(ids[:, a:b], past_key_values=cache).logits
-            assert_close(actual, model(ids[:, a:b], past_key_values=expected).logits)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_equals_eager():
-    torch._dynamo.reset()
-    model, ids = random_model(num_hidden_layers=1), random_ids(2, 21)
-    with torch.no_grad():
-        actual = torch.compile(model, fullgraph=True)(ids, use_cache=False, spectral_budget=6).logits
-        assert_close(actual, model(ids, spectral_budget=6).logits)
-
-
-@variants
-def test_export_with_fixed_shape(variant):
-    model, ids = random_model(**variant), random_ids(2, 21)
-    program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False, "spectral_budget": 6})
-    with torch.no_grad():
-        actual = program.module()(input_ids=ids, use_cache=False, spectral_budget=6).logits
-        assert_close(actual, model(ids, spectral_budget=6).logits)
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@variants
-def test_export_with_any_batch_and_length(masked, variant):
-    model, ids = random_model(**variant), random_ids(2, 21)
-    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=512)
-    shape = {0: batch, 1: length}
-    inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": shape, "use_cache": None}
-    if masked:
-        inputs["attention_mask"], shapes["attention_mask"] = torch.ones_like(ids), shape
-    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
-    with torch.no_grad():
-        for B, L in ((2, 21), (1, 7), (5, 64), (3, 200)):
-            ids = random_ids(B, L)
-            mask = {"attention_mask": (torch.arange(L) >= L // 3).long().expand(B, L)} if masked else {}
-            actual = program.module()(input_ids=ids, use_cache=False, **mask).logits
-            expected = model(ids, **mask).logits
-            real = slice(L // 3, None) if masked else slice(None)
-            assert_close(actual[:, real], expected[:, real])
-
-
-@pytest.mark.parametrize("algorithm", ["fft", "step", "naive"])
-def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
-    model, ids = random_model(spectral_algorithm=algorithm), random_ids(2, 21)
-    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=512)}, "use_cache": None}
-    with pytest.raises(ValueError, match=f"spectral_algorithm='{algorithm}' cannot be exported for any length"):
-        torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
-
-
-# --- Saving and loading
-
-
-def _saved(tmp_path, **fields):
-    model = random_model(**fields)
-    model.save_pretrained(tmp_path)
-    return model
-
-
-def test_tied_embeddings_are_saved_once_and_shared_after_loading(tmp_path):
-    from safetensors import safe_open
-
-    model = _saved(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        names = set(file.keys())
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
-
-
-def test_untied_embeddings_are_two_tensors(tmp_path):
-    model = _saved(tmp_path, tie_word_embeddings=False)
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight.data_ptr() != loaded.model.embed_tokens.weight.data_ptr()
-    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
-    assert torch.equal(loaded(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_resize_token_embeddings(tied, tmp_path):
-    model, ids = random_model(tie_word_embeddings=tied), random_ids(2, 9)
-    with torch.no_grad():
-        before = model(ids).logits
-        model.resize_token_embeddings(300)
-        after = model(ids).logits
-    assert model.config.vocab_size == 300 and after.shape[-1] == 300
-    assert_close(after[..., :259], before, atol=1e-6)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    assert model(torch.tensor([[299]])).logits.isfinite().all()
-    model.save_pretrained(tmp_path)
-    assert torch.equal(ESSMForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
-
-
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto", "cpu"], ids=["dict", "auto", "cpu"])
-def test_device_map(device_map, tmp_path):
-    model, ids = _saved(tmp_path), random_ids(2, 20)
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_layers_offloaded_to_disk(tmp_path):
-    model, ids = _saved(tmp_path / "model"), random_ids(2, 20)
-    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    loaded = ESSMForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
-    )
-    assert loaded.model.layers[1].mixer.channel_mixing.is_meta
-    with torch.no_grad():
-        assert_close(loaded(ids, spectral_budget=5).logits, model(ids, spectral_budget=5).logits, atol=1e-6)
-        generate = {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
-        assert torch.equal(loaded.generate(ids, **generate), model.generate(ids, **generate))
-
-
-@pytest.mark.parametrize("convert", ["to", "load"])
-def test_bf16_by_conversion_and_by_loading_agree(convert, tmp_path):
-    """The basis is fp64 whatever happens to the parameters: nothing of it may be rounded twice."""
-    model, ids = _saved(tmp_path), random_ids(2, 40)
-    if convert == "to":
-        half = copy.deepcopy(model).to(torch.bfloat16)
-    else:
-        half = ESSMForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
-    rounded = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in rounded.parameters():
-            p.copy_(p.to(torch.bfloat16))
-        # back in fp32, the model is exactly the one with rounded weights
-        assert torch.equal(half.float()(ids).logits, rounded(ids).logits)
-
-
-def test_default_budget_survives_saving(tmp_path):
-    model, ids = _saved(tmp_path), random_ids(2, 20)
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path, spectral_budget=6)
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids, spectral_budget=6).logits)
-    loaded.save_pretrained(tmp_path / "again")
-    assert ESSMForCausalLM.from_pretrained(tmp_path / "again").config.spectral_budget == 6
-    assert ESSMConfig.from_pretrained(tmp_path).spectral_budget is None
-
-
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
-@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
-def test_attention_implementations_are_refused(cls, name, tmp_path):
-    random_model(cls).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=rf"None or 'eager', got '{name}'.*no attention.*spectral_algorithm"):
-        cls.from_pretrained(tmp_path, attn_implementation=name)
-    assert cls.from_pretrained(tmp_path, attn_implementation="eager") is not None
-
-
-# --- Stability: Appendix C
-
-
-def _mixer(**sizes):
-    """A mixer of a model: one built by itself has memory for weights, not yet weights."""
-    return randomise(ESSMModel(tiny_config(**sizes)).layers[0].mixer, seed=3)
-
-
-def _bound(mixer, K, alpha=None):
-    """||D|| + sum_k alpha_k sigma_k^{1/4} ||M_k|| ||phi_k||_1; without alpha its largest value over the simplex."""
-    basis = spectral_basis(512)
-    phi_1 = torch.from_numpy(abs(basis.filters(K)).sum(0))
-    gain = torch.from_numpy(basis.sigma[:K] ** 0.25) * torch.linalg.matrix_norm(mixer.channel_mixing[:K].double(), 2)
-    gain = gain * phi_1
-    skip = torch.linalg.matrix_norm(mixer.skip.weight.double(), 2)
-    return skip + (gain.max() if alpha is None else (alpha.double() * gain).sum())
-
-
-def _matched_inputs(mixer, K, L=512):
-    """(2K, L, D): for every k <= K, unit inputs that drive channel k hardest at the last step, in two directions."""
-    phi = torch.from_numpy(spectral_basis(512).filters(K)[:L]).float()
-    signs = torch.where(phi.flip(0) >= 0, 1.0, -1.0).T  # (K, L)
-    top = torch.linalg.svd(mixer.channel_mixing[:K])[0][:, :, 0]  # y = f M: the left singular vector
-    drive = signs[..., None] * top[:, None]
-    return torch.cat([drive, -drive])
-
-
-@torch.no_grad()
-def test_outputs_stay_within_the_bound_at_every_budget():
-    """|u(t)|_2 <= U implies |y(t)|_2 <= bound U, at every K, for random, constant and adversarial inputs."""
-    mixer = _mixer()
-    noise = torch.randn(4, 512, 16, generator=torch.Generator().manual_seed(1))
-    constant = noise[:, :1].expand(-1, 512, -1)
-    for K in range(1, CAPACITY + 1):
-        u = F.normalize(torch.cat([noise, constant, _matched_inputs(mixer, K)]), dim=-1)
-        for U in (0.5, 4.0):
-            y = mixer(U * u, K)
-            alpha = mixer.gates(U * u, K) / mixer.operator.sigma(K, 0.25, u)
-            torch.testing.assert_close(alpha.sum(-1), torch.ones(alpha.shape[:2]))
-            measured = y.double().norm(dim=-1).max() / U
-            assert measured <= _bound(mixer, K, alpha.amax((0, 1))) * (1 + 1e-5), K  # fp32 rounding
-            assert measured <= _bound(mixer, K) * (1 + 1e-5), K
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("gating, floor", [("softmax", 0.75), ("none", 0.45)])
-def test_the_bound_is_not_vacuous(gating, floor):
-    """With one strong channel, an aligned skip term and matched inputs, the output comes near the bound.
-
-    softmax: the gate can put between 0.88 (K=2) and 0.9 (K=32) of its weight on one channel, and all of it at K=1.
-    none: alpha is 1 for every channel, so the bound is the sum, of which the strong channel is a part.
-    """
-    ratios = []
-    for K in range(1, CAPACITY + 1):
-        mixer = _mixer(gating=gating)
-        mixer.channel_mixing[K - 1] *= 20.0
-        mixer.skip.weight.copy_(0.5 * mixer.channel_mixing[K - 1].T)
-        if gating == "softmax":
-            mixer.gate_out.weight.zero_()
-            mixer.gate_out.bias.fill_(-1.0 if K == 2 else 0.0)
-            mixer.gate_out.bias[K - 1] = 1.0
-        measured = mixer(_matched_inputs(mixer, K), K).double().norm(dim=-1).max()
-        bound = _bound(mixer, K, None if gating == "softmax" else torch.ones(K))
-        ratios.append(float(measured / bound))
-    print("measured / bound for K = 1..32:", [round(ratio, 2) for ratio in ratios])
-    assert floor < min(ratios) and max(ratios) <= 1 + 1e-5

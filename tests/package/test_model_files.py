@@ -1,0 +1,204 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Models in torch.compile and torch.export, and on disk."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from helpers import (
+    assert_close,
+    pad,
+    random_ids,
+    random_masks,
+    random_model,
+    variants,
+)
+
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+
+# --- torch.compile and torch.export
+
+
+@variants
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_forward_and_training_equal_eager(variant, backend):
+    torch._dynamo.reset()
+    model, ids = random_model(**variant), random_ids(2, 37)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        for K in (32, 4):
+            outputs = compiled(ids, use_cache=False, spectral_budget=K)
+            assert_close(outputs.logits, model(ids, spectral_budget=K).logits)
+    model.train()
+    model(ids, labels=ids, spectral_budget=6).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    compiled(ids, labels=ids, spectral_budget=6).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected[name])
+
+
+def test_compiled_forward_with_cache_mask_and_layer_budgets():
+    torch._dynamo.reset()
+    model, ids = random_model(), random_ids(2, 21)
+    padded, mask = pad(ids, [21, 13], "left")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for kwargs in ({"spectral_budget": [3, 9]}, {"attention_mask": mask}):
+            assert_close(compiled(padded, use_cache=False, **kwargs).logits, model(padded, **kwargs).logits)
+        holes = random_masks(4, 21, torch.Generator().manual_seed(2))[:2]
+        actual = compiled(padded, use_cache=False, attention_mask=holes).logits
+        assert_close(actual, model(padded, attention_mask=holes).logits)
+        cache, expected = ESSMCache(model.config), ESSMCache(model.config)
+        for a, b in ((0, 12), (12, 20), (20, 21)):
+            actual = compiled(ids[:, a:b], past_key_values=cache).logits
+            assert_close(actual, model(ids[:, a:b], past_key_values=expected).logits)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_equals_eager():
+    torch._dynamo.reset()
+    model, ids = random_model(num_hidden_layers=1), random_ids(2, 21)
+    with torch.no_grad():
+        actual = torch.compile(model, fullgraph=True)(ids, use_cache=False, spectral_budget=6).logits
+        assert_close(actual, model(ids, spectral_budget=6).logits)
+
+
+@variants
+def test_export_with_fixed_shape(variant):
+    model, ids = random_model(**variant), random_ids(2, 21)
+    program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False, "spectral_budget": 6})
+    with torch.no_grad():
+        actual = program.module()(input_ids=ids, use_cache=False, spectral_budget=6).logits
+        assert_close(actual, model(ids, spectral_budget=6).logits)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
+@variants
+def test_export_with_any_batch_and_length(masked, variant):
+    model, ids = random_model(**variant), random_ids(2, 21)
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=512)
+    shape = {0: batch, 1: length}
+    inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": shape, "use_cache": None}
+    if masked:
+        inputs["attention_mask"], shapes["attention_mask"] = torch.ones_like(ids), shape
+    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes)
+    with torch.no_grad():
+        for B, L in ((2, 21), (1, 7), (5, 64), (3, 200)):
+            ids = random_ids(B, L)
+            mask = {"attention_mask": (torch.arange(L) >= L // 3).long().expand(B, L)} if masked else {}
+            actual = program.module()(input_ids=ids, use_cache=False, **mask).logits
+            expected = model(ids, **mask).logits
+            real = slice(L // 3, None) if masked else slice(None)
+            assert_close(actual[:, real], expected[:, real])
+
+
+@pytest.mark.parametrize("algorithm", ["fft", "step", "naive"])
+def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
+    model, ids = random_model(spectral_algorithm=algorithm), random_ids(2, 21)
+    shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=512)}, "use_cache": None}
+    with pytest.raises(ValueError, match=f"spectral_algorithm='{algorithm}' cannot be exported for any length"):
+        torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
+
+
+# --- Saving and loading
+
+
+def _saved(tmp_path, **fields):
+    model = random_model(**fields)
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def test_tied_embeddings_are_saved_once_and_shared_after_loading(tmp_path):
+    from safetensors import safe_open
+
+    model = _saved(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(loaded(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
+
+
+def test_untied_embeddings_are_two_tensors(tmp_path):
+    model = _saved(tmp_path, tie_word_embeddings=False)
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight.data_ptr() != loaded.model.embed_tokens.weight.data_ptr()
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(loaded(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_resize_token_embeddings(tied, tmp_path):
+    model, ids = random_model(tie_word_embeddings=tied), random_ids(2, 9)
+    with torch.no_grad():
+        before = model(ids).logits
+        model.resize_token_embeddings(300)
+        after = model(ids).logits
+    assert model.config.vocab_size == 300 and after.shape[-1] == 300
+    assert_close(after[..., :259], before, atol=1e-6)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert model(torch.tensor([[299]])).logits.isfinite().all()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(ESSMForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto", "cpu"], ids=["dict", "auto", "cpu"])
+def test_device_map(device_map, tmp_path):
+    model, ids = _saved(tmp_path), random_ids(2, 20)
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path, device_map=device_map)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_layers_offloaded_to_disk(tmp_path):
+    model, ids = _saved(tmp_path / "model"), random_ids(2, 20)
+    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
+    loaded = ESSMForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    assert loaded.model.layers[1].mixer.channel_mixing.is_meta
+    with torch.no_grad():
+        assert_close(loaded(ids, spectral_budget=5).logits, model(ids, spectral_budget=5).logits, atol=1e-6)
+        generate = {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
+        assert torch.equal(loaded.generate(ids, **generate), model.generate(ids, **generate))
+
+
+@pytest.mark.parametrize("convert", ["to", "load"])
+def test_bf16_by_conversion_and_by_loading_agree(convert, tmp_path):
+    """The basis is fp64 whatever happens to the parameters: nothing of it may be rounded twice."""
+    model, ids = _saved(tmp_path), random_ids(2, 40)
+    if convert == "to":
+        half = copy.deepcopy(model).to(torch.bfloat16)
+    else:
+        half = ESSMForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    rounded = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in rounded.parameters():
+            p.copy_(p.to(torch.bfloat16))
+        # back in fp32, the model is exactly the one with rounded weights
+        assert torch.equal(half.float()(ids).logits, rounded(ids).logits)
+
+
+def test_default_budget_survives_saving(tmp_path):
+    model, ids = _saved(tmp_path), random_ids(2, 20)
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path, spectral_budget=6)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, model(ids, spectral_budget=6).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert ESSMForCausalLM.from_pretrained(tmp_path / "again").config.spectral_budget == 6
+    assert ESSMConfig.from_pretrained(tmp_path).spectral_budget is None
+
+
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+@pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
+def test_attention_implementations_are_refused(cls, name, tmp_path):
+    random_model(cls).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"None or 'eager', got '{name}'.*no attention.*spectral_algorithm"):
+        cls.from_pretrained(tmp_path, attn_implementation=name)
+    assert cls.from_pretrained(tmp_path, attn_implementation="eager") is not None
