@@ -204,7 +204,7 @@ def open_task(name: str, data_dir: str, scale: str, overrides: dict[str, Any] | 
     openers = {
         "train_clm": open_language_task,
         "train_classification": open_classification_task,
-        "retrieval": open_retrieval_task,
+        "train_retrieval": open_retrieval_task,
     }
     spec = get_task(name)
     return openers[spec.script](make_arguments(name, data_dir, scale, **(overrides or {})), spec.title)
