@@ -8,6 +8,7 @@ key and value is checked against the dataclass; an error names the file, the key
 from __future__ import annotations
 
 import dataclasses
+import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,14 +83,15 @@ def _build(cls: type[Any], values: Any, where: str, **given: str) -> Any:
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     """A value that has the type of the hint; a table becomes the dataclass that shares most keys with it."""
-    kinds = typing.get_args(hint)
-    if typing.get_origin(hint) is list and isinstance(value, list):
+    origin, kinds = typing.get_origin(hint), typing.get_args(hint)
+    if origin is list and isinstance(value, list):
         return [_convert(kinds[0], item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if typing.get_origin(hint) is dict and isinstance(value, dict):
+    if origin is dict and isinstance(value, dict):
         key_hint, item_hint = kinds
         return {_convert(key_hint, k, where): _convert(item_hint, item, f"{where}: {k}") for k, item in value.items()}
-    tables = [kind for kind in (hint, *kinds) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    if tables and not (value is None and type(None) in kinds):
+    choices = kinds if origin is types.UnionType else (hint,)
+    tables = [kind for kind in choices if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+    if tables and not (value is None and type(None) in choices):
         keys = set(value) if isinstance(value, dict) else set()
         return _build(max(tables, key=lambda kind: len(keys.intersection(_names(kind)))), value, where)
     try:
