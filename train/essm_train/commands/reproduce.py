@@ -63,7 +63,7 @@ EXPONENTS: dict[str, dict[str, Any]] = {
     "exponent 0": {"scaling_exponent": 0.0},
 }
 # How often a run looks and saves, which changes no figure.
-_NO_DIFFERENCE = frozenset({"validate_every", "checkpoint_every"})
+_NO_DIFFERENCE = frozenset({"eval_steps", "save_steps"})
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     "filter_length": Experiment(
         "Should the filters be longer than the training sequences? Novels in blocks of 512 bytes, 4 an update.",
         {
-            "equal": ("novels", {"block_size": 512, "filter_length": 512, "per_device_batch_size": 4}),
-            "8 times": ("novels", {"block_size": 512, "filter_length": 4096, "per_device_batch_size": 4}),
+            "equal": ("novels", {"block_size": 512, "filter_length": 512, "per_device_train_batch_size": 4}),
+            "8 times": ("novels", {"block_size": 512, "filter_length": 4096, "per_device_train_batch_size": 4}),
         },
     ),
 }

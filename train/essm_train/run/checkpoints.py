@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from essm_train.arguments import rename_recorded
 from essm_train.files import TEMPORARY, delete_folder, publish, sha256_of, temporary_folder, write_json
 
 RUN_STATE = "run_state.json"
@@ -214,5 +215,6 @@ def _check_random_states(accelerator: Accelerator, checkpoint: Path, states: dic
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON that `save_checkpoint` was given."""
-    return json.loads((checkpoint / RUN_STATE).read_text())
+    """The JSON that `save_checkpoint` was given, with the arguments' names of today."""
+    state = json.loads((checkpoint / RUN_STATE).read_text())
+    return state | {"identity": rename_recorded(state["identity"])}

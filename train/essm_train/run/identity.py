@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from essm_train.arguments import RunArguments
+from essm_train.arguments import RunArguments, rename_recorded
 from essm_train.files import delete_folder, delete_temporary_folders, set_aside
 from essm_train.run.accelerator import say
 from essm_train.run.checkpoints import (
@@ -108,16 +108,17 @@ def find_run(
             aside = DAMAGED + path.name
             say(accelerator, f"{path} is damaged: {damage}; now {aside}, and the run goes on from {checkpoint}")
             set_aside(path, aside)
-        prune_checkpoints(output_dir, args.keep_checkpoints)  # one more stays where a run was killed before it did
+        prune_checkpoints(output_dir, args.save_total_limit)  # one more stays where a run was killed before it did
     accelerator.wait_for_everyone()
     return checkpoint, saved_model
 
 
 def _saved_model(output_dir: Path) -> list[Any] | None:
-    """Of which update and by which choice (`final_model`) the model in the folder is; None if that is not known."""
+    """Of which update the model in the folder is, and whether it is the best; None if that is not known."""
     try:
         record = json.loads((output_dir / "training.json").read_text())
+        is_best = rename_recorded(record["arguments"])["load_best_model_at_end"]
         complete = any((output_dir / "model").glob("*.safetensors"))
-        return [record["updates"], record["arguments"]["final_model"]] if complete else None
+        return [record["updates"], is_best] if complete else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

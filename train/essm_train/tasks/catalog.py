@@ -74,9 +74,7 @@ _LRA_ARCHIVE = (
 _PIXELS = MappingProxyType({"features_column": "pixels", "label_column": "label"})
 _FRAMES = MappingProxyType({"features_column": "frames", "label_column": "label"})
 # Small runs: few and large validations cost as much as training.
-_SMALL = MappingProxyType(
-    {"validation_samples": 500, "test_samples": 2000, "validate_every": 500, "checkpoint_every": 500}
-)
+_SMALL = MappingProxyType({"validation_samples": 500, "test_samples": 2000, "eval_steps": 500, "save_steps": 500})
 
 
 def _generated(folder: str, name: str, *arguments: str) -> Shards:
@@ -115,10 +113,16 @@ _SPECS = (
         ),
         columns={"text_column": "tokens", "label_column": "label"},
         common={"tokenizer_name": str(ROOT / "hub_configs" / "essm-lra-listops"), "num_labels": 10},
-        full={**_LRA_SIZE, "max_length": 2000, "filter_length": 2048, "per_device_batch_size": 50, "max_steps": 80000}
-        | {"warmup_steps": 1000, "weight_decay": 0.05, "validate_every": 2000, "checkpoint_every": 2000},
+        full={
+            **_LRA_SIZE,
+            "max_length": 2000,
+            "filter_length": 2048,
+            "per_device_train_batch_size": 50,
+            "max_steps": 80000,
+        }
+        | {"warmup_steps": 1000, "weight_decay": 0.05, "eval_steps": 2000, "save_steps": 2000},
         small={"max_length": 200, "filter_length": 512, "hidden_size": 64, "num_hidden_layers": 2, "max_steps": 1000}
-        | {**_SMALL, "per_device_batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 100},
+        | {**_SMALL, "per_device_train_batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 100},
         origin=_S4_SIZE,
         note="generated here by the official rules, so not the official rows; small: trees of 21 to 199 symbols",
     ),
@@ -138,10 +142,22 @@ _SPECS = (
         hub=Hub("stanfordnlp/imdb"),
         columns={"text_column": "text", "label_column": "label"},
         common={"num_labels": 2},
-        full={**_LRA_SIZE, "max_length": 4096, "filter_length": 4096, "per_device_batch_size": 16, "max_steps": 50000}
-        | {"warmup_steps": 1000, "weight_decay": 0.05, "validate_every": 2000, "checkpoint_every": 2000},
+        full={
+            **_LRA_SIZE,
+            "max_length": 4096,
+            "filter_length": 4096,
+            "per_device_train_batch_size": 16,
+            "max_steps": 50000,
+        }
+        | {"warmup_steps": 1000, "weight_decay": 0.05, "eval_steps": 2000, "save_steps": 2000},
         small={"max_length": 512, "filter_length": 512, "hidden_size": 64, "num_hidden_layers": 2, "max_steps": 2000}
-        | {**_SMALL, "per_device_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 100, "test_samples": 2000},
+        | {
+            **_SMALL,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 3e-3,
+            "warmup_steps": 100,
+            "test_samples": 2000,
+        },
         origin=_S4_SIZE,
         note="all 25,000 + 25,000 official reviews; a tenth of the training ones is held out to select by, where the "
         "official pipeline has no validation split; small: the first 512 bytes of each, so not the official task",
@@ -166,10 +182,22 @@ _SPECS = (
         ),
         columns={},  # of the files, see retrieval.py
         common={},
-        full={**_LRA_SIZE, "max_length": 4000, "filter_length": 4096, "per_device_batch_size": 64, "max_steps": 50000}
-        | {"warmup_steps": 2500, "weight_decay": 0.05, "validate_every": 2000, "checkpoint_every": 2000},
+        full={
+            **_LRA_SIZE,
+            "max_length": 4000,
+            "filter_length": 4096,
+            "per_device_train_batch_size": 64,
+            "max_steps": 50000,
+        }
+        | {"warmup_steps": 2500, "weight_decay": 0.05, "eval_steps": 2000, "save_steps": 2000},
         small={"max_length": 512, "filter_length": 512, "hidden_size": 64, "num_hidden_layers": 2, "max_steps": 500}
-        | {**_SMALL, "per_device_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 50, "test_samples": 1000},
+        | {
+            **_SMALL,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 3e-3,
+            "warmup_steps": 50,
+            "test_samples": 1000,
+        },
         origin=_S4_SIZE,
         note="the official files, which were not at hand here: never run; small: the first 512 bytes of each document, "
         "so not the official task",
@@ -188,9 +216,9 @@ _SPECS = (
         ),
         columns=_PIXELS,
         common={"max_length": 1024, "filter_length": 1024, "num_labels": 10},
-        full={**_LRA_SIZE, "dropout": 0.1, "per_device_batch_size": 50, "max_steps": 200000}
-        | {"warmup_steps": 1000, "weight_decay": 0.05, "validate_every": 2000, "checkpoint_every": 2000},
-        small={"hidden_size": 32, "num_hidden_layers": 2, "max_steps": 500, "per_device_batch_size": 16}
+        full={**_LRA_SIZE, "dropout": 0.1, "per_device_train_batch_size": 50, "max_steps": 200000}
+        | {"warmup_steps": 1000, "weight_decay": 0.05, "eval_steps": 2000, "save_steps": 2000},
+        small={"hidden_size": 32, "num_hidden_layers": 2, "max_steps": 500, "per_device_train_batch_size": 16}
         | {**_SMALL, "learning_rate": 3e-3, "warmup_steps": 50, "test_samples": 1000},
         origin=f"depth and dropout of hub_configs (S4's; width 256 for its 512), {_S4}",
         note="cifar10_gray is decoded from JPEG copies: slightly lossy, so not the official bytes; a tenth of the "
@@ -212,11 +240,11 @@ _SPECS = (
         ),
         columns=_PIXELS,
         common={"num_labels": 2},
-        full={**_LRA_SIZE, "max_length": 1024, "filter_length": 1024, "per_device_batch_size": 64}
+        full={**_LRA_SIZE, "max_length": 1024, "filter_length": 1024, "per_device_train_batch_size": 64}
         | {"max_steps": 500000, "warmup_steps": 2500, "weight_decay": 0.03}
-        | {"validate_every": 2500, "checkpoint_every": 2500},
+        | {"eval_steps": 2500, "save_steps": 2500},
         small={"max_length": 256, "filter_length": 512, "hidden_size": 64, "num_hidden_layers": 2, "max_steps": 1000}
-        | {**_SMALL, "per_device_batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 100},
+        | {**_SMALL, "per_device_train_batch_size": 32, "learning_rate": 3e-3, "warmup_steps": 100},
         origin=_S4_SIZE,
         note="generated here with the official parameters by code of our own, so not the official images; small: "
         "16 x 16 pixels and snakes of 3 paddles",
@@ -238,11 +266,17 @@ _SPECS = (
         ),
         columns=_PIXELS,
         common={"num_labels": 2},
-        full={**_LRA_SIZE, "max_length": 16384, "filter_length": 16384, "per_device_batch_size": 16}
+        full={**_LRA_SIZE, "max_length": 16384, "filter_length": 16384, "per_device_train_batch_size": 16}
         | {"max_steps": 500000, "warmup_steps": 50000, "weight_decay": 0.05}
-        | {"validate_every": 5000, "checkpoint_every": 5000},
+        | {"eval_steps": 5000, "save_steps": 5000},
         small={"max_length": 1024, "filter_length": 1024, "hidden_size": 32, "num_hidden_layers": 2, "max_steps": 300}
-        | {**_SMALL, "per_device_batch_size": 16, "learning_rate": 3e-3, "warmup_steps": 50, "test_samples": 1000},
+        | {
+            **_SMALL,
+            "per_device_train_batch_size": 16,
+            "learning_rate": 3e-3,
+            "warmup_steps": 50,
+            "test_samples": 1000,
+        },
         origin=_S4_SIZE,
         note="generated here with the official parameters by code of our own, so not the official images; small: a "
         "32 x 32 image that only shows that all works, chance accuracy is expected",
@@ -264,10 +298,10 @@ _SPECS = (
         columns={"text_column": "text"},
         common={},
         full={"config_name": str(ROOT / "hub_configs" / "essm-21m"), "block_size": 4096, "streaming": True}
-        | {"per_device_batch_size": 16, "max_steps": 50000, "learning_rate": 2e-3, "warmup_steps": 1000}
-        | {"validate_every": 1000, "checkpoint_every": 1000, "validation_blocks": 64, "sweep_blocks": 512},
+        | {"per_device_train_batch_size": 16, "max_steps": 50000, "learning_rate": 2e-3, "warmup_steps": 1000}
+        | {"eval_steps": 1000, "save_steps": 1000, "validation_blocks": 64, "sweep_blocks": 512},
         small={"block_size": 256, "filter_length": 512, "hidden_size": 96, "num_hidden_layers": 3, "streaming": True}
-        | {"per_device_batch_size": 8, "max_steps": 500, "validate_every": 250, "checkpoint_every": 250}
+        | {"per_device_train_batch_size": 8, "max_steps": 500, "eval_steps": 250, "save_steps": 250}
         | {"validation_blocks": 32, "sweep_blocks": 64},
         origin="the size is that of the paper's language model; training arguments ours, not tuned",
         note="a mirror of the official books; small: a tiny part of them, blocks of 256 bytes",
@@ -287,11 +321,15 @@ _SPECS = (
         ),
         columns={"text_column": "text"},
         common={},
-        full={"config_name": str(ROOT / "hub_configs" / "essm-21m"), "block_size": 4096, "per_device_batch_size": 16}
-        | {"max_steps": 10000, "learning_rate": 2e-3, "warmup_steps": 500, "validate_every": 500}
-        | {"checkpoint_every": 500, "validation_blocks": 64, "sweep_blocks": 256},
+        full={
+            "config_name": str(ROOT / "hub_configs" / "essm-21m"),
+            "block_size": 4096,
+            "per_device_train_batch_size": 16,
+        }
+        | {"max_steps": 10000, "learning_rate": 2e-3, "warmup_steps": 500, "eval_steps": 500}
+        | {"save_steps": 500, "validation_blocks": 64, "sweep_blocks": 256},
         small={"block_size": 256, "filter_length": 512, "hidden_size": 96, "num_hidden_layers": 3}
-        | {"per_device_batch_size": 8, "max_steps": 500, "validate_every": 250, "checkpoint_every": 250}
+        | {"per_device_train_batch_size": 8, "max_steps": 500, "eval_steps": 250, "save_steps": 250}
         | {"validation_blocks": 32, "sweep_blocks": 64},
         origin="the size is that of the paper's language model; training arguments ours, not tuned",
         note="book-length prose of the kind of PG19, 66 MB: never call a number on it a PG19 number",
@@ -311,10 +349,10 @@ _SPECS = (
         ),
         columns=_FRAMES,
         common={"max_length": 98, "filter_length": 512},
-        full={"hidden_size": 128, "num_hidden_layers": 6, "dropout": 0.1, "per_device_batch_size": 64}
+        full={"hidden_size": 128, "num_hidden_layers": 6, "dropout": 0.1, "per_device_train_batch_size": 64}
         | {"max_steps": 20000, "learning_rate": 2e-3, "warmup_steps": 500}
-        | {"validate_every": 500, "checkpoint_every": 500},
-        small={"hidden_size": 64, "num_hidden_layers": 2, "per_device_batch_size": 32, "max_steps": 1000}
+        | {"eval_steps": 500, "save_steps": 500},
+        small={"hidden_size": 64, "num_hidden_layers": 2, "per_device_train_batch_size": 32, "max_steps": 1000}
         | {**_SMALL, "learning_rate": 5e-3, "warmup_steps": 50},
         origin=f"the size is that of hub_configs/essm-audio, {_OURS}",
         note="the official V2 clips, validation_list.txt and testing_list.txt, ten words, no class of unknown words or "
@@ -336,10 +374,10 @@ _SPECS = (
         ),
         columns=_FRAMES,
         common={"max_length": 98, "filter_length": 512},
-        full={"hidden_size": 128, "num_hidden_layers": 6, "dropout": 0.1, "per_device_batch_size": 64}
+        full={"hidden_size": 128, "num_hidden_layers": 6, "dropout": 0.1, "per_device_train_batch_size": 64}
         | {"max_steps": 5000, "learning_rate": 2e-3, "warmup_steps": 200}
-        | {"validate_every": 250, "checkpoint_every": 250},
-        small={"hidden_size": 64, "num_hidden_layers": 2, "per_device_batch_size": 32, "max_steps": 500}
+        | {"eval_steps": 250, "save_steps": 250},
+        small={"hidden_size": 64, "num_hidden_layers": 2, "per_device_train_batch_size": 32, "max_steps": 500}
         | {**_SMALL, "learning_rate": 5e-3, "warmup_steps": 50},
         origin=f"the size is that of hub_configs/essm-audio, {_OURS}",
         note="yes, no, up and down only, 2,000 training clips a word, 8 kHz mu-law: never call it SC-10 or SC-35",
@@ -352,9 +390,9 @@ _SPECS = (
         sources=(_parquet("mnist", ("train", "test"), _PIXEL_FILES.format(name="ylecun/mnist", length=784, grey="")),),
         columns=_PIXELS,
         common={"max_length": 784, "filter_length": 1024, "num_labels": 10},
-        full={"hidden_size": 128, "num_hidden_layers": 4, "per_device_batch_size": 50, "max_steps": 50000}
-        | {"learning_rate": 2e-3, "warmup_steps": 1000, "validate_every": 1000, "checkpoint_every": 1000},
-        small={"hidden_size": 32, "num_hidden_layers": 2, "max_steps": 2000, "per_device_batch_size": 16}
+        full={"hidden_size": 128, "num_hidden_layers": 4, "per_device_train_batch_size": 50, "max_steps": 50000}
+        | {"learning_rate": 2e-3, "warmup_steps": 1000, "eval_steps": 1000, "save_steps": 1000},
+        small={"hidden_size": 32, "num_hidden_layers": 2, "max_steps": 2000, "per_device_train_batch_size": 16}
         | {**_SMALL, "learning_rate": 1e-2, "warmup_steps": 100, "test_samples": 2000},
         origin=_OURS,
         note="the official 60,000 + 10,000 images, pixels in order; a tenth of the training rows is held out",
