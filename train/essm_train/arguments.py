@@ -46,12 +46,25 @@ def arg(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+# Those of transformers.get_scheduler that are functions of the update alone and need no arguments of their own.
+SCHEDULES = (
+    *("cosine", "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
+    *("constant", "constant_with_warmup"),
+)
+
+
 @dataclass
 class RunArguments:
     """How to train. Precision, devices and processes are set through `accelerate launch`."""
 
     output_dir: str = arg("runs/essm", "Where everything goes; a run found there is continued.")
     overwrite_output_dir: bool = arg(False, "Delete the run found in output_dir and start afresh.")
+
+    resume_from_checkpoint: str | None = arg(
+        None,
+        "A checkpoint of output_dir to go back to, such as runs/essm/checkpoint-00000100; later ones are renamed "
+        "later-checkpoint-*. Without it a run goes on from its last checkpoint.",
+    )
 
     budget_schedule: str = arg(
         "discrete",
@@ -72,11 +85,15 @@ class RunArguments:
     extend: bool = arg(
         False,
         "Let the run in output_dir go on to a larger max_steps or num_train_epochs than it was started with; the "
-        "learning rate rises again over warmup_steps, from where it stands, and falls to 0 at the new end.",
+        "learning rate rises again over warmup_steps, from where it stands, and takes its course to the new end.",
     )
     per_device_train_batch_size: int = arg(4, "Samples per process and forward pass.")
     gradient_accumulation_steps: int = arg(1, "Forward and backward passes per update.")
-    learning_rate: float = arg(5e-3, "Peak of the learning rate, falling to 0 along a cosine.")
+    learning_rate: float = arg(5e-3, "Peak of the learning rate.")
+    lr_scheduler_type: str = arg(
+        "cosine",
+        f"Course of the learning rate after its peak, as of transformers.get_scheduler: {', '.join(SCHEDULES)}.",
+    )
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
     weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
@@ -114,6 +131,7 @@ class RunArguments:
     RESUMABLE = frozenset(
         {"output_dir", "overwrite_output_dir", "save_steps", "save_total_limit", "logging_steps", "report_to"}
         | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private_repo", "load_best_model_at_end", "extend"}
+        | {"resume_from_checkpoint"}
     )
 
     def __post_init__(self) -> None:
@@ -142,8 +160,11 @@ class RunArguments:
             raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(f"num_train_epochs must be positive and finite, got {self.num_train_epochs}")
-        if self.extend and self.overwrite_output_dir:
-            raise ValueError("give extend or overwrite_output_dir, not both")
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise ValueError(f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {self.lr_scheduler_type!r}")
+        ways = ("extend", "overwrite_output_dir", "resume_from_checkpoint")
+        if len(given := [name for name in ways if getattr(self, name)]) > 1:
+            raise ValueError(f"give {' or '.join(given)}, not both")
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
 

@@ -34,8 +34,9 @@ from training_run import (
     write_tables,
     write_text,
 )
+from transformers import get_scheduler
 
-from essm_train.arguments import RunArguments, parse_arguments
+from essm_train.arguments import SCHEDULES, RunArguments, parse_arguments
 from essm_train.commands import train_clm
 from essm_train.files import delete_folder, delete_temporary_folders, publish, temporary_folder
 from essm_train.measure.metric import Metric
@@ -46,7 +47,7 @@ from essm_train.run.average import WeightAverage
 from essm_train.run.budgets import eval_budgets
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.finiteness import non_finite
-from essm_train.run.learning_rate import parameter_groups
+from essm_train.run.learning_rate import make_scheduler, parameter_groups
 from essm_train.run.loop import Progress
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
@@ -148,6 +149,8 @@ def test_broken_argument_files_are_refused(content, tmp_path, capsys):
         ({"max_grad_norm": math.nan}, r"max_grad_norm must be in \(0, inf\], got nan"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
         ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
+        ({"extend": True, "resume_from_checkpoint": "a"}, "give extend or resume_from_checkpoint, not both"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, linear, .*, got"),
         ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich'"),
         ({"push_to_hub": True}, "push_to_hub needs hub_model_id"),
     ],
@@ -223,6 +226,14 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine(finished):
     done = range(1, steps + 1)  # the rate of the next update
     cosine = [peak * 0.5 * (1 + math.cos(math.pi * (n - warmup) / (steps - warmup))) for n in done]
     assert rates == pytest.approx([peak * n / warmup if n < warmup else c for n, c in zip(done, cosine)], abs=1e-12)
+
+
+def test_the_learning_rate_may_take_another_course(arguments, tmp_path, finished):
+    train(arguments(tmp_path, lr_scheduler_type="linear", max_steps=6))
+    rates = [line["learning_rate"] for line in read_log(tmp_path)]
+    assert rates == pytest.approx([5e-3 * share for share in (1 / 2, 1, 3 / 4, 1 / 2, 1 / 4, 0)], abs=1e-12)
+    with pytest.raises(ValueError, match="lr_scheduler_type was 'cosine' and is now 'linear'"):
+        train(arguments(finished, lr_scheduler_type="linear"))
 
 
 def test_an_earlier_trainer_does_not_stop_the_optimizer(arguments, tmp_path, finished):
@@ -615,6 +626,41 @@ def test_checkpoints_of_earlier_versions_resume(arguments, tmp_path):
     assert same(folder, whole)
 
 
+def test_a_run_goes_back_to_the_checkpoint_that_is_asked_for(arguments, finished, tmp_path, capsys):
+    """It ends with the same bits, killed on the way too; what came later is kept under another name."""
+    shutil.copytree(finished, tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run")
+    train(arguments(tmp_path / "run", resume_from_checkpoint=first))
+    assert f"{last} is later; now later-{last.name}, and the run goes on from {first}" in capsys.readouterr().out
+    assert same(tmp_path / "run", finished)
+    ours, theirs = ([(line["update"], line["loss"]) for line in read_log(run)] for run in (tmp_path / "run", finished))
+    assert ours == theirs
+    order = arguments(tmp_path / "run")
+    codes, log = train_apart([*order, "--resume_from_checkpoint", str(first)], tmp_path, ("kill_at_update", 7))
+    assert codes == KILLED, log
+    assert list_checkpoints(tmp_path / "run") == [first] and (tmp_path / "run" / f"later-{last.name}").is_dir()
+    train(order)
+    assert same(tmp_path / "run", finished)
+    train([*arguments(tmp_path / "run", max_steps=1), "--overwrite_output_dir"])
+    assert not list((tmp_path / "run").glob("later-*"))
+
+
+def test_a_checkpoint_to_go_back_to_must_be_one_of_the_run(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run")
+    for wrong in ("true", list_checkpoints(finished)[0], tmp_path / "run" / "model"):
+        with pytest.raises(
+            ValueError, match=f"must be a checkpoint of output_dir .{first}, {last}., got '{wrong}'; with"
+        ):
+            train(arguments(tmp_path / "run", resume_from_checkpoint=wrong))
+    with pytest.raises(ValueError, match=r"must be a checkpoint of output_dir \(none yet\)"):
+        train(arguments(tmp_path / "empty", resume_from_checkpoint=first))
+    flip(first / "optimizer.bin")
+    with pytest.raises(ValueError, match=r"checkpoint-00000006' is damaged: optimizer.bin is not what was written"):
+        train(arguments(tmp_path / "run", resume_from_checkpoint=first))
+    assert list_checkpoints(tmp_path / "run") == [first, last]
+
+
 def test_a_run_recorded_under_the_names_of_before_goes_on(arguments, finished, tmp_path, capsys):
     """Killed in the middle, and finished: its model is not saved again."""
     before = {today: old for old, today in TODAY.items()}
@@ -815,15 +861,23 @@ def test_there_must_be_a_run_to_extend(arguments, tmp_path):
 
 
 def test_the_learning_rate_is_that_of_transformers():
-    """Bit for bit, so that checkpoints of earlier versions go on as they would have."""
-    from transformers import get_cosine_schedule_with_warmup
-
-    from essm_train.run.learning_rate import rate_factor
-
+    """A cosine bit for bit that of earlier versions, so that their checkpoints go on as they would have."""
     for warmup, steps in ((0, 7), (3, 11), (50, 601), (20, 10)):
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        theirs = get_cosine_schedule_with_warmup(optimizer, warmup, steps).lr_lambdas[0]
-        assert [rate_factor(n, warmup, [[0, steps]]) for n in range(steps + 1)] == [theirs(n) for n in range(steps + 1)]
+        ours = make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, [[0, steps]]).lr_lambdas[0]
+        for n in range(steps + 1):
+            cosine = max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((n - warmup) / max(1, steps - warmup)))))
+            assert ours(n) == (n / warmup if n < warmup else cosine)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_extended(name):
+    """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
+    make = lambda plan: make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name).lr_lambdas[0]  # noqa: E731
+    first, extended, alone = make([[0, 10]]), make([[0, 10], [10, 24]]), make([[0, 14]])
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10).lr_lambdas[0]
+    assert [first(n) for n in range(11)] == [extended(n) for n in range(11)] == [theirs(n) for n in range(11)]
+    assert [extended(n) for n in range(13, 25)] == [alone(n) for n in range(3, 15)]
+    assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
 
 
 def test_publishing_replaces_a_folder_whole(tmp_path):

@@ -30,7 +30,8 @@ from essm_train.files import TEMPORARY, delete_folder, publish, sha256_of, tempo
 
 RUN_STATE = "run_state.json"
 MANIFEST = "manifest.json"
-DAMAGED = "damaged-"  # before the name of a checkpoint that is kept to be looked at, and not resumed from
+# Before the names of checkpoints that are kept to be looked at, and not resumed from.
+DAMAGED, LATER = "damaged-", "later-"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -149,6 +150,26 @@ def newest_sound_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, s
             "--overwrite_output_dir"
         )
     return None, {}
+
+
+def chosen_checkpoint(output_dir: Path, chosen: str) -> tuple[Path, dict[Path, str]]:
+    """The checkpoint that `resume_from_checkpoint` names, and those after it, with nothing wrong with them.
+
+    Raises:
+        ValueError: it is none of output_dir, or damaged.
+    """
+    checkpoints = list_checkpoints(output_dir)
+    places = [path.resolve() for path in checkpoints]
+    if (wanted := Path(chosen).resolve()) not in places:
+        known = ", ".join(map(str, checkpoints)) or "none yet"
+        raise ValueError(
+            f"resume_from_checkpoint must be a checkpoint of output_dir ({known}), got {chosen!r}; without it a run "
+            "goes on from its last checkpoint, and with --overwrite_output_dir it starts afresh"
+        )
+    index = places.index(wanted)
+    if damage := find_damage(checkpoints[index]):
+        raise ValueError(f"resume_from_checkpoint {chosen!r} is damaged: {damage}")
+    return checkpoints[index], dict.fromkeys(checkpoints[index + 1 :], "")
 
 
 def find_damage(checkpoint: Path) -> str | None:

@@ -164,7 +164,7 @@ class _Run:
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
-        self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan)
+        self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, args.lr_scheduler_type)
         # Not prepared: it steps once per update, on any number of ranks.
         accelerator.register_for_checkpointing(self.scheduler)
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
