@@ -166,7 +166,7 @@ def novels(tmp_path, monkeypatch):
     text.write_text("the spectral state of the spectral budget " * 100)
     tiny = {"train_file": [str(text)], "hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4}
     tiny |= {"filter_length": 512, "block_size": 64, "max_steps": 4, "warmup_steps": 1, "validation_blocks": 2}
-    tiny |= {"sweep_blocks": 2, "per_device_batch_size": 2}
+    tiny |= {"sweep_blocks": 2, "per_device_train_batch_size": 2}
     tiny |= {"tokenizer_name": str(ROOT / "hub_configs" / "essm-tiny")}
     monkeypatch.setattr(reproduce, "task_arguments", lambda name, data_dir, scale: tiny)
     folders = {"output_dir": str(tmp_path / "runs"), "results_dir": str(tmp_path / "results")}
@@ -276,5 +276,5 @@ def test_bad_paper_figures(novels, tmp_path, text, message):
 def test_every_small_task_says_how_it_differs():
     text = reproduce.departures(TASKS, "small")
     assert text.count("Small scale: ") == len(TASKS)
-    assert "max_length 512 for 4096" in text and "validate_every" not in text
+    assert "max_length 512 for 4096" in text and "eval_steps" not in text
     assert "Small scale" not in reproduce.departures(TASKS, "full")

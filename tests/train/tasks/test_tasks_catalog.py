@@ -88,7 +88,7 @@ def test_all_tasks_are_there_and_say_what_they_are():
 def test_scripts_accept_the_arguments(name, scale, data, tmp_path):
     args = make_arguments(name, data, scale, output_dir=str(tmp_path), seed=3)
     assert type(args) is CLASSES[get_task(name).script] and (args.seed, args.max_steps > 0) == (3, True)
-    assert args.max_steps % args.validate_every == 0 or args.max_steps < args.validate_every
+    assert args.max_steps % args.eval_steps == 0 or args.max_steps < args.eval_steps
     files = [args.train_file, args.validation_file]
     for paths in files:
         for path in [paths] if isinstance(paths, str) else paths or []:

@@ -15,7 +15,7 @@ from essm_train.tasks.catalog import ROOT, get_task
 from essm_train.tasks.experiments import Experiment
 
 # How often a run looks and saves, which changes no figure.
-_NO_DIFFERENCE = frozenset({"validate_every", "checkpoint_every"})
+_NO_DIFFERENCE = frozenset({"eval_steps", "save_steps"})
 
 
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
