@@ -81,6 +81,7 @@ def test_a_task_of_ones_own(folder, capsys, monkeypatch):
         ({"hub": {"id": "x"}}, "hub: unknown keys: id; must be among name, arguments"),
         ({"full": {1: 2}}, "full' expected str, got int"),
         ({"full": {"hidden": 2}}, ": unknown arguments: hidden; must be among .*hidden_size"),
+        ({"small": {"validate_every": 2}}, ": validate_every is called eval_steps now"),
         ({"full": {"learning_rate": "1e-3"}}, "learning_rate' expected float, got str"),
         ({"full": {"max_steps": 2.0}}, "max_steps' expected int, got float"),
         ({"full": {"hidden_size": True}}, "hidden_size' .*True"),
@@ -90,7 +91,7 @@ def test_wrong_tasks(folder, changes, message):
     path = folder / "recipes" / "mine.yaml"
     path.write_text(yaml.safe_dump({key: value for key, value in (TASK | changes).items() if value is not ...}))
     with pytest.raises(ValueError, match=f"{path}.*{message}"):
-        task_arguments(str(path), folder)
+        task_arguments(str(path), folder, "small" if "small" in changes else "full")
 
 
 def test_files_that_are_no_recipes(tmp_path):
@@ -146,6 +147,7 @@ def test_an_experiment_of_ones_own(folder):
         ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
         ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown arguments: gate; must be among"),
         ({"rows": ["a"]}, "rows' expected a dict, got list"),
+        ({"rows": {}}, "rows must name at least one row"),
         ({"question": ...}, "missing keys: question"),
     ],
 )

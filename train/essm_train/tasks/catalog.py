@@ -10,10 +10,12 @@ says how the data differs from the official set. What is measured on other data 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from essm_train.arguments import refuse_renamed
 from essm_train.recipes.reading import check_values, read_recipe, recipe_names, recipe_path
 from essm_train.tasks.sources import Files, Folders, Hub, Shards, data_folders
 
@@ -73,6 +75,15 @@ def arguments_class(script: str) -> type[Any]:
     return classes.get(script, RetrievalArguments)
 
 
+def check_arguments(script: str, values: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError, opened by `where`, for what is no argument of the script, or a value of another type."""
+    try:
+        refuse_renamed(values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    check_values(arguments_class(script), values, where)
+
+
 def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str, list[str]]:
     """Files of each split, of the first source that is in any of the folders.
 
@@ -109,7 +120,7 @@ def task_arguments(name: str, data_dir: Folders = None, scale: str = "full", use
         raise ValueError(f"scale must be 'full' or 'small', got {scale!r}")
     arguments = spec.arguments | (spec.full if scale == "full" else spec.small)
     arguments = {key: value for key, value in arguments.items() if value is not None}  # null is the script's default
-    check_values(arguments_class(spec.script), arguments, str(recipe_path("tasks", name)))
+    check_arguments(spec.script, arguments, str(recipe_path("tasks", name)))
     arguments = {key: published_folder(value, spec.name) for key, value in arguments.items()}
     if use_hub:
         if spec.hub is None:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from essm_train.recipes.reading import check_values, read_recipe, recipe_names, recipe_path
-from essm_train.tasks.catalog import arguments_class, get_task
+from essm_train.recipes.reading import read_recipe, recipe_names, recipe_path
+from essm_train.tasks.catalog import check_arguments, get_task
 
 EXPERIMENTS = recipe_names("experiments")
 
@@ -49,6 +49,10 @@ class Experiment:
     title: str = ""
     paper_figures: str | None = None
 
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("rows must name at least one row")
+
 
 def get_experiment(name: str) -> Experiment:
     """An experiment of EXPERIMENTS or of a .yaml file; tasks and files that it names lie beside it.
@@ -69,7 +73,7 @@ def get_experiment(name: str) -> Experiment:
             script = get_task(task).script
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        check_values(arguments_class(script), row.arguments, f"{where}: arguments")
+        check_arguments(script, row.arguments, f"{where}: arguments")
         rows[key] = replace(row, task=task)
     figures = experiment.paper_figures and str(path.parent / experiment.paper_figures)
     return replace(experiment, rows=rows, paper_figures=figures)
