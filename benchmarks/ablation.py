@@ -123,7 +123,7 @@ class Settings:
             filter_length=self.filter_length,
             validation_blocks=self.validation_blocks,
             sweep_blocks=self.validation_blocks,
-            per_device_batch_size=self.batch_size,
+            per_device_train_batch_size=self.batch_size,
             **sweeps.training_arguments(row or Row(1), self.updates, rate, seed),
         )
 
@@ -180,11 +180,11 @@ def train(model: nn.Module, source: Any, args: Any) -> dict[str, Any]:
     from essm_train.models import run_at_budget
 
     def next_forward() -> Callable[[int], Any]:
-        blocks = source.load(source.draw(args.per_device_batch_size))
+        blocks = source.load(source.draw(args.per_device_train_batch_size))
         ids = torch.from_numpy(np.stack(blocks).astype(np.int64)).to(model.device)
         return functools.partial(run_at_budget, model, {"input_ids": ids, "labels": ids})
 
-    return sweeps.train(model, next_forward, args, args.per_device_batch_size * args.block_size)
+    return sweeps.train(model, next_forward, args, args.per_device_train_batch_size * args.block_size)
 
 
 def score(model: nn.Module, held_out: torch.Tensor, budgets: Sequence[int]) -> dict[str, float]:

@@ -107,10 +107,10 @@ def open_text(args: argparse.Namespace) -> Data:
 
 def open_task(args: argparse.Namespace) -> Data:
     """A task that train/list_tasks.py names, as train/evaluate_model.py reads it, calibrated on its training data."""
-    from essm_train.tasks.catalog import TASKS, make_arguments
+    from essm_train.tasks.catalog import get_task, make_arguments
 
     arguments = make_arguments(args.task, args.data_dir, args.scale)
-    spec = TASKS[args.task]
+    spec = get_task(args.task)
     if spec.script == "train_clm":
         from essm_train.data.text import load_text
         from essm_train.data.tokens import ByteEncoder

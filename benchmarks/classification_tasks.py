@@ -125,7 +125,7 @@ class Settings:
             name.partition(":")[0],
             self.data_dir,
             max_length=task.max_length,
-            per_device_batch_size=task.batch_size,
+            per_device_train_batch_size=task.batch_size,
             test_samples=self.test_samples,
             dropout=0.0,
             **sweeps.training_arguments(row or Row(1), task.updates or self.updates, rate, seed),
@@ -203,10 +203,10 @@ def train(model: nn.Module, data: Any, args: Any) -> dict[str, Any]:
     device = next(model.parameters()).device
 
     def next_forward() -> Callable[[int], Any]:
-        batch = collate(data.reader, source.load(source.draw(args.per_device_batch_size)))
+        batch = collate(data.reader, source.load(source.draw(args.per_device_train_batch_size)))
         return functools.partial(run_at_budget, model, {name: value.to(device) for name, value in batch.items()})
 
-    return sweeps.train(model, next_forward, args, args.per_device_batch_size, "samples")
+    return sweeps.train(model, next_forward, args, args.per_device_train_batch_size, "samples")
 
 
 @torch.inference_mode()

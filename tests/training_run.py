@@ -42,16 +42,16 @@ TINY = {
     "num_spectral_channels": 8,
     "filter_length": 512,
     "block_size": BLOCK,
-    "per_device_batch_size": 2,
+    "per_device_train_batch_size": 2,
     "max_steps": 8,
     "warmup_steps": 2,
     "dropout": 0.1,
     "ema_decay": 0.9,
-    "validate_every": 4,
+    "eval_steps": 4,
     "validation_blocks": 2,
     "sweep_blocks": 2,
-    "checkpoint_every": 3,
-    "log_every": 1,
+    "save_steps": 3,
+    "logging_steps": 1,
     "cpu_threads": 1,  # more would wait for each other
 }
 

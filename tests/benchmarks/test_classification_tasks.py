@@ -133,11 +133,11 @@ def test_a_run_is_a_run_of_train_classification(run, data_dir, tmp_path):
     run("--tasks", "listops", "--only", "gated", "--rates", "0.01", "--seeds", "0")
     (path,) = (tmp_path / "runs").iterdir()
     record = json.loads(path.read_text())
-    own = {"text_column": "tokens", "max_length": 64, "filter_length": 2048, "per_device_batch_size": 4}
+    own = {"text_column": "tokens", "max_length": 64, "filter_length": 2048, "per_device_train_batch_size": 4}
     own |= {"embedding_initializer_range": 0.1, "num_labels": 10, "test_samples": 40, "learning_rate": 0.01}
     own |= {"tokenizer_name": ROOT / "hub_configs" / "essm-lra-listops"}
     own |= {"max_steps": 3, "full_budget_updates": 2, "output_dir": tmp_path / "run", "cpu_threads": 1}
-    own["log_every"] = 1
+    own["logging_steps"] = 1
     for split in ROWS_OF:
         (own[f"{split}_file"],) = Path(data_dir, "listops").glob(f"*-{split}-*.parquet")
     values = record["sizes"] | own

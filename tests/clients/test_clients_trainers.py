@@ -291,7 +291,7 @@ def test_checkpoints_of_our_trainer_are_merged_too(tmp_path):
     from accelerate.utils import merge_fsdp_weights
 
     files = {"train_file": write_text(tmp_path), "validation_file": write_held_out(tmp_path)}
-    order = command_line(tmp_path / "run", **files, max_steps=2, checkpoint_every=2, ema_decay=None)
+    order = command_line(tmp_path / "run", **files, max_steps=2, save_steps=2, ema_decay=None)
     codes, log = train_apart(order, tmp_path, ranks=2, environment=FSDP2)
     assert codes == [0, 0], log
     checkpoint = list_checkpoints(tmp_path / "run")[-1] / "pytorch_model_fsdp_0"

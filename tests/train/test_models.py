@@ -20,7 +20,7 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassifica
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 3}
 GATED = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
 GATED |= {"intermediate_size": 20}
-TINY |= {"warmup_steps": 1, "validate_every": 3, "checkpoint_every": 2, "per_device_batch_size": 2, "cpu_threads": 1}
+TINY |= {"warmup_steps": 1, "eval_steps": 3, "save_steps": 2, "per_device_train_batch_size": 2, "cpu_threads": 1}
 
 
 def command_line(**values) -> list[str]:

@@ -6,13 +6,37 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import yaml
+
+# Arguments that TrainingArguments has too were called otherwise once.
+RENAMED = MappingProxyType(
+    {"per_device_batch_size": "per_device_train_batch_size", "validate_every": "eval_steps"}
+    | {"checkpoint_every": "save_steps", "keep_checkpoints": "save_total_limit", "log_every": "logging_steps"}
+    | {"log_with": "report_to", "deterministic": "full_determinism", "hub_private": "hub_private_repo"}
+    | {"final_model": "load_best_model_at_end"}
+)
+
+
+def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments as a run recorded them on disk, under the names and with the values of today."""
+    values = dict(values)
+    if "final_model" in values:
+        values["final_model"] = values["final_model"] == "best"
+    return {RENAMED.get(name, name): value for name, value in values.items()}
+
+
+def refuse_renamed(names: Iterable[str]) -> None:
+    """Raises ValueError, with today's name, if one of the names is none any more."""
+    for name in names:
+        if name in RENAMED:
+            values = " ('best' is now true, 'last' is false)" if name == "final_model" else ""
+            raise ValueError(f"{name} is called {RENAMED[name]} now{values}")
 
 
 def arg(default: Any, help: str) -> Any:
@@ -22,12 +46,25 @@ def arg(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+# Those of transformers.get_scheduler that are functions of the update alone and need no arguments of their own.
+SCHEDULES = (
+    *("cosine", "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
+    *("constant", "constant_with_warmup"),
+)
+
+
 @dataclass
 class RunArguments:
     """How to train. Precision, devices and processes are set through `accelerate launch`."""
 
     output_dir: str = arg("runs/essm", "Where everything goes; a run found there is continued.")
     overwrite_output_dir: bool = arg(False, "Delete the run found in output_dir and start afresh.")
+
+    resume_from_checkpoint: str | None = arg(
+        None,
+        "A checkpoint of output_dir to go back to, such as runs/essm/checkpoint-00000100; later ones are renamed "
+        "later-checkpoint-*. Without it a run goes on from its last checkpoint.",
+    )
 
     budget_schedule: str = arg(
         "discrete",
@@ -48,11 +85,15 @@ class RunArguments:
     extend: bool = arg(
         False,
         "Let the run in output_dir go on to a larger max_steps or num_train_epochs than it was started with; the "
-        "learning rate rises again over warmup_steps, from where it stands, and falls to 0 at the new end.",
+        "learning rate rises again over warmup_steps, from where it stands, and takes its course to the new end.",
     )
-    per_device_batch_size: int = arg(4, "Samples per process and forward pass.")
+    per_device_train_batch_size: int = arg(4, "Samples per process and forward pass.")
     gradient_accumulation_steps: int = arg(1, "Forward and backward passes per update.")
-    learning_rate: float = arg(5e-3, "Peak of the learning rate, falling to 0 along a cosine.")
+    learning_rate: float = arg(5e-3, "Peak of the learning rate.")
+    lr_scheduler_type: str = arg(
+        "cosine",
+        f"Course of the learning rate after its peak, as of transformers.get_scheduler: {', '.join(SCHEDULES)}.",
+    )
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
     weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
@@ -61,38 +102,41 @@ class RunArguments:
     seed: int = arg(0, "Of weights, data order, budgets and dropout.")
     gradient_checkpointing: bool = arg(False, "Recompute activations in the backward pass: less memory, more time.")
     torch_compile: bool = arg(False, "Compile the model; each budget is compiled when it first runs.")
-    deterministic: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
+    full_determinism: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
 
-    validate_every: int = arg(100, "Updates between validations.")
+    eval_steps: int = arg(100, "Updates between validations.")
     eval_budgets: list[int] | None = arg(
         None, "Budgets to validate at; by default the smallest, a middle and the largest."
     )
     early_stopping_patience: int = arg(0, "Stop after so many validations without a new best; 0 never does.")
-    final_model: str = arg("last", "Which weights become the saved model: 'last' or 'best'.")
-    checkpoint_every: int = arg(100, "Updates between checkpoints; the last update always has one.")
-    keep_checkpoints: int = arg(2, "How many of the newest checkpoints to keep.")
-    log_every: int = arg(10, "Updates between lines of log.jsonl and of the trackers.")
-    log_with: list[str] | None = arg(None, "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ...")
+    load_best_model_at_end: bool = arg(
+        False, "The weights of the best validation become the saved model, not the last ones."
+    )
+    save_steps: int = arg(100, "Updates between checkpoints; the last update always has one.")
+    save_total_limit: int = arg(2, "How many of the newest checkpoints to keep.")
+    logging_steps: int = arg(10, "Updates between lines of log.jsonl and of the trackers.")
+    report_to: list[str] | None = arg(None, "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ...")
     cpu_threads: int | None = arg(
         None, "CPU threads per process (`accelerate launch` sets 1); by default the cores, at most 8."
     )
 
     push_to_hub: bool = arg(False, "Push the finished model, with its card, to hub_model_id.")
     hub_model_id: str | None = arg(None, "owner/name on the Hub.")
-    hub_private: bool = arg(False, "Create that repository as a private one.")
+    hub_private_repo: bool = arg(False, "Create that repository as a private one.")
 
     # Values, by name, that runs had before these were arguments.
     EARLIER = MappingProxyType({})  # type: ignore[var-annotated]
 
     # What may differ when a run is resumed: no weight depends on it (on the number of threads only by rounding).
     RESUMABLE = frozenset(
-        {"output_dir", "overwrite_output_dir", "checkpoint_every", "keep_checkpoints", "log_every", "log_with"}
-        | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private", "final_model", "extend"}
+        {"output_dir", "overwrite_output_dir", "save_steps", "save_total_limit", "logging_steps", "report_to"}
+        | {"cpu_threads", "push_to_hub", "hub_model_id", "hub_private_repo", "load_best_model_at_end", "extend"}
+        | {"resume_from_checkpoint"}
     )
 
     def __post_init__(self) -> None:
-        positive = "max_steps per_device_batch_size gradient_accumulation_steps validate_every checkpoint_every"
-        for name in (*positive.split(), "keep_checkpoints", "log_every"):
+        positive = "max_steps per_device_train_batch_size gradient_accumulation_steps eval_steps save_steps"
+        for name in (*positive.split(), "save_total_limit", "logging_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience"):
@@ -116,10 +160,11 @@ class RunArguments:
             raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
             raise ValueError(f"num_train_epochs must be positive and finite, got {self.num_train_epochs}")
-        if self.extend and self.overwrite_output_dir:
-            raise ValueError("give extend or overwrite_output_dir, not both")
-        if self.final_model not in ("last", "best"):
-            raise ValueError(f"final_model must be 'last' or 'best', got {self.final_model!r}")
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise ValueError(f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {self.lr_scheduler_type!r}")
+        ways = ("extend", "overwrite_output_dir", "resume_from_checkpoint")
+        if len(given := [name for name in ways if getattr(self, name)]) > 1:
+            raise ValueError(f"give {' or '.join(given)}, not both")
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
 
@@ -141,6 +186,8 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> 
     from transformers import HfArgumentParser  # which processes that make data do without
 
     argv = list(sys.argv[1:] if argv is None else argv)
+    options = [text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")]
+    refuse_renamed(options)  # before argparse takes one for an abbreviation
     parser = HfArgumentParser(cls)
     if argv and argv[0].endswith((".yaml", ".yml", ".json")):
         path = Path(argv.pop(0))
@@ -148,6 +195,7 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> 
         known = {f.name: f for f in dataclasses.fields(cls)}
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
+        refuse_renamed(values)
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"{path}: unknown arguments {unknown}; see --help")
         values = {name: value for name, value in values.items() if value is not None}  # null is the default

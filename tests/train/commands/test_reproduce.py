@@ -23,21 +23,22 @@ from essm_train.commands import train_retrieval as retrieval
 from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
-from essm_train.tasks.catalog import TASKS
+from essm_train.tasks.catalog import get_task
+from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder
 from essm_train.tasks.shards import SPLITS
 from essm_train.tasks.shards import generate as generate_shards
 
 ROWS = {
-    json.dumps([task, overrides], sort_keys=True): (task, overrides)  # tables share rows
-    for experiment in reproduce.EXPERIMENTS.values()
-    for task, overrides in experiment.rows.values()
+    json.dumps([row.task, row.arguments], sort_keys=True): row  # tables share rows
+    for name in EXPERIMENTS
+    for row in get_experiment(name).rows.values()
 }
 SCRIPTS = {
     "train_clm": (train_clm, train_clm.CLMArguments),
     "train_classification": (train_classification, train_classification.ClassificationArguments),
-    "retrieval": (retrieval, retrieval.RetrievalArguments),
+    "train_retrieval": (retrieval, retrieval.RetrievalArguments),
 }
 POSITIONS = 128
 
@@ -93,11 +94,11 @@ class Started(Exception):
     """The first update is done."""
 
 
-@pytest.mark.parametrize("task, overrides", ROWS.values(), ids=lambda value: str(value).replace(" ", ""))
-def test_a_row_starts_at_full_scale(task, overrides, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: f"{row.task}-{row.arguments}".replace(" ", ""))
+def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
     args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=1)
-    command = reproduce.command_of(task, overrides, args, tmp_path / "run", seed=0)
-    script, arguments = SCRIPTS[TASKS[task].script]
+    command = reproduce.command_of(row, args, tmp_path / "run", seed=0)
+    script, arguments = SCRIPTS[get_task(row.task).script]
     assert command[1:3] == ["-m", script.__name__]
 
     def start(accelerator, args, task, schedule, **rest):
@@ -118,6 +119,6 @@ def test_a_row_starts_at_full_scale(task, overrides, data, tmp_path, monkeypatch
     with pytest.raises(Started) as started:
         script.main(parse_arguments(arguments, command[3:]))
     config = started.value.args[0].config
-    for name, value in overrides.items():  # a row is what its name says
+    for name, value in row.arguments.items():  # a row is what its name says
         if hasattr(config, name):
             assert getattr(config, name) == value, name

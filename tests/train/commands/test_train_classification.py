@@ -41,14 +41,14 @@ TINY = {
     "num_spectral_channels": 8,
     "filter_length": 512,
     "max_length": 40,
-    "per_device_batch_size": 4,
+    "per_device_train_batch_size": 4,
     "eval_batch_size": 8,
     "max_steps": 8,
     "warmup_steps": 2,
     "learning_rate": 0.01,
     "dropout": 0.1,
-    "validate_every": 4,
-    "checkpoint_every": 3,
+    "eval_steps": 4,
+    "save_steps": 3,
     "cpu_threads": 1,  # more would wait for each other
 }
 
@@ -173,7 +173,7 @@ def test_run_leaves_a_model_and_a_sweep(run, finished):
     assert (folder / "budget_sweep.png").read_bytes().startswith(b"\x89PNG")
     training = read(folder / "training.json")
     assert training["script"] == "train_classification.py" and training["updates"] == 8
-    assert training["samples_per_update"] == 4 and training["arguments"]["per_device_batch_size"] == 4
+    assert training["samples_per_update"] == 4 and training["arguments"]["per_device_train_batch_size"] == 4
     assert "3 classes" in training["data"] and "test on 30" in training["data"] and training["hardware"]
     assert (folder / "model" / "README.md").exists()
 
@@ -206,8 +206,8 @@ def test_sweep_is_the_accuracy_of_the_saved_model(finished, files):
     ids=["pixels", "text", "streamed text"],
 )
 def test_runs_learn(run, arguments, files, tmp_path, capsys):
-    changes = {"per_device_batch_size": 16, "max_steps": 40, "dropout": 0.0, "validate_every": 40}
-    train(arguments(tmp_path, **run, **changes, checkpoint_every=40, test_file=files[f"{run['kind']} test"]))
+    changes = {"per_device_train_batch_size": 16, "max_steps": 40, "dropout": 0.0, "eval_steps": 40}
+    train(arguments(tmp_path, **run, **changes, save_steps=40, test_file=files[f"{run['kind']} test"]))
     sweep = read(tmp_path / "budget_sweep.json")
     assert min(sweep["values"]) >= 0.85  # chance is about a half or a third; the samples are separable
     best = read(tmp_path / "best" / "best.json")
@@ -294,8 +294,8 @@ def test_wide_tables_with_text_as_labels_train(arguments, tmp_path):
     train_file = write_wide(tmp_path / "train.csv", 60, 0, ["walk", "run", "sit"])
     test_file = write_wide(tmp_path / "test.csv", 18, 1, ["walk", "sit"])
     changes = {"train_file": train_file, "test_file": test_file, "features_column": "[xy]*", "label_column": "kind"}
-    changes |= {"frame_length": 2, "max_steps": 40, "per_device_batch_size": 16, "dropout": 0.0, "validate_every": 40}
-    train(arguments(tmp_path / "run", **changes, checkpoint_every=40))
+    changes |= {"frame_length": 2, "max_steps": 40, "per_device_train_batch_size": 16, "dropout": 0.0, "eval_steps": 40}
+    train(arguments(tmp_path / "run", **changes, save_steps=40))
     config = read(tmp_path / "run" / "model" / "config.json")
     assert config["id2label"] == {"0": "run", "1": "sit", "2": "walk"} and config["num_input_features"] == 2
     assert read(tmp_path / "run" / "model" / "features.json")["frame_length"] == 2
@@ -339,8 +339,8 @@ def test_a_folder_of_sound_trains(arguments, tmp_path):
     for split, count in {"train": 24, "test": 8}.items():
         write_sounds(tmp_path / "clips" / split, {"low": count, "high": count})
     changes = {"train_file": None, "dataset_name": tmp_path / "clips", "features_column": "audio", "frame_length": 8}
-    changes |= {"max_steps": 30, "per_device_batch_size": 16, "dropout": 0.0, "validate_every": 30}
-    train(arguments(tmp_path / "run", **changes, checkpoint_every=30))
+    changes |= {"max_steps": 30, "per_device_train_batch_size": 16, "dropout": 0.0, "eval_steps": 30}
+    train(arguments(tmp_path / "run", **changes, save_steps=30))
     model = tmp_path / "run" / "model"
     assert read(model / "config.json")["id2label"] == {"0": "high", "1": "low"}
     assert read(model / "features.json") == {
@@ -453,7 +453,7 @@ def test_training_goes_on_from_a_classifier(arguments, finished, tmp_path):
     before, after = weights(start), weights(tmp_path / "run" / "model")
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert ESSMConfig.from_pretrained(tmp_path / "run" / "model").dropout == 0.3
-    learned = {"max_steps": 5, "learning_rate": 0.01, "validate_every": 5}
+    learned = {"max_steps": 5, "learning_rate": 0.01, "eval_steps": 5}
     train(arguments(tmp_path / "trained", **ONCE | learned, model_name_or_path=start))
     assert not torch.equal(weights(tmp_path / "trained" / "model")["score.weight"], before["score.weight"])
 
@@ -605,7 +605,7 @@ def test_batches_are_padded_and_scaled():
 def test_new_gated_models_begin_with_half_of_their_updates_at_the_full_budget(
     changes, first_half_full, arguments, tmp_path
 ):
-    sizes = {"num_spectral_channels": 8, "max_steps": 12, "log_every": 1}
+    sizes = {"num_spectral_channels": 8, "max_steps": 12, "logging_steps": 1}
     train(arguments(tmp_path, **sizes, **changes))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     budgets = [line["budget"] for line in lines if "budget" in line]
@@ -621,7 +621,7 @@ def test_new_gated_models_begin_with_half_of_their_updates_at_the_full_budget(
 
 def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path):
     start = finished["pixels"] / "model"
-    train(arguments(tmp_path, **NO_SIZES, log_every=1, model_name_or_path=start))
+    train(arguments(tmp_path, **NO_SIZES, logging_steps=1, model_name_or_path=start))
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     schedule = budget_schedule("discrete", 8, 0)
     assert [line["budget"] for line in lines if "budget" in line] == [schedule(i)[0] for i in range(8)]
@@ -748,7 +748,7 @@ def test_bad_rows_are_named(columns, message, streaming, arguments, tmp_path):
     columns = dict(columns)
     scale = columns.pop("scale", "auto")
     path = write(tmp_path, "bad.parquet", GOOD | columns)
-    changes = {"train_file": path, "feature_scale": scale, "num_labels": 3, "per_device_batch_size": 1}
+    changes = {"train_file": path, "feature_scale": scale, "num_labels": 3, "per_device_train_batch_size": 1}
     if not streaming:
         with pytest.raises(ValueError, match=message):
             load(arguments(tmp_path / "run", **changes))
@@ -764,7 +764,7 @@ def test_streams_name_the_row_after_a_resume(arguments, files, tmp_path):
     rows = signals(12, seed=0)
     rows["label"][9] = 7
     path = write(tmp_path, "train.parquet", rows, PIXELS)
-    line = arguments(tmp_path / "run", train_file=path, streaming=True, shuffle_buffer=1, checkpoint_every=1)
+    line = arguments(tmp_path / "run", train_file=path, streaming=True, shuffle_buffer=1, save_steps=1)
     with pytest.raises(ValueError, match=r"row 9 of train_file train.parquet: labels must be in \[0, 2\], got 7"):
         train(line)
     assert [path.name for path in list_checkpoints(tmp_path / "run")][-1] == "checkpoint-00000002"

@@ -21,6 +21,7 @@ from essm_train.data.arguments import ClassificationArguments, CLMArguments
 from essm_train.measure import evaluation
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.metric import Metric
+from essm_train.tasks.catalog import TASKS
 from essm_train.tasks.retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
 from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
 
@@ -165,7 +166,7 @@ def novels(tmp_path, monkeypatch):
     text.write_text("the spectral state of the spectral budget " * 100)
     tiny = {"train_file": [str(text)], "hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4}
     tiny |= {"filter_length": 512, "block_size": 64, "max_steps": 4, "warmup_steps": 1, "validation_blocks": 2}
-    tiny |= {"sweep_blocks": 2, "per_device_batch_size": 2}
+    tiny |= {"sweep_blocks": 2, "per_device_train_batch_size": 2}
     tiny |= {"tokenizer_name": str(ROOT / "hub_configs" / "essm-tiny")}
     monkeypatch.setattr(reproduce, "task_arguments", lambda name, data_dir, scale: tiny)
     folders = {"output_dir": str(tmp_path / "runs"), "results_dir": str(tmp_path / "results")}
@@ -195,7 +196,7 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
 
 
 def test_runner_errors(novels):
-    with pytest.raises(ValueError, match="experiment must be one of"):
+    with pytest.raises(ValueError, match=r"experiment must be one of exponents, .* or a \.yaml file, got 'table9'"):
         reproduce.reproduce("table9", novels())
     with pytest.raises(ValueError, match=r"rows of table4 must be among .* got \['gate'\]"):
         reproduce.reproduce("table4", novels(rows=["gate"]))
@@ -241,7 +242,7 @@ def test_the_papers_figure_of_a_baseline_stands_under_ours():
     """Also in a table of baselines alone, which has one column."""
     one = Evaluation(Metric("accuracy", higher_is_better=True), (1,), ((0.5,),), ((1.0,),), (0,), (0,))
     many = replace(one, budgets=(2, 4), values=((0.4, 0.6),), tokens_per_second=((1.0, 1.0),))
-    experiment, paper = reproduce.EXPERIMENTS["table1"], {"text, mamba": {"32": 0.8}, "text": {"2": 0.7}}
+    experiment, paper = reproduce.get_experiment("table1"), {"text, mamba": {"32": 0.8}, "text": {"2": 0.7}}
 
     def lines(**rows):
         names = {"mamba": "text, mamba", "essm": "text"}
@@ -273,7 +274,7 @@ def test_bad_paper_figures(novels, tmp_path, text, message):
 
 
 def test_every_small_task_says_how_it_differs():
-    text = reproduce.departures(list(reproduce.TASKS), "small")
-    assert text.count("Small scale: ") == len(reproduce.TASKS)
-    assert "max_length 512 for 4096" in text and "validate_every" not in text
-    assert "Small scale" not in reproduce.departures(list(reproduce.TASKS), "full")
+    text = reproduce.departures(TASKS, "small")
+    assert text.count("Small scale: ") == len(TASKS)
+    assert "max_length 512 for 4096" in text and "eval_steps" not in text
+    assert "Small scale" not in reproduce.departures(TASKS, "full")

@@ -62,8 +62,8 @@ def equal(data) -> dict:
 
     Three validation blocks are an odd number for two ranks.
     """
-    return {**data["map-style"], "dropout": 0.0, "max_steps": 5, "checkpoint_every": 2} | {
-        "validate_every": 2,
+    return {**data["map-style"], "dropout": 0.0, "max_steps": 5, "save_steps": 2} | {
+        "eval_steps": 2,
         "validation_blocks": 3,
         "sweep_blocks": 3,
     }
@@ -72,7 +72,7 @@ def equal(data) -> dict:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, equal) -> Path:
     folder = tmp_path_factory.mktemp("one_rank")
-    codes, log = train_apart(command_line(folder / "run", per_device_batch_size=4, **equal), folder)
+    codes, log = train_apart(command_line(folder / "run", per_device_train_batch_size=4, **equal), folder)
     assert codes == [0], log
     return folder
 
@@ -131,7 +131,7 @@ def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
     logs = []
     for name, ranks, environment, batch in (("one", 1, {}, 4), ("fsdp2", 2, FSDP2, 2)):
         (tmp_path / name).mkdir()
-        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_batch_size": batch, "block": "paper"}
+        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_train_batch_size": batch, "block": "paper"}
         order = command_line(tmp_path / name / "run", **equal | changes)
         bf16 = environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
         codes, log = train_apart(order, tmp_path / name, ranks=ranks, environment=bf16)
@@ -161,7 +161,7 @@ def test_fsdp2_equals_one_rank_and_leaves_a_model_that_loads(one_rank, fsdp2):
 )
 def test_two_ranks_killed_twice_resume_bit_for_bit(kind, environment, data, tmp_path):
     """Every rank has its own dropout, so the random state of each must come back."""
-    changes = {**data[kind], "per_device_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8}
+    changes = {**data[kind], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8}
 
     def run(folder: Path, fault: tuple | None = None) -> tuple[list[int | None], str]:
         folder.mkdir(exist_ok=True)
@@ -189,8 +189,8 @@ def test_another_number_of_ranks_is_refused_with_the_reason(ddp, equal):
     reason = r"num_processes was 2 and is now 1 \(the random states of every process"
     with pytest.raises(ValueError, match=reason):
         train(command_line(ddp / "run", **equal))
-    with pytest.raises(ValueError, match="per_device_batch_size was 2 and is now 4, .*" + reason):
-        train(command_line(ddp / "run", per_device_batch_size=4, **equal))
+    with pytest.raises(ValueError, match="per_device_train_batch_size was 2 and is now 4, .*" + reason):
+        train(command_line(ddp / "run", per_device_train_batch_size=4, **equal))
 
 
 def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp_path):

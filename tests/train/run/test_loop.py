@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/run: a run ends with the same bits whatever happens to it, or says why not."""
 
+import dataclasses
 import json
 import math
 import os
@@ -33,8 +34,9 @@ from training_run import (
     write_tables,
     write_text,
 )
+from transformers import get_scheduler
 
-from essm_train.arguments import RunArguments, parse_arguments
+from essm_train.arguments import SCHEDULES, RunArguments, parse_arguments
 from essm_train.commands import train_clm
 from essm_train.files import delete_folder, delete_temporary_folders, publish, temporary_folder
 from essm_train.measure.metric import Metric
@@ -45,7 +47,7 @@ from essm_train.run.average import WeightAverage
 from essm_train.run.budgets import eval_budgets
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.finiteness import non_finite
-from essm_train.run.learning_rate import parameter_groups
+from essm_train.run.learning_rate import make_scheduler, parameter_groups
 from essm_train.run.loop import Progress
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
@@ -126,7 +128,7 @@ def test_broken_argument_files_are_refused(content, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
-        ({"checkpoint_every": 0}, "checkpoint_every must be at least 1, got 0"),
+        ({"save_steps": 0}, "save_steps must be at least 1, got 0"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
         ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\), got 1.0"),
         ({"num_train_epochs": 0.0}, "num_train_epochs must be positive and finite, got 0.0"),
@@ -139,8 +141,9 @@ def test_broken_argument_files_are_refused(content, tmp_path, capsys):
         ({"max_grad_norm": math.nan}, r"max_grad_norm must be in \(0, inf\], got nan"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
         ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
+        ({"extend": True, "resume_from_checkpoint": "a"}, "give extend or resume_from_checkpoint, not both"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, linear, .*, got"),
         ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich'"),
-        ({"final_model": "first"}, "final_model must be 'last' or 'best', got 'first'"),
         ({"push_to_hub": True}, "push_to_hub needs hub_model_id"),
     ],
     ids=str,
@@ -148,6 +151,30 @@ def test_broken_argument_files_are_refused(content, tmp_path, capsys):
 def test_wrong_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         RunArguments(**changes)
+
+
+TODAY = {
+    "per_device_batch_size": "per_device_train_batch_size",
+    "validate_every": "eval_steps",
+    "checkpoint_every": "save_steps",
+    "keep_checkpoints": "save_total_limit",
+    "log_every": "logging_steps",
+    "log_with": "report_to",
+    "deterministic": "full_determinism",
+    "hub_private": "hub_private_repo",
+    "final_model": "load_best_model_at_end",
+}
+
+
+@pytest.mark.parametrize("old", TODAY)
+def test_names_of_before_are_refused_with_those_of_today(old, tmp_path):
+    assert TODAY[old] in {field.name for field in dataclasses.fields(RunArguments)}
+    file = tmp_path / "a.yaml"
+    file.write_text(f"max_steps: 3\n{old}: 4\n")
+    for given in ([f"--{old}", "4"], [f"--{old}=4"], [f"--{old.replace('_', '-')}", "4"], [str(file)]):
+        with pytest.raises(ValueError, match=f"^{old} is called {TODAY[old]} now") as error:
+            parse_arguments(train_clm.CLMArguments, given)
+        assert ("'best' is now true, 'last' is false" in str(error.value)) == (old == "final_model")
 
 
 def test_validated_budgets():
@@ -175,8 +202,8 @@ def test_only_matrices_decay():
 @pytest.mark.parametrize("schedule", [{}, {"budget_schedule": "sandwich", "distillation_weight": 0.5}], ids=str)
 def test_accumulated_gradients_equal_one_large_batch(schedule, arguments, tmp_path):
     shared = {"dropout": 0.0, "max_steps": 3, "learning_rate": 1e-3, **schedule}
-    train(arguments(tmp_path / "large", per_device_batch_size=4, **shared))
-    train(arguments(tmp_path / "accumulated", gradient_accumulation_steps=4, per_device_batch_size=1, **shared))
+    train(arguments(tmp_path / "large", per_device_train_batch_size=4, **shared))
+    train(arguments(tmp_path / "accumulated", gradient_accumulation_steps=4, per_device_train_batch_size=1, **shared))
     for a, b in zip(final_state(tmp_path / "large"), final_state(tmp_path / "accumulated"), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)  # fp32 sums in another order
     for a, b in zip(read_log(tmp_path / "large"), read_log(tmp_path / "accumulated"), strict=True):
@@ -191,6 +218,14 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine(finished):
     done = range(1, steps + 1)  # the rate of the next update
     cosine = [peak * 0.5 * (1 + math.cos(math.pi * (n - warmup) / (steps - warmup))) for n in done]
     assert rates == pytest.approx([peak * n / warmup if n < warmup else c for n, c in zip(done, cosine)], abs=1e-12)
+
+
+def test_the_learning_rate_may_take_another_course(arguments, tmp_path, finished):
+    train(arguments(tmp_path, lr_scheduler_type="linear", max_steps=6))
+    rates = [line["learning_rate"] for line in read_log(tmp_path)]
+    assert rates == pytest.approx([5e-3 * share for share in (1 / 2, 1, 3 / 4, 1 / 2, 1 / 4, 0)], abs=1e-12)
+    with pytest.raises(ValueError, match="lr_scheduler_type was 'cosine' and is now 'linear'"):
+        train(arguments(finished, lr_scheduler_type="linear"))
 
 
 def test_an_earlier_trainer_does_not_stop_the_optimizer(arguments, tmp_path, finished):
@@ -249,9 +284,9 @@ def test_the_average_is_what_is_validated_and_saved(finished):
     assert sizes == sorted(t.norm().item() for t in saved.values())
 
 
-@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"deterministic": True}], ids=str)
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"full_determinism": True}], ids=str)
 def test_settings_that_change_no_weight(changes, arguments, finished, tmp_path, monkeypatch):
-    if "deterministic" in changes:
+    if "full_determinism" in changes:
         for name in ("CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"):
             monkeypatch.setenv(name, "")  # restored afterwards
     called, forward = [], ESSMForCausalLM.forward
@@ -265,7 +300,7 @@ def test_settings_that_change_no_weight(changes, arguments, finished, tmp_path, 
         train([*arguments(tmp_path), *(f"--{name}" for name in changes)])
     finally:
         torch.use_deterministic_algorithms(False)
-    assert set(called) == {("gradient_checkpointing" in changes, "deterministic" in changes)}
+    assert set(called) == {("gradient_checkpointing" in changes, "full_determinism" in changes)}
     assert same(tmp_path, finished)
 
 
@@ -330,7 +365,7 @@ def validations(monkeypatch):
 
 def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_path):
     validations([3.0, 2.0, 2.0, 2.5])
-    train(arguments(tmp_path, validate_every=2, checkpoint_every=4, final_model="best"))
+    train(arguments(tmp_path, eval_steps=2, save_steps=4, load_best_model_at_end=True))
     best = json.loads((tmp_path / "best" / "best.json").read_text())
     assert best["update"] == 4 and best["validation"] == {"2": 2.0, "4": 2.0, "8": 2.0}
     assert [line.get("validation bits/byte K=4") for line in read_log(tmp_path)] == [
@@ -356,7 +391,7 @@ def test_a_metric_may_be_better_when_higher():
 
 
 def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, capsys):
-    stop = {"validate_every": 1, "early_stopping_patience": 2, "checkpoint_every": 3, "keep_checkpoints": 9}
+    stop = {"eval_steps": 1, "early_stopping_patience": 2, "save_steps": 3, "save_total_limit": 9}
     validations([3.0, 2.0, 2.5, 2.1, 1.0])
     train(arguments(tmp_path, **stop))
     assert "stopped early: no new best since update 2" in capsys.readouterr().out
@@ -371,7 +406,7 @@ def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, c
 
 
 def test_epochs_are_counted_in_samples(arguments, tmp_path):
-    train(arguments(tmp_path, num_train_epochs=0.5, per_device_batch_size=4, checkpoint_every=100))
+    train(arguments(tmp_path, num_train_epochs=0.5, per_device_train_batch_size=4, save_steps=100))
     assert [path.name for path in list_checkpoints(tmp_path)] == [f"checkpoint-{NUM_BLOCKS // 2 // 4:08d}"]
     with pytest.raises(ValueError, match="num_train_epochs needs a data set of known length"):
         train(arguments(tmp_path / "stream", "streaming", num_train_epochs=1))
@@ -391,14 +426,14 @@ def test_trackers_get_what_the_log_gets(arguments, tmp_path, monkeypatch):
         def finish(self):
             self.finished.append(True)
 
-    with pytest.raises(ValueError, match=r"log_with must name installed trackers, .* got 'nonsense'"):
-        train(arguments(tmp_path, log_with="nonsense"))
+    with pytest.raises(ValueError, match=r"report_to must name installed trackers, .* got 'nonsense'"):
+        train(arguments(tmp_path, report_to="nonsense"))
     monkeypatch.setattr(run_accelerator, "get_available_trackers", lambda: ["memory"])
     accelerator = run_accelerator.Accelerator
     monkeypatch.setattr(
         run_accelerator, "Accelerator", lambda log_with, **rest: accelerator(log_with=[log_with[0], Memory()], **rest)
     )
-    train(arguments(tmp_path, log_with="memory"))
+    train(arguments(tmp_path, report_to="memory"))
     assert Memory.logged == read_log(tmp_path) and len(Memory.logged) == 8 and Memory.finished == [True]
     assert Memory.started[0]["learning_rate"] == 0.005
     assert all(isinstance(value, (int, float, str)) for value in Memory.started[0].values())
@@ -408,11 +443,11 @@ def test_trackers_get_what_the_log_gets(arguments, tmp_path, monkeypatch):
 # Interruption.
 
 EPOCH_AND_A_HALF = {
-    "per_device_batch_size": 1,
+    "per_device_train_batch_size": 1,
     "gradient_accumulation_steps": 2,
     "max_steps": 18,
-    "checkpoint_every": 4,
-    "validate_every": 5,
+    "save_steps": 4,
+    "eval_steps": 5,
 }
 
 
@@ -460,7 +495,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, t
 
 
 def test_a_best_model_killed_while_it_is_replaced_comes_back(arguments, tmp_path):
-    order = arguments(tmp_path / "run", validate_every=2, final_model="best")
+    order = arguments(tmp_path / "run", eval_steps=2, load_best_model_at_end=True)
     assert train_apart(order, tmp_path)[0] == [0]
     expected = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
     shutil.rmtree(tmp_path / "run")
@@ -524,7 +559,9 @@ def test_resuming_with_other_arguments_is_refused_by_name(finished, arguments, t
         train(arguments(finished, "streaming"))
     assert all(torch.equal(a, b) for a, b in zip(before, final_state(finished)))
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    train(arguments(tmp_path, checkpoint_every=5, keep_checkpoints=1, log_every=3, final_model="best"))  # may change
+    train(
+        arguments(tmp_path, save_steps=5, save_total_limit=1, logging_steps=3, load_best_model_at_end=True)
+    )  # may change
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000008"]
 
 
@@ -579,6 +616,67 @@ def test_checkpoints_of_earlier_versions_resume(arguments, tmp_path):
         train(arguments(folder, block="paper", adam_beta2=0.9))
     train(arguments(folder, block="paper"))
     assert same(folder, whole)
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_is_asked_for(arguments, finished, tmp_path, capsys):
+    """It ends with the same bits, killed on the way too; what came later is kept under another name."""
+    shutil.copytree(finished, tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run")
+    train(arguments(tmp_path / "run", resume_from_checkpoint=first))
+    assert f"{last} is later; now later-{last.name}, and the run goes on from {first}" in capsys.readouterr().out
+    assert same(tmp_path / "run", finished)
+    ours, theirs = ([(line["update"], line["loss"]) for line in read_log(run)] for run in (tmp_path / "run", finished))
+    assert ours == theirs
+    order = arguments(tmp_path / "run")
+    codes, log = train_apart([*order, "--resume_from_checkpoint", str(first)], tmp_path, ("kill_at_update", 7))
+    assert codes == KILLED, log
+    assert list_checkpoints(tmp_path / "run") == [first] and (tmp_path / "run" / f"later-{last.name}").is_dir()
+    train(order)
+    assert same(tmp_path / "run", finished)
+    train([*arguments(tmp_path / "run", max_steps=1), "--overwrite_output_dir"])
+    assert not list((tmp_path / "run").glob("later-*"))
+
+
+def test_a_checkpoint_to_go_back_to_must_be_one_of_the_run(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run")
+    for wrong in ("true", list_checkpoints(finished)[0], tmp_path / "run" / "model"):
+        with pytest.raises(
+            ValueError, match=f"must be a checkpoint of output_dir .{first}, {last}., got '{wrong}'; with"
+        ):
+            train(arguments(tmp_path / "run", resume_from_checkpoint=wrong))
+    with pytest.raises(ValueError, match=r"must be a checkpoint of output_dir \(none yet\)"):
+        train(arguments(tmp_path / "empty", resume_from_checkpoint=first))
+    flip(first / "optimizer.bin")
+    with pytest.raises(ValueError, match=r"checkpoint-00000006' is damaged: optimizer.bin is not what was written"):
+        train(arguments(tmp_path / "run", resume_from_checkpoint=first))
+    assert list_checkpoints(tmp_path / "run") == [first, last]
+
+
+def test_a_run_recorded_under_the_names_of_before_goes_on(arguments, finished, tmp_path, capsys):
+    """Killed in the middle, and finished: its model is not saved again."""
+    before = {today: old for old, today in TODAY.items()}
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    record = json.loads((tmp_path / "training.json").read_text())
+    named = {before.get(name, name): value for name, value in record["arguments"].items()}
+    named["final_model"] = "best" if named["final_model"] else "last"
+    (tmp_path / "training.json").write_text(json.dumps(record | {"arguments": named}))
+    for checkpoint in list_checkpoints(tmp_path):
+        state = json.loads((checkpoint / "run_state.json").read_text())
+        state["identity"] = {before.get(name, name): value for name, value in state["identity"].items()}
+        assert {"per_device_batch_size", "validate_every"} <= state["identity"].keys()
+        (checkpoint / "manifest.json").unlink()
+        (checkpoint / "run_state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="eval_steps was 4 and is now 5"):
+        train(arguments(tmp_path, eval_steps=5))
+    train(arguments(tmp_path))
+    assert "kept" in capsys.readouterr().out
+    train(arguments(tmp_path, load_best_model_at_end=True))
+    assert "(best weights, averaged)" in capsys.readouterr().out
+    train(arguments(tmp_path))
+    delete_folder(tmp_path / "checkpoint-00000008")
+    train(arguments(tmp_path))
+    assert same(tmp_path, finished)
 
 
 def flip(path: Path) -> None:
@@ -688,10 +786,10 @@ def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys
     profile.write_text("{}")
     train(arguments(tmp_path))
     assert "kept" in capsys.readouterr().out and profile.read_text() == "{}"
-    train(arguments(tmp_path, final_model="best"))  # other weights, of which it says nothing
+    train(arguments(tmp_path, load_best_model_at_end=True))  # other weights, of which it says nothing
     assert not profile.exists()
     profile.write_text("{}")
-    train([*arguments(tmp_path, max_steps=9, final_model="best"), "--extend"])
+    train([*arguments(tmp_path, max_steps=9, load_best_model_at_end=True), "--extend"])
     assert not profile.exists()
 
 
@@ -755,15 +853,23 @@ def test_there_must_be_a_run_to_extend(arguments, tmp_path):
 
 
 def test_the_learning_rate_is_that_of_transformers():
-    """Bit for bit, so that checkpoints of earlier versions go on as they would have."""
-    from transformers import get_cosine_schedule_with_warmup
-
-    from essm_train.run.learning_rate import rate_factor
-
+    """A cosine bit for bit that of earlier versions, so that their checkpoints go on as they would have."""
     for warmup, steps in ((0, 7), (3, 11), (50, 601), (20, 10)):
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        theirs = get_cosine_schedule_with_warmup(optimizer, warmup, steps).lr_lambdas[0]
-        assert [rate_factor(n, warmup, [[0, steps]]) for n in range(steps + 1)] == [theirs(n) for n in range(steps + 1)]
+        ours = make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, [[0, steps]]).lr_lambdas[0]
+        for n in range(steps + 1):
+            cosine = max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((n - warmup) / max(1, steps - warmup)))))
+            assert ours(n) == (n / warmup if n < warmup else cosine)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_extended(name):
+    """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
+    make = lambda plan: make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name).lr_lambdas[0]  # noqa: E731
+    first, extended, alone = make([[0, 10]]), make([[0, 10], [10, 24]]), make([[0, 14]])
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10).lr_lambdas[0]
+    assert [first(n) for n in range(11)] == [extended(n) for n in range(11)] == [theirs(n) for n in range(11)]
+    assert [extended(n) for n in range(13, 25)] == [alone(n) for n in range(3, 15)]
+    assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
 
 
 def test_publishing_replaces_a_folder_whole(tmp_path):
@@ -851,7 +957,7 @@ def test_what_an_update_breaks_is_not_saved(part, update, arguments, tmp_path, m
     with pytest.raises(
         FloatingPointError, match=f"update {update}: .*the {part}.* hold NaN .*checkpoint: .*checkpoint-0000000{last}"
     ):
-        train(arguments(tmp_path, validate_every=update))
+        train(arguments(tmp_path, eval_steps=update))
     assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-0000000{last}"
     assert not (tmp_path / "model").exists() and not (tmp_path / "best").exists()
 
@@ -887,7 +993,9 @@ def test_a_row_that_breaks_the_stream_stops_the_run_and_keeps_its_checkpoint(dat
     path.write_text("\n".join([*rows, json.dumps({"text": {"nested": 5}}), *rows]))
     changes = {"train_file": path, "validation_file": data["map-style"]["validation_file"], "shuffle_buffer": 2}
     with pytest.raises(ValueError, match="a row of the training stream: column 'text' must hold text, got dict"):
-        train([*command_line(tmp_path / "run", **changes, max_steps=500, per_device_batch_size=20), "--streaming"])
+        train(
+            [*command_line(tmp_path / "run", **changes, max_steps=500, per_device_train_batch_size=20), "--streaming"]
+        )
     assert list_checkpoints(tmp_path / "run")
     assert os.listdir(tmp_path / "run").count("model") == 0
 

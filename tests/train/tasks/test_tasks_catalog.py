@@ -19,7 +19,7 @@ from essm_train.commands import list_tasks, make_task_data, train_classification
 from essm_train.data.arguments import ClassificationArguments, CLMArguments
 from essm_train.tasks import catalog
 from essm_train.tasks.audio import SpeechFrames
-from essm_train.tasks.catalog import SCRIPTS, TASKS, make_arguments, task_arguments
+from essm_train.tasks.catalog import TASKS, get_task, make_arguments, task_arguments
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder
 from essm_train.tasks.retrieval import RetrievalArguments
@@ -32,7 +32,7 @@ BOTH = [(name, scale) for name in TASKS for scale in SCALES]
 CLASSES = {
     "train_clm": CLMArguments,
     "train_classification": ClassificationArguments,
-    "retrieval": RetrievalArguments,
+    "train_retrieval": RetrievalArguments,
 }
 
 
@@ -54,8 +54,8 @@ def data(tmp_path_factory) -> Path:
     sizes = dict.fromkeys(("train_size", "validation_size", "test_size"), 2)
     small = {"image_size": 16, "seed_distance": 3, "contour_length": 2, "distractor_paddles": 0}
     trees = {"min_length": 5, "max_length": 50, "max_depth": 4}
-    for spec in TASKS.values():
-        for place in (*spec.sources, *spec.small_sources):
+    for spec in map(get_task, TASKS):
+        for place in (*spec.data, *spec.small_data):
             if isinstance(place, Files):
                 for pattern in place.files.values():
                     path = folder / pattern.replace("*", "00000")
@@ -75,19 +75,20 @@ def data(tmp_path_factory) -> Path:
 
 
 def test_all_tasks_are_there_and_say_what_they_are():
-    names = "listops text retrieval image pathfinder pathx pg19 novels sc10 speech4 smnist"
+    names = "image listops novels pathfinder pathx pg19 retrieval sc10 smnist speech4 text"
     assert list(TASKS) == names.split()
-    for name, spec in TASKS.items():
+    for name in TASKS:
+        spec = get_task(name)
         assert spec.name == name and spec.title and spec.note and spec.origin
-        assert (ROOT / "train" / f"{SCRIPTS[spec.script]}.py").is_file()
+        assert (ROOT / "train" / f"{spec.script}.py").is_file()
         assert spec.metric == ("bits/byte" if spec.script == "train_clm" else "accuracy")
 
 
 @pytest.mark.parametrize("name, scale", BOTH)
 def test_scripts_accept_the_arguments(name, scale, data, tmp_path):
     args = make_arguments(name, data, scale, output_dir=str(tmp_path), seed=3)
-    assert type(args).__name__ == CLASSES[TASKS[name].script].__name__ and (args.seed, args.max_steps > 0) == (3, True)
-    assert args.max_steps % args.validate_every == 0 or args.max_steps < args.validate_every
+    assert type(args) is CLASSES[get_task(name).script] and (args.seed, args.max_steps > 0) == (3, True)
+    assert args.max_steps % args.eval_steps == 0 or args.max_steps < args.eval_steps
     files = [args.train_file, args.validation_file]
     for paths in files:
         for path in [paths] if isinstance(paths, str) else paths or []:
@@ -107,7 +108,7 @@ def test_scripts_accept_the_arguments(name, scale, data, tmp_path):
 )
 def test_full_sizes_are_those_of_hub_configs(name, folder):
     config = json.loads((ROOT / "hub_configs" / folder / "config.json").read_text())
-    arguments = TASKS[name].common | TASKS[name].full
+    arguments = get_task(name).arguments | get_task(name).full
     for field in ("hidden_size", "num_hidden_layers", "filter_length", "dropout"):
         default = {"hidden_size": 256, "filter_length": 4096, "dropout": 0.0}.get(field)
         assert arguments.get(field, 0.0) == config.get(field, default), field
@@ -116,10 +117,10 @@ def test_full_sizes_are_those_of_hub_configs(name, folder):
 
 
 def test_notes_do_not_promise_official_numbers():
-    assert "never call" in TASKS["novels"].note and "never call" in TASKS["speech4"].note
-    assert "not the official bytes" in TASKS["image"].note
+    assert "never call" in get_task("novels").note and "never call" in get_task("speech4").note
+    assert "not the official bytes" in get_task("image").note
     for name in ("text", "retrieval"):
-        assert "not the official task" in TASKS[name].note  # of the small runs, which cut the texts
+        assert "not the official task" in get_task(name).note  # of the small runs, which cut the texts
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,10 +137,10 @@ def test_absent_data_says_what_to_do(name, scale, tmp_path):
     assert not re.search(r"[{}]", message.replace("{train,validation,test}", ""))  # nothing left unformatted
     for command in re.findall(r"`python train/make_task_data\.py (.*?)`", message):
         generator, output_dir, _ = make_task_data.parse_arguments(shlex.split(command))
-        place = TASKS[name].places(scale)[0]
+        place = get_task(name).places(scale)[0]
         assert output_dir == tmp_path / place.folder and generator.name == place.name
-        spec = TASKS[name]
-        limit = (spec.common | (spec.full if scale == "full" else spec.small))["max_length"]
+        spec = get_task(name)
+        limit = (spec.arguments | (spec.full if scale == "full" else spec.small))["max_length"]
         assert limit == (generator.max_length if name == "listops" else generator.image_size**2)
 
 
@@ -221,7 +222,7 @@ def test_tasks_are_the_papers_block(scale, monkeypatch):
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match=r"task must be one of listops, text, .*, got 'lists'"):
+    with pytest.raises(ValueError, match=r"task must be one of image, listops, .*, text, or a .yaml file, got 'lists'"):
         task_arguments("lists")
     with pytest.raises(ValueError, match="scale must be 'full' or 'small', got 'tiny'"):
         task_arguments("text", scale="tiny")
@@ -247,7 +248,7 @@ def test_yaml_means_the_same(name, scale, data, tmp_path, capsys):
     list_tasks.main(["--data_dir", str(data), "--task", name, "--scale", scale])
     path = tmp_path / "arguments.yaml"
     path.write_text(capsys.readouterr().out)
-    parsed = parse_arguments(CLASSES[TASKS[name].script], [str(path), "--output_dir", str(tmp_path)])
+    parsed = parse_arguments(CLASSES[get_task(name).script], [str(path), "--output_dir", str(tmp_path)])
     assert vars(parsed) == vars(make_arguments(name, data, scale, output_dir=str(tmp_path)))
 
 

@@ -30,12 +30,12 @@ TINY = {
     "num_spectral_channels": 8,
     "filter_length": 512,
     "max_length": 64,
-    "per_device_batch_size": 16,
+    "per_device_train_batch_size": 16,
     "max_steps": 50,
     "warmup_steps": 10,
     "learning_rate": 0.01,
-    "validate_every": 25,
-    "checkpoint_every": 25,
+    "eval_steps": 25,
+    "save_steps": 25,
     "cpu_threads": 1,  # more would wait for each other
 }
 

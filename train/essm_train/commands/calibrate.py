@@ -170,12 +170,12 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
         return open_samples(args)
 
     spec = get_task(args.task)
-    if spec.script == "retrieval":
+    if spec.script == "train_retrieval":
         raise ValueError(f"task {args.task!r} is evaluated by its own script, train/train_retrieval.py")
     if causal != (spec.script == "train_clm"):
         kind = "a language model" if causal else "a classifier"
         raise ValueError(f"task {args.task!r} is one of {spec.script}.py, and {args.model} holds {kind}")
-    arguments = make_arguments(spec.name, args.data_dir, args.scale)
+    arguments = make_arguments(args.task, args.data_dir, args.scale)
     title = f"{spec.title} ({args.scale} scale)"
     if not causal:
         data = load_classification(arguments)

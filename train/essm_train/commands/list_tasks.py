@@ -2,7 +2,7 @@
 """Every task as named arguments of a training script: where its data is, its shape, and two sizes of the run.
 
     python train/list_tasks.py --data_dir data                 # all tasks, and which of their data is there
-    python train/list_tasks.py --data_dir data --task smnist --scale small > smnist.yaml
+    python train/list_tasks.py smnist --data_dir data --scale small > smnist.yaml        # or my_task.yaml
     accelerate launch train/train_classification.py smnist.yaml --output_dir runs/smnist
 
     task_arguments("smnist", "data", "small")                     # the same as a dict
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from essm_train.tasks.catalog import SCRIPTS, TASKS, find_data, task_arguments
+from essm_train.tasks.catalog import TASKS, find_data, get_task, task_arguments
 from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
 
 
@@ -32,7 +32,7 @@ def table(data_dir: Folders = None) -> str:
     lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
     lines.append(f"{'task':<11} {'full':<5} {'small':<6} {'metric':<10} {'script':<29} title")
     absent: list[str] = []
-    for spec in TASKS.values():
+    for spec in map(get_task, TASKS):
         marks: list[str] = []
         for scale in ("full", "small"):
             try:
@@ -42,7 +42,7 @@ def table(data_dir: Folders = None) -> str:
                 marks.append("-")
                 if (text := str(error)) not in absent:
                     absent.append(text)
-        script = f"train/{SCRIPTS[spec.script]}.py"
+        script = f"train/{spec.script}.py"
         lines.append(f"{spec.name:<11} {marks[0]:<5} {marks[1]:<6} {spec.metric:<10} {script:<29} {spec.title}")
         lines.append(f"{'':<24} {spec.note}")
     return "\n".join([*lines, "", *absent])
@@ -51,7 +51,9 @@ def table(data_dir: Folders = None) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", help=f"Data folders, separated as in PATH; by default ${ENVIRONMENT}, or data.")
-    parser.add_argument("--task", choices=list(TASKS), help="Print the arguments of this task as YAML instead.")
+    task = "Print the arguments of this task as YAML instead: a name of the table, or a .yaml file of your own."
+    parser.add_argument("task", nargs="?", default=argparse.SUPPRESS, help=task)
+    parser.add_argument("--task", help="The same.")
     parser.add_argument("--scale", choices=["full", "small"], default="full", help="Of these arguments.")
     parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
     args = parser.parse_args(argv)
@@ -60,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(table(args.data_dir))
             return
         values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    spec = TASKS[args.task]
-    print(f"# {spec.title}, {args.scale}: train/{SCRIPTS[spec.script]}.py\n# {spec.note}")
+    spec = get_task(args.task)
+    print(f"# {spec.title}, {args.scale}: train/{spec.script}.py\n# {spec.note}")
     print(yaml.safe_dump(values, sort_keys=False), end="")
 
 

@@ -84,7 +84,7 @@ def main(args: ClassificationArguments) -> None:
 def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
     # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
     if args.push_to_hub and accelerator.is_main_process:
-        check_can_push(str(args.hub_model_id), private=args.hub_private)
+        check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
     config = make_config(args)
     args.set_max_length(config.filter_length)
     if args.full_budget_updates is None and (args.model_name_or_path or args.is_baseline or config.block != "gated"):
@@ -114,7 +114,8 @@ def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
     # From here on only what was saved counts.
     output_dir = Path(args.output_dir)
     held_out = data.validation if data.test is None else data.test
-    trained = args.final_model == "last" and not args.ema_decay and accelerator.distributed_type != DistributedType.FSDP
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    trained = not (args.load_best_model_at_end or args.ema_decay or sharded)
     cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
     with accelerator.local_main_process_first():  # or processes copy the model's code at the same time
         batch = {name: value.to(accelerator.device) for name, value in predict.batch(held_out.samples).items()}

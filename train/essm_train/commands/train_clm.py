@@ -96,7 +96,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
         mine = labels[[row or 0 for row in rows]].clone()
         mine[torch.tensor([row is None for row in rows])] = -100  # one more forward pass, as other processes make it
         blocks = held_out[[row or 0 for row in rows]]
-        nats = total_nats(accelerator.unwrap_model(module), blocks, mine, K, args.per_device_batch_size)
+        nats = total_nats(accelerator.unwrap_model(module), blocks, mine, K, args.per_device_train_batch_size)
         total = accelerator.reduce(torch.tensor(nats, device=accelerator.device), "sum")
         return float(total) * bits_per_nat / num_scored(labels)
 
@@ -131,7 +131,7 @@ def main(args: CLMArguments) -> None:
 def _run(accelerator: Accelerator, args: CLMArguments) -> None:
     # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
     if args.push_to_hub and accelerator.is_main_process:
-        check_can_push(str(args.hub_model_id), private=args.hub_private)
+        check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
     encoder = make_encoder(args)
     set_seed(args.seed)  # the same weights on every process
     model = build_model(args, encoder)
@@ -154,7 +154,7 @@ def _run(accelerator: Accelerator, args: CLMArguments) -> None:
             text.held_out,
             labels,
             num_bytes=num_scored(labels) * text.bytes_per_token,
-            batch_size=args.per_device_batch_size,
+            batch_size=args.per_device_train_batch_size,
             progress=lambda K: say(accelerator, f"sweep: K={K}"),
         )
         say(accelerator, sweep.table())

@@ -125,7 +125,7 @@ class ClassificationArguments(ModelArguments):
     test_samples: int | None = arg(None, "At most so many test samples, at random (of a stream the first).")
     eval_batch_size: int = arg(32, "Samples per process and forward pass of validation and sweep.")
 
-    per_device_batch_size: int = arg(16, "Samples per process and forward pass.")
+    per_device_train_batch_size: int = arg(16, "Samples per process and forward pass.")
     classifier_pooling: str | None = arg(
         None,
         "What is classified: the 'mean' over all positions, or the 'last' one; by default 'mean', or as configured.",

@@ -154,7 +154,7 @@ def open_language_task(args: Any, description: str) -> TaskData:
         count = num_scored(labels) * text.bytes_per_token
         return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
 
-    inputs = {"input_ids": text.held_out[: args.per_device_batch_size]}
+    inputs = {"input_ids": text.held_out[: args.per_device_train_batch_size]}
     load = functools.partial(_load, AutoModelForCausalLM)
     return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
 
@@ -204,7 +204,7 @@ def open_task(name: str, data_dir: str, scale: str, overrides: dict[str, Any] | 
     openers = {
         "train_clm": open_language_task,
         "train_classification": open_classification_task,
-        "retrieval": open_retrieval_task,
+        "train_retrieval": open_retrieval_task,
     }
     spec = get_task(name)
     return openers[spec.script](make_arguments(name, data_dir, scale, **(overrides or {})), spec.title)

@@ -81,7 +81,7 @@ def write_card_and_push(args: RunArguments) -> None:
             PushArguments(
                 args.output_dir,
                 args.hub_model_id,
-                args.hub_private,
+                args.hub_private_repo,
                 card_only=not args.push_to_hub,
                 keep_card=edited,
             )

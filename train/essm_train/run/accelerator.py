@@ -46,14 +46,14 @@ def make_accelerator(args: RunArguments) -> Accelerator:
     """
     output_dir = Path(args.output_dir)
     check_writable(output_dir)
-    if args.deterministic:
+    if args.full_determinism:
         enable_full_determinism(args.seed)
-    for name in args.log_with or []:
+    for name in args.report_to or []:
         if name not in (known := [str(tracker) for tracker in get_available_trackers()]):
             raise ValueError(
-                f"log_with must name installed trackers, {known or 'of which there are none'}, got {name!r}"
+                f"report_to must name installed trackers, {known or 'of which there are none'}, got {name!r}"
             )
-    trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.log_with or [])]
+    trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.report_to or [])]
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data, sweeps or pushes
     accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir, kwargs_handlers=[patience])
     accelerator.sync_gradients = True  # shared by all Accelerators: a Trainer before may have left it off

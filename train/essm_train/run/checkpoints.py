@@ -25,11 +25,13 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
+from essm_train.arguments import rename_recorded
 from essm_train.files import TEMPORARY, delete_folder, publish, sha256_of, temporary_folder, write_json
 
 RUN_STATE = "run_state.json"
 MANIFEST = "manifest.json"
-DAMAGED = "damaged-"  # before the name of a checkpoint that is kept to be looked at, and not resumed from
+# Before the names of checkpoints that are kept to be looked at, and not resumed from.
+DAMAGED, LATER = "damaged-", "later-"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -150,6 +152,26 @@ def newest_sound_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, s
     return None, {}
 
 
+def chosen_checkpoint(output_dir: Path, chosen: str) -> tuple[Path, dict[Path, str]]:
+    """The checkpoint that `resume_from_checkpoint` names, and those after it, with nothing wrong with them.
+
+    Raises:
+        ValueError: it is none of output_dir, or damaged.
+    """
+    checkpoints = list_checkpoints(output_dir)
+    places = [path.resolve() for path in checkpoints]
+    if (wanted := Path(chosen).resolve()) not in places:
+        known = ", ".join(map(str, checkpoints)) or "none yet"
+        raise ValueError(
+            f"resume_from_checkpoint must be a checkpoint of output_dir ({known}), got {chosen!r}; without it a run "
+            "goes on from its last checkpoint, and with --overwrite_output_dir it starts afresh"
+        )
+    index = places.index(wanted)
+    if damage := find_damage(checkpoints[index]):
+        raise ValueError(f"resume_from_checkpoint {chosen!r} is damaged: {damage}")
+    return checkpoints[index], dict.fromkeys(checkpoints[index + 1 :], "")
+
+
 def find_damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint, by the name of a file, or None.
 
@@ -214,5 +236,6 @@ def _check_random_states(accelerator: Accelerator, checkpoint: Path, states: dic
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON that `save_checkpoint` was given."""
-    return json.loads((checkpoint / RUN_STATE).read_text())
+    """The JSON that `save_checkpoint` was given, with the arguments' names of today."""
+    state = json.loads((checkpoint / RUN_STATE).read_text())
+    return state | {"identity": rename_recorded(state["identity"])}

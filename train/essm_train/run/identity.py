@@ -12,11 +12,13 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from essm_train.arguments import RunArguments
+from essm_train.arguments import RunArguments, rename_recorded
 from essm_train.files import delete_folder, delete_temporary_folders, set_aside
 from essm_train.run.accelerator import say
 from essm_train.run.checkpoints import (
     DAMAGED,
+    LATER,
+    chosen_checkpoint,
     list_checkpoints,
     newest_sound_checkpoint,
     prune_checkpoints,
@@ -76,25 +78,28 @@ def find_run(
     """Make output_dir ready: the checkpoint to go on from, if any, and what `_saved_model` says of it.
 
     Raises:
-        ValueError: (on all processes) only damaged checkpoints, those of another run, or none where `extend` needs one.
+        ValueError: (on all processes) only damaged checkpoints, those of another run, or none where `extend` or
+            `resume_from_checkpoint` needs one.
     """
     output_dir = Path(args.output_dir)
     found: list[Any] = [None, {}, None, ""]
     if accelerator.is_main_process:
         delete_temporary_folders(output_dir)
         if args.overwrite_output_dir:
-            old_ones = (*list_checkpoints(output_dir), *output_dir.glob(f"{DAMAGED}checkpoint-*"))
-            for old in (*old_ones, output_dir / "model", output_dir / "best"):
+            aside = (path for prefix in (DAMAGED, LATER) for path in output_dir.glob(f"{prefix}checkpoint-*"))
+            for old in (*list_checkpoints(output_dir), *aside, output_dir / "model", output_dir / "best"):
                 if old.exists():
                     delete_folder(old)
             for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
                 (output_dir / name).unlink(missing_ok=True)
         try:
-            found = [*newest_sound_checkpoint(output_dir), _saved_model(output_dir), ""]
+            chosen = args.resume_from_checkpoint
+            place = newest_sound_checkpoint(output_dir) if chosen is None else chosen_checkpoint(output_dir, chosen)
+            found = [*place, _saved_model(output_dir), ""]
         except ValueError as error:
             found[3] = str(error)
     broadcast_object_list(found)
-    checkpoint, damaged, saved_model, problem = found
+    checkpoint, not_resumed, saved_model, problem = found
     if checkpoint is None and args.extend:
         problem = problem or f"extend needs a run to go on with, and output_dir {args.output_dir!r} holds no checkpoint"
     if problem:
@@ -104,20 +109,21 @@ def find_run(
     if accelerator.is_main_process:
         if checkpoint is None:
             (output_dir / "training.json").unlink(missing_ok=True)  # of a run whose checkpoints were deleted
-        for path, damage in damaged.items():
-            aside = DAMAGED + path.name
-            say(accelerator, f"{path} is damaged: {damage}; now {aside}, and the run goes on from {checkpoint}")
-            set_aside(path, aside)
-        prune_checkpoints(output_dir, args.keep_checkpoints)  # one more stays where a run was killed before it did
+        for path, damage in not_resumed.items():
+            what, name = (f"damaged: {damage}", DAMAGED + path.name) if damage else ("later", LATER + path.name)
+            say(accelerator, f"{path} is {what}; now {name}, and the run goes on from {checkpoint}")
+            set_aside(path, name)
+        prune_checkpoints(output_dir, args.save_total_limit)  # one more stays where a run was killed before it did
     accelerator.wait_for_everyone()
     return checkpoint, saved_model
 
 
 def _saved_model(output_dir: Path) -> list[Any] | None:
-    """Of which update and by which choice (`final_model`) the model in the folder is; None if that is not known."""
+    """Of which update the model in the folder is, and whether it is the best; None if that is not known."""
     try:
         record = json.loads((output_dir / "training.json").read_text())
+        is_best = rename_recorded(record["arguments"])["load_best_model_at_end"]
         complete = any((output_dir / "model").glob("*.safetensors"))
-        return [record["updates"], record["arguments"]["final_model"]] if complete else None
+        return [record["updates"], is_best] if complete else None
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -1,44 +1,48 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The learning rate: linear warm-up, then half a cosine down to 0; again for every time that a run is extended."""
+"""The learning rate: a schedule of transformers, once more for every time that a run is extended."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import get_scheduler
 
-Plan = Sequence[Sequence[int]]
+Spans = Sequence[tuple[int, Callable[[int], float]]]
 
 
-def rate_factor(update: int, warmup_steps: int, plan: Plan) -> float:
+def rate_factor(update: int, warmup_steps: int, spans: Spans) -> float:
     """Share of the peak rate at an update, counted from 0.
 
-    A plan lists spans (first update, end), one for the run as it was started and one for each extension. Within a span
-    of first update s and end N, with w = warmup_steps and the rate r of the span before it at s (0 in the first span):
+    Spans, one for the run as it was started and one for each extension, are a first update s and a schedule f. An
+    extension of w = warmup_steps begins at the rate r of the span before it at s:
 
-        r + (1 - r) (n - s) / w                                for n < s + w
-        (1 + cos(pi (n - s - w) / (N - s - w))) / 2            from there on
+        r + (1 - r) (n - s) / w       for n < s + w
+        f(n - s)                      from there on, and all along the first span, whose f has a warm-up of its own
     """
-    *earlier, (first, end) = plan
-    if earlier and update < first:
-        return rate_factor(update, warmup_steps, earlier)
-    done = update - first
-    if done < warmup_steps:
-        start = rate_factor(first, warmup_steps, earlier) if earlier else 0.0
-        return start + (1 - start) * done / warmup_steps
-    progress = (done - warmup_steps) / max(1, end - first - warmup_steps)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * progress)))
+    *earlier, (first, schedule) = spans
+    if earlier and update < first + warmup_steps:
+        if update < first:
+            return rate_factor(update, warmup_steps, earlier)
+        start = rate_factor(first, warmup_steps, earlier)
+        return start + (1 - start) * (update - first) / warmup_steps
+    return schedule(update - first)
 
 
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, warmup_steps: int, plan: Plan
+    optimizer: torch.optim.Optimizer, warmup_steps: int, plan: Sequence[Sequence[int]], name: str = "cosine"
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """Steps once per update."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_factor, warmup_steps=warmup_steps, plan=plan))
+    """Steps once per update.
+
+    Args:
+        plan: first update and end of the run as it was started and of each extension. name: of `get_scheduler`.
+    """
+    stand_in = torch.optim.SGD([torch.zeros(1)], optimizer.defaults["lr"])  # get_scheduler changes what it is given
+    spans = [(first, get_scheduler(name, stand_in, warmup_steps, end - first).lr_lambdas[0]) for first, end in plan]
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_factor, warmup_steps=warmup_steps, spans=spans))
 
 
 def apply_plan(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:

@@ -4,8 +4,8 @@
 A run is defined by its arguments and its data. Everything an update does is a pure function of its index (budgets),
 of the place in the data, or of state that a checkpoint holds: weights, their average, optimizer, learning rate and the
 random states of every process. So a run that was killed at any moment ends with the bits it would have ended with, on
-the same machine and number of threads, and on a GPU with `deterministic`. A checkpoint that was damaged on disk is set
-aside, and the run goes on from the one before it: the same bits, some of them computed twice.
+the same machine and number of threads, and on a GPU with `full_determinism`. A checkpoint that was damaged on disk is
+set aside, and the run goes on from the one before it: the same bits, some of them computed twice.
 
 Selection rule: the best model is the one with the best mean of the validation metric over `eval_budgets`, the earlier
 one of equals. With `ema_decay`, the averaged weights are what is validated and saved.
@@ -112,7 +112,7 @@ class _Run:
         self.accelerator, self.args, self.task, self.schedule = accelerator, args, task, schedule
         self.output_dir, self.progress = Path(args.output_dir), Progress()
         self.samples_per_update = (
-            args.per_device_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
+            args.per_device_train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         )
         self.validated = eval_budgets(args, schedule, capacity_of(task.model))
         self.max_steps = self._num_updates()
@@ -164,7 +164,7 @@ class _Run:
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
-        self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan)
+        self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, args.lr_scheduler_type)
         # Not prepared: it steps once per update, on any number of ranks.
         accelerator.register_for_checkpointing(self.scheduler)
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
@@ -217,15 +217,15 @@ class _Run:
                 bar.update()
 
                 progress.update, progress.seconds = update + 1, progress.seconds + time.perf_counter() - started
-                if self._is_due(args.validate_every) or self._is_due(args.checkpoint_every):
+                if self._is_due(args.eval_steps) or self._is_due(args.save_steps):
                     self._check_finite()
                 rate = {"learning_rate": self.scheduler.get_last_lr()[0], "tokens_per_second": speed}
-                values = values | rate if self._is_due(args.log_every) else {}
-                if self._is_due(args.validate_every):
+                values = values | rate if self._is_due(args.logging_steps) else {}
+                if self._is_due(args.eval_steps):
                     values |= self._validate()
                 if values:
                     self.accelerator.log(values, step=progress.update)
-                if self._is_due(args.checkpoint_every):
+                if self._is_due(args.save_steps):
                     self._save_checkpoint(budgets, data_state)
                 if progress.stopped_early:
                     break
@@ -241,7 +241,7 @@ class _Run:
         drawn = source.draw(self.samples_per_update)
         place = accelerator.process_index, accelerator.num_processes
         shares = [
-            share_of(drawn, *place, micro_step, args.per_device_batch_size)
+            share_of(drawn, *place, micro_step, args.per_device_train_batch_size)
             for micro_step in range(args.gradient_accumulation_steps)
         ]
         return [self.task.collate(source.load(share)) for share in shares], source.state_dict()
@@ -321,15 +321,16 @@ class _Run:
         }
         states = {"data": data_state, "average": self.average.state_dict() if self.average is not None else None}
         shared, by_process = ({name: states[name] for name in names} for names in self._state_names())
-        save_checkpoint(self.accelerator, self.output_dir, run_state, self.args.keep_checkpoints, shared, by_process)
+        save_checkpoint(self.accelerator, self.output_dir, run_state, self.args.save_total_limit, shared, by_process)
 
     def keep_model(self, finished_before: bool) -> None:
         """Leave `model`. That of a run that had finished stays, with what its user has added: card, budget profile."""
-        folder, choice = self.output_dir / "model", self.args.final_model
-        what = f"saved {folder} ({choice} weights{', averaged' if self.average is not None else ''})"
-        if finished_before and self.saved_model == [self.progress.update, choice]:
+        folder, best = self.output_dir / "model", self.args.load_best_model_at_end
+        averaged = ", averaged" if self.average is not None else ""
+        what = f"saved {folder} ({'best' if best else 'last'} weights{averaged})"
+        if finished_before and self.saved_model == [self.progress.update, best]:
             what = f"kept {folder} as it is"
-        elif choice == "best":
+        elif best:
             if self.accelerator.is_main_process:
                 copy_model(self.output_dir / "best", folder)
             self.accelerator.wait_for_everyone()

@@ -229,7 +229,7 @@ class RetrievalArguments(SizeArguments):
     test_samples: int | None = arg(None, "At most so many, at random.")
     eval_batch_size: int = arg(16, "Pairs per process and forward pass of validation and sweep.")
 
-    per_device_batch_size: int = arg(8, "Pairs per process and forward pass.")
+    per_device_train_batch_size: int = arg(8, "Pairs per process and forward pass.")
     filter_length: int = arg(4096, "Longest document the filters cover; longer costs nothing.")
     head_hidden_size: int | None = arg(None, "Width of the head; hidden_size by default.")
 

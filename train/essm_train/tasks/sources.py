@@ -8,12 +8,12 @@ ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from w
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from essm_train.tasks.shards import MANIFEST, shard_files
+from essm_train.tasks.shards import MANIFEST, SPLITS, shard_files
 
 ENVIRONMENT = "ESSM_DATA"
 Folders = str | os.PathLike | Sequence[str | os.PathLike] | None
@@ -32,8 +32,14 @@ def _writable(folders: Sequence[Path]) -> Path:
 class Files:
     """Files of a data folder, by split: a name, or a pattern for several. `how` says where they come from."""
 
-    files: Mapping[str, str]
+    files: dict[str, str]
     how: str
+
+    def __post_init__(self) -> None:
+        if not {"train"} <= self.files.keys() <= set(SPLITS):
+            raise ValueError(f"files must be of train and others of {', '.join(SPLITS)}, got {', '.join(self.files)}")
+        if absolute := [pattern for pattern in self.files.values() if Path(pattern).is_absolute()]:
+            raise ValueError(f"files must be relative to the data folders, got {', '.join(absolute)}")
 
     def find(self, folder: Path) -> dict[str, list[str]] | None:
         """Paths of each split in that folder; None unless all are there."""
@@ -59,6 +65,13 @@ class Shards:
     raw: str | None = None
     fetch: str = ""
 
+    def __post_init__(self) -> None:
+        for text in (self.command, self.fetch):
+            try:
+                text.format(data="", raw="")
+            except (KeyError, IndexError, ValueError) as error:
+                raise ValueError(f"command and fetch may hold {{data}} and {{raw}} in braces, got {text!r}") from error
+
     def find(self, folder: Path) -> dict[str, list[str]] | None:
         """Paths of each split; None if there is no finished data. ValueError if it is damaged or another's."""
         if not (folder / self.folder / MANIFEST).is_file():
@@ -83,7 +96,7 @@ class Hub:
     """A data set on the Hub; asked for explicitly, never used because a file is missing."""
 
     name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 def data_folders(data_dir: Folders = None) -> list[Path]:

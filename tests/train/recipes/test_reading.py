@@ -1,0 +1,159 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""essm_train/recipes: recipes of one's own, and what is said of those that are wrong."""
+
+import json
+import tomllib
+
+import pytest
+import yaml
+from helpers import ROOT
+
+from essm_train.commands import list_tasks, reproduce
+from essm_train.tasks import catalog
+from essm_train.tasks.catalog import TASKS, get_task, make_arguments, task_arguments
+from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
+
+SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "block_size": 64}
+SIZE |= {"learning_rate": 1, "validation_blocks": 2, "sweep_blocks": 2}
+FILES = {"files": {"train": "mine.txt"}, "how": "write it"}
+TASK = {
+    "title": "My text",
+    "script": "train_clm",
+    "note": "a few words",
+    "origin": "mine",
+    "data": [FILES],
+    "arguments": SIZE,
+    "full": {"max_steps": 4},
+    "small": {"max_steps": 2, "ar_order": None},
+}
+SHARDS = {"folder": "x", "name": "x", "command": "make {data}"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A task of one's own with its data, in a folder of one's own."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text(yaml.safe_dump(TASK))
+    (tmp_path / "mine.txt").write_text("the spectral state of the spectral budget " * 100)
+    return tmp_path
+
+
+def test_recipes_are_installed_with_the_library():
+    packaged = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "essm_train.recipes" in packaged["packages"]
+    recipes = ROOT / packaged["package-dir"]["essm_train"] / "recipes"
+    found = {path for pattern in packaged["package-data"]["essm_train.recipes"] for path in recipes.glob(pattern)}
+    assert found == set(recipes.rglob("*.yaml")) and len(found) == len(TASKS) + len(EXPERIMENTS)
+
+
+def test_a_task_of_ones_own(folder, capsys, monkeypatch):
+    path, data = str(folder / "recipes" / "mine.yaml"), str(folder)
+    assert task_arguments(path, data, "small") == {"train_file": [f"{folder}/mine.txt"], **SIZE, "max_steps": 2}
+    assert make_arguments(path, data).max_steps == 4
+    list_tasks.main([path, "--data_dir", data, "--scale", "small"])
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == task_arguments(path, data, "small")
+    assert printed.startswith("# My text, small: train/train_clm.py\n")
+    monkeypatch.chdir(folder / "recipes")
+    list_tasks.main(["--task", "mine.yaml", "--data_dir", data, "--scale", "small"])
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"colour": 1, "name": "x"}, "unknown keys: colour, name; must be among title, script, .*, hub$"),
+        ({"note": ...}, "missing keys: note; must be among title, .*note"),
+        ({"title": 3}, "title' expected str, got int"),
+        ({"script": "train"}, r"script' expected one of \('train_clm', 'train_classification', .*got train$"),
+        ({"data": {}}, "data' expected a list, got dict"),
+        ({"data": []}, "data must name at least one place"),
+        ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, got 'x.txt'"),
+        (
+            {"data": [FILES, {"files": {"train": "x"}, "hwo": ""}]},
+            r"data\[1\]: unknown keys: hwo; must be among files,",
+        ),
+        ({"data": [{"files": {"train": 3}, "how": ""}]}, r"data\[0\]: files: train' expected str, got int"),
+        ({"data": [{"files": {"valid": "x"}, "how": ""}]}, "of train and others of train, validation, test, got valid"),
+        ({"data": [{"files": {"train": "/x"}, "how": ""}]}, "files must be relative to the data folders, got /x"),
+        ({"data": [SHARDS | {"command": "{dta}"}]}, r"may hold {data} and {raw} in braces, got '{dta}'"),
+        ({"small_data": [SHARDS | {"raw": 3}]}, r"small_data\[0\]: raw' with value 3"),
+        ({"hub": {"id": "x"}}, "hub: unknown keys: id; must be among name, arguments"),
+        ({"full": {1: 2}}, "full' expected str, got int"),
+        ({"full": {"hidden": 2}}, ": unknown arguments: hidden; must be among .*hidden_size"),
+        ({"small": {"validate_every": 2}}, ": validate_every is called eval_steps now"),
+        ({"full": {"learning_rate": "1e-3"}}, "learning_rate' expected float, got str"),
+        ({"full": {"max_steps": 2.0}}, "max_steps' expected int, got float"),
+        ({"full": {"hidden_size": True}}, "hidden_size' .*True"),
+    ],
+)
+def test_wrong_tasks(folder, changes, message):
+    path = folder / "recipes" / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in (TASK | changes).items() if value is not ...}))
+    with pytest.raises(ValueError, match=f"{path}.*{message}"):
+        task_arguments(str(path), folder, "small" if "small" in changes else "full")
+
+
+def test_files_that_are_no_recipes(tmp_path):
+    path = tmp_path / "mine.yaml"
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        get_task(str(path))
+    for text, message in (("- a", ": must be a table of title, .* got "), ("a: [", " is not YAML"), ("", ": must be")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=f"{path}{message}"):
+            get_task(str(path))
+
+
+def test_configurations_of_the_repository(folder, monkeypatch):
+    """An installed library has no hub_configs/."""
+    path = folder / "recipes" / "mine.yaml"
+    path.write_text(yaml.safe_dump(TASK | {"full": {"config_name": "{hub_configs}/essm-21m"}}))
+    assert task_arguments(str(path), folder)["config_name"] == str(ROOT / "hub_configs" / "essm-21m")
+    monkeypatch.setattr(catalog, "ROOT", folder)
+    with pytest.raises(FileNotFoundError, match=r"needs hub_configs/essm-21m, which .* a checkout, or name a folder"):
+        task_arguments(str(path), folder)
+    task_arguments(str(path), folder, "small")
+
+
+def test_an_experiment_of_ones_own(folder):
+    """Baselines beside the task, a title, and the paper's figures, all beside the experiment."""
+    rows = {"ours": {}, "two layers": {"arguments": {"num_hidden_layers": 2}}}
+    rows |= {"ours, transformer": {"arguments": {"architecture": "transformer"}}, "novels": {"task": "novels"}}
+    recipe = {"question": "Is it good?", "title": "Table 1", "task": "mine.yaml", "paper_figures": "p.json"}
+    path = folder / "recipes" / "table.yaml"
+    path.write_text(yaml.safe_dump(recipe | {"rows": rows}, sort_keys=False))
+    (folder / "recipes" / "p.json").write_text('{"ours": {"4": 1.25}}')
+    folders = {"output_dir": str(folder / "runs"), "results_dir": str(folder / "results"), "data_dir": str(folder)}
+    args = reproduce.ReproduceArguments(seeds=1, rows=["ours"], **folders)
+    experiment = get_experiment(str(path))
+    commands = [reproduce.command_of(row, args, folder, 0) for row in list(experiment.rows.values())[:3]]
+    assert [command[-1] for command in commands] == ["1"] * 3 and "--architecture" in commands[2]
+    assert experiment.rows["novels"] == reproduce.Row("novels") and experiment.rows["ours"].task_name == "mine"
+    record = reproduce.reproduce(str(path), args)
+    assert record["rows"]["ours"]["task"] == "mine" and str(folder) not in json.dumps(record)
+    assert (folder / "runs" / "mine-small" / "default-seed0" / "model").is_dir()
+    text = (folder / "results" / "table-small.md").read_text()
+    assert text.startswith("# Table 1\n\nIs it good?\n\n| |") and "| ours, the paper's | | " in text and "1.25" in text
+    assert "- mine: a few words. Arguments of full scale: mine." in text
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"task": ...}, "rows: a: names no task, and neither does the experiment"),
+        ({"task": "novel"}, "rows: a: task must be one of image, .*, or a .yaml file, got 'novel'"),
+        ({"task": "mine.yaml"}, "rows: a: .*mine.yaml: unknown keys: question, "),
+        ({"rows": {"a": None}}, "rows: a: must be a table of task, arguments, got None"),
+        ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
+        ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown arguments: gate; must be among"),
+        ({"rows": ["a"]}, "rows' expected a dict, got list"),
+        ({"rows": {}}, "rows must name at least one row"),
+        ({"question": ...}, "missing keys: question"),
+    ],
+)
+def test_wrong_experiments(tmp_path, changes, message):
+    recipe = {"question": "Is it good?", "task": "novels", "rows": {"a": {}}} | changes
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not ...}))
+    with pytest.raises(ValueError, match=f"{path}.*{message}"):
+        get_experiment(str(path))

@@ -1,0 +1,79 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Experiments: variants of tasks and baselines beside them, of recipes/experiments/ or of a .yaml file of your own.
+
+question: What is the gate worth?
+task: novels                                   # of every row that names no other
+rows:
+  ES-SSM: {}
+  without gate: {arguments: {gating: none}}    # instead of the task's
+  my text: {task: my_task.yaml}                # beside this file
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from essm_train.recipes.reading import read_recipe, recipe_names, recipe_path
+from essm_train.tasks.catalog import check_arguments, get_task
+
+EXPERIMENTS = recipe_names("experiments")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A run of every seed: a task of TASKS or the path of a .yaml file, and arguments in place of the task's."""
+
+    task: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def task_name(self) -> str:
+        return Path(self.task).stem
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A table and its figure. The keys of its file are these fields, without the name.
+
+    Attributes:
+        name: that of the file. question: what it answers. rows: by name. task: of rows that name none.
+        title: heads the table. paper_figures: a JSON file beside this one, see `read_paper_figures`.
+    """
+
+    name: str
+    question: str
+    rows: dict[str, Row]
+    task: str = ""
+    title: str = ""
+    paper_figures: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("rows must name at least one row")
+
+
+def get_experiment(name: str) -> Experiment:
+    """An experiment of EXPERIMENTS or of a .yaml file; tasks and files that it names lie beside it.
+
+    Raises:
+        ValueError: an unknown name, task or argument, and as `read_recipe`. OSError: a file cannot be read.
+    """
+    path = recipe_path("experiments", name)
+    experiment = read_recipe(path, Experiment)
+    rows = {}
+    for key, row in experiment.rows.items():
+        where, task = f"{path}: rows: {key}", row.task or experiment.task
+        if not task:
+            raise ValueError(f"{where}: names no task, and neither does the experiment")
+        if task.endswith((".yaml", ".yml")):
+            task = str(path.parent / task)
+        try:
+            script = get_task(task).script
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        check_arguments(script, row.arguments, f"{where}: arguments")
+        rows[key] = replace(row, task=task)
+    figures = experiment.paper_figures and str(path.parent / experiment.paper_figures)
+    return replace(experiment, rows=rows, paper_figures=figures)
