@@ -7,14 +7,16 @@ import sys
 
 import pytest
 from helpers import ROOT, random_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_essm import build_byte_tokenizer
 
 EXAMPLES = ROOT / "examples"
+PATHS = (str(ROOT), str(ROOT / "train"))
 
 
 def run_example(name: str, *arguments: str, stdin: str = "") -> str:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     run = subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -39,6 +41,22 @@ def test_finetune_with_trainer():
     before, after = run_example("finetune_with_trainer.py", "20").splitlines()[-2:]
     values = [[float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in (before, after)]
     assert len(values[0]) == 3 and all(new < old - 1 for old, new in zip(*values))
+
+
+def test_train_with_trainer(tmp_path):
+    """Better than the frequencies of bytes would be, at every budget; the saved folder loads with its tokenizer."""
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"abcdefgh" * 500)
+    model = ["--hidden_size", "16", "--num_hidden_layers", "1", "--filter_length", "64"]
+    data = ["--train_file", str(text), "--block_size", "32", "--sweep_blocks", "2", "--validation_blocks", "2"]
+    times = ["--max_steps", "40", "--warmup_steps", "2", "--learning_rate", "0.02", "--eval_steps", "40"]
+    output = run_example("train_with_trainer.py", "--output_dir", str(tmp_path / "run"), *model, *data, *times)
+    figures = [line.split() for line in output.splitlines() if line.startswith("K = ")]
+    assert [figure[2] for figure in figures] == ["2:", "3:", "4:", "6:", "8:"]
+    assert all(float(figure[3]) < 2 for figure in figures)  # 8 letters, equally frequent, take 3 bits
+    assert (tmp_path / "run" / "checkpoint-40").is_dir()  # save_steps is 100, and the last has one
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=False)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").vocab_size == 259
 
 
 def test_serve_mixed_budgets(tmp_path):

@@ -178,7 +178,7 @@ Arguments = TypeVar("Arguments", bound=RunArguments)
 
 def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
     """From the command line; a first argument that ends in .yaml, .yml or .json is a file of values, which later
-    arguments override.
+    arguments override. (HfArgumentParser.parse_yaml_file overrides nothing, and neither converts nor checks values.)
 
     Raises:
         ValueError: a file that is not a table of known arguments, or a value that cannot work.

@@ -34,7 +34,7 @@ from training_run import (
     write_tables,
     write_text,
 )
-from transformers import get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from essm_train.arguments import SCHEDULES, RunArguments, parse_arguments
 from essm_train.commands import train_clm
@@ -168,7 +168,8 @@ TODAY = {
 
 @pytest.mark.parametrize("old", TODAY)
 def test_names_of_before_are_refused_with_those_of_today(old, tmp_path):
-    assert TODAY[old] in {field.name for field in dataclasses.fields(RunArguments)}
+    for known in (RunArguments, TrainingArguments):
+        assert TODAY[old] in {field.name for field in dataclasses.fields(known)}
     file = tmp_path / "a.yaml"
     file.write_text(f"max_steps: 3\n{old}: 4\n")
     for given in ([f"--{old}", "4"], [f"--{old}=4"], [f"--{old.replace('_', '-')}", "4"], [str(file)]):

@@ -1,0 +1,51 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/train_clm.py by transformers' own Trainer: the same arguments, text, model and budgets.
+
+    python examples/train_with_trainer.py --output_dir runs/trainer
+    python examples/train_with_trainer.py --train_file a.txt b.txt --max_steps 2000 --torch_compile
+
+It leaves `output_dir/model` and prints bits per byte at every budget that was trained. The figures are near those of
+train_clm.py: Trainer orders the samples in its own way, decays embeddings too and keeps no average of the weights. It
+reads no streams, and a run goes on only with --resume_from_checkpoint.
+"""
+
+import dataclasses
+import math
+
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
+
+from essm_train.arguments import parse_arguments
+from essm_train.commands.train_clm import build_model, make_encoder
+from essm_train.data.arguments import CLMArguments
+from essm_train.data.blocks import text_labels
+from essm_train.data.text import load_text
+from essm_train.run.budgets import make_schedule
+from modeling_essm.training import BudgetDropoutCallback
+
+args = parse_arguments(CLMArguments)
+encoder = make_encoder(args)
+set_seed(args.seed)
+model = build_model(args, encoder)
+schedule = make_schedule(args, model.config.num_spectral_channels)
+text = load_text(args, encoder)
+blocks = text.source.load(range(text.source.num_samples))
+held_out, labels = text.held_out, text_labels(text.held_out, encoder.special_ids)
+
+names = {field.name for field in dataclasses.fields(TrainingArguments)}
+shared = {name: value for name, value in vars(args).items() if name in names and value is not None}
+shared |= {"max_steps": -1} if args.num_train_epochs else {}
+trainer = Trainer(
+    model,
+    TrainingArguments(**shared, eval_strategy="steps"),
+    data_collator=default_data_collator,
+    train_dataset=Dataset.from_dict({"input_ids": blocks, "labels": blocks}),
+    eval_dataset=Dataset.from_dict({"input_ids": held_out.numpy(), "labels": labels.numpy()}),
+    callbacks=[BudgetDropoutCallback(schedule, args.distillation_weight)],
+)
+trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+trainer.save_model(f"{args.output_dir}/model")
+encoder.save_pretrained(f"{args.output_dir}/model", args.block_size)
+for K in schedule.budgets:
+    model.config.spectral_budget = K
+    print(f"K = {K}: {trainer.evaluate()['eval_loss'] / math.log(2) / text.bytes_per_token:.3f} bits per byte")
