@@ -37,7 +37,7 @@ from transformers import HfArgumentParser
 from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.files import check_writable, write_figure, write_json, write_text
-from essm_train.measure.evaluation import Evaluation, draw_curves
+from essm_train.measure.evaluation import Evaluation, draw_evaluations
 from essm_train.measure.metric import Metric
 from essm_train.tasks.catalog import ROOT, SCRIPTS, TASKS, task_arguments
 
@@ -207,7 +207,9 @@ def markdown(
         found = {K: f"{m:.4f}{d}" for K, m, d in zip(evaluation.budgets, evaluation.mean, spread)}
         elastic = len(evaluation.budgets) > 1
         cells = [found.get(K, "") for K in budgets] if elastic else [""] * (len(columns) - 1) + [*found.values()]
-        marks = (evaluation.curve.sweet_spot, evaluation.curve.collapse_boundary) if elastic else ("", "")
+        marks = [
+            evaluation.curve.marks.get(mark, "") if elastic else "" for mark in ("sweet spot", "collapse boundary")
+        ]
         size = f"{parameters[name]:,}" if parameters.get(name) else ""
         lines.append(f"| {name} | {size} | {' | '.join(cells)} | {marks[0]} | {marks[1]} | {len(evaluation.values)} |")
         if paper.get(name):
@@ -325,7 +327,7 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     for row, evaluation in evaluations.items():
         by_metric.setdefault(evaluation.metric.name, {})[row] = evaluation
     for i, group in enumerate(by_metric.values()):
-        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_curves(group), dpi=120)
+        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_evaluations(group), dpi=120)
     print(f"saved {results_dir / stem}.json, .md and .png")
     return record
 

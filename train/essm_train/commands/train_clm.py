@@ -38,7 +38,7 @@ from essm_train.data.blocks import text_labels
 from essm_train.data.samples import even_shares
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, Encoder, TokenizerEncoder, choose_tokenizer, with_end_token
-from essm_train.measure.budget_sweep import sweep_budgets
+from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.metric import Metric
 from essm_train.measure.scoring import num_scored, total_nats
 from essm_train.models import capacity_of, check_vocabulary, make_config, make_model
@@ -159,7 +159,7 @@ def _run(accelerator: Accelerator, args: CLMArguments) -> None:
         )
         say(accelerator, sweep.table())
         context = {"block_size": args.block_size, "blocks": len(text.held_out), "data": text.description}
-        sweep.save(output_dir, model=str(output_dir / "model"), **context)
+        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
         if not args.is_baseline:  # which cannot generate, and has no remote code
