@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCard
 from safetensors.torch import load_file
 
 from essm_train.measure.budget_sweep import read_sweep
-from essm_train.publish.model_card import write_model_card
+from essm_train.publish.model_card import SECTIONS, write_model_card
 from essm_train.publish.run_card import PushArguments, push_run
 from modeling_essm import ESSMForSequenceClassification
 
@@ -41,7 +41,7 @@ def test_card_of_a_language_model(run):
     ]
     for row in (
         "| K | bits per byte | against K = 32 | tokens/s |  |",
-        "| 2 | 2.7500 | +10.0% | 9,000 | collapse boundary |",
+        "| 2 | 2.7500 | +10.0% | 9,000 |  |",
         "| 8 | 2.5500 | +2.0% | 5,000 | sweet spot |",
         "| 32 | 2.5000 | +0.0% | 2,000 |  |",
         "| data | A \\| tiny corpus |",
@@ -67,7 +67,23 @@ def test_card_of_a_calibrated_model(run):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"budget_presets": {"sweet-spot": 3, "full": 8}}))
     (folder / "budget_profile.json").write_text("{}")
-    assert "the names `sweet-spot` (3), `full` (8)." in loading() and "model.choose_budget(max_" in loading()
+    assert "the names `sweet-spot` (3), `full` (8)." in loading() and "budgets.choose_budget(model, max_" in loading()
+
+
+def test_no_boundary_is_marked_where_nothing_collapses(run):
+    text = write(run / "model")
+    assert "Sweet spot:" in text and "ollapse" not in text
+    text = write(run / "model", sweep=SWEEP | {"bits_per_byte": [3.0, 2.7, 2.5]})
+    assert "Collapse boundary:" in text and "| 8 | 2.7000 | +8.0% | 5,000 | collapse boundary |" in text
+
+
+def test_a_users_card_is_not_read_as_jinja(run, tmp_path):
+    """And keeps its head."""
+    body = "{{ 1 + 1 }} {% if %}\n" + "".join(f"<!-- {name} -->\n" for name in SECTIONS)
+    (tmp_path / "template.md").write_text("---\nlicense: mit\nmine: [1, 2]\n---\n" + body)
+    card = ModelCard(write(run / "model", template=tmp_path / "template.md"))
+    assert "{{ 1 + 1 }} {% if %}" in card.text and "## Training" in card.text
+    assert card.data.license == "mit" and card.data.to_dict()["mine"] == [1, 2]
 
 
 def test_card_tells_no_secrets(run):
@@ -95,7 +111,10 @@ def test_card_of_a_classifier(tmp_path):
     assert [result.metric_value for result in card.data.eval_results] == [0.5, 0.625]
     assert card.data.eval_results[0].dataset_type == "stanfordnlp/imdb"
     assert card.data.eval_results[1].dataset_split == "test" and "on 1,655 samples of the test data" in text
-    assert "| 4 | 0.5000 | -20.0% | 80 |  |" in text and "| 32 | 0.6250 | +0.0% | 20 | sweet spot |" in text
+    assert (
+        "| 4 | 0.5000 | -20.0% | 80 |  |" in text
+        and "| 32 | 0.6250 | +0.0% | 20 | sweet spot, collapse boundary |" in text
+    )
     assert "higher is better" in text and "| samples in all | 160 |" in text and "budget_sweep.png" not in text
     assert 'repository = "org/name"' in text and "AutoModelForSequenceClassification" in text
 
