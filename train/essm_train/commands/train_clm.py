@@ -163,6 +163,7 @@ def _run(accelerator: Accelerator, args: CLMArguments) -> None:
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
         if not args.is_baseline:  # which cannot generate, and has no remote code
+            say(accelerator, f"--- prompt ---\n{prompt}")
             for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
                 say(accelerator, f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
             write_card_and_push(args)
@@ -177,11 +178,11 @@ def load_saved(folder: Path, device: torch.device) -> tuple[PreTrainedModel, Any
 
 
 def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> str:
-    """The prompt and 200 sampled tokens at that budget; the same random numbers for every budget."""
+    """200 tokens sampled after the prompt at that budget, without it; the same random numbers for every budget."""
     set_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     ids = model.generate(**inputs, spectral_budget=budget, max_new_tokens=200, do_sample=True, temperature=0.7)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def run() -> None:
