@@ -239,7 +239,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     def measured(model: nn.Module, budgets: Sequence[int]) -> dict[str, float]:
         return score(model, data.reader, test, budgets)
 
-    wanted = {"settings": settings.values(), "definition": definition_of(settings, run)}
+    wanted = {"settings": settings.values(), "definition": definition(settings, run)}
     config = model_config(row, name, settings)
     return sweeps.measure(run, path, wanted, config, make_model, fit, measured, BUDGETS, METRIC)
 
@@ -261,7 +261,7 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
         model_config(ROWS[name], task, settings)
 
     def wanted(run: Run) -> dict[str, Any]:
-        return settings.values() | {"definition": definition_of(settings, run)}
+        return settings.values() | {"definition": definition(settings, run)}
 
     sweeps.sweep(runs, folder, processes, functools.partial(perform, settings), wanted, METRIC)
 

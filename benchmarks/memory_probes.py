@@ -216,7 +216,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     def measured(model: nn.Module, budgets: Sequence[int]) -> dict[str, float]:
         return score(model, task, settings, budgets)
 
-    wanted = {"settings": settings.values(), "definition": definition_of(settings, run)}
+    wanted = {"settings": settings.values(), "definition": definition(settings, run)}
     config = model_config(ROWS[run.name], task, settings)
     return sweeps.measure(run, path, wanted, config, make_model, fit, measured, settings.budgets, METRIC)
 
@@ -231,7 +231,7 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
         model_config(ROWS[name], settings.task(task or ""), settings)
 
     def wanted(run: Run) -> dict[str, Any]:
-        return settings.values() | {"definition": definition_of(settings, run)}
+        return settings.values() | {"definition": definition(settings, run)}
 
     sweeps.sweep(runs, folder, processes, functools.partial(perform, settings), wanted, METRIC)
 
