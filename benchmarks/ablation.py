@@ -27,8 +27,9 @@ from torch import nn
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
-from . import common, sweeps
-from .sweeps import TOLERANCE, Row, Run, matched_config
+from . import common, sweep_tables, sweeps
+from .matched_models import TOLERANCE, Row, definition_of, matched_config
+from .sweeps import Run
 
 BUDGETS = (2, 4, 8)  # and the capacity
 METRIC = "bits_per_byte"
@@ -161,7 +162,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     def measured(model: nn.Module, budgets: Sequence[int]) -> dict[str, float]:
         return score(model, text.held_out, budgets)
 
-    wanted = {"settings": values, "definition": sweeps.definition(row)}
+    wanted = {"settings": values, "definition": definition_of(row)}
     config = matched_config(row, settings.parameters)
     return sweeps.measure(run, path, wanted, config, make, fit, measured, BUDGETS, METRIC)
 
@@ -212,14 +213,14 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
         matched_config(ROWS[name], settings.parameters)
 
     def wanted(run: Run) -> dict[str, Any]:
-        return values | {"definition": sweeps.definition(ROWS[run.name])}
+        return values | {"definition": definition_of(ROWS[run.name])}
 
     sweeps.sweep(runs, folder, processes, functools.partial(perform, settings), wanted, METRIC)
 
 
 def summarise(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One model at its best rate; `sweeps.summarise`."""
-    return sweeps.summarise(records, METRIC)
+    """One model at its best rate; `sweep_tables.summarise`."""
+    return sweep_tables.summarise(records, METRIC)
 
 
 def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
@@ -228,12 +229,12 @@ def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float
         {seed: list(bits.values())[-1] for seed, bits in r.get("by_seed", {}).items()} for r in (result, other)
     )
     shared = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
-    return sweeps.mean(shared) if shared else None
+    return sweep_tables.mean(shared) if shared else None
 
 
 def full(result: dict[str, Any]) -> float:
     """Mean bits per byte at the full budget; infinite if every rate diverged."""
-    return sweeps.at_full_budget(result, METRIC)
+    return sweep_tables.at_full_budget(result, METRIC)
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
@@ -241,10 +242,10 @@ def print_table(results: list[dict[str, Any]]) -> None:
     for r in results:
         bits = r.get(METRIC, {})
         cells = [bits.get(str(K)) for K in BUDGETS] + [(list(bits.values()) or [None])[-1]]
-        against = sweeps.shown(r["against_gated"], "+")
-        rows.append([*sweeps.columns(r), *map(sweeps.shown, cells), against, sweeps.speed(r)])
+        against = sweep_tables.shown(r["against_gated"], "+")
+        rows.append([*sweep_tables.columns(r), *map(sweep_tables.shown, cells), against, sweep_tables.speed(r)])
     budgets = " ".join(f"K={K}" for K in BUDGETS)
-    common.table(f"{sweeps.COLUMNS} {budgets} full full-gated tokens/CPU_s", rows)
+    common.table(f"{sweep_tables.COLUMNS} {budgets} full full-gated tokens/CPU_s", rows)
     print("* the best rate is the smallest or the largest tried; full-gated: the difference, seed by seed")
 
 

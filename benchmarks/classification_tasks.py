@@ -34,8 +34,9 @@ from torch import nn
 
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification
 
-from . import common, sweeps
-from .sweeps import TOLERANCE, Row, Run, matched_config
+from . import common, sweep_tables, sweeps
+from .matched_models import TOLERANCE, Row, definition_of, matched_config
+from .sweeps import Run
 
 BUDGETS = (2, 4, 8)  # and the capacity
 METRIC = "error"
@@ -161,7 +162,7 @@ def definition(settings: Settings, run: Run) -> dict[str, Any]:
     """What makes a task, with its data, and a row, but for the rates."""
     name = run.task or ""
     task = {"name": name.partition(":")[0]} | dataclasses.asdict(settings.task(name)) | load(settings, name).identity
-    return {"task": task} | sweeps.definition(ROWS[run.name])
+    return {"task": task} | definition_of(ROWS[run.name])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -268,7 +269,9 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
 def targets_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The goal, where both its models are: on sequential MNIST the gated block is at least as good as S4D."""
     accuracy = {
-        (r["task"], r["model"]): 1 - sweeps.at_full_budget(r, METRIC) for r in results if r["best_rate"] is not None
+        (r["task"], r["model"]): 1 - sweep_tables.at_full_budget(r, METRIC)
+        for r in results
+        if r["best_rate"] is not None
     }
     return [
         common.target(f"{task}: accuracy of the gated block against S4D's", accuracy[task, "gated"], least=peer)
@@ -299,8 +302,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         sweep(settings, sweeps.runs_of(ROWS, names, args, args.tasks), args.runs_dir, args.processes)
     records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
     device, report = common.start("classification_tasks", args, **records[0]["settings"] | {"quick": args.quick})
-    report["results"] = sweeps.summarise_tasks(records, METRIC)
-    sweeps.print_tables(report["results"], METRIC, "samples")
+    report["results"] = sweep_tables.summarise_tasks(records, METRIC)
+    sweep_tables.print_tables(report["results"], METRIC, "samples")
     report["targets"] = targets_of(report["results"])
     return common.finish(report, args, device)
 

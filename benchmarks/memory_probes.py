@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
 
-from . import common, sweeps
+from . import common, sweep_tables, sweeps
+from .matched_models import TOLERANCE, Row, definition_of, matched_config
 from .memory_tasks import IGNORED, TASKS, InductionHeads, Task, make_task
-from .sweeps import TOLERANCE, Row, Run, matched_config
+from .sweeps import Run
 
 BUDGETS = (2, 4, 8, 16, 32)
 HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of training have others
@@ -202,7 +203,7 @@ def score(model: nn.Module, task: Task, settings: Settings, budgets: Sequence[in
 def definition(settings: Settings, run: Run) -> dict[str, Any]:
     """What makes a task and a row, but for the rates."""
     task = settings.task(run.task or "")
-    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | sweeps.definition(ROWS[run.name])
+    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | definition_of(ROWS[run.name])
 
 
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
@@ -236,8 +237,8 @@ def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int)
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every model on every task at its best rate; `sweeps.summarise_tasks`."""
-    return sweeps.summarise_tasks(records, METRIC)
+    """Every model on every task at its best rate; `sweep_tables.summarise_tasks`."""
+    return sweep_tables.summarise_tasks(records, METRIC)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
     device, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
     report["results"] = summarise(records)
-    sweeps.print_tables(report["results"], METRIC, "positions", squared_error="squared error over variance")
+    sweep_tables.print_tables(report["results"], METRIC, "positions", squared_error="squared error over variance")
     return common.finish(report, args, device)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What sweeps over models, learning rates and seeds share: models of equal size, training, files of runs, summaries.
+"""What sweeps over models, learning rates and seeds share: training, and files of runs.
 
 A run is one JSON file in a folder, written when the run has ended, so that a sweep that was killed goes on when it is
 started again: finished runs are skipped, others begin anew. `benchmarks.ablation`, `benchmarks.memory_probes` and
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import json
 import math
@@ -19,136 +18,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from modeling_essm import ESSMConfig, ESSMForCausalLM
-
 from . import common
+from .matched_models import Row, sizes_of
 
-TOLERANCE = 0.03  # of the number of parameters
 SEEDS = (0, 1, 2)
 Perform = Callable[["Run", Path], dict[str, Any]]  # does a run, writes its file, returns what it holds
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models.
-
-
-@dataclass(frozen=True)
-class Row:
-    """A model of a table.
-
-    Attributes:
-        layers: blocks to begin with. fields: of ESSMConfig, or of BaselineConfig.
-        expansion: inner width of the gated block over D. feed_forward: width of its feed-forward layer over D.
-        peer: architecture of essm_train/baselines/models.py instead. hidden_size: of a peer, to begin with.
-        rates: learning rates.
-        updates: over those of the table, for models compared at equal time.
-        full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
-        schedule: of the budgets of the others.
-    """
-
-    layers: int
-    fields: dict[str, Any] = field(default_factory=dict)
-    expansion: float = 1.0
-    feed_forward: float = 0.0
-    peer: str | None = None
-    hidden_size: int = 0
-    rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
-    updates: float = 1.0
-    full_share: float = 0.0
-    schedule: str = "discrete"
-
-
-def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
-    """The configuration with that many parameters, to 3%, whose shape is nearest to the row's in log distance.
-
-    Of an ES-SSM the inner width is what its heads divide, and the width D is even; both, then the depth, give way.
-
-    Args:
-        model_class: what the parameters are counted of, called with a configuration; by default the language model.
-    Raises:
-        ValueError: there is none.
-    """
-    if row.peer is not None:
-        from essm_train.baselines.models import BaselineForCausalLM
-        from essm_train.baselines.sizes import matched_baseline
-
-        model_class = model_class or BaselineForCausalLM
-        sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
-        return matched_baseline(row.peer, target, tolerance=TOLERANCE, model_class=model_class, **sizes, **row.fields)
-    gated = row.fields.get("block") == "gated"
-    step = math.lcm(2, row.fields["num_heads"] * (row.fields["mixing_size"] or 1)) if gated else 2
-
-    def make(hidden: int, inner: int, layers: int) -> ESSMConfig:
-        sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
-        if gated:
-            sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
-            sizes["mixing_size"] = row.fields["mixing_size"] or inner // row.fields["num_heads"]
-        return ESSMConfig(**row.fields | sizes)
-
-    @functools.cache
-    def law(hidden: int, inner: int) -> tuple[int, int]:
-        one, two = (count_parameters(make(hidden, inner, layers), model_class) for layers in (1, 2))
-        return 2 * one - two, two - one  # of all layers together, of each
-
-    def count(hidden: int, inner: int, layers: int) -> int:
-        fixed, each = law(hidden, inner)
-        return fixed + layers * each
-
-    def first(reaches: Callable[[int], bool]) -> int:
-        """The first even number for which a monotone condition holds."""
-        low, high = 1, 2
-        while not reaches(2 * high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if reaches(2 * middle) else (middle, high)
-        return 2 * high
-
-    def follows(hidden: int) -> int:
-        return max(step, round(row.expansion * hidden / step) * step) if gated else hidden
-
-    found: list[tuple[float, int, int, int]] = []  # distance, then sizes
-    depths = range(1, 2 * row.layers + 1)
-    for layers in sorted(depths, key=lambda n: abs(math.log(n / row.layers))):
-        depth = math.log(layers / row.layers) ** 2
-        if found and depth >= min(found)[0]:
-            break
-        middle = first(lambda D, layers=layers: count(D, follows(D), layers) >= target)
-        around = range(follows(middle) - step, follows(middle) + step + 1, step)
-        for inner in [width for width in around if width > 0] if gated else [0]:
-            hidden = first(lambda D, inner=inner, layers=layers: count(D, inner or D, layers) >= target)
-            for D in (hidden - 2, hidden):
-                if D >= 2 and abs(count(D, inner or D, layers) / target - 1) <= TOLERANCE:
-                    ratio = math.log((inner or D) / (row.expansion * D))
-                    found.append((ratio**2 + depth, D, inner or D, layers))
-    if not found:
-        raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
-    _, hidden, inner, layers = min(found)
-    return make(hidden, inner, layers)
-
-
-def count_parameters(config: ESSMConfig, model_class: Any = None) -> int:
-    """A tied matrix counts once; allocates nothing."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in (model_class or ESSMForCausalLM)(config).parameters())
-
-
-def definition(row: Row) -> dict[str, Any]:
-    """What makes a row, but for its rates, as JSON gives it back."""
-    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(row).items() if k != "rates"}))
-
-
-def sizes_of(config: Any) -> dict[str, Any]:
-    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "mixing_size", "intermediate_size")
-    names += ("num_spectral_channels", "state_size")
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -391,127 +272,6 @@ def collect_tasks(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> l
     if not records:
         raise ValueError(f"{folder} holds no run of the models {[*names]} on the tasks {[*tasks]}")
     return sorted(records, key=lambda r: tasks.index(r["task"]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Summaries.
-
-
-def mean(values: Sequence[float]) -> dict[str, float]:
-    """And standard deviation (n - 1)."""
-    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
-
-
-def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """One model at its best rate, that of the lowest mean over budgets and the seeds that all its rates have.
-
-    A diverged run rules its rate out.
-
-    Args:
-        metric: what runs hold for each budget, better where lower.
-    """
-    by_rate: dict[float, list[dict[str, Any]]] = {}
-    for record in sorted(records, key=lambda r: (r["rate"], r["seed"])):
-        by_rate.setdefault(record["rate"], []).append(record)
-    shared = set.intersection(*({run["seed"] for run in runs} for runs in by_rate.values()))
-    means = {
-        rate: None
-        if any(run["diverged"] for run in runs)
-        else statistics.fmean(
-            statistics.fmean(run[metric].values()) for run in runs if not shared or run["seed"] in shared
-        )
-        for rate, runs in by_rate.items()
-    }
-    first = records[0]
-    kept = ("task", "model", "metric", "definition", "parameters", "sizes")
-    result = {name: first[name] for name in kept if name in first}
-    result |= {"rates": {f"{rate:g}": value for rate, value in means.items()}, "best_rate": None}
-    whole = {rate: value for rate, value in means.items() if value is not None}
-    if not whole:
-        return result
-    best = min(whole, key=lambda rate: whole[rate])
-    runs = by_rate[best]
-    (speed,) = (name for name in runs[0] if name.endswith(SPEED))
-    ends = (min(means), max(means))
-    return result | {
-        "best_rate": best,
-        "at_the_edge": best in ends,  # a rate beyond may be better still
-        "seeds": [run["seed"] for run in runs],
-        "by_seed": {str(run["seed"]): run[metric] for run in runs},
-        metric: {K: mean([run[metric][K] for run in runs]) for K in runs[0][metric]},
-        speed: mean([run[speed] for run in runs]),
-        "cpu_seconds": mean([run["cpu_seconds"] for run in runs]),
-        "cpus": sorted({run["machine"]["cpu"] for run in runs}),
-    }
-
-
-def summarise_tasks(records: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
-    """Every model on every task at its best rate, in the order of the records' tasks, the best model first."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault((record["task"], record["model"]), []).append(record)
-    results = [summarise(runs, metric) for runs in groups.values()]
-    tasks = [*dict.fromkeys(result["task"] for result in results)]
-    return sorted(results, key=lambda r: (tasks.index(r["task"]), at_full_budget(r, metric)))
-
-
-def at_full_budget(result: dict[str, Any], metric: str) -> float:
-    """Its mean; infinite if every rate diverged."""
-    values = result.get(metric)
-    return list(values.values())[-1]["mean"] if values else math.inf
-
-
-def columns(result: dict[str, Any]) -> list[Any]:
-    """Cells of a table under `COLUMNS`."""
-    rate = "diverged" if result["best_rate"] is None else f"{result['best_rate']:g}" + "*" * result["at_the_edge"]
-    shape = f"{result['sizes']['hidden_size']}x{result['sizes']['num_hidden_layers']}"
-    seeds = len(result.get("seeds", []))
-    return [result["model"].replace(" ", "_"), f"{result['parameters']:,}", shape, rate, seeds]
-
-
-COLUMNS = "model parameters DxL rate seeds"
-
-
-def shown(value: dict[str, float] | None, sign: str = "") -> str:
-    return f"{value['mean']:{sign}.4f}±{value['deviation']:.4f}" if value else "-"
-
-
-SPEED = "_per_cpu_second"  # how the name of a speed ends
-
-
-def speed(result: dict[str, Any]) -> str:
-    """Tokens, or what a run counts, per second of one CPU."""
-    found = next((value["mean"] for name, value in result.items() if name.endswith(SPEED)), None)
-    return "-" if found is None else f"{found:,.0f}" if found >= 100 else f"{found:.3g}"
-
-
-def print_tables(results: list[dict[str, Any]], metric: str, unit: str, **titles: str) -> None:
-    """A table for each task. Peers have no budgets, and stand in the last column only.
-
-    Args:
-        results: whose "metric" says what is shown: "accuracy", where the metric is the share of errors, or itself.
-        unit: what the speed counts. titles: of what is shown, by its name.
-    """
-    for task in dict.fromkeys(result["task"] for result in results):
-        rows = []
-        of_task = [r for r in results if r["task"] == task]
-        kind = of_task[0]["metric"]
-        accuracy = kind == "accuracy"
-        budgets = [*dict.fromkeys(K for r in of_task if is_elastic(r) for K in [*r.get(metric, {})][:-1])]
-        for r in of_task:
-            values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in r.get(metric, {}).items()}
-            cells = [values.get(K) if is_elastic(r) else None for K in budgets]
-            cells.append(list(values.values())[-1] if values else None)
-            rows.append([*columns(r), *map(shown, cells), speed(r)])
-        print(f"\n{task}: {titles.get(kind, kind)}")
-        header = " ".join(f"K={K}" for K in budgets)
-        common.table(f"{COLUMNS} {header} full {unit}/CPU_s", rows)
-    print("* the best rate is the smallest or the largest tried")
-
-
-def is_elastic(result: dict[str, Any]) -> bool:
-    """Whether it is of an ES-SSM, which runs at several budgets."""
-    return "num_spectral_channels" in result["sizes"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -70,8 +70,13 @@ def train(arguments: list[str], whole: bool = False) -> None:
     """Run train_clm, by default without what follows the training."""
     with contextlib.ExitStack() as patches:
         if not whole:
-            sweep = SimpleNamespace(table=lambda: "", save=lambda *args, **kwargs: None)
-            for name, value in {"sweep_budgets": sweep, "sample": "", "write_card_and_push": None}.items():
+            values = {
+                "sweep_budgets": SimpleNamespace(table=str),
+                "save_sweep": None,
+                "sample": "",
+                "write_card_and_push": None,
+            }
+            for name, value in values.items():
                 patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
             patches.enter_context(mock.patch.object(train_clm, "load_saved", return_value=(None, mock.Mock())))
         train_clm.main(train_clm.parse_arguments(train_clm.CLMArguments, arguments))

@@ -12,7 +12,6 @@ measured on (`Fingerprint`) and answers one question: which budget, for this muc
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import reprlib
@@ -26,66 +25,42 @@ import torch
 from transformers.utils import logging
 
 from ..loading_essm import PROFILE_NAME, write_text
+from .curve import MARK_SYMBOLS, BudgetCurve
 from .fingerprint import Fingerprint
 
 logger = logging.get_logger(__name__)
 
 FORMAT_VERSION = 1
 PHASES = ("prefill", "decode")
-SWEET_SPOT_DROP = 0.02  # of the full budget's quality, the paper's
-COLLAPSE_QUALITY = 0.90  # what is left of the quality above the collapse boundary
-
-_ROUNDING = 1e-9  # a drop of exactly 2% is within 2%
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a profile holds.
 
 
-@dataclass(frozen=True)
-class Quality:
-    """The metric at each budget, ascending; the last budget is the full one.
+@dataclass(frozen=True, kw_only=True)
+class Quality(BudgetCurve):
+    """A curve with its errors, and what it was measured on.
 
     Attributes:
-        metric, higher_is_better: what the values are. data: what they were measured on, for people.
-        samples: blocks or samples measured. length: positions of the longest. date: ISO. dtype: that it ran in.
-        standard_errors: of each value, over the samples.
+        data: for people. samples: blocks or samples measured. length: positions of the longest. date: ISO.
+        dtype: that it ran in.
         drop_errors: of each value's difference to the full budget's, relative to the latter as `drops` are. All budgets
-            saw the same samples, so these are the smaller ones, and the ones that a comparison of budgets needs.
+            saw the same samples, so these are smaller than `errors`, and the ones that a comparison of budgets needs.
     """
 
-    metric: str
-    higher_is_better: bool
     data: str
     samples: int
     length: int
     date: str
     dtype: str
-    budgets: tuple[int, ...]
-    values: tuple[float, ...]
-    standard_errors: tuple[float, ...]
     drop_errors: tuple[float, ...]
 
-    @property
-    def drops(self) -> tuple[float, ...]:
-        """Relative loss of quality against the full budget: 0.02 is 2% worse, negative is better."""
-        full = self.values[-1]
-        losses = ((full - value if self.higher_is_better else value - full) for value in self.values)
-        return tuple(loss / abs(full) if full else math.copysign(math.inf, loss) if loss else 0.0 for loss in losses)
-
-    def smallest_within(self, drop: float) -> int:
-        """The smallest budget that loses at most `drop`."""
-        return next(K for K, loss in zip(self.budgets, self.drops) if loss <= drop + _ROUNDING)
-
-    def presets(self) -> dict[str, int]:
-        """Names for config.budget_presets: the sweet spot loses at most 2%, the collapse boundary keeps 90%.
-
-        Where lower is better, quality is 1 / value.
-        """
-        kept = COLLAPSE_QUALITY
-        collapse = 1 - kept if self.higher_is_better else 1 / kept - 1
-        marks = {"sweet-spot": SWEET_SPOT_DROP, "collapse-boundary": collapse}
-        return {name: self.smallest_within(drop) for name, drop in marks.items()} | {"full": self.budgets[-1]}
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        names = ("metric", "higher_is_better", "data", "samples", "length", "date", "dtype", "budgets", "values")
+        errors = {"standard_errors": self.errors, "drop_errors": self.drop_errors}
+        return {name: getattr(self, name) for name in names} | errors
 
 
 @dataclass(frozen=True)
@@ -167,7 +142,7 @@ class BudgetProfile:
         kept = sum(budget <= capacity for budget in quality.budgets)
         if kept == 0:
             return None
-        lists = ("budgets", "values", "standard_errors", "drop_errors")
+        lists = ("budgets", "values", "errors", "drop_errors")
         cut = replace(quality, **{name: getattr(quality, name)[:kept] for name in lists})
         devices = {
             name: replace(entry, rows=tuple(row for row in entry.rows if row.budget <= capacity))
@@ -177,7 +152,7 @@ class BudgetProfile:
         return BudgetProfile(model, cut, {name: entry for name, entry in devices.items() if entry.rows})
 
     def presets(self) -> dict[str, int]:
-        """See `Quality.presets`."""
+        """Names for config.budget_presets, see curve.py."""
         return self.quality.presets()
 
     def choose(
@@ -195,7 +170,7 @@ class BudgetProfile:
         if max_quality_drop is not None:
             _check_limit("max_quality_drop", max_quality_drop, positive=False)
         if max_latency_ms is None:
-            return self.quality.smallest_within(max_quality_drop or 0.0)
+            return self.quality.within(max_quality_drop or 0.0)[0]
         _check_limit("max_latency_ms", max_latency_ms, positive=True)
 
         entry = self._device(device)
@@ -217,7 +192,7 @@ class BudgetProfile:
         best = min(fast, key=lambda K: (drops[K], K))
         if max_quality_drop is None:
             return best
-        good = [K for K in drops if drops[K] <= max_quality_drop + _ROUNDING]
+        good = [K for K in quality.within(max_quality_drop) if K in drops]
         both = [K for K in good if K in fast]
         if not both:
             needed = "none timed there loses so little"
@@ -260,8 +235,8 @@ class BudgetProfile:
         """Quality, time and memory at every budget on one device, for people."""
         entry, quality = self.devices[device], self.quality
         marks = {K: "" for K in quality.budgets}
-        for name, K in quality.presets().items():
-            marks[K] += f"  {_MARKS[name]}" if name in _MARKS else ""
+        for name, K in quality.marks.items():
+            marks[K] += f"  {MARK_SYMBOLS[name]} {name}"
         name = "bits/byte" if quality.metric == "bits_per_byte" else quality.metric
         versions = ", ".join(f"{library} {version}" for library, version in entry.versions.items())
         lines = [
@@ -297,7 +272,7 @@ class BudgetProfile:
         devices = {name: asdict(entry) for name, entry in self.devices.items()}
         for entry in devices.values():
             del entry["device"]  # it is the key
-        record = {"format_version": FORMAT_VERSION, "model": asdict(self.model), "quality": asdict(self.quality)}
+        record = {"format_version": FORMAT_VERSION, "model": asdict(self.model), "quality": self.quality.record()}
         return json.dumps(record | {"devices": devices}, indent=1, allow_nan=False) + "\n"
 
     def save(self, path: str | os.PathLike) -> Path:
@@ -314,7 +289,6 @@ def profile_path(path: str | os.PathLike) -> Path:
 
 
 _VERBS = {"prefill": "reads its input", "decode": "decodes a token"}
-_MARKS = {"sweet-spot": "* sweet spot", "collapse-boundary": "^ collapse boundary"}
 
 
 def is_finite(value: Any) -> bool:

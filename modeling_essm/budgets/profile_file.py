@@ -133,15 +133,15 @@ def _read_quality(fields: _Fields, capacity: int) -> Quality:
     return Quality(
         fields.text("metric"),
         fields.one_of("higher_is_better", [True, False]),
-        fields.text("data"),
-        fields.integer("samples", 1),
-        fields.integer("length", 1),
-        fields.text("date"),
-        fields.text("dtype"),
-        budgets,
-        fields.numbers("values", n),
-        fields.numbers("standard_errors", n, 0.0),
-        fields.numbers("drop_errors", n, 0.0),
+        data=fields.text("data"),
+        samples=fields.integer("samples", 1),
+        length=fields.integer("length", 1),
+        date=fields.text("date"),
+        dtype=fields.text("dtype"),
+        budgets=budgets,
+        values=fields.numbers("values", n),
+        errors=fields.numbers("standard_errors", n, 0.0),
+        drop_errors=fields.numbers("drop_errors", n, 0.0),
     )
 
 

@@ -241,7 +241,7 @@ def test_training_step_names_what_it_cannot_measure(benchmark_module, tmp_path, 
 
 
 def test_training_step_dropout_is_balanced(benchmark_module):
-    updates = benchmark_module("training_step").balanced_updates(32)
+    updates = importlib.import_module("benchmarks.training_step_dropout").balanced_updates(32)
     assert sorted(updates) == [(2,), (3,), (4,), (6,), (8,), (12,), (16,), (24,), (32,)]
     assert updates != sorted(updates)
 

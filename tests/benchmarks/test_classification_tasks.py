@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import ROOT, start_killed_sweep
 
-from benchmarks import classification_tasks, sweeps
+from benchmarks import classification_tasks, matched_models, sweeps
 from benchmarks.classification_tasks import ROWS, TASKS, Settings
 from essm_train.tasks.audio import SPEECH4_WORDS, SpeechFrames
 from essm_train.tasks.listops import ListOps
@@ -73,7 +73,7 @@ def test_every_model_runs_every_task(run, tmp_path, capsys):
     assert len(list((tmp_path / "runs").iterdir())) == len(TASKS) * len(ROWS)
     classes = {"text": 2, "speech4": 4}
     for result in report["results"]:
-        assert abs(result["parameters"] / 50_000 - 1) <= sweeps.TOLERANCE
+        assert abs(result["parameters"] / 50_000 - 1) <= matched_models.TOLERANCE
         elastic = ROWS[result["model"]].peer is None
         assert [*result["error"]] == (["2", "4", "8", "16"] if elastic else ["1"])
         for error in result["error"].values():  # of 40 test samples

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import start_killed_sweep
 
-from benchmarks import memory_probes, sweeps, what_budgets_buy
+from benchmarks import matched_models, memory_probes, sweeps, what_budgets_buy
 from benchmarks.memory_tasks import (
     IGNORED,
     TASKS,
@@ -176,7 +176,7 @@ def test_every_model_runs_every_kind_of_task(tmp_path, capsys):
     assert [(r["task"]) for r in report["results"]] == [tasks[0]] * len(names) + [tasks[1]] * len(names)
     assert len(list((tmp_path / "runs").iterdir())) == 2 * len(names)
     for result in report["results"]:
-        assert abs(result["parameters"] / 50_000 - 1) <= sweeps.TOLERANCE
+        assert abs(result["parameters"] / 50_000 - 1) <= matched_models.TOLERANCE
         elastic = result["model"] in names[:3]
         assert [*result["error"]] == (["2", "4", "8", "16", "32"] if elastic else ["1"])
         assert result["definition"]["task"]["length"] == 32
@@ -275,7 +275,7 @@ def test_names_of_files_of_runs():
     assert run.file == "gated-inner-D-d-D-4-rate0.003-seed0.json"
     assert sweeps.Run("llama", 0.01, 2, "mqar:pairs=8").file == "mqar-pairs-8-llama-rate0.01-seed2.json"
     row = importlib.import_module("benchmarks.ablation").ROWS["llama"]
-    assert sweeps.definition(row) == {
+    assert matched_models.definition_of(row) == {
         "layers": 5,
         "fields": {},
         "expansion": 1.0,

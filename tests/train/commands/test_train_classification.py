@@ -26,8 +26,6 @@ from essm_train.data.classification import load_classification
 from essm_train.data.readers import FeatureReader, Sample, TextReader
 from essm_train.data.rows import collate
 from essm_train.data.sound import decode_wav
-from essm_train.measure.budget_sweep import BudgetSweep
-from essm_train.measure.metric import ACCURACY
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import budget_schedule
@@ -821,22 +819,3 @@ def test_files_without_rows_are_refused(arguments, tmp_path):
             load(arguments(tmp_path / "run", train_file=path, streaming=streaming))
     with pytest.raises(ValueError, match=r"validation_file none.parquet holds no rows"):
         load(arguments(tmp_path / "run", validation_file=path))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The sweep of a metric where higher is better.
-
-
-def test_sweet_spot_and_collapse_boundary_of_accuracy():
-    budgets, speeds = (2, 3, 4, 6, 8), (1.0,) * 5
-    sweep = BudgetSweep(budgets, (0.5, 0.71, 0.73, 0.785, 0.8), speeds, ACCURACY)
-    assert (sweep.sweet_spot, sweep.collapse_boundary) == (6, 4)  # at least 0.784 and 0.72
-    assert "   6     0.7850     -1.9%          1  * sweet spot" in sweep.table()
-    assert sweep.table().splitlines()[0] == "   K   accuracy   vs full   tokens/s"
-    assert sweep.record()["values"] == sweep.values and "bits_per_byte" not in sweep.record()
-    with pytest.raises(AttributeError, match="this sweep measured accuracy"):
-        _ = sweep.bits_per_byte
-    rising = BudgetSweep(budgets, (0.9, 0.9, 0.8, 0.8, 0.8), speeds, ACCURACY)
-    assert (rising.sweet_spot, rising.collapse_boundary) == (2, 2)
-    nothing = BudgetSweep(budgets, (0.0,) * 5, speeds, ACCURACY)
-    assert nothing.sweet_spot == 2 and "n/a" in nothing.table()

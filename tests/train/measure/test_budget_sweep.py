@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/budget_sweep.py on language models: bits per byte, the budgets it visits, and what it marks."""
+"""train/budget_sweep.py on language models: bits per byte, the budgets it visits, and its record."""
 
 import math
 import random
@@ -12,8 +12,10 @@ from training_run import bpe_tokenizer, documents
 
 from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder
-from essm_train.measure.budget_sweep import BudgetSweep, sweep_budgets
+from essm_train.measure.budget_sweep import read_sweep, sweep_budgets, sweep_record
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.scoring import num_scored
+from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.training.byte_tokenizer import EOS_ID, VOCAB_SIZE
 
 
@@ -43,8 +45,8 @@ def test_uniform_model_has_eight_bits_per_byte():
     table[:, 256:] = -math.inf
     sweep = sweep_budgets(FixedLogits(table), *byte_blocks(random.Random(0).randbytes(1000)))
     assert sweep.budgets == (2, 3, 4, 6, 8, 12, 16, 24, 32)
-    assert sweep.bits_per_byte == pytest.approx([8.0] * 9, abs=1e-5)
-    assert all(speed > 0 for speed in sweep.tokens_per_second)
+    assert sweep.values == pytest.approx([8.0] * 9, abs=1e-5)
+    assert all(speed > 0 for speed in sweep.speeds)
 
 
 def test_bits_per_byte_score_the_next_byte():
@@ -54,9 +56,9 @@ def test_bits_per_byte_score_the_next_byte():
     input_ids, labels = byte_blocks(bytes(i % 256 for i in range(1000)))
     scored = 1000 - 1
     sweep = sweep_budgets(FixedLogits(successor), input_ids, labels, budgets=[4])
-    assert sweep.bits_per_byte[0] == pytest.approx(math.log2(VOCAB_SIZE) / scored, rel=1e-3)
+    assert sweep.values[0] == pytest.approx(math.log2(VOCAB_SIZE) / scored, rel=1e-3)
     halved = sweep_budgets(FixedLogits(successor), input_ids, labels, budgets=[4], num_bytes=2 * scored)
-    assert halved.bits_per_byte[0] == pytest.approx(sweep.bits_per_byte[0] / 2)
+    assert halved.values[0] == pytest.approx(sweep.values[0] / 2)
 
 
 def test_tokens_of_any_length_are_scored_per_byte():
@@ -71,7 +73,7 @@ def test_tokens_of_any_length_are_scored_per_byte():
     num_bytes = sum(len(text) for text in texts)
     num_tokens = len(stream) - len(texts)
     assert num_scored(labels) == num_tokens - 1  # the first is context, <eos> and padding are not scored
-    assert sweep.bits_per_byte[0] == pytest.approx(num_tokens * math.log2(encoder.vocab_size) / num_bytes, rel=1e-6)
+    assert sweep.values[0] == pytest.approx(num_tokens * math.log2(encoder.vocab_size) / num_bytes, rel=1e-6)
 
 
 def test_sweep_runs_each_budget_up_to_the_capacity():
@@ -81,12 +83,9 @@ def test_sweep_runs_each_budget_up_to_the_capacity():
     assert sweep_budgets(model, *byte_blocks(bytes(200)), budgets=(4, 16, 32)).budgets == (4, 10)
 
 
-def test_sweet_spot_and_collapse_boundary():
-    sweep = BudgetSweep((2, 3, 4, 6, 8, 12), (2.3, 2.23, 2.22, 2.05, 2.03, 2.0), (1.0,) * 6)
-    assert (sweep.sweet_spot, sweep.collapse_boundary) == (8, 4)  # at most 2.04 and 2.2222
-    budgets = (2, 3, 4, 6, 8)
-    flat = BudgetSweep(budgets, (2.0,) * 5, (1.0,) * 5)
-    assert (flat.sweet_spot, flat.collapse_boundary) == (2, 2)
-    only_full = BudgetSweep(budgets, (9.0, 8.0, 7.0, 6.0, 2.0), (1.0,) * 5)
-    assert (only_full.sweet_spot, only_full.collapse_boundary) == (8, 8)
-    assert "  8     2.0000     +0.0%          1  * sweet spot  ^ collapse boundary" in only_full.table()
+def test_a_record_is_read_as_it_was_written():
+    for metric in (BITS_PER_BYTE, ACCURACY):
+        sweep = BudgetCurve(*metric, (2, 4, 8), (0.5, 0.71, 0.8), (3.0, 2.0, 1.0))
+        record = sweep_record(sweep)
+        assert read_sweep(record) == sweep and ("bits_per_byte" in record) == (metric == BITS_PER_BYTE)
+        assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)

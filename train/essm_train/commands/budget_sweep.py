@@ -19,7 +19,7 @@ from essm_train.commands.errors import run_script
 from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
-from essm_train.measure.budget_sweep import sweep_budgets
+from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.models import TRUST_HELP, load_model
 from modeling_essm.training.budget_dropout import BUDGETS
 
@@ -51,7 +51,7 @@ def main() -> None:
     labels = text_labels(input_ids)
     sweep = sweep_budgets(model, input_ids, labels, budgets=args.budgets, batch_size=args.batch_size)
     print(sweep.table())
-    sweep.save(output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
+    save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
 
 
 def run() -> None:

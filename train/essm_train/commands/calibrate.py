@@ -41,12 +41,12 @@ from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, open_tokenizer
 from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.calibration import (
     HeldOut,
-    draw,
     hold_out_blocks,
     hold_out_samples,
     measure_device,
     measure_quality,
 )
+from essm_train.measure.plots import draw_profile
 from essm_train.measure.timing import pick_device, threads
 from essm_train.models import TRUST_HELP, is_causal, load_model, read_saved_config
 from essm_train.tasks.catalog import get_task, make_arguments
@@ -261,7 +261,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     path = profile.save(folder)
     store_presets(folder, profile.presets())
     print(profile.table(entry.device))
-    write_figure(path.with_suffix(".png"), draw(profile))
+    write_figure(path.with_suffix(".png"), draw_profile(profile))
     print(f"saved {path}, {path.with_suffix('.png').name}; presets in config.json: {profile.presets()}")
     return profile
 

@@ -22,7 +22,8 @@ from transformers import HfArgumentParser
 from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.files import check_writable, write_figure, write_json, write_text
-from essm_train.measure.evaluation import evaluate_models, open_task
+from essm_train.measure.budget_sweep import save_sweep
+from essm_train.measure.evaluation import draw_evaluations, evaluate_models, open_task
 from essm_train.measure.metric import BITS_PER_BYTE
 from essm_train.models import TRUST_HELP
 from modeling_essm.training.budget_dropout import BUDGETS
@@ -53,10 +54,10 @@ def main() -> None:
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
     write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
-    write_figure(output_dir / "evaluation.png", evaluation.draw(args.task))
+    write_figure(output_dir / "evaluation.png", draw_evaluations({args.task: evaluation}))
     if len(args.models) == 1:
         split = {} if evaluation.metric == BITS_PER_BYTE else {"split": "test"}
-        evaluation.curve.save(Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)
+        save_sweep(evaluation.curve, Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)
     print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
 
 

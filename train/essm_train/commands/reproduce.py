@@ -37,7 +37,7 @@ from transformers import HfArgumentParser
 from essm_train.arguments import arg
 from essm_train.commands.errors import run_script
 from essm_train.files import check_writable, write_figure, write_json, write_text
-from essm_train.measure.evaluation import Evaluation, draw_curves
+from essm_train.measure.evaluation import Evaluation, draw_evaluations
 from essm_train.measure.tables import collect, departures, markdown, read_paper_figures
 from essm_train.tasks.catalog import get_task, published_folder, task_arguments
 from essm_train.tasks.experiments import EXPERIMENTS, Row, get_experiment
@@ -161,7 +161,7 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     for row, evaluation in evaluations.items():
         by_metric.setdefault(evaluation.metric.name, {})[row] = evaluation
     for i, group in enumerate(by_metric.values()):
-        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_curves(group), dpi=120)
+        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_evaluations(group), dpi=120)
     print(f"saved {results_dir / stem}.json, .md and .png")
     return record
 

@@ -36,7 +36,7 @@ from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import ClassificationData, load_classification
 from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
 from essm_train.data.rows import collate
-from essm_train.measure.budget_sweep import sweep_accuracy
+from essm_train.measure.budget_sweep import save_sweep, sweep_accuracy
 from essm_train.measure.scoring import Predictor
 from essm_train.models import make_config, make_model
 from essm_train.publish.hub import check_can_push
@@ -126,7 +126,7 @@ def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
     if accelerator.is_main_process:
         say(accelerator, f"accuracy on {len(held_out.samples):,} samples: {held_out.name}\n{sweep.table()}")
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out.samples)}
-        sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
+        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context, data=data.description)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         if not args.is_baseline:  # which has no remote code
             write_card_and_push(args)

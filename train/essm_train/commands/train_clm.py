@@ -38,7 +38,7 @@ from essm_train.data.blocks import text_labels
 from essm_train.data.samples import even_shares
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, Encoder, TokenizerEncoder, choose_tokenizer, with_end_token
-from essm_train.measure.budget_sweep import sweep_budgets
+from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.metric import Metric
 from essm_train.measure.scoring import num_scored, total_nats
 from essm_train.models import capacity_of, check_vocabulary, make_config, make_model
@@ -159,10 +159,11 @@ def _run(accelerator: Accelerator, args: CLMArguments) -> None:
         )
         say(accelerator, sweep.table())
         context = {"block_size": args.block_size, "blocks": len(text.held_out), "data": text.description}
-        sweep.save(output_dir, model=str(output_dir / "model"), **context)
+        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
         if not args.is_baseline:  # which cannot generate, and has no remote code
+            say(accelerator, f"--- prompt ---\n{prompt}")
             for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
                 say(accelerator, f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
             write_card_and_push(args)
@@ -177,11 +178,11 @@ def load_saved(folder: Path, device: torch.device) -> tuple[PreTrainedModel, Any
 
 
 def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> str:
-    """The prompt and 200 sampled tokens at that budget; the same random numbers for every budget."""
+    """200 tokens sampled after the prompt at that budget, without it; the same random numbers for every budget."""
     set_seed(0)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     ids = model.generate(**inputs, spectral_budget=budget, max_new_tokens=200, do_sample=True, temperature=0.7)
-    return tokenizer.decode(ids[0], skip_special_tokens=True)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def run() -> None:

@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 from essm_train.arguments import parse_arguments
 from essm_train.commands.errors import run_script
 from essm_train.data.samples import MapSamples
-from essm_train.measure.budget_sweep import BudgetSweep, sweep_accuracy
+from essm_train.measure.budget_sweep import save_sweep, sweep_accuracy
 from essm_train.measure.scoring import Predictor
 from essm_train.run.accelerator import open_run, say
 from essm_train.run.budgets import make_schedule
@@ -35,6 +35,7 @@ from essm_train.tasks.retrieval import (
     load_retrieval,
     save_tokenizer,
 )
+from modeling_essm.budgets.curve import BudgetCurve
 
 
 def make_model(args: RetrievalArguments, budgets: Sequence[int]) -> TwoTowerClassifier:
@@ -45,7 +46,7 @@ def make_model(args: RetrievalArguments, budgets: Sequence[int]) -> TwoTowerClas
     return TwoTowerClassifier(TwoTowerConfig(**fields, **names, trained_budgets=list(budgets)))
 
 
-def main(args: RetrievalArguments) -> BudgetSweep:
+def main(args: RetrievalArguments) -> BudgetCurve:
     """Train, save and sweep.
 
     Raises:
@@ -57,7 +58,7 @@ def main(args: RetrievalArguments) -> BudgetSweep:
         return _run(accelerator, args)
 
 
-def _run(accelerator: Accelerator, args: RetrievalArguments) -> BudgetSweep:
+def _run(accelerator: Accelerator, args: RetrievalArguments) -> BudgetCurve:
     assert args.num_spectral_channels is not None
     schedule = make_schedule(args, args.num_spectral_channels)
     data = load_retrieval(args)
@@ -88,7 +89,7 @@ def _run(accelerator: Accelerator, args: RetrievalArguments) -> BudgetSweep:
     if accelerator.is_main_process:
         say(accelerator, f"accuracy on {len(held_out):,} pairs\n{sweep.table()}")
         context = {"split": "validation" if data.test is None else "test", "samples": len(held_out)}
-        sweep.save(output_dir, model=str(output_dir / "model"), **context, data=data.description)
+        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context, data=data.description)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -6,10 +6,7 @@ share one token with the next. The first token of a block is context only; every
 bytes before it in its own block (1 to block_size - 1 of them). Special tokens are not scored. A model that is uniform
 over 256 symbols gets 8 bits per byte.
 
-Sweet spot: the smallest budget whose bits per byte are at most 2% above those of the full (largest) budget. Collapse
-boundary: the smallest budget that keeps 90% of the quality, with quality = 1 / bits per byte relative to the full
-budget: at most 1 / 0.9, or 11.1% above it. Below that boundary the model falls apart. Of a metric where higher is
-better, such as accuracy: at least 98% and at least 90% of its value at the full budget.
+What is marked on the curve, sweet spot and collapse boundary: modeling_essm/budgets/curve.py.
 
 tokens/s is the speed of forward passes over whole blocks without a cache (prefill): after a warm-up, the median over
 rounds in which every budget runs once, so that a machine that slows down hits all budgets alike.
@@ -20,114 +17,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from essm_train.files import write_figure, write_json
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric, load_metric
+from essm_train.measure.plots import draw_sweep
 from essm_train.measure.scoring import Predictor, num_scored, total_nats
 from essm_train.measure.timing import tokens_per_second
 from essm_train.models import capacity_of
+from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
-SWEET_SPOT_TOLERANCE = 0.02
-COLLAPSE_QUALITY = 0.90
+
+def sweep_record(sweep: BudgetCurve) -> dict[str, Any]:
+    """For JSON: a language model's values are called bits_per_byte, those of others values, with the metric."""
+    values: dict[str, Any] = {"bits_per_byte": sweep.values}
+    if sweep.metric != BITS_PER_BYTE.name:
+        values = {"metric": Metric(sweep.metric, sweep.higher_is_better)._asdict(), "values": sweep.values}
+    marks = {"sweet_spot": sweep.sweet_spot, "collapse_boundary": sweep.collapse_boundary}
+    return {"budgets": sweep.budgets, **values, "tokens_per_second": sweep.speeds, **marks}
 
 
-@dataclass(frozen=True)
-class BudgetSweep:
-    """One entry per budget, ascending; the last one is the full budget.
+def read_sweep(record: Mapping[str, Any]) -> BudgetCurve:
+    """From the record of budget_sweep.json, also of one that measured samples_per_second, or no speed.
 
-    Attributes:
-        budgets: K. values, tokens_per_second: the metric and the speed at each K.
-        metric: what the values are.
+    Raises:
+        ValueError: no budgets, no metric, lists of different lengths, or values that are not finite.
     """
+    metric = record.get("metric") or BITS_PER_BYTE._asdict()
+    if isinstance(metric, str):
+        metric = {"name": metric, "higher_is_better": record.get("higher_is_better", metric != BITS_PER_BYTE.name)}
+    values = record.get("values", record.get(metric["name"]))
+    budgets = record.get("budgets")
+    if not budgets or values is None or len(values) != len(budgets):
+        raise ValueError(
+            f"a budget sweep needs `budgets` and as many values of {metric['name']!r}, got {budgets!r} and {values!r}"
+        )
+    unit = next((unit for unit in ("tokens", "samples") if record.get(f"{unit}_per_second")), "tokens")
+    speeds = record.get(f"{unit}_per_second") or []
+    if len(speeds) not in (0, len(budgets)):
+        raise ValueError(f"{unit}_per_second must have {len(budgets)} values, got {len(speeds)}")
+    for value in (*values, *speeds):
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"a budget sweep must hold finite numbers, got {value!r}")
+    higher = bool(metric.get("higher_is_better", False))
+    return BudgetCurve(str(metric["name"]), higher, tuple(budgets), tuple(values), tuple(speeds))
 
-    budgets: tuple[int, ...]
-    values: tuple[float, ...]
-    tokens_per_second: tuple[float, ...]
-    metric: Metric = BITS_PER_BYTE
 
-    @property
-    def bits_per_byte(self) -> tuple[float, ...]:
-        """The values of a language model's sweep."""
-        if self.metric != BITS_PER_BYTE:
-            raise AttributeError(f"this sweep measured {self.metric.name}: read `values`")
-        return self.values
-
-    @property
-    def sweet_spot(self) -> int:
-        """The smallest K within 2% of the full budget."""
-        better = 1 - SWEET_SPOT_TOLERANCE if self.metric.higher_is_better else 1 + SWEET_SPOT_TOLERANCE
-        return self._smallest_within(self.values[-1] * better)
-
-    @property
-    def collapse_boundary(self) -> int:
-        """The smallest K that keeps 90% of the quality."""
-        full = self.values[-1]
-        higher = self.metric.higher_is_better
-        return self._smallest_within(full * COLLAPSE_QUALITY if higher else full / COLLAPSE_QUALITY)
-
-    def _smallest_within(self, limit: float) -> int:
-        sign = 1 if self.metric.higher_is_better else -1
-        return next(K for K, value in zip(self.budgets, self.values) if sign * value >= sign * limit)
-
-    def table(self) -> str:
-        """For people."""
-        name = "bits/byte" if self.metric == BITS_PER_BYTE else self.metric.name
-        lines = [f"{'K':>4}  {name:>9}  {'vs full':>8}  {'tokens/s':>9}"]
-        full = self.values[-1]
-        for K, value, speed in zip(self.budgets, self.values, self.tokens_per_second):
-            change = f"{value / full - 1:>+8.1%}" if full else f"{'n/a':>8}"
-            line = f"{K:>4}  {value:>9.4f}  {change}  {speed:>9,.0f}"
-            line += "  * sweet spot" if self.sweet_spot == K else ""
-            line += "  ^ collapse boundary" if self.collapse_boundary == K else ""
-            lines.append(line)
-        return "\n".join(lines)
-
-    def record(self) -> dict[str, Any]:
-        """For JSON: a language model's values are called bits_per_byte, those of others values, with the metric."""
-        values: dict[str, Any] = {"bits_per_byte": self.values}
-        if self.metric != BITS_PER_BYTE:
-            values = {"metric": self.metric._asdict(), "values": self.values}
-        marks = {"sweet_spot": self.sweet_spot, "collapse_boundary": self.collapse_boundary}
-        return {"budgets": self.budgets, **values, "tokens_per_second": self.tokens_per_second, **marks}
-
-    def save(self, output_dir: Path, **context: object) -> None:
-        """Write budget_sweep.json, with whatever `context` should stand beside the figures, and budget_sweep.png."""
-        record = {**self.record(), **context, "torch": torch.__version__, "threads": torch.get_num_threads()}
-        write_json(output_dir / "budget_sweep.json", record)
-        write_figure(output_dir / "budget_sweep.png", self._draw())
-
-    def _draw(self) -> Figure:
-        figure = Figure(figsize=(7, 4.5), layout="constrained")
-        axes = figure.subplots()
-        axes.plot(self.budgets, self.values, "o-", color="tab:blue", markersize=5, zorder=2)
-        for K, marker, color, size, label in (
-            (self.collapse_boundary, "^", "none", 22, "collapse boundary (at least 90% of the quality)"),
-            (self.sweet_spot, "*", "tab:orange", 15, "sweet spot (within 2% of the full budget)"),
-        ):
-            value = self.values[self.budgets.index(K)]
-            (point,) = axes.plot(K, value, marker, color=color, markersize=size, label=f"K = {K}: {label}", zorder=3)
-            point.set_markeredgecolor("tab:red")
-        axes.set_xscale("log")
-        axes.set_xticks(self.budgets, [str(K) for K in self.budgets])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("spectral budget K (channels used, log scale)")
-        held_out = "held-out text" if self.metric == BITS_PER_BYTE else "held-out samples"
-        axes.set_ylabel(f"{self.metric.name.replace('_', ' ')}, {held_out}")
-        axes.set_title("One set of weights, every budget")
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.12)
-        axes.legend(markerscale=0.6)
-        return figure
+def save_sweep(sweep: BudgetCurve, output_dir: Path, **context: object) -> None:
+    """Write budget_sweep.json, with whatever `context` should stand beside the figures, and budget_sweep.png."""
+    record = {**sweep_record(sweep), **context, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    write_json(output_dir / "budget_sweep.json", record)
+    write_figure(output_dir / "budget_sweep.png", draw_sweep(sweep))
 
 
 def sweep_metric(
@@ -138,7 +84,7 @@ def sweep_metric(
     metric: Metric,
     budgets: Sequence[int] = BUDGETS,
     progress: Callable[[int], object] = lambda budget: None,
-) -> BudgetSweep:
+) -> BudgetCurve:
     """Evaluate any model at every budget up to its capacity, which is always one of them.
 
     Args:
@@ -153,7 +99,7 @@ def sweep_metric(
     for K in budgets:
         progress(K)
         values.append(evaluate(K))
-    return BudgetSweep(budgets, tuple(values), tuple(tokens_per_second(model, inputs, budgets)), metric)
+    return BudgetCurve(*metric, budgets, tuple(values), tuple(tokens_per_second(model, inputs, budgets)))
 
 
 def sweep_budgets(
@@ -165,7 +111,7 @@ def sweep_budgets(
     num_bytes: float | None = None,
     batch_size: int = 8,
     progress: Callable[[int], object] = lambda budget: None,
-) -> BudgetSweep:
+) -> BudgetCurve:
     """Evaluate a causal language model at every budget up to its capacity, which is always one of them.
 
     Args:
@@ -190,7 +136,7 @@ def sweep_accuracy(
     predict: Predictor,
     budgets: Sequence[int] = BUDGETS,
     progress: Callable[[int], object] = lambda budget: None,
-) -> BudgetSweep:
+) -> BudgetCurve:
     """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it.
 
     Args:

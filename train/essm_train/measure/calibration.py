@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A model's budget profile: quality at every budget with its errors, time and memory on this device, and the picture.
+"""A model's budget profile: quality at every budget with its errors, time and memory on this device.
 
 The drop against the full budget is given with its standard error over blocks or samples. Times are medians over rounds
 in which budgets and batch sizes take turns, memory is what a call needs beside the weights; the inputs are random.
@@ -17,9 +17,6 @@ from typing import Any
 
 import torch
 import transformers
-from matplotlib.figure import Figure
-from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,7 +27,7 @@ from essm_train.data.rows import collate
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.measure.scoring import Predictor, block_nats
 from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory
-from modeling_essm.budgets.profile import BudgetProfile, DeviceProfile, Measurement, Quality, device_name
+from modeling_essm.budgets.profile import DeviceProfile, Measurement, Quality, device_name
 
 Case = tuple[int, int]  # batch size, budget
 
@@ -95,14 +92,14 @@ def measure_quality(model: PreTrainedModel, held_out: HeldOut, budgets: Sequence
     ]
     return Quality(
         *held_out.metric,
-        held_out.description,
+        data=held_out.description,
         samples=n,
         length=held_out.length,
         date=_today(),
         dtype=str(model.dtype)[6:],
         budgets=tuple(budgets),
         values=tuple(values),
-        standard_errors=tuple(map(error, influences)),
+        errors=tuple(map(error, influences)),
         drop_errors=tuple(map(error, drops)),
     )
 
@@ -183,45 +180,6 @@ def _measure(
         cache_bytes = caches[size, K].num_bytes if caches else 0
         rows.append(Measurement(phase, size, K, median, min(ms), max(ms), speed, peak, cache_bytes))
     return rows
-
-
-def draw(profile: BudgetProfile) -> Figure:
-    """Quality against the time of a decoded token (of a call, for a classifier): a panel per device."""
-    quality, presets = profile.quality, profile.presets()
-    value = dict(zip(quality.budgets, quality.values))
-    figure = Figure(figsize=(7 * len(profile.devices), 4.8), layout="constrained")
-    panels = figure.subplots(1, len(profile.devices), sharey=True, squeeze=False)[0]
-    for axes, entry in zip(panels, profile.devices.values()):
-        phase = entry.phases[-1]
-        for i, size in enumerate(entry.batch_sizes(phase)):
-            rows = [row for K, row in entry.at(phase, size).items() if K in value]
-            x, y = [row.median_ms for row in rows], [value[row.budget] for row in rows]
-            spread = [[r.median_ms - r.min_ms for r in rows], [r.max_ms - r.median_ms for r in rows]]
-            axes.errorbar(x, y, xerr=spread, fmt="none", ecolor=f"C{i}", elinewidth=0.8, alpha=0.7)
-            axes.plot(x, y, "o-", color=f"C{i}", markersize=4, label=f"batch size {size}")
-            style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": f"C{i}"}
-            style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
-            for row, point in zip(rows, zip(x, y)):
-                axes.annotate(str(row.budget), point, (0, 7), zorder=4, **style)
-        for name, marker, face in (("collapse-boundary", "^", "none"), ("sweet-spot", "*", "gold")):
-            K = presets[name]
-            at = [row.median_ms for row in entry.rows if (row.phase, row.budget) == (phase, K)]
-            label = f"K = {K}: {name.replace('-', ' ')}"
-            (points,) = axes.plot(at, [value[K]] * len(at), marker, color=face, markersize=14, zorder=3, label=label)
-            points.set_markeredgecolor("tab:red")
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.xaxis.set_minor_locator(NullLocator())
-        per = "decoded token" if phase == "decode" else f"call over {entry.prompt_length} positions"
-        axes.set_xlabel(f"ms per {per}: median, and range of the rounds (log scale)")
-        axes.set_title(f"{entry.device}\n{entry.dtype}, CPU threads: {entry.threads}", fontsize=10)
-        axes.grid(alpha=0.3)
-        axes.margins(y=0.12)
-        axes.legend(markerscale=0.7)
-    better = "higher" if quality.higher_is_better else "lower"
-    panels[0].set_ylabel(f"{quality.metric.replace('_', ' ')} of held-out data ({better} is better)")
-    return figure
 
 
 def _today() -> str:

@@ -2,8 +2,7 @@
 """A trained model on a task at every budget: quality over seeds, retention, speed, peak memory, active parameters.
 
 Language models are judged by bits per byte under the context rule of budget_sweep.py, classifiers by accuracy on the
-test split. Retention is value / full value where higher is better, full value / value otherwise: 1 at the full budget.
-The sweet spot keeps 98% of the quality, the collapse boundary 90%, see budget_sweep.py.
+test split. Retention, sweet spot and collapse boundary: modeling_essm/budgets/curve.py.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -26,13 +24,15 @@ from essm_train.data.classification import load_classification
 from essm_train.data.rows import collate
 from essm_train.data.text import load_text
 from essm_train.data.tokens import ByteEncoder
-from essm_train.measure.budget_sweep import BudgetSweep, sweep_accuracy, sweep_budgets
+from essm_train.measure.budget_sweep import sweep_accuracy, sweep_budgets
 from essm_train.measure.metric import Metric
+from essm_train.measure.plots import draw_curves
 from essm_train.measure.scoring import Predictor, num_scored
 from essm_train.measure.timing import peak_memory
 from essm_train.models import capacity_of, load_model, run_at_budget
 from essm_train.tasks import retrieval
 from essm_train.tasks.catalog import get_task, make_arguments
+from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
@@ -41,11 +41,11 @@ class TaskData:
     """Held-out data of a task.
 
     Attributes:
-        sweep: (model, budgets) to a BudgetSweep. inputs: one batch of the model's inputs, to measure memory on.
+        sweep: (model, budgets) to a BudgetCurve. inputs: one batch of the model's inputs, to measure memory on.
         load: from a folder, and whether its own code may run, to the model. description: for people.
     """
 
-    sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetSweep]
+    sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetCurve]
     inputs: dict[str, Tensor]
     load: Callable[..., PreTrainedModel]
     description: str
@@ -78,70 +78,39 @@ class Evaluation:
         return tuple(statistics.stdev(column) if several else 0.0 for column in zip(*self.values))
 
     @property
-    def retention(self) -> tuple[float, ...]:
-        full = self.mean[-1]
-        return tuple(v / full if self.metric.higher_is_better else full / v for v in self.mean)
-
-    @property
-    def curve(self) -> BudgetSweep:
-        """The means as one sweep."""
+    def curve(self) -> BudgetCurve:
+        """The means as one curve, the deviations as its errors."""
         speeds = tuple(statistics.fmean(column) for column in zip(*self.tokens_per_second))
-        return BudgetSweep(self.budgets, self.mean, speeds, self.metric)
+        return BudgetCurve(*self.metric, self.budgets, self.mean, speeds, self.deviation)
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        marks = {"sweet_spot": self.curve.sweet_spot, "collapse_boundary": self.curve.collapse_boundary}
-        summary = {"mean": self.mean, "deviation": self.deviation, "retention": self.retention}
+        curve = self.curve
+        marks = {"sweet_spot": curve.sweet_spot, "collapse_boundary": curve.collapse_boundary}
+        summary = {"mean": curve.values, "deviation": curve.errors, "retention": curve.retention}
         return {**asdict(self), "metric": self.metric._asdict(), "seeds": len(self.values), **summary, **marks}
 
     def markdown(self) -> str:
         """The table, in the form of the paper's Table 6."""
-        name = self.metric.name.replace("_", " ")
+        curve, symbols = self.curve, {"sweet spot": "★", "collapse boundary": "▲"}
         lines = [
-            f"| K | {name} | retention | active parameters | tokens/s | peak memory, MiB | |",
+            f"| K | {curve.title} | retention | active parameters | tokens/s | peak memory, MiB | |",
             "|---|---|---|---|---|---|---|",
         ]
-        curve = self.curve
         for i, K in enumerate(self.budgets):
-            spread = f" ± {self.deviation[i]:.4f}" if len(self.values) > 1 else ""
-            marks = "★ sweet spot " * (curve.sweet_spot == K) + "▲ collapse boundary" * (curve.collapse_boundary == K)
+            spread = f" ± {curve.errors[i]:.4f}" if len(self.values) > 1 else ""
+            marks = " ".join(f"{symbols[mark]} {mark}" for mark, at in curve.marks.items() if at == K)
             lines.append(
-                f"| {K} | {self.mean[i]:.4f}{spread} | {self.retention[i]:.1%} | {self.active_parameters[i]:,} "
-                f"({self.active_parameters[i] / self.active_parameters[-1]:.0%}) | {curve.tokens_per_second[i]:,.0f} "
-                f"| {self.peak_bytes[i] / 2**20:.1f} | {marks.strip()} |"
+                f"| {K} | {curve.values[i]:.4f}{spread} | {curve.retention[i]:.1%} | {self.active_parameters[i]:,} "
+                f"({self.active_parameters[i] / self.active_parameters[-1]:.0%}) | {curve.speeds[i]:,.0f} "
+                f"| {self.peak_bytes[i] / 2**20:.1f} | {marks} |"
             )
         return "\n".join(lines) + "\n"
 
-    def draw(self, title: str) -> Figure:
-        """The budget curve, in the form of the paper's Figure 2."""
-        return draw_curves({title: self})
 
-
-def draw_curves(evaluations: dict[str, Evaluation]) -> Figure:
-    """One curve per task or variant: mean, deviation as a band, star and triangle; one budget is a dashed line."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for i, (label, evaluation) in enumerate(evaluations.items()):
-        color, curve = f"C{i}", evaluation.curve
-        if len(curve.budgets) == 1:
-            axes.axhline(curve.values[0], linestyle="--", color=color, label=label)
-            continue
-        axes.plot(curve.budgets, curve.values, "o-", color=color, markersize=4, label=label)
-        low, high = ([m + sign * d for m, d in zip(evaluation.mean, evaluation.deviation)] for sign in (-1, 1))
-        axes.fill_between(curve.budgets, low, high, color=color, alpha=0.15)
-        for K, marker, size in ((curve.collapse_boundary, "^", 12), (curve.sweet_spot, "*", 15)):
-            value = curve.values[curve.budgets.index(K)]
-            axes.plot(K, value, marker, color=color, markersize=size, markeredgecolor="black", zorder=3)
-    elastic = [evaluation for evaluation in evaluations.values() if len(evaluation.budgets) > 1]
-    budgets = sorted({K for evaluation in elastic for K in evaluation.budgets})
-    axes.set_xscale("log")
-    axes.set_xticks(budgets, [str(K) for K in budgets])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("spectral budget K (star: sweet spot, triangle: collapse boundary)")
-    axes.set_ylabel(next(iter(evaluations.values())).metric.name.replace("_", " "))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    return figure
+def draw_evaluations(evaluations: dict[str, Evaluation]) -> Figure:
+    """One curve per task or variant, see `draw_curves`."""
+    return draw_curves({label: evaluation.curve for label, evaluation in evaluations.items()})
 
 
 def open_language_task(args: Any, description: str) -> TaskData:
@@ -150,7 +119,7 @@ def open_language_task(args: Any, description: str) -> TaskData:
     text = load_text(args, encoder)
     labels = text_labels(text.held_out, encoder.special_ids)
 
-    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
+    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetCurve:
         count = num_scored(labels) * text.bytes_per_token
         return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
 
@@ -181,7 +150,7 @@ def open_retrieval_task(args: Any, description: str) -> TaskData:
 def _accuracy_task(
     samples: Sequence[Any], labels: Tensor, predict: Predictor, load: Callable[..., PreTrainedModel], name: str
 ) -> TaskData:
-    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetSweep:
+    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetCurve:
         return sweep_accuracy(model, samples, labels, predict, budgets)
 
     return TaskData(sweep, predict.batch(samples), load, name)
@@ -218,7 +187,7 @@ def evaluate_models(
     Raises:
         ValueError: models of different capacity, or one that needs its own code without `trust_remote_code`.
     """
-    sweeps: list[BudgetSweep] = []
+    sweeps: list[BudgetCurve] = []
     peaks: tuple[int, ...] = ()
     active: tuple[int, ...] = ()
     for folder in folders:
@@ -234,8 +203,9 @@ def evaluate_models(
             peaks = tuple(_peak(model, batch, K) for K in wanted)
             active = tuple(_active_parameters(model, K) for K in wanted)
         sweeps.append(task.sweep(model, wanted))
-    values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "tokens_per_second"))
-    return Evaluation(sweeps[0].metric, sweeps[0].budgets, values, speeds, peaks, active)
+    metric = Metric(sweeps[0].metric, sweeps[0].higher_is_better)
+    values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "speeds"))
+    return Evaluation(metric, sweeps[0].budgets, values, speeds, peaks, active)
 
 
 def _active_parameters(model: PreTrainedModel, budget: int) -> int:

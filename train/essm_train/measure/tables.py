@@ -56,7 +56,9 @@ def markdown(
         found = {K: f"{m:.4f}{d}" for K, m, d in zip(evaluation.budgets, evaluation.mean, spread)}
         elastic = len(evaluation.budgets) > 1
         cells = [found.get(K, "") for K in budgets] if elastic else [""] * (len(columns) - 1) + [*found.values()]
-        marks = (evaluation.curve.sweet_spot, evaluation.curve.collapse_boundary) if elastic else ("", "")
+        marks = [
+            evaluation.curve.marks.get(mark, "") if elastic else "" for mark in ("sweet spot", "collapse boundary")
+        ]
         size = f"{parameters[name]:,}" if parameters.get(name) else ""
         lines.append(f"| {name} | {size} | {' | '.join(cells)} | {marks[0]} | {marks[1]} | {len(evaluation.values)} |")
         if paper.get(name):

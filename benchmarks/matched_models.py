@@ -1,0 +1,130 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Models of a table, of equal size: the row that describes one, and the shape that has as many parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+TOLERANCE = 0.03  # of the number of parameters
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of a table.
+
+    Attributes:
+        layers: blocks to begin with. fields: of ESSMConfig, or of BaselineConfig.
+        expansion: inner width of the gated block over D. feed_forward: width of its feed-forward layer over D.
+        peer: architecture of essm_train/baselines/models.py instead. hidden_size: of a peer, to begin with.
+        rates: learning rates.
+        updates: over those of the table, for models compared at equal time.
+        full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
+        schedule: of the budgets of the others.
+    """
+
+    layers: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    expansion: float = 1.0
+    feed_forward: float = 0.0
+    peer: str | None = None
+    hidden_size: int = 0
+    rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
+    updates: float = 1.0
+    full_share: float = 0.0
+    schedule: str = "discrete"
+
+
+def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
+    """The configuration with that many parameters, to 3%, whose shape is nearest to the row's in log distance.
+
+    Of an ES-SSM the inner width is what its heads divide, and the width D is even; both, then the depth, give way.
+
+    Args:
+        model_class: what the parameters are counted of, called with a configuration; by default the language model.
+    Raises:
+        ValueError: there is none.
+    """
+    if row.peer is not None:
+        from essm_train.baselines.models import BaselineForCausalLM
+        from essm_train.baselines.sizes import matched_baseline
+
+        model_class = model_class or BaselineForCausalLM
+        sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
+        return matched_baseline(row.peer, target, tolerance=TOLERANCE, model_class=model_class, **sizes, **row.fields)
+    gated = row.fields.get("block") == "gated"
+    step = math.lcm(2, row.fields["num_heads"] * (row.fields["mixing_size"] or 1)) if gated else 2
+
+    def make(hidden: int, inner: int, layers: int) -> ESSMConfig:
+        sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
+        if gated:
+            sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
+            sizes["mixing_size"] = row.fields["mixing_size"] or inner // row.fields["num_heads"]
+        return ESSMConfig(**row.fields | sizes)
+
+    @functools.cache
+    def law(hidden: int, inner: int) -> tuple[int, int]:
+        one, two = (count_parameters(make(hidden, inner, layers), model_class) for layers in (1, 2))
+        return 2 * one - two, two - one  # of all layers together, of each
+
+    def count(hidden: int, inner: int, layers: int) -> int:
+        fixed, each = law(hidden, inner)
+        return fixed + layers * each
+
+    def first(reaches: Callable[[int], bool]) -> int:
+        """The first even number for which a monotone condition holds."""
+        low, high = 1, 2
+        while not reaches(2 * high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if reaches(2 * middle) else (middle, high)
+        return 2 * high
+
+    def follows(hidden: int) -> int:
+        return max(step, round(row.expansion * hidden / step) * step) if gated else hidden
+
+    found: list[tuple[float, int, int, int]] = []  # distance, then sizes
+    depths = range(1, 2 * row.layers + 1)
+    for layers in sorted(depths, key=lambda n: abs(math.log(n / row.layers))):
+        depth = math.log(layers / row.layers) ** 2
+        if found and depth >= min(found)[0]:
+            break
+        middle = first(lambda D, layers=layers: count(D, follows(D), layers) >= target)
+        around = range(follows(middle) - step, follows(middle) + step + 1, step)
+        for inner in [width for width in around if width > 0] if gated else [0]:
+            hidden = first(lambda D, inner=inner, layers=layers: count(D, inner or D, layers) >= target)
+            for D in (hidden - 2, hidden):
+                if D >= 2 and abs(count(D, inner or D, layers) / target - 1) <= TOLERANCE:
+                    ratio = math.log((inner or D) / (row.expansion * D))
+                    found.append((ratio**2 + depth, D, inner or D, layers))
+    if not found:
+        raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
+    _, hidden, inner, layers = min(found)
+    return make(hidden, inner, layers)
+
+
+def count_parameters(config: ESSMConfig, model_class: Any = None) -> int:
+    """A tied matrix counts once; allocates nothing."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in (model_class or ESSMForCausalLM)(config).parameters())
+
+
+def definition_of(row: Row) -> dict[str, Any]:
+    """What makes a row, but for its rates, as JSON gives it back."""
+    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(row).items() if k != "rates"}))
+
+
+def sizes_of(config: Any) -> dict[str, Any]:
+    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "mixing_size", "intermediate_size")
+    names += ("num_spectral_channels", "state_size")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}

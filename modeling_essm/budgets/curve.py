@@ -1,0 +1,97 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The budget curve: a metric of one model at every budget K, and the one rule that marks budgets on it.
+
+The drop of a budget is the relative loss of quality against the full (largest) budget. Sweet spot: the smallest budget
+with a drop of at most 2%. Collapse boundary: the smallest budget that keeps 90% of the quality, where quality is the
+metric if higher is better and 1 / metric otherwise: at most 1 / 0.9, or 11.1% above the full budget's. Below that
+boundary the model falls apart. Where the smallest budget measured keeps 90% too, nothing collapses: tables and plots
+mark no boundary, files and presets name that smallest budget.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+SWEET_SPOT_DROP = 0.02  # of the full budget's quality, the paper's
+COLLAPSE_QUALITY = 0.90  # what is left of the quality above the collapse boundary
+
+MARK_SYMBOLS = {"sweet spot": "*", "collapse boundary": "^"}
+
+_ROUNDING = 1e-9  # a drop of exactly 2% is within 2%
+
+
+@dataclass(frozen=True)
+class BudgetCurve:
+    """The metric at each budget, ascending; the last budget is the full one.
+
+    Attributes:
+        metric, higher_is_better: what the values are. speeds: tokens/s of forward passes, or empty.
+        errors: of each value, standard errors over samples or standard deviations over seeds; or empty.
+    """
+
+    metric: str
+    higher_is_better: bool
+    budgets: tuple[int, ...]
+    values: tuple[float, ...]
+    speeds: tuple[float, ...] = ()
+    errors: tuple[float, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The metric's name for people."""
+        return self.metric.replace("_", " ")
+
+    @property
+    def drops(self) -> tuple[float, ...]:
+        """Relative loss of quality against the full budget: 0.02 is 2% worse, negative is better."""
+        full = self.values[-1]
+        losses = ((full - value if self.higher_is_better else value - full) for value in self.values)
+        return tuple(loss / abs(full) if full else math.copysign(math.inf, loss) if loss else 0.0 for loss in losses)
+
+    @property
+    def retention(self) -> tuple[float, ...]:
+        """Share of the full budget's quality: value / full where higher is better, full / value otherwise."""
+        full = self.values[-1]
+        return tuple(value / full if self.higher_is_better else full / value for value in self.values)
+
+    def within(self, drop: float) -> tuple[int, ...]:
+        """The budgets that lose at most `drop`, ascending; the full one is always among them if `drop` >= 0."""
+        return tuple(K for K, loss in zip(self.budgets, self.drops) if loss <= drop + _ROUNDING)
+
+    @property
+    def sweet_spot(self) -> int:
+        """The smallest K within 2% of the full budget."""
+        return self.within(SWEET_SPOT_DROP)[0]
+
+    @property
+    def collapse_boundary(self) -> int:
+        """The smallest K that keeps 90% of the quality, also where no smaller one was measured."""
+        return self.within(1 - COLLAPSE_QUALITY if self.higher_is_better else 1 / COLLAPSE_QUALITY - 1)[0]
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """What tables and plots mark: the sweet spot, and the collapse boundary if a smaller budget is below it."""
+        marks = {"sweet spot": self.sweet_spot, "collapse boundary": self.collapse_boundary}
+        if self.collapse_boundary == self.budgets[0]:
+            del marks["collapse boundary"]
+        return marks
+
+    def presets(self) -> dict[str, int]:
+        """Names for config.budget_presets."""
+        return {
+            "sweet-spot": self.sweet_spot,
+            "collapse-boundary": self.collapse_boundary,
+            "full": self.budgets[-1],
+        }
+
+    def table(self) -> str:
+        """Value, change and speed at every budget, for people."""
+        name = "bits/byte" if self.metric == "bits_per_byte" else self.metric
+        lines = [f"{'K':>4}  {name:>9}  {'vs full':>8}  {'tokens/s':>9}"]
+        full = self.values[-1]
+        for K, value, speed in zip(self.budgets, self.values, self.speeds):
+            change = f"{value / full - 1:>+8.1%}" if full else f"{'n/a':>8}"
+            marks = "".join(f"  {MARK_SYMBOLS[mark]} {mark}" for mark, at in self.marks.items() if at == K)
+            lines.append(f"{K:>4}  {value:>9.4f}  {change}  {speed:>9,.0f}{marks}")
+        return "\n".join(lines)

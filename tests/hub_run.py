@@ -1,0 +1,81 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A run to publish, and train/push_to_hub.py in child processes against `hub_server.FakeHub`.
+
+The client is told where the Hub is by HF_ENDPOINT, as a mirror's user would. HF_HUB_DISABLE_XET=1 because a client
+with hf_xet uploads large files through xet only, which the server does not offer.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers import ROOT
+from hub_server import FakeHub
+from safetensors.torch import load_file, save_file
+
+SCRIPT = ROOT / "train/push_to_hub.py"
+REPO = "essm-tests/elastic"
+SWEEP = {
+    "budgets": [2, 8, 32],
+    "bits_per_byte": [2.75, 2.55, 2.5],
+    "tokens_per_second": [9000.0, 5000.4, 2000.0],
+    "sweet_spot": 8,
+    "collapse_boundary": 2,
+    "block_size": 512,
+    "blocks": 128,
+    "threads": 2,
+    "torch": "2.13.0",
+    "model": "/home/somebody/runs/x/model",
+}
+TRAINING = {
+    "script": "train_clm.py",
+    "data": "A | tiny corpus",
+    "updates": 600,
+    "tokens_per_update": 2048,
+    "schedule": "discrete",
+    "hardware": "2 cores of an AMD EPYC",
+    "arguments": {"learning_rate": 0.005, "train_file": ["/home/somebody/book.txt"], "hub_token": "hf_secret"},
+}
+PICTURE = b"\x89PNG\r\n\x1a\n\0not really"
+
+
+def environment(hub: FakeHub | str, home: Path, token: str | None = "hf_writer") -> dict[str, str]:
+    """A machine that knows nothing but the server and, perhaps, a token."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING")) and "proxy" not in k.lower()}
+    kept |= {"HF_ENDPOINT": hub if isinstance(hub, str) else hub.url, "HF_HOME": str(home / "hf_home")}
+    kept |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    kept |= {"OMP_NUM_THREADS": "1"} | ({"HF_TOKEN": token} if token else {})
+    return kept
+
+
+def start(hub, run: Path, *arguments: str, repo: str = REPO, token: str | None = "hf_writer") -> subprocess.Popen:
+    command = [sys.executable, SCRIPT, "--run", run, "--hub_model_id", repo, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(list(map(str, command)), env=environment(hub, run.parent, token), cwd=run.parent, **pipes)
+
+
+def push(hub, run: Path, *arguments: str, **options) -> str:
+    """The revision that the script reports."""
+    child = start(hub, run, *arguments, **options)
+    out, err = child.communicate(timeout=120)
+    assert child.returncode == 0, err
+    return re.search(r"at revision ([0-9a-f]{40})", out)[1]
+
+
+def push_fails(hub, run: Path, *arguments: str, **options) -> str:
+    """What the script says, without a traceback."""
+    child = start(hub, run, *arguments, **options)
+    _, err = child.communicate(timeout=120)
+    assert child.returncode == 1 and "Traceback" not in err, err
+    return err
+
+
+def shas(hub: FakeHub, repo: str = REPO) -> list[str]:
+    return [sha for sha, _, _ in hub.repositories[repo].commits]
+
+
+def change_weights(run: Path) -> None:
+    path = run / "model" / "model.safetensors"
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})

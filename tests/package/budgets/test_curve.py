@@ -1,0 +1,54 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The budget curve: drops, and what is marked."""
+
+import pytest
+
+from modeling_essm.budgets.curve import BudgetCurve
+
+BUDGETS = (2, 4, 8, 16, 32)
+
+
+def curve(values, higher=False, budgets=BUDGETS) -> BudgetCurve:
+    return BudgetCurve("accuracy" if higher else "bits_per_byte", higher, budgets, values, (1.0,) * len(budgets))
+
+
+@pytest.mark.parametrize(
+    "values, higher, sweet_spot, collapse_boundary",
+    [
+        ((2.4, 2.1, 2.03, 2.01, 2.0), False, 8, 4),
+        ((2.0, 1.9, 1.8, 1.79, 1.8), False, 8, 2),  # 1.8 / 0.9 is 2.0
+        ((2.4, 2.2, 2.041, 2.04, 2.0), False, 16, 4),  # 2% above is 2.04
+        ((2.3, 2.23, 2.22, 2.03, 2.0), False, 16, 8),  # at most 2.04 and 2.2222
+        ((9.0, 8.0, 7.0, 6.0, 2.0), False, 32, 32),
+        ((2.0, 2.0, 2.0, 2.0, 2.0), False, 2, 2),
+        ((0.5, 0.80, 0.881, 0.9, 0.9), True, 16, 8),
+        ((0.5, 0.81, 0.882, 0.9, 0.9), True, 8, 4),  # 90% is 0.81, 98% is 0.882
+        ((0.9, 0.9, 0.8, 0.8, 0.8), True, 2, 2),
+        ((0.9, 0.9, 0.9, 0.9, 0.9), True, 2, 2),
+        ((0.0, 0.0, 0.0, 0.0, 0.0), True, 2, 2),
+    ],
+    ids=str,
+)
+def test_what_is_marked(values, higher, sweet_spot, collapse_boundary):
+    found = curve(values, higher)
+    assert (found.sweet_spot, found.collapse_boundary) == (sweet_spot, collapse_boundary)
+    assert found.presets() == {"sweet-spot": sweet_spot, "collapse-boundary": collapse_boundary, "full": 32}
+    collapses = collapse_boundary > 2  # or no smaller budget shows that the model falls apart below
+    assert found.marks == {"sweet spot": sweet_spot} | ({"collapse boundary": collapse_boundary} if collapses else {})
+    lines = found.table().splitlines()[1:]
+    assert [K for K, line in zip(BUDGETS, lines) if "* sweet spot" in line] == [sweet_spot]
+    assert [K for K, line in zip(BUDGETS, lines) if "^ collapse" in line] == [collapse_boundary] * collapses
+
+
+def test_retention_of_the_full_budget_is_one():
+    assert curve((0.5, 0.6, 0.7, 0.8, 1.0), True).retention == pytest.approx((0.5, 0.6, 0.7, 0.8, 1.0))
+    assert curve((4.0, 2.5, 2.0, 2.0, 2.0)).retention == pytest.approx((0.5, 0.8, 1.0, 1.0, 1.0))
+
+
+def test_the_table():
+    only_full = curve((9.0, 8.0, 7.0, 6.0, 2.0), budgets=(2, 3, 4, 6, 8)).table()
+    assert "  8     2.0000     +0.0%          1  * sweet spot  ^ collapse boundary" in only_full
+    table = curve((0.5, 0.71, 0.73, 0.785, 0.8), True, budgets=(2, 3, 4, 6, 8)).table()
+    assert "   6     0.7850     -1.9%          1  * sweet spot" in table
+    assert table.splitlines()[0] == "   K   accuracy   vs full   tokens/s"
+    assert "n/a" in curve((0.0,) * 5, True).table()

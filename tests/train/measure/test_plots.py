@@ -1,0 +1,50 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Pictures of budget curves: what is drawn, what is marked, and where axes end."""
+
+from profiles import HERE, device, profile
+
+from essm_train.measure.plots import draw_curves, draw_profile, draw_sweep
+from modeling_essm.budgets.curve import BudgetCurve
+
+
+def test_the_picture():
+    """One curve per batch size over all budgets, times to the right, marks on each curve."""
+    found = profile()
+    (axes,) = draw_profile(found).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    times, values = (1.0, 1.5, 2.0, 3.0, 5.0), found.quality.values
+    assert lines["batch size 1"] == [list(pair) for pair in zip(times, values)]
+    assert lines["batch size 4"] == [[2 * ms, value] for ms, value in zip(times, values)]
+    assert lines["K = 8: sweet spot"] == [[2.0, 2.03], [4.0, 2.03]]
+    assert lines["K = 4: collapse boundary"] == [[1.5, 2.1], [3.0, 2.1]]
+    assert [text.get_text() for text in axes.texts] == ["2", "4", "8", "16", "32"] * 2
+    assert "decoded token" in axes.get_xlabel() and "lower is better" in axes.get_ylabel()
+    (axes,) = draw_profile(profile((0.5, 0.6, 0.7, 0.8, 0.9), True, **{HERE: device(HERE)})).axes
+    assert "call over 64 positions" in axes.get_xlabel() and "higher is better" in axes.get_ylabel()
+
+
+def test_axes_end_at_what_is_possible():
+    """Nobody can use more channels than there are, or be right more often than always; no text needs negative bits."""
+    accuracy = BudgetCurve("accuracy", True, (2, 4, 32), (0.2, 0.97, 1.0), errors=(0.2, 0.02, 0.0))
+    bits = BudgetCurve("bits_per_byte", False, (2, 4, 16), (3.0, 0.2, 0.05), errors=(0.1, 0.1, 0.1))
+    for draw in (draw_sweep, lambda curve: draw_curves({"one": curve})):
+        (axes,) = draw(accuracy).axes
+        assert axes.get_xlim() == (2, 32) and 0 <= axes.get_ylim()[0] < 0.2 and axes.get_ylim()[1] == 1
+        (axes,) = draw(bits).axes
+        assert axes.get_xlim() == (2, 16) and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 3
+        assert all(not line.get_clip_on() for line in axes.get_lines())  # points at the ends are whole
+
+
+def test_no_boundary_is_drawn_where_nothing_collapses():
+    flat, steep = (BudgetCurve("bits_per_byte", False, (2, 4, 8), (v, 2.1, 2.0), errors=(0.0,) * 3) for v in (2.2, 3.0))
+    for curve, markers in ((flat, ["*"]), (steep, ["^", "*"])):
+        assert [line.get_marker() for line in draw_sweep(curve).axes[0].get_lines()] == ["o", *markers]
+        assert [line.get_marker() for line in draw_curves({"one": curve}).axes[0].get_lines()] == ["o", *markers]
+    labels = [line.get_label() for line in draw_profile(profile((2.2, 2.1, 2.03, 2.01, 2.0))).axes[0].get_lines()]
+    assert "K = 8: sweet spot" in labels and not any("collapse" in label for label in labels)
+
+
+def test_a_model_of_one_budget_is_drawn():
+    one = BudgetCurve("accuracy", True, (1,), (0.5,), (10.0,), (0.1,))
+    assert [line.get_linestyle() for line in draw_curves({"a baseline": one}).axes[0].get_lines()] == ["--"]
+    assert draw_sweep(one).axes[0].get_xlim()[1] > 1
