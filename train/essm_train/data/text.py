@@ -82,7 +82,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         if "validation" in splits and not args.validation_file:
             held_out, density = _mapped_split(splits, "validation", args, encoder)
         description = " ".join(filter(None, (args.dataset_name, args.dataset_config_name)))
-    else:  # at most 16 MB, read as fast as its cache would be
+    else:  # at most 16 MB
         documents, held_out_documents = standard_library()
         stream, _ = to_stream(documents, encoder)
         held_out, density = to_stream(held_out_documents, encoder)
