@@ -1,6 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/data/text.py: documents to tokens to blocks, map-style and streaming, and what is wrong with a file."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -263,6 +266,30 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     again, _ = to_mapped_stream(lambda: pytest.fail("read again"), "some", encode)
     assert again.equals(mapped) and pa.total_allocated_bytes() - before < stream.nbytes  # it lies in the file
     assert to_mapped_stream(lambda: texts[:1], "others", encode)[0].equals(mapped.slice(0, len(encode(texts[0])[0])))
+
+
+_LOAD = """
+import sys
+from types import SimpleNamespace
+from essm_train.data.text import load_text
+from essm_train.data.tokens import TokenizerEncoder, open_tokenizer
+path, tokenizer, args = sys.argv[1], open_tokenizer(sys.argv[2]), dict(validation_file=None, dataset_name=None, seed=0)
+args |= dict(train_file=[path], streaming=False, text_column="text", block_size=16, sweep_blocks=9)
+print(load_text(SimpleNamespace(**args), TokenizerEncoder(tokenizer, "mine")).sha256)
+"""
+
+
+def test_another_process_finds_what_one_has_tokenised(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(documents()))
+    bpe_tokenizer(documents()).save_pretrained(tmp_path / "bpe")
+    encoder = TokenizerEncoder(open_tokenizer(str(tmp_path / "bpe")), "mine")
+    text = load_text(arguments(train_file=[str(tmp_path / "a.txt")]), encoder)
+    made = sorted(path.name for path in (tmp_path / "cache" / "generator").iterdir())
+    command = [sys.executable, "-c", _LOAD, str(tmp_path / "a.txt"), str(tmp_path / "bpe")]
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONHASHSEED": "7"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.stdout.split() == [text.sha256], run.stderr[-2000:]
+    assert sorted(path.name for path in (tmp_path / "cache" / "generator").iterdir()) == made and len(made) == 1
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import datasets
 import numpy as np
@@ -26,7 +26,7 @@ from essm_train.data.samples import HELD_OUT_FRACTION
 from essm_train.data.tokens import ByteEncoder, Document, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
-Stream = np.ndarray | pa.ChunkedArray
+Stream: TypeAlias = np.ndarray | pa.ChunkedArray
 _COUNTS = ("num_documents", "num_bytes")
 _ROW_BYTES = 1 << 22
 _FORMAT = 1  # raised whenever the same text and encoder give other tokens
@@ -67,13 +67,15 @@ def to_mapped_stream(
 def _encode(documents: Iterable[Document], encoder: Encoder) -> Iterator[dict[str, Any]]:
     """Documents as rows of about `_ROW_BYTES` of text: their ids, and what they are counted by."""
     batch: list[Document] = []
+    size = 0
     for document in chain(documents, [None]):
-        if batch and (document is None or sum(len(text) for _, text in batch) >= _ROW_BYTES):
+        if batch and (document is None or size >= _ROW_BYTES):
             ids, num_bytes = encoder(*batch)
             yield {"ids": ids, "num_documents": len(batch), "num_bytes": num_bytes}
-            batch = []
+            batch, size = [], 0
         if document is not None:
             batch.append(document)
+            size += len(document[1])
 
 
 def hold_out_end(stream: Stream) -> tuple[Stream, Stream]:
