@@ -1,8 +1,14 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What holds for all tests: one CPU thread, and markers for what a machine may lack."""
+"""What holds for all tests: one CPU thread, a cache of their own, and markers for what a machine may lack."""
+
+import os
+import tempfile
 
 import pytest
 import torch
+
+_cache = tempfile.TemporaryDirectory(prefix="datasets-")
+os.environ["HF_DATASETS_CACHE"] = _cache.name  # before `datasets` is imported; subprocesses inherit it
 
 
 def pytest_collection_modifyitems(items):

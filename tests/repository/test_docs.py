@@ -45,6 +45,8 @@ def folder(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path / "runs/train_clm/model")
     build_byte_tokenizer().save_pretrained(tmp_path / "runs/train_clm/model")
     (tmp_path / "heldout.txt").write_bytes(bytes(range(97, 123)) * 60)
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books/a.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

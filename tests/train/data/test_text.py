@@ -1,10 +1,14 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/data/text.py: documents to tokens to blocks, map-style and streaming, and what is wrong with a file."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tokenizers
 import torch
@@ -12,8 +16,9 @@ from datasets import Dataset
 from training_run import bpe_tokenizer, documents, write_tables
 from transformers import PreTrainedTokenizerFast
 
+from essm_train.data import blocks as blocks_module
 from essm_train.data import documents as document_files
-from essm_train.data.blocks import PackBlocks, cut_blocks, evaluation_blocks, text_labels, to_stream
+from essm_train.data.blocks import Blocks, PackBlocks, evaluation_blocks, text_labels, to_mapped_stream, to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, choose_tokenizer, open_tokenizer, with_end_token
@@ -147,14 +152,14 @@ def test_a_folder_of_text_files_is_documents(tmp_path):
     stream = stream_of(*texts.values())
     named = {"train_file": [str(folder)], "validation_file": [str(held_out)]}
     text = load_text(arguments(**named), BYTES)
-    assert np.array_equal(text.source.samples, cut_blocks(stream, 16)) and "books (2 files)" in text.description
+    assert np.array_equal(text.source.samples, Blocks(stream, 16)) and "books (2 files)" in text.description
     both = load_text(arguments(**named | {"validation_file": [str(folder)]}), BYTES)
     assert torch.equal(both.held_out, evaluation_blocks(stream, 16, 100))
     (folder / "part" / "empty.txt").unlink()
     for streaming in (False, True):
         named = {"dataset_name": str(folder), "validation_file": [str(held_out)], "shuffle_buffer": 1}
         text = load_text(arguments(**named, streaming=streaming), BYTES)
-        blocks = cut_blocks(stream, 16)
+        blocks = Blocks(stream, 16)
         assert sorted(all_blocks(text, len(blocks))) == sorted(block.tobytes() for block in blocks)
 
 
@@ -245,6 +250,57 @@ def test_standard_library_is_split_by_whole_files(tmp_path, monkeypatch):
 # Blocks.
 
 
+@pytest.mark.parametrize("encoder", ["bytes", "bpe"])
+def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, monkeypatch):
+    """Whatever the rows of the Arrow file are, and blocks across them."""
+    texts = [("a test", text) for text in documents() if text]
+    encode = BYTES if encoder == "bytes" else TokenizerEncoder(bpe_tokenizer(documents()), "mine")
+    stream, density = to_stream(texts, encode)
+    monkeypatch.setattr(blocks_module, "_ROW_BYTES", 40)
+    mapped, mapped_density = to_mapped_stream(lambda: texts, "some", encode)
+    assert mapped.num_chunks > 3 and np.array_equal(mapped, stream) and mapped_density == density
+    assert np.asarray(mapped).dtype == stream.dtype
+    assert np.array_equal(Blocks(mapped, 16), Blocks(stream, 16))
+    assert torch.equal(evaluation_blocks(mapped, 16, 5), evaluation_blocks(stream, 16, 5))
+    before = pa.total_allocated_bytes()
+    again, _ = to_mapped_stream(lambda: pytest.fail("read again"), "some", encode)
+    assert again.equals(mapped) and pa.total_allocated_bytes() - before < stream.nbytes  # it lies in the file
+    assert to_mapped_stream(lambda: texts[:1], "others", encode)[0].equals(mapped.slice(0, len(encode(texts[0])[0])))
+
+
+_LOAD = """
+import sys
+from types import SimpleNamespace
+from essm_train.data.text import load_text
+from essm_train.data.tokens import TokenizerEncoder, open_tokenizer
+path, tokenizer, args = sys.argv[1], open_tokenizer(sys.argv[2]), dict(validation_file=None, dataset_name=None, seed=0)
+args |= dict(train_file=[path], streaming=False, text_column="text", block_size=16, sweep_blocks=9)
+print(load_text(SimpleNamespace(**args), TokenizerEncoder(tokenizer, "mine")).sha256)
+"""
+
+
+def test_another_process_finds_what_one_has_tokenised(tmp_path):
+    (tmp_path / "a.txt").write_text("".join(documents()))
+    bpe_tokenizer(documents()).save_pretrained(tmp_path / "bpe")
+    encoder = TokenizerEncoder(open_tokenizer(str(tmp_path / "bpe")), "mine")
+    text = load_text(arguments(train_file=[str(tmp_path / "a.txt")]), encoder)
+    made = sorted(path.name for path in (tmp_path / "cache" / "generator").iterdir())
+    command = [sys.executable, "-c", _LOAD, str(tmp_path / "a.txt"), str(tmp_path / "bpe")]
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONHASHSEED": "7"}
+    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert run.stdout.split() == [text.sha256], run.stderr[-2000:]
+    assert sorted(path.name for path in (tmp_path / "cache" / "generator").iterdir()) == made and len(made) == 1
+
+
+def test_a_file_that_changed_is_read_again(tmp_path):
+    path = tmp_path / "a.txt"
+    seen = set()
+    for text in ("one " * 90, "two " * 90):
+        path.write_text(text)
+        seen |= {load_text(arguments(train_file=[str(path)]), BYTES).sha256 for _ in range(2)}
+    assert len(seen) == 2
+
+
 def test_every_target_of_a_stream_stands_in_exactly_one_block():
     stream = stream_of(bytes(range(100)), b"second document")
     blocks = evaluation_blocks(stream, block_size=16, max_blocks=1000)
@@ -258,11 +314,11 @@ def test_every_target_of_a_stream_stands_in_exactly_one_block():
 
 def test_training_blocks_are_those_windows_but_for_the_incomplete_end():
     stream = stream_of(bytes(range(100)))
-    blocks = cut_blocks(stream, 16)
-    assert torch.equal(torch.tensor(blocks.astype(int)), evaluation_blocks(stream, 16, 1000)[: len(blocks)])
-    assert len(blocks) == 6 and len(cut_blocks(stream[:91], 16)) == 6 and len(cut_blocks(stream[:90], 16)) == 5
+    blocks = Blocks(stream, 16)
+    assert torch.equal(torch.tensor(np.array(blocks).astype(int)), evaluation_blocks(stream, 16, 1000)[: len(blocks)])
+    assert len(blocks) == 6 and len(Blocks(stream[:91], 16)) == 6 and len(Blocks(stream[:90], 16)) == 5
     with pytest.raises(ValueError, match="shorter than one block: it holds 15 tokens and block_size is 16"):
-        cut_blocks(stream[:15], 16)
+        Blocks(stream[:15], 16)
 
 
 def test_evaluation_blocks_are_spread_over_the_text():
@@ -276,7 +332,7 @@ def test_evaluation_blocks_are_spread_over_the_text():
 
 def test_rows_are_packed_into_the_blocks_of_their_whole_text():
     rows = documents()
-    expected = cut_blocks(stream_of(*(row for row in rows if row)), 16)
+    expected = Blocks(stream_of(*(row for row in rows if row)), 16)
     pack, blocks = PackBlocks(BYTES, 16, "text"), []
     for row in rows:
         state = pack.state_dict()
@@ -315,7 +371,7 @@ def test_a_stream_of_files_resumes_anywhere(tmp_path):
     (tmp_path / "held_out.txt").write_text("held out")
     files = {"train_file": write_tables(tmp_path), "validation_file": [str(tmp_path / "held_out.txt")]}
     source = load_text(arguments(**files, streaming=True), BYTES).source
-    num_blocks = len(cut_blocks(stream_of(*filter(None, documents())), 16))
+    num_blocks = len(Blocks(stream_of(*filter(None, documents())), 16))
     states, expected = [], []
     for _ in range(num_blocks + 5):
         states.append(source.state_dict())
@@ -335,7 +391,7 @@ def test_data_sets_are_read_from_a_local_folder(tmp_path):
     for streaming in (False, True):
         named = arguments(dataset_name=str(folder), text_column="content", streaming=streaming, shuffle_buffer=1)
         text = load_text(named, BYTES)
-        expected = cut_blocks(stream_of(rows["train"][0], rows["train"][2]), 16)
+        expected = Blocks(stream_of(rows["train"][0], rows["train"][2]), 16)
         assert sorted(all_blocks(text, len(expected))) == sorted(block.tobytes() for block in expected)
         assert torch.equal(text.held_out, evaluation_blocks(stream_of(*rows["validation"]), 16, 100))
         named.text_column = "text"
@@ -347,7 +403,7 @@ def test_without_a_validation_part_the_end_is_held_out(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(200)))
     text = load_text(arguments(train_file=[str(tmp_path / "a.txt")]), BYTES)
     stream = stream_of(bytes(range(200)))
-    assert np.array_equal(text.source.samples, cut_blocks(stream[:181], 16))
+    assert np.array_equal(text.source.samples, Blocks(stream[:181], 16))
     assert torch.equal(text.held_out, evaluation_blocks(stream[181:], 16, 100))
     assert "10% held out" in text.description
 

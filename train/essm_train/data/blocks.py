@@ -1,18 +1,24 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Token ids cut into blocks for training and evaluation.
 
-A stream is a one-dimensional array of token ids: the tokens of each document, then <eos>. A block is a window of
-`block_size` tokens, and neighbouring blocks share one token: the first of a block is context only, so that every
-token of the stream but its very first is a target exactly once, seen with the tokens of its own block before it.
+A stream is a one-dimensional array of token ids, in memory or in Arrow files: the tokens of each document, then <eos>.
+A block is a window of `block_size` tokens, and neighbouring blocks share one token: the first of a block is context
+only, so that every token of the stream but its very first is a target exactly once, seen with the tokens of its own
+block before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
 
+import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from datasets.fingerprint import Hasher
 from torch import Tensor
 
 from essm_train.data.documents import text_of
@@ -20,38 +26,88 @@ from essm_train.data.samples import HELD_OUT_FRACTION
 from essm_train.data.tokens import ByteEncoder, Document, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
+Stream: TypeAlias = np.ndarray | pa.ChunkedArray
+_COUNTS = ("num_documents", "num_bytes")
+_ROW_BYTES = 1 << 22
+_FORMAT = 1  # raised whenever the same text and encoder give other tokens
+
 
 def to_stream(documents: Iterable[Document], encoder: Encoder) -> tuple[np.ndarray, float]:
     """(n,) token ids of every document followed by <eos>, and bytes per token that is not <eos>."""
-    parts, num_bytes = [], 0
-    for document in documents:
-        ids, size = encoder(document)
-        parts.append(ids)
-        num_bytes += size
-    stream = np.concatenate(parts)
-    return stream, num_bytes / max(1, len(stream) - len(parts))
+    rows = list(_encode(documents, encoder))
+    stream = np.concatenate([row["ids"] for row in rows])
+    num_documents, num_bytes = (sum(row[name] for row in rows) for name in _COUNTS)
+    return stream, num_bytes / max(1, len(stream) - num_documents)
 
 
-def hold_out_end(stream: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def to_mapped_stream(
+    read: Callable[[], Iterable[Document]], identity: Any, encoder: Encoder
+) -> tuple[pa.ChunkedArray, float]:
+    """As `to_stream`, in Arrow files of the cache of `datasets`: made once, mapped by every process that asks again.
+
+    Args:
+        read: begins the documents. identity: changes if they do.
+    Raises:
+        ValueError: what `read` or the encoder raise.
+    """
+    try:
+        rows = datasets.Dataset.from_generator(
+            lambda: _encode(read(), encoder),
+            fingerprint=Hasher.hash([_FORMAT, identity, encoder]),
+            writer_batch_size=1,  # a row is megabytes
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise (error.__cause__ or error) from None
+    table = rows.data.table
+    stream = pa.chunked_array([chunk.flatten() for chunk in table["ids"].chunks])
+    num_documents, num_bytes = (pc.sum(table[name]).as_py() for name in _COUNTS)
+    return stream, num_bytes / max(1, len(stream) - num_documents)
+
+
+def _encode(documents: Iterable[Document], encoder: Encoder) -> Iterator[dict[str, Any]]:
+    """Documents as rows of about `_ROW_BYTES` of text: their ids, and what they are counted by."""
+    batch: list[Document] = []
+    size = 0
+    for document in chain(documents, [None]):
+        if batch and (document is None or size >= _ROW_BYTES):
+            ids, num_bytes = encoder(*batch)
+            yield {"ids": ids, "num_documents": len(batch), "num_bytes": num_bytes}
+            batch, size = [], 0
+        if document is not None:
+            batch.append(document)
+            size += len(document[1])
+
+
+def hold_out_end(stream: Stream) -> tuple[Stream, Stream]:
     """Split off the last tenth."""
     end = len(stream) - int(len(stream) * HELD_OUT_FRACTION)
     return stream[:end], stream[end:]
 
 
-def cut_blocks(stream: np.ndarray, block_size: int) -> np.ndarray:
-    """Windows that share one token with the next: (n,) -> view (num_blocks, block_size); an incomplete end is left out.
+class Blocks(Sequence[np.ndarray]):
+    """Windows (block_size,) of a stream that share one token with the next; an incomplete end is left out.
 
     Raises:
         ValueError: the stream is shorter than one block.
     """
-    if len(stream) < block_size:
-        raise ValueError(
-            f"the training text is shorter than one block: it holds {len(stream)} tokens and block_size is {block_size}"
-        )
-    return np.lib.stride_tricks.sliding_window_view(stream, block_size)[:: block_size - 1]
+
+    def __init__(self, stream: Stream, block_size: int):
+        if len(stream) < block_size:
+            raise ValueError(
+                f"the training text is shorter than one block: it holds {len(stream)} tokens and block_size is "
+                f"{block_size}"
+            )
+        self.stream, self.block_size = stream, block_size
+
+    def __len__(self) -> int:
+        return (len(self.stream) - 1) // (self.block_size - 1)
+
+    def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]
+        first = range(len(self))[index] * (self.block_size - 1)
+        return np.asarray(self.stream[first : first + self.block_size])
 
 
-def evaluation_blocks(stream: np.ndarray, block_size: int, max_blocks: int, pad_id: int = PAD_ID) -> Tensor:
+def evaluation_blocks(stream: Stream, block_size: int, max_blocks: int, pad_id: int = PAD_ID) -> Tensor:
     """At most `max_blocks` blocks spread evenly over the stream, its end padded with <pad>: (n, block_size) int64.
 
     Raises:
@@ -59,10 +115,14 @@ def evaluation_blocks(stream: np.ndarray, block_size: int, max_blocks: int, pad_
     """
     if len(stream) < 3:  # context, target, <eos>
         raise ValueError(f"the validation text must hold at least 2 tokens, got {len(stream) - 1}")
-    padding = -(len(stream) - 1) % (block_size - 1)
-    blocks = cut_blocks(np.pad(stream, (0, padding), constant_values=pad_id), block_size)
-    chosen = np.linspace(0, len(blocks) - 1, min(len(blocks), max_blocks)).round().astype(int)
-    return torch.from_numpy(blocks[chosen].astype(np.int64))
+    step = block_size - 1
+    count = -(-(len(stream) - 1) // step)
+    chosen = np.linspace(0, count - 1, min(count, max_blocks)).round().astype(int)
+    blocks = torch.full((len(chosen), block_size), pad_id)
+    for block, index in zip(blocks.numpy(), chosen * step):
+        part = stream[index : index + block_size]
+        block[: len(part)] = part
+    return blocks
 
 
 def text_labels(input_ids: Tensor, special_ids: Sequence[int] = ByteEncoder.special_ids) -> Tensor:

@@ -49,7 +49,7 @@ def standard_library() -> tuple[list[Document], list[Document]]:
 def read_files(paths: Sequence[str], text_column: str = "text") -> Iterator[Document]:
     """Documents of local files in the given order: rows of parquet, json(l) and csv files, other files whole.
 
-    A folder stands for the files in it, see `files_of`.
+    A folder stands for the files in it, see `files_of`. (`datasets` would decode text files; here any bytes will do.)
 
     Raises:
         ValueError: a file is missing, unreadable or empty, or has no such column.

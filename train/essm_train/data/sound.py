@@ -17,7 +17,8 @@ _CONVERT = "convert it, for example by `ffmpeg -i in.wav -c:a pcm_s16le out.wav`
 def sound_splits(folder: str, streaming: bool) -> dict[str, Any] | None:
     """Splits of a local folder of sound as `datasets` finds them, columns audio and label; None if it holds no sound.
 
-    Label is the name of the folder that a file lies in, as text.
+    Label is the name of the folder that a file lies in, as text. (`datasets` itself cannot even list sound without
+    torchcodec, so it says which files there are, and `decode_wav` reads them.)
 
     Raises:
         ValueError: sound in another format than WAV.

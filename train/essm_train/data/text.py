@@ -7,6 +7,7 @@ documents.py reads it, tokens.py makes ids of it, and blocks.py cuts these.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -14,9 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from torch import Tensor
 
-from essm_train.data.blocks import PackBlocks, cut_blocks, evaluation_blocks, hold_out_end, to_stream
+from essm_train.data.blocks import (
+    Blocks,
+    PackBlocks,
+    Stream,
+    evaluation_blocks,
+    hold_out_end,
+    to_mapped_stream,
+    to_stream,
+)
 from essm_train.data.documents import (
     check_column,
     describe_files,
@@ -61,35 +71,48 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     """
     if args.streaming:
         return _load_stream(args, encoder)
-    held_out: np.ndarray | None = None
+    stream: Stream
+    held_out: Stream | None = None
     if args.train_file:
-        stream, density = to_stream(read_files(args.train_file, args.text_column), encoder)
-        if args.validation_file:
-            held_out, density = to_stream(read_files(args.validation_file, args.text_column), encoder)
+        stream, density = _files(args.train_file, args, encoder)
         description = describe_files(args.train_file)
     elif args.dataset_name:
         splits = load_splits(args.dataset_name, args.dataset_config_name, streaming=False)
-        stream, density = to_stream(_split(splits, "train", args), encoder)
-        if args.validation_file:
-            held_out, density = to_stream(read_files(args.validation_file, args.text_column), encoder)
-        elif "validation" in splits:
-            held_out, density = to_stream(_split(splits, "validation", args), encoder)
+        stream, density = _mapped_split(splits, "train", args, encoder)
+        if "validation" in splits and not args.validation_file:
+            held_out, density = _mapped_split(splits, "validation", args, encoder)
         description = " ".join(filter(None, (args.dataset_name, args.dataset_config_name)))
-    else:
+    else:  # at most 16 MB
         documents, held_out_documents = standard_library()
         stream, _ = to_stream(documents, encoder)
         held_out, density = to_stream(held_out_documents, encoder)
         description = "the sources of Python's standard library"
+    if args.validation_file:
+        held_out, density = _files(args.validation_file, args, encoder)
     if held_out is None:
         stream, held_out = hold_out_end(stream)
         description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
+    digest = hashlib.sha256()
+    for chunk in stream.chunks if isinstance(stream, pa.ChunkedArray) else [stream]:
+        digest.update(np.asarray(chunk).data)
     return TextData(
-        MapSamples(cut_blocks(stream, args.block_size), args.seed),
+        MapSamples(Blocks(stream, args.block_size), args.seed),
         evaluation_blocks(held_out, args.block_size, args.sweep_blocks, encoder.pad_id),
         density,
         f"{description}: {len(stream):,} tokens of {encoder.name}, {len(held_out):,} held out",
-        hashlib.sha256(stream.data).hexdigest(),
+        digest.hexdigest(),
     )
+
+
+def _files(paths: list[str], args: Any, encoder: Encoder) -> tuple[Stream, float]:
+    status = [(os.path.abspath(path), os.stat(path)) for path in files_of(paths) if os.path.exists(path)]
+    identity = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in status]
+    return to_mapped_stream(lambda: read_files(paths, args.text_column), [identity, args.text_column], encoder)
+
+
+def _mapped_split(splits: Any, name: str, args: Any, encoder: Encoder) -> tuple[Stream, float]:
+    identity = [splits[name]._fingerprint, args.text_column]
+    return to_mapped_stream(lambda: _split(splits, name, args), identity, encoder)
 
 
 def _split(splits: Any, name: str, args: Any) -> Iterator[Document]:

@@ -25,10 +25,11 @@ class ByteEncoder:
     special_ids = (PAD_ID, EOS_ID - 1, EOS_ID)
     name = "bytes"
 
-    def __call__(self, document: Document) -> tuple[np.ndarray, int]:
-        """Token ids with <eos> at the end, and the number of bytes they stand for."""
-        text = document[1].encode() if isinstance(document[1], str) else document[1]
-        return np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)).astype(np.uint16), len(text)
+    def __call__(self, *documents: Document) -> tuple[np.ndarray, int]:
+        """Token ids of all documents, <eos> at the end of each, and the number of bytes they stand for."""
+        texts = [text.encode() if isinstance(text, str) else text for _, text in documents]
+        ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in texts]
+        return np.concatenate(ids, dtype=np.uint16), sum(map(len, texts))
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
@@ -49,25 +50,29 @@ class TokenizerEncoder:
         self.special_ids = tuple(tokenizer.all_special_ids)
         self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def __call__(self, document: Document) -> tuple[np.ndarray, int]:
-        """As `ByteEncoder`."""
-        source, text = document
-        raw = text.encode() if isinstance(text, str) else text
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{source} is not UTF-8: byte {raw[error.start]:#04x} at position {error.start}; convert it, or train "
-                "on bytes (without --tokenizer_name), which takes any file"
-            ) from error
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.array([*ids, self.tokenizer.eos_token_id], self.dtype), len(raw)
+    def __call__(self, *documents: Document) -> tuple[np.ndarray, int]:
+        """As `ByteEncoder`; a fast tokenizer has a thread for each of several documents."""
+        raw = [text.encode() if isinstance(text, str) else text for _, text in documents]
+        texts = [_decode(text, source) for text, (source, _) in zip(raw, documents)]
+        rows = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
+        return np.concatenate(ids), sum(map(len, raw))
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         self.tokenizer.save_pretrained(folder)
 
 
 Encoder = ByteEncoder | TokenizerEncoder
+
+
+def _decode(text: bytes, source: str) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is not UTF-8: byte {text[error.start]:#04x} at position {error.start}; convert it, or train on "
+            "bytes (without --tokenizer_name), which takes any file"
+        ) from error
 
 
 def open_tokenizer(name: str) -> Any:

@@ -23,9 +23,10 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from essm_train.tasks.shards import SPLITS, check_sizes, parquet_schema
+from essm_train.tasks.shards import SPLITS, check_sizes
 
 SPEECH4_WORDS = ("yes", "no", "up", "down")
 SC10_WORDS = (*SPEECH4_WORDS, "left", "right", "on", "off", "stop", "go")
@@ -264,16 +265,9 @@ class SpeechFrames:
                 raise ValueError(f"{name} of {self.name}-{split}: {error}") from error
             labels.append(label)
             names.append(name)
-        features = {
-            "frames": {
-                "feature": {"feature": {"dtype": "float16", "_type": "Value"}, "_type": "List"},
-                "_type": "List",
-            },
-            "label": {"names": list(self.words), "_type": "ClassLabel"},
-            "clip": {"dtype": "string", "_type": "Value"},
-        }
-        types = {"frames": pa.list_(pa.list_(pa.float16())), "label": pa.int64(), "clip": pa.string()}
+        classes = ClassLabel(names=list(self.words))
+        features = Features({"frames": List(List(Value("float16"))), "label": classes, "clip": Value("string")})
         values = pa.array(np.stack(frames).reshape(-1))
         bands = pa.ListArray.from_arrays(np.arange(0, len(values) + 1, NUM_BANDS, dtype=np.int32), values)
         column = pa.ListArray.from_arrays(np.arange(0, len(bands) + 1, NUM_FRAMES, dtype=np.int32), bands)
-        return pa.table([column, pa.array(labels, pa.int64()), pa.array(names)], schema=parquet_schema(types, features))
+        return pa.table([column, pa.array(labels, pa.int64()), pa.array(names)], schema=features.arrow_schema)

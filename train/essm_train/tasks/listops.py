@@ -21,9 +21,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
+from datasets import ClassLabel, Features, Value
 
 from essm_train.arguments import arg
-from essm_train.tasks.shards import check_sizes, parquet_schema, shard_files
+from essm_train.tasks.shards import check_sizes, shard_files
 
 DIGITS = tuple(map(str, range(10)))
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -77,11 +78,8 @@ class ListOps:
         """Columns tokens (text) and label (0..9)."""
         trees = [self.tree(split, i, attempts.get(i, 0)) for i in indices]
         columns = {"tokens": [" ".join(tree) for tree in trees], "label": [evaluate(tree) for tree in trees]}
-        features = {
-            "tokens": {"dtype": "string", "_type": "Value"},
-            "label": {"names": list(DIGITS), "_type": "ClassLabel"},
-        }
-        return pa.table(columns, schema=parquet_schema({"tokens": pa.string(), "label": pa.int64()}, features))
+        features = Features({"tokens": Value("string"), "label": ClassLabel(names=list(DIGITS))})
+        return pa.table(columns, schema=features.arrow_schema)
 
     def tree(self, split: str, index: int, attempt: int = 0) -> list[str]:
         """Symbols of one tree, a function of (seed, split, index, attempt).

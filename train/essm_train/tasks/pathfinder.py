@@ -27,9 +27,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from datasets import ClassLabel, Features, List, Value
 
 from essm_train.arguments import arg
-from essm_train.tasks.shards import SPLITS, check_sizes, parquet_schema, shard_files
+from essm_train.tasks.shards import SPLITS, check_sizes, shard_files
 
 LABELS = ("separate", "connected")
 CONTOUR_LENGTHS = MappingProxyType({"baseline": 6, "intermediate": 9, "hard": 14})  # paddles of a marked snake
@@ -114,13 +115,9 @@ class Pathfinder:
             labels.append(scenes.label)
         pixels = pa.array(np.concatenate(images).reshape(-1))
         area = self.image_size**2
-        features = {
-            "pixels": {"feature": {"dtype": "uint8", "_type": "Value"}, "length": area, "_type": "List"},
-            "label": {"names": list(LABELS), "_type": "ClassLabel"},
-        }
-        schema = parquet_schema({"pixels": pa.list_(pa.uint8(), area), "label": pa.int64()}, features)
+        features = Features({"pixels": List(Value("uint8"), length=area), "label": ClassLabel(names=list(LABELS))})
         columns = [pa.FixedSizeListArray.from_arrays(pixels, area), pa.array(np.concatenate(labels))]
-        return pa.Table.from_arrays(columns, schema=schema)
+        return pa.Table.from_arrays(columns, schema=features.arrow_schema)
 
 
 PATHFINDER32: Mapping[str, Any] = MappingProxyType({})  # the defaults

@@ -149,6 +149,8 @@ def parse_line(line: bytes, where: str) -> tuple[bytes, bytes, int]:
 class PairFile(Sequence[Pair]):
     """The pairs of one file of the archive, all lines checked; texts stay in the file until they are asked for.
 
+    (The csv and text readers of `datasets` decode, and cannot say which line is wrong.)
+
     Attributes:
         labels: (n,) int64. lengths: (n, 2) bytes of both texts before they are cut. sha256: of the whole file.
     Raises:

@@ -4,6 +4,7 @@
 A generator is a dataclass whose fields define the data, and row i of a split is a function of (fields, split, i,
 attempt) only. So a shard can be made anywhere, in any order, and again: neither the number of processes nor an
 interruption shows in its bytes. (The bytes of a parquet file name the pyarrow that wrote it; rows do not depend on it.)
+`Dataset.from_generator` would begin anew after a kill, so shards are written here; their schema is a `Features`.
 
 `manifest.json` in the folder says what the data is (generator, version, parameters) and what is there (rows, bytes and
 SHA-256 of each finished shard). Where rows must be distinct, the attempt of a row that repeats an earlier one is raised
@@ -347,9 +348,3 @@ def command_line(manifest: Mapping[str, Any]) -> str:
     values = {name: value for name, value in manifest["parameters"].items() if name != "name" and value is not None}
     parts = ((f"--{name}", *map(str, value if isinstance(value, list) else [value])) for name, value in values.items())
     return " ".join([manifest["name"], *(word for part in parts for word in part)])
-
-
-def parquet_schema(columns: Mapping[str, pa.DataType], features: Mapping[str, Any]) -> pa.Schema:
-    """A schema with the columns' types as `datasets` writes them, so that it knows the names of the classes."""
-    metadata = {"huggingface": json.dumps({"info": {"features": dict(features)}})}
-    return pa.schema(list(columns.items()), metadata=metadata)
