@@ -2,6 +2,7 @@
 """essm_train/recipes: recipes of one's own, and what is said of those that are wrong."""
 
 import json
+import re
 import tomllib
 
 import pytest
@@ -92,6 +93,18 @@ def test_wrong_tasks(folder, changes, message):
     path.write_text(yaml.safe_dump({key: value for key, value in (TASK | changes).items() if value is not ...}))
     with pytest.raises(ValueError, match=f"{path}.*{message}"):
         task_arguments(str(path), folder, "small" if "small" in changes else "full")
+
+
+def test_the_examples_of_the_docs(tmp_path):
+    examples = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL | re.MULTILINE)
+    for name, text in zip(("reviews.yaml", "gate.yaml"), examples, strict=True):
+        (tmp_path / name).write_text(text)
+    for split in ("train", "test"):
+        (tmp_path / f"reviews-{split}.csv").touch()
+    experiment = get_experiment(str(tmp_path / "gate.yaml"))
+    assert {row.task for row in experiment.rows.values()} == {str(tmp_path / "reviews.yaml")}
+    for scale in ("full", "small"):
+        assert make_arguments(str(tmp_path / "reviews.yaml"), tmp_path, scale).max_length == 512
 
 
 def test_files_that_are_no_recipes(tmp_path):
