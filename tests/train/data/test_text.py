@@ -266,6 +266,8 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     again, _ = to_mapped_stream(lambda: pytest.fail("read again"), "some", encode)
     assert again.equals(mapped) and pa.total_allocated_bytes() - before < stream.nbytes  # it lies in the file
     assert to_mapped_stream(lambda: texts[:1], "others", encode)[0].equals(mapped.slice(0, len(encode(texts[0])[0])))
+    other = TokenizerEncoder(bpe_tokenizer(["ab" * 9]), "mine")
+    assert np.array_equal(to_mapped_stream(lambda: texts, "some", other)[0], to_stream(texts, other)[0])
 
 
 _LOAD = """
