@@ -118,12 +118,10 @@ def draw_profile(profile: BudgetProfile) -> Figure:
         for mark, face in (("collapse boundary", "none"), ("sweet spot", "gold")):
             if mark not in quality.marks:
                 continue
-            K, style = (
-                quality.marks[mark],
-                {"marker": MARKERS[mark], "color": face, "markersize": 14, "zorder": 3, "clip_on": False},
-            )
+            K = quality.marks[mark]
             at = [row.median_ms for row in entry.rows if (row.phase, row.budget) == (phase, K)]
-            (points,) = axes.plot(at, [value[K]] * len(at), linestyle="", label=f"K = {K}: {mark}", **style)
+            (points,) = axes.plot(at, [value[K]] * len(at), MARKERS[mark], color=face, markersize=14, clip_on=False)
+            points.set(label=f"K = {K}: {mark}", zorder=3)
             points.set_markeredgecolor("tab:red")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
