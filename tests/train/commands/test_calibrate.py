@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +23,7 @@ from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure import calibration
 from essm_train.measure.budget_sweep import sweep_budgets
+from essm_train.measure.plots import draw_profile
 from essm_train.models import read_saved_config
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.budgets import choose_budget, read_profile
@@ -102,7 +104,11 @@ def test_what_is_printed_and_left(saved, calibrated):
         assert [line.split()[0] for line in lines] == ["2", "8", "32"]
     K = read_profile(calibrated).presets()["sweet-spot"]
     assert all(line.split()[0] == str(K) for line in printed.splitlines() if "* sweet spot" in line)
-    assert printed.count("* sweet spot") == printed.count("^ collapse boundary") == 4
+    assert printed.count("* sweet spot") == 4 and "^ collapse boundary" not in printed  # random weights lose nothing
+    steep = replace(read_profile(calibrated).quality, values=(3.0, 2.1, 2.0))
+    table = replace(read_profile(calibrated), quality=steep).table(HERE)
+    marked = [line.split()[0] for line in table.splitlines() if "^ collapse boundary" in line]
+    assert marked == ["8"] * 4 and table.count("* sweet spot") == 4
     new = {path.name for path in calibrated.iterdir()} - {path.name for path in (saved / "model").iterdir()}
     assert new - {"__pycache__"} == {PROFILE_NAME, "budget_profile.png"}
     assert (calibrated / "budget_profile.png").read_bytes().startswith(b"\x89PNG")
@@ -144,7 +150,7 @@ def test_another_device_adds_its_times(calibrated, tmp_path, monkeypatch):
         before.devices[HERE].weight_bytes / 2,
     )
     assert {row.budget for row in entry.rows} == {8}
-    assert [axes.get_title().split("\n")[0] for axes in calibration.draw(after).axes] == [HERE, THERE]
+    assert [axes.get_title().split("\n")[0] for axes in draw_profile(after).axes] == [HERE, THERE]
     # and once more: only its own entry is replaced
     calibrate.main(["--model", str(folder), "--timing_only", *QUICK])
     again = read_profile(folder)

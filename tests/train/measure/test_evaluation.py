@@ -36,10 +36,10 @@ def test_seeds_are_summarised():
     found = summary(((2.4, 2.1, 2.0), (2.6, 2.3, 2.0)))
     assert found.mean == pytest.approx((2.5, 2.2, 2.0))
     assert found.deviation == pytest.approx((statistics.stdev((2.4, 2.6)), statistics.stdev((2.1, 2.3)), 0.0))
-    assert found.retention == pytest.approx((2.0 / 2.5, 2.0 / 2.2, 1.0))
+    assert found.curve.retention == pytest.approx((2.0 / 2.5, 2.0 / 2.2, 1.0))
     assert (found.curve.sweet_spot, found.curve.collapse_boundary) == (32, 4)  # 2.2 is 10% above, 2 / 2.2 = 91%
     better = summary(((0.5, 0.885, 0.9),), higher=True)
-    assert better.retention == pytest.approx((0.5 / 0.9, 0.885 / 0.9, 1.0)) and better.deviation == (0, 0, 0)
+    assert better.curve.retention == pytest.approx((0.5 / 0.9, 0.885 / 0.9, 1.0)) and better.deviation == (0, 0, 0)
     assert (better.curve.sweet_spot, better.curve.collapse_boundary) == (4, 4)
 
 

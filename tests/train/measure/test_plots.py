@@ -39,7 +39,9 @@ def test_no_boundary_is_drawn_where_nothing_collapses():
     flat, steep = (BudgetCurve("bits_per_byte", False, (2, 4, 8), (v, 2.1, 2.0), errors=(0.0,) * 3) for v in (2.2, 3.0))
     for curve, markers in ((flat, ["*"]), (steep, ["^", "*"])):
         assert [line.get_marker() for line in draw_sweep(curve).axes[0].get_lines()] == ["o", *markers]
-        assert [line.get_marker() for line in draw_curves({"one": curve}).axes[0].get_lines()] == ["o", *markers]
+        (axes,) = draw_curves({"one": curve}).axes
+        assert [line.get_marker() for line in axes.get_lines()] == ["o", *markers]
+        assert ("triangle" in axes.get_xlabel()) == ("^" in markers)
     labels = [line.get_label() for line in draw_profile(profile((2.2, 2.1, 2.03, 2.01, 2.0))).axes[0].get_lines()]
     assert "K = 8: sweet spot" in labels and not any("collapse" in label for label in labels)
 

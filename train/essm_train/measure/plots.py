@@ -84,8 +84,11 @@ def draw_curves(curves: Mapping[str, BudgetCurve]) -> Figure:
                 value = curve.values[curve.budgets.index(K)]
                 (point,) = axes.plot(K, value, marker, color=color, markersize=size, zorder=3, clip_on=False)
                 point.set_markeredgecolor("black")
-    budget_axis(axes, (K for curve in curves.values() if len(curve.budgets) > 1 for K in curve.budgets))
-    axes.set_xlabel("spectral budget K (star: sweet spot, triangle: collapse boundary)")
+    elastic = [curve for curve in curves.values() if len(curve.budgets) > 1]
+    budget_axis(axes, (K for curve in elastic for K in curve.budgets))
+    shapes = {"sweet spot": "star", "collapse boundary": "triangle"}
+    legend = [f"{shape}: {mark}" for mark, shape in shapes.items() if any(mark in curve.marks for curve in elastic)]
+    axes.set_xlabel("spectral budget K" + (f" ({', '.join(legend)})" if legend else ""))
     first = next(iter(curves.values()))
     axes.set_ylabel(first.title)
     axes.grid(alpha=0.3)
@@ -107,7 +110,7 @@ def draw_profile(profile: BudgetProfile) -> Figure:
             x, y = [row.median_ms for row in rows], [value[row.budget] for row in rows]
             spread = [[r.median_ms - r.min_ms for r in rows], [r.max_ms - r.median_ms for r in rows]]
             axes.errorbar(x, y, xerr=spread, fmt="none", ecolor=f"C{i}", elinewidth=0.8, alpha=0.7)
-            axes.plot(x, y, "o-", color=f"C{i}", markersize=4, label=f"batch size {size}")
+            axes.plot(x, y, "o-", color=f"C{i}", markersize=4, label=f"batch size {size}", clip_on=False)
             style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 8, "color": f"C{i}"}
             style["path_effects"] = [withStroke(linewidth=2.5, foreground="white")]
             for row, point in zip(rows, zip(x, y)):
@@ -115,9 +118,10 @@ def draw_profile(profile: BudgetProfile) -> Figure:
         for mark, face in (("collapse boundary", "none"), ("sweet spot", "gold")):
             if mark not in quality.marks:
                 continue
-            K, style = quality.marks[mark], {"marker": MARKERS[mark], "color": face, "markersize": 14, "zorder": 3}
+            K = quality.marks[mark]
             at = [row.median_ms for row in entry.rows if (row.phase, row.budget) == (phase, K)]
-            (points,) = axes.plot(at, [value[K]] * len(at), linestyle="", label=f"K = {K}: {mark}", **style)
+            (points,) = axes.plot(at, [value[K]] * len(at), MARKERS[mark], color=face, markersize=14, clip_on=False)
+            points.set(label=f"K = {K}: {mark}", zorder=3)
             points.set_markeredgecolor("tab:red")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
