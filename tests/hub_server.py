@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import yaml
+from hub_card import card_errors
 
 GITATTRIBUTES = b"".join(f"*.{kind} filter=lfs diff=lfs merge=lfs -text\n".encode() for kind in ("safetensors", "bin"))
 LFS_SIZE = 10 * 2**20  # the Hub refuses larger files outside LFS
@@ -291,7 +291,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(200, {})
 
     def validate_yaml(self) -> None:
-        errors = [{"message": message} for message in _card_errors(json.loads(self.body)["content"])]
+        errors = [{"message": message} for message in card_errors(json.loads(self.body)["content"])]
         self._answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
     def preupload(self, repo: str, revision: str) -> None:
@@ -385,7 +385,7 @@ class _Handler(BaseHTTPRequestHandler):
         if header.get("parentCommit") not in (None, self._repository(repo).sha):
             raise _Refused(412, "A commit has happened since")
         readme = files.get("README.md")
-        if readme is not None and (errors := _card_errors(readme.content.decode())):
+        if readme is not None and (errors := card_errors(readme.content.decode())):
             raise _Refused(400, errors[0])
         sha = self._repository(repo).commit(header["summary"], files)
         url = f"{self.hub.url}/{repo}/commit/{sha}"
@@ -477,34 +477,3 @@ def pointer(sha256: str, size: int) -> Blob:
 def _entry(path: str, blob: Blob) -> dict[str, Any]:
     lfs = {"lfs": {"oid": blob.sha256, "size": blob.size, "pointerSize": 134}} if blob.sha256 else {}
     return {"type": "file", "path": path, "oid": blob.oid, "size": blob.size, **lfs}
-
-
-def _card_errors(text: str) -> list[str]:
-    """What the Hub would say to a card's metadata: the rules that a model card of ours could break."""
-    head = re.match(r"---\n(.*?)\n---\n", text, re.S)
-    if head is None:
-        return []
-    try:
-        data = yaml.safe_load(head[1])
-    except yaml.YAMLError as error:
-        return [f"invalid YAML: {error}"]
-    if not isinstance(data, dict):
-        return ['"metadata" must be an object']
-    errors = [f'"{name}" must be a string' for name in ("license", "pipeline_tag") if not _is(data.get(name), str)]
-    errors += [f'"{name}" must be an array' for name in ("tags", "metrics") if not _is(data.get(name), list)]
-    for i, model in enumerate(data.get("model-index") or []):
-        for j, result in enumerate(model.get("results") or []):
-            at = f'"model-index[{i}].results[{j}]'
-            for path in ("task.type", "dataset.type", "dataset.name"):
-                part, key = path.split(".")
-                if not isinstance((result.get(part) or {}).get(key), str):
-                    errors.append(f'{at}.{path}" is required')
-            metrics = result.get("metrics") or []
-            errors += [] if metrics else [f'{at}.metrics" is required']
-            errors += [f'{at}.metrics" need type and value' for m in metrics if not {"type", "value"} <= m.keys()]
-        errors += [] if isinstance(model.get("name"), str) else [f'"model-index[{i}].name" is required']
-    return errors
-
-
-def _is(value: Any, kind: type) -> bool:
-    return value is None or isinstance(value, kind)

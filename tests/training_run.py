@@ -332,3 +332,27 @@ def train_apart(
     for process in processes:
         process.join()
     return [process.exitcode for process in processes], log.read_text()
+
+
+TODAY = {
+    "per_device_batch_size": "per_device_train_batch_size",
+    "validate_every": "eval_steps",
+    "checkpoint_every": "save_steps",
+    "keep_checkpoints": "save_total_limit",
+    "log_every": "logging_steps",
+    "log_with": "report_to",
+    "deterministic": "full_determinism",
+    "hub_private": "hub_private_repo",
+    "final_model": "load_best_model_at_end",
+}
+
+
+def as_of_an_earlier_version(checkpoint: Path) -> Path:
+    """Without what later versions added: a manifest, the model's configuration and the plan of the learning rate."""
+    (checkpoint / "manifest.json").unlink(missing_ok=True)
+    state = json.loads((checkpoint / "run_state.json").read_text())
+    state.pop("plan", None)
+    for name in ("model", "extend"):
+        state["identity"].pop(name, None)
+    (checkpoint / "run_state.json").write_text(json.dumps(state))
+    return checkpoint

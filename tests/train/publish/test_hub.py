@@ -52,10 +52,9 @@ torch.save(results, out / "results.pt")
 
 OWN_PUSH = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
-ESSMForCausalLM.from_pretrained(sys.argv[2]).push_to_hub(sys.argv[3])
-build_byte_tokenizer(512).push_to_hub(sys.argv[3])
+ESSMForCausalLM.from_pretrained(sys.argv[1]).push_to_hub(sys.argv[2])
+build_byte_tokenizer(512).push_to_hub(sys.argv[2])
 """
 
 
@@ -67,9 +66,9 @@ def published(saved, tmp_path_factory):
     torch.save(IDS, work / "ids.pt")
     with FakeHub() as hub:
         sha = push(hub, run)
-        package = ROOT
-        child = [sys.executable, "-c", OWN_PUSH, package, run / "model", "essm-tests/own"]
-        own = subprocess.run(list(map(str, child)), env=environment(hub, work), capture_output=True, text=True)
+        child = [sys.executable, "-c", OWN_PUSH, str(run / "model"), "essm-tests/own"]
+        package = environment(hub, work) | {"PYTHONPATH": str(ROOT)}
+        own = subprocess.run(child, env=package, capture_output=True, text=True)
         assert own.returncode == 0, own.stderr
         which = json.dumps({REPO: sha, "essm-tests/own": "main"})
         before = len(hub.requests)

@@ -1,0 +1,302 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train_classification.py: wide tables, class names and sound; rows and arguments that cannot be are named."""
+
+import csv
+import wave
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from classification_run import ONCE, PIXELS, load, read, signals, texts, train, write
+
+from essm_train.commands import train_classification
+from essm_train.data.rows import collate
+from essm_train.data.sound import decode_wav
+from essm_train.run.checkpoints import list_checkpoints
+from modeling_essm import build_byte_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A newcomer's own files: text as labels, a column per time step, folders of sound.
+
+
+def write_wide(path: Path, count: int, seed: int, labels: list[str]) -> str:
+    """A row per sample of 12 steps in x0, y0, x1, y1, .., about a mean of its class."""
+    rng = np.random.default_rng(seed)
+    with path.open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["id", *(f"{axis}{i}" for i in range(12) for axis in "xy"), "kind"])
+        for row in range(count):
+            kind = labels[row % len(labels)]
+            table.writerow([row, *rng.normal({"walk": 0, "run": 1, "sit": 2}[kind], 0.3, 24).round(3), kind])
+    return str(path)
+
+
+def read_rows(path: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(Path(path).read_text().splitlines()))
+
+
+def write_sounds(folder: Path, counts: dict[str, int], rate: int = 8000) -> str:
+    """A folder per class: 40 ms of a tone, low or high, in 16 bits."""
+    rng = np.random.default_rng(0)
+    for name, hertz in {"low": 200, "high": 1900}.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(counts[name]):
+            tone = 0.5 * np.sin(2 * np.pi * (hertz * np.arange(rate // 25) / rate + rng.random()))
+            with wave.open(str(folder / name / f"{i}.wav"), "wb") as file:
+                file.setparams((1, 2, rate, 0, "NONE", ""))
+                file.writeframes((tone * 32767).astype("<i2").tobytes())
+    return str(folder)
+
+
+def test_wide_tables_with_text_as_labels_train(arguments, tmp_path):
+    """One column per number; classes are the sorted values of the label, in the config too."""
+    train_file = write_wide(tmp_path / "train.csv", 60, 0, ["walk", "run", "sit"])
+    test_file = write_wide(tmp_path / "test.csv", 18, 1, ["walk", "sit"])
+    changes = {"train_file": train_file, "test_file": test_file, "features_column": "[xy]*", "label_column": "kind"}
+    changes |= {"frame_length": 2, "max_steps": 40, "per_device_train_batch_size": 16, "dropout": 0.0, "eval_steps": 40}
+    train(arguments(tmp_path / "run", **changes, save_steps=40))
+    config = read(tmp_path / "run" / "model" / "config.json")
+    assert config["id2label"] == {"0": "run", "1": "sit", "2": "walk"} and config["num_input_features"] == 2
+    assert read(tmp_path / "run" / "model" / "features.json")["frame_length"] == 2
+    assert min(read(tmp_path / "run" / "budget_sweep.json")["values"]) >= 0.8  # of its two classes, 1 and 2
+    data = load(arguments(tmp_path / "x", **changes))
+    values = data.source.samples[0].values
+    rows = [[float(row[f"{axis}{i}"]) for i in range(12) for axis in "xy"] for row in read_rows(train_file)]
+    assert values.shape == (12, 2) and any(values.flatten().tolist() == pytest.approx(row) for row in rows)
+    # Trained on: the classes of the weights count, whichever the data shows.
+    head = {"model_name_or_path": tmp_path / "run" / "model", "train_file": test_file, "test_file": None}
+    train(arguments(tmp_path / "on", **changes | ONCE | head))
+    assert read(tmp_path / "on" / "model" / "config.json")["id2label"] == config["id2label"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "message"),
+    [
+        ("x0,x1,kind\n1,2,a\n3,,b\n", {}, r"row 1 of .* must hold finite numbers, got nan"),
+        ("x0,x1,kind\n1,2,a\n3,no,b\n", {}, r"features_column 'x\*': column 'x1' must hold numbers: .*'no'"),
+        ("y0,y1,kind\n1,2,a\n3,4,b\n", {}, r"features_column must be one of \['y0', 'y1', 'kind'\] .* got 'x\*'"),
+        ("x0,x1,kind\n1,2,a\n3,4,b\n", {"frame_length": 3}, r"row 0 .* holds 2 steps, and frame_length is 3"),
+        ("x0,x1,kind\n1,2,a\n3,4,a\n", {}, "num_labels must be at least 2, got 1"),
+    ],
+)
+def test_wide_tables_that_cannot_be(rows, changes, message, arguments, tmp_path):
+    (tmp_path / "a.csv").write_text(rows)
+    wide = {"train_file": tmp_path / "a.csv", "features_column": "x*", "label_column": "kind"}
+    with pytest.raises(ValueError, match=message):
+        load(arguments(tmp_path / "run", **wide | changes))
+
+
+def test_labels_of_other_files_must_be_known(arguments, tmp_path):
+    train_file = write(tmp_path, "train.jsonl", {"text": ["a", "b", "c", "d"], "label": ["yes", "no"] * 2})
+    validation = write(tmp_path, "validation.jsonl", {"text": ["a", "b"], "label": ["yes", "perhaps"]})
+    with pytest.raises(ValueError, match=r"row 1 of validation_file .* must be one of \['no', 'yes'\], got 'perhaps'"):
+        load(arguments(tmp_path / "run", "text", train_file=train_file, validation_file=validation))
+
+
+def test_a_folder_of_sound_trains(arguments, tmp_path):
+    """One sub-folder per class, splits by the folder's name, without any package that decodes."""
+    for split, count in {"train": 24, "test": 8}.items():
+        write_sounds(tmp_path / "clips" / split, {"low": count, "high": count})
+    changes = {"train_file": None, "dataset_name": tmp_path / "clips", "features_column": "audio", "frame_length": 8}
+    changes |= {"max_steps": 30, "per_device_train_batch_size": 16, "dropout": 0.0, "eval_steps": 30}
+    train(arguments(tmp_path / "run", **changes, save_steps=30))
+    model = tmp_path / "run" / "model"
+    assert read(model / "config.json")["id2label"] == {"0": "high", "1": "low"}
+    assert read(model / "features.json") == {
+        "multiplier": 1.0, "offset": 0.0, "max_length": 40, "frame_length": 8, "sampling_rate": 8000,
+    }  # fmt: skip
+    sweep = read(tmp_path / "run" / "budget_sweep.json")
+    assert (sweep["split"], sweep["samples"]) == ("test", 16) and min(sweep["values"]) >= 0.9
+    batch = collate((data := load(arguments(tmp_path / "x", **changes))).reader, [data.source.samples[0]])
+    assert batch["input_features"].shape == (1, 40, 8) and 0.4 < batch["input_features"].abs().max() <= 0.5
+
+
+def test_wav_files_of_every_width_and_number_of_channels(tmp_path):
+    sound = np.random.default_rng(0).uniform(-1, 1, (50, 2))
+    for width, levels in {1: 128, 2: 1 << 15, 3: 1 << 23, 4: 1 << 31}.items():
+        codes = (sound * levels).round().clip(-levels, levels - 1).astype(np.int64)
+        raw = (codes + 128 if width == 1 else codes).astype("<i8")[..., None].view(np.uint8)[..., :width]
+        with wave.open(str(tmp_path / "a.wav"), "wb") as file:
+            file.setparams((2, width, 16000, 0, "NONE", ""))
+            file.writeframes(raw.tobytes())
+        for value in ({"path": str(tmp_path / "a.wav"), "bytes": None}, {"path": None, "bytes": None}):
+            value["bytes"] = None if value["path"] else (tmp_path / "a.wav").read_bytes()
+            samples, rate = decode_wav(value, "a test")
+            assert (
+                rate == 16000 and samples.dtype == np.float32 and np.abs(samples - sound).max() <= 1.01 / levels + 1e-7
+            )
+
+
+def test_sound_that_cannot_be_read(arguments, tmp_path):
+    def load_clips():
+        changes = {"train_file": None, "dataset_name": tmp_path / "clips", "features_column": "audio"}
+        load(arguments(tmp_path / "run", **changes))
+
+    write_sounds(tmp_path / "clips", {"low": 2, "high": 2})
+    write_sounds(tmp_path / "other", {"low": 1, "high": 0}, rate=16000)
+    (tmp_path / "other" / "low" / "0.wav").rename(tmp_path / "clips" / "low" / "9.wav")
+    with pytest.raises(ValueError, match=r"low/9\.wav: sound must have 8000 samples a second.* got 16000: convert"):
+        load_clips()
+    (tmp_path / "clips" / "low" / "9.wav").write_bytes(b"RIFF")
+    with pytest.raises(ValueError, match=r"low/9\.wav: is no WAV file of PCM: .*ffmpeg"):
+        load_clips()
+    (tmp_path / "clips" / "low" / "9.wav").rename(tmp_path / "clips" / "low" / "9.mp3")
+    with pytest.raises(ValueError, match=r"sound must be WAV files, got '.*9\.mp3'"):
+        load_clips()
+    with pytest.raises(ValueError, match=r"train_file '.*clips' is a folder: give it as dataset_name"):
+        load(arguments(tmp_path / "run", train_file=tmp_path / "clips", features_column="audio"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Errors.
+
+GOOD = {"pixels": [[1, 2], [3, 4], [5, 6]], "label": [0, 1, 2]}
+BAD_ARGUMENTS = [
+    ({"train_file": None}, "no data to train on: give --train_file data.parquet"),
+    ({"dataset_name": "imdb"}, "train_file or dataset_name, not both"),
+    ({"train_file": None, "dataset_name": "NOWHERE/AT_ALL"}, "cannot read dataset 'NOWHERE/AT_ALL'"),
+    ({"train_file": "MISSING.parquet"}, "train_file 'MISSING.parquet' is not there"),
+    ({"validation_file": "MISSING.csv"}, "validation_file 'MISSING.csv' is not there"),
+    ({"train_file": "EMPTY.jsonl"}, "train_file 'EMPTY.jsonl' is empty"),
+    ({"train_file": "words.txt"}, r"train_file must end in one of \['.csv', .*got 'words.txt'"),
+    ({"train_file": "broken.parquet"}, "cannot read train_file broken.parquet: "),
+    ({"train_file": "broken.jsonl"}, "cannot read "),
+    ({"features_column": None}, "give text_column or features_column, and not both, got None, None"),
+    ({"text_column": "text"}, "give text_column or features_column, and not both, got 'text', 'pixels'"),
+    ({"features_column": "frames"}, r"features_column must be one of \['pixels', 'label'\].*got 'frames'"),
+    ({"label_column": "class"}, r"label_column must be one of \['pixels', 'label'\].*got 'class'"),
+    ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
+    ({"num_labels": 1}, "num_labels must be at least 2, got 1"),
+    ({"feature_scale": "big"}, "feature_scale must be 'auto', 'uint8' or a number, got 'big'"),
+    ({"tokenizer_name": "gpt2"}, "tokenizer_name needs text_column"),
+    ({"eval_batch_size": 0}, "eval_batch_size must be at least 1, got 0"),
+    ({"num_labels": 2}, r"row \d+ of train_file pixels-train.parquet: labels must be in \[0, 1\], got 2"),
+    ({"num_spectral_channels": 40}, "filter_length 512 resolves at most .*got num_spectral_channels=40"),
+    ({"budget_schedule": "often"}, "budget_schedule must be one of"),
+    ({"streaming": True, "num_labels": None}, "streaming needs num_labels"),
+    ({"streaming": True, "validation_file": None}, "streaming needs a validation_file"),
+    ({"streaming": True, "train_file": "broken.jsonl"}, "cannot read "),
+    ({"streaming": True, "features_column": "x"}, r"features_column must be one of \['pixels', 'label'\].*got 'x'"),
+    ({"streaming": True, "num_labels": 2}, r"row \d+ of validation_file .*: labels must be in \[0, 1\], got 2"),
+]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), BAD_ARGUMENTS, ids=["-".join(map(str, changes)) for changes, _ in BAD_ARGUMENTS]
+)
+def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    Path("EMPTY.jsonl").touch()
+    Path("words.txt").write_text("words")
+    Path("broken.parquet").write_bytes(b"no parquet")
+    Path("broken.jsonl").write_text('{"pixels": [1], "label": 0}\nno json\n')
+    monkeypatch.setattr(train_classification, "train_and_record", None)
+    with pytest.raises(ValueError, match=message):
+        train(arguments("run", **changes))
+
+
+BAD_ROWS = [
+    ({"pixels": [[1], [2], []]}, "row 2 of .*: features_column 'pixels' holds an empty sequence"),
+    ({"pixels": [[1], None, [2]]}, "row 1 of .* must hold a sequence of numbers, got NoneType"),
+    ({"pixels": [[1], [2], [0.5, None]]}, "row 2 of .* must hold finite numbers, got nan|must hold numbers"),
+    ({"pixels": [["a"], ["b"], ["c"]]}, "row 0 of .* must hold numbers, got .* such as 'a'"),
+    ({"pixels": ["a", "b", "c"]}, "row 0 of .* must hold a sequence of numbers, got str"),
+    (
+        {"pixels": [[[1, 2]], [[3, 4], [5]], [[6, 7]]]},
+        r"row 1 of .* holds a ragged list: frames of \[1, 2\] numbers, not of one width",
+    ),
+    ({"pixels": [[[1, 2]], [[3, 4]], [[5]]]}, r"row 2 of .* must hold frames of 2 numbers, .*shape \(1, 1\)"),
+    ({"label": [0, 1, -1]}, r"row 2 of .*: labels must be in \[0, 2\], got -1"),
+    ({"label": [0, 3, 2]}, r"row 1 of .*: labels must be in \[0, 2\], got 3"),
+    ({"label": [0, 1, None]}, "row 2 of .*: label_column 'label' must hold integers from 0, got None"),
+    (
+        {"label": ["no", "yes", None]},  # of a stream the first row is refused: its classes are not known
+        r"row 2 of .* must be one of \['no', 'yes'\], got None|row 0 of .* must hold integers from 0, got 'no'",
+    ),
+    ({"label": [0.0, 0.5, 1.0]}, r"row 0 of .*: label_column 'label' must hold integers from 0, got 0.0"),
+    ({"pixels": [[1], [256], [0]], "scale": "uint8"}, r"row 1 of .* numbers in \[0, 255\] .*got 256"),
+]
+
+
+@pytest.mark.parametrize(("columns", "message"), BAD_ROWS, ids=[message[:40] for _, message in BAD_ROWS])
+@pytest.mark.parametrize("streaming", [False, True], ids=["table", "stream"])
+def test_bad_rows_are_named(columns, message, streaming, arguments, tmp_path):
+    columns = dict(columns)
+    scale = columns.pop("scale", "auto")
+    path = write(tmp_path, "bad.parquet", GOOD | columns)
+    changes = {"train_file": path, "feature_scale": scale, "num_labels": 3, "per_device_train_batch_size": 1}
+    if not streaming:
+        with pytest.raises(ValueError, match=message):
+            load(arguments(tmp_path / "run", **changes))
+        return
+    width = np.asarray(columns.get("pixels", [[0]])[0]).ndim  # a validation set of the same kind
+    good = {"v": [[[1, 2]]] * 2, "label": [0, 1]} if width == 2 else {"v": [[1]] * 2, "label": [0, 1]}
+    validation = write(tmp_path, "good.parquet", {"pixels": good["v"], "label": good["label"]})
+    with pytest.raises(ValueError, match=message):
+        load(arguments(tmp_path / "run", **changes, streaming=True, validation_file=validation)).source.draw(3)
+
+
+def test_streams_name_the_row_after_a_resume(arguments, files, tmp_path):
+    rows = signals(12, seed=0)
+    rows["label"][9] = 7
+    path = write(tmp_path, "train.parquet", rows, PIXELS)
+    line = arguments(tmp_path / "run", train_file=path, streaming=True, shuffle_buffer=1, save_steps=1)
+    with pytest.raises(ValueError, match=r"row 9 of train_file train.parquet: labels must be in \[0, 2\], got 7"):
+        train(line)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")][-1] == "checkpoint-00000002"
+    with pytest.raises(ValueError, match=r"row 9 of train_file"):
+        train(line)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")][-1] == "checkpoint-00000002"  # nothing is lost
+
+
+def test_text_rows_are_checked(arguments, tmp_path):
+    build_byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+
+    def check(rows: list, **changes):
+        path = write(tmp_path, "bad.parquet", {"text": rows, "label": [0, 1, 0]})
+        return load(arguments(tmp_path / "run", "text", train_file=path, **changes))
+
+    with pytest.raises(ValueError, match=r"row 1 of .*: text_column 'text' holds an empty text"):
+        check(["a", "", "c"])
+    with pytest.raises(ValueError, match=r"row 2 of .*: text_column 'text' must hold text, got NoneType"):
+        check(["a", "b", None])
+    with pytest.raises(ValueError, match=r"row 0 of .*: text_column 'text' must hold text, got int"):
+        check([1, 2, 3])
+    undecodable = [b"abc", b"a\xffc", b"\x00"]
+    data = check(undecodable)
+    assert sorted(bytes(s.values) for part in (data.source.samples, data.validation.samples) for s in part) == sorted(
+        undecodable
+    )
+    with pytest.raises(ValueError, match=r"row 1 of .* is not UTF-8: byte 0xff at position 1; .*train on bytes"):
+        check(undecodable, tokenizer_name=tmp_path / "tokenizer")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"cannot load tokenizer '.*empty'"):
+        check(["a", "b", "c"], tokenizer_name=tmp_path / "empty")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_undecodable_csv_is_a_clear_error(streaming, arguments, files, tmp_path):
+    path = tmp_path / "bad.csv"
+    path.write_bytes(b"text,label\nabc,0\n\xff\xfe,1\n")
+    changes = {"train_file": path, "streaming": streaming, "validation_file": files["text validation"]}
+    with pytest.raises(ValueError, match=r"cannot read .*: 'utf-8' codec can't decode byte 0xff"):
+        load(arguments(tmp_path / "run", "text", **changes))
+
+
+def test_csv_files_are_read(arguments, tmp_path):
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["text", "label"], *zip(*texts(20, seed=0).values())])
+    data = load(arguments(tmp_path / "run", "text", train_file=tmp_path / "a.csv"))
+    assert len(data.source.samples) == 18 and data.num_labels == 2
+
+
+def test_files_without_rows_are_refused(arguments, tmp_path):
+    path = write(tmp_path, "none.parquet", {"pixels": [], "label": []}, PIXELS)
+    for streaming in (False, True):
+        with pytest.raises(ValueError, match=r"train_file none.parquet holds no rows"):
+            load(arguments(tmp_path / "run", train_file=path, streaming=streaming))
+    with pytest.raises(ValueError, match=r"validation_file none.parquet holds no rows"):
+        load(arguments(tmp_path / "run", validation_file=path))

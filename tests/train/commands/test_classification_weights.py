@@ -1,0 +1,170 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train_classification.py from a configuration, from weights, and with a baseline."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from classification_run import ONCE, read, texts, train, write
+from helpers import random_model
+from training_run import bpe_tokenizer
+from transformers import AutoTokenizer
+
+from essm_train.arguments import parse_arguments
+from essm_train.baselines.models import BaselineForSequenceClassification
+from essm_train.commands import train_classification
+from essm_train.data.arguments import ClassificationArguments
+from essm_train.data.classification import load_classification
+from modeling_essm import ESSMConfig, ESSMForSequenceClassification, build_byte_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------------------
+# From a configuration, and from weights.
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return ESSMForSequenceClassification.from_pretrained(folder).state_dict()
+
+
+def test_training_starts_from_a_configuration(arguments, tmp_path):
+    config = ESSMConfig(
+        hidden_size=8, num_hidden_layers=1, num_spectral_channels=4, filter_length=64, classifier_pooling="last",
+        dropout=0.2, num_input_features=5, id2label={i: f"class {i}" for i in range(3)},
+    )  # fmt: skip
+    config.save_pretrained(tmp_path / "config")
+    train(arguments(tmp_path / "run", **ONCE, config_name=tmp_path / "config"))
+    found = ESSMConfig.from_pretrained(tmp_path / "run" / "model")
+    assert (found.hidden_size, found.filter_length, found.num_spectral_channels) == (8, 64, 4)
+    assert (found.classifier_pooling, found.dropout, found.num_input_features) == ("last", 0.2, 1)
+    assert found.id2label == config.id2label and found.trained_budgets == [2, 3, 4]
+    assert read(tmp_path / "run" / "model" / "features.json")["max_length"] == 64
+    changes = {"max_length": 9, "classifier_pooling": "mean", "dropout": 0.0, "num_labels": 4}
+    train(arguments(tmp_path / "text", "text", **ONCE | changes, config_name=tmp_path / "config"))
+    found = ESSMConfig.from_pretrained(tmp_path / "text" / "model")
+    assert (found.classifier_pooling, found.dropout, found.num_input_features) == ("mean", 0.0, None)
+    assert list(found.id2label.values()) == ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "text" / "model").model_max_length == 9
+
+
+def test_weights_are_trained_on_with_their_own_tokenizer(arguments, tmp_path):
+    tokenizer = bpe_tokenizer(["abc" * 50])
+    random_model(vocab_size=len(tokenizer) + 5, eos_token_id=0).save_pretrained(tmp_path / "lm")
+    tokenizer.save_pretrained(tmp_path / "lm")
+    start = {"model_name_or_path": tmp_path / "lm"} | ONCE
+    train(arguments(tmp_path / "run", "text", **start))
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert saved.get_vocab() == tokenizer.get_vocab()
+    build_byte_tokenizer().save_pretrained(tmp_path / "bytes")
+    with pytest.raises(ValueError, match=r"tokenizer_name must be the tokenizer of .*lm'"):
+        train(arguments(tmp_path / "other", "text", **start, tokenizer_name=tmp_path / "bytes"))
+
+
+def test_training_starts_from_a_language_model_with_a_new_head(arguments, tmp_path):
+    # 8 channels: the schedule is the model's, not that of the 32 which are the default of the arguments.
+    source = random_model(num_spectral_channels=8, filter_length=2048)
+    source.save_pretrained(tmp_path / "lm")
+    train(arguments(tmp_path / "run", "text", **ONCE, model_name_or_path=tmp_path / "lm"))
+    found = weights(tmp_path / "run" / "model")
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in source.model.state_dict().items())
+    assert found["score.weight"].shape == (2, 16) and 0.01 < float(found["score.weight"].std()) < 0.04
+    assert ESSMConfig.from_pretrained(tmp_path / "run" / "model").trained_budgets[-1] == 8
+    assert read(tmp_path / "run" / "budget_sweep.json")["budgets"][-1] == 8
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").model_max_length == 2048
+    training = read(tmp_path / "run" / "training.json")["arguments"]
+    assert training["model_name_or_path"] == str(tmp_path / "lm") and training["max_length"] == 2048
+
+
+def test_training_goes_on_from_a_classifier(arguments, finished, tmp_path):
+    start = finished["pixels"] / "model"
+    train(arguments(tmp_path / "run", **ONCE | {"dropout": 0.3}, model_name_or_path=start))
+    before, after = weights(start), weights(tmp_path / "run" / "model")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert ESSMConfig.from_pretrained(tmp_path / "run" / "model").dropout == 0.3
+    learned = {"max_steps": 5, "learning_rate": 0.01, "eval_steps": 5}
+    train(arguments(tmp_path / "trained", **ONCE | learned, model_name_or_path=start))
+    assert not torch.equal(weights(tmp_path / "trained" / "model")["score.weight"], before["score.weight"])
+
+
+# Fields of the saved model, and what the data or the arguments have instead.
+UNFIT = [
+    ({"num_labels": 3}, "text", {}, r"num_input_features of .*saved' must be None for column 'text', got 1"),
+    ({"num_labels": 3, "num_input_features": None}, "pixels", {}, "must be 1 for column 'pixels', got None"),
+    ({"num_labels": 3, "num_input_features": 40}, "pixels", {}, "must be 1 for column 'pixels', got 40"),
+    ({"num_labels": 10}, "pixels", {}, "head of .*saved' has 10 labels, and the data 3: give num_labels 10 if"),
+    ({"num_labels": 2}, "pixels", {}, "head of .*saved' has 2 labels, and the data 3"),
+    ({"num_labels": 3}, "pixels", {"classifier_pooling": "last"}, "classifier_pooling must be 'mean', .*got 'last'"),
+    ({"num_input_features": None, "vocab_size": 300}, "text", {}, "must be 259 for bytes, got 300"),
+    (
+        {"num_input_features": None, "vocab_size": 258, "pad_token_id": 0},
+        "text",
+        {"tokenizer_name": "tokenizer"},
+        "vocab_size of .*saved' must be at least 259 for tokens of tokenizer, got 258",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "kind", "changes", "message"), UNFIT, ids=[case[-1][:30] for case in UNFIT])
+def test_weights_that_do_not_fit_the_data_are_refused(
+    fields, kind, changes, message, arguments, finished, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    build_byte_tokenizer().save_pretrained("tokenizer")
+    random_model(ESSMForSequenceClassification, **{"num_input_features": 1} | fields).save_pretrained("saved")
+    before = sorted(path.name for path in finished["pixels"].iterdir())
+    line = arguments(finished["pixels"], kind, **ONCE, **changes, model_name_or_path="saved")
+    with pytest.raises(ValueError, match=message):
+        train([*line, "--overwrite_output_dir"])
+    assert sorted(path.name for path in finished["pixels"].iterdir()) == before  # nothing is deleted
+
+
+def test_labels_of_weights_and_data(arguments, tmp_path):
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["few", "many"])}
+    named = write(tmp_path, "named.parquet", texts(30, seed=0), features)
+
+    def labels(saved: list[str] | None, **changes) -> list[str]:
+        fields = {"id2label": dict(enumerate(saved)), "label2id": {n: i for i, n in enumerate(saved)}} if saved else {}
+        random_model(ESSMForSequenceClassification, **fields).save_pretrained(tmp_path / "saved")
+        line = arguments(tmp_path / "run", "text", **ONCE | changes, model_name_or_path=tmp_path / "saved")
+        args = parse_arguments(ClassificationArguments, line)
+        args.set_max_length(512)
+        config = train_classification.build_model(args, load_classification(args)).config
+        assert config.label2id == {name: i for i, name in config.id2label.items()}
+        return [config.id2label[i] for i in range(config.num_labels)]
+
+    assert labels(None, train_file=named) == labels(["few", "many"], train_file=named) == ["few", "many"]
+    assert labels(["no", "yes"]) == ["no", "yes"]  # which the data does not name
+    assert labels(["no", "yes", "maybe"], num_labels=3) == ["no", "yes", "maybe"]  # and does not all show
+    with pytest.raises(ValueError, match=r"labels of .*saved' are \['many', 'few'\], and .* data \['few', 'many'\]"):
+        labels(["many", "few"], train_file=named)
+
+
+def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
+    build_byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    random_model(vocab_size=300).save_pretrained(tmp_path / "lm")
+    changes = {"tokenizer_name": tmp_path / "tokenizer", "model_name_or_path": tmp_path / "lm", "max_length": 40}
+    args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", "text", **ONCE | changes))
+    assert train_classification.build_model(args, load_classification(args)).config.vocab_size == 300
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
+        ({"budget_schedule": "often"}, "budget_schedule must be one of"),
+        ({"model_name_or_path": "MISSING"}, "cannot read the configuration of 'MISSING'"),
+    ],
+)
+def test_a_configuration_is_checked_before_data_is_read(changes, message, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    random_model().save_pretrained("saved")
+    monkeypatch.setattr(train_classification, "load_classification", None)
+    with pytest.raises(ValueError, match=message):
+        train(arguments("run", "text", **ONCE | {"model_name_or_path": "saved"} | changes))
+
+
+def test_baselines_classify_text_and_features(arguments, tmp_path):
+    for kind in ("pixels", "text"):
+        args = parse_arguments(ClassificationArguments, arguments(tmp_path, kind, architecture="transformer"))
+        model = train_classification.build_model(args, load_classification(args))
+        assert type(model) is BaselineForSequenceClassification and model.config.classifier_pooling == "mean"

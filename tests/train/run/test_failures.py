@@ -1,0 +1,184 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What goes wrong during a run stops it, says what it was, and leaves its last good checkpoint."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from helpers import ROOT
+from torch import nn
+from training_run import (
+    as_of_an_earlier_version,
+    command_line,
+    same,
+    train,
+    train_apart,
+)
+
+from essm_train.arguments import RunArguments
+from essm_train.run import accelerator as run_accelerator
+from essm_train.run.accelerator import make_accelerator
+from essm_train.run.average import WeightAverage
+from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.finiteness import non_finite
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Failure.
+
+
+@pytest.mark.parametrize("name", ["checkpoint-00000006", "best"])
+def test_a_full_disk_keeps_the_last_good_checkpoint_and_the_run_goes_on_later(name, arguments, finished, tmp_path):
+    codes, log = train_apart(arguments(tmp_path / "run"), tmp_path, ("full_disk_at", name))
+    assert codes == [1]
+    assert re.search(rf"OSError: cannot write .*{name}: .*Last good checkpoint: .*checkpoint-00000003", log), log
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
+    assert not list((tmp_path / "run").glob(".tmp-*"))  # its space is free again
+    train(arguments(tmp_path / "run"))
+    assert same(tmp_path / "run", finished)
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_training_stops_when_it_diverges(broken, arguments, tmp_path, monkeypatch):
+    forward, calls = ESSMForCausalLM.forward, []
+
+    def diverging(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        calls.extend([1] * self.training)
+        if len(calls) == 5 and self.training:
+            if broken == "loss":
+                output.loss = output.loss * math.nan
+            else:
+                output.loss.register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    monkeypatch.setattr(ESSMForCausalLM, "forward", diverging)
+    with pytest.raises(FloatingPointError, match=r"update 5: loss is .*Last good checkpoint: .*checkpoint-00000003"):
+        train(arguments(tmp_path))
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003"]
+    assert not (tmp_path / "model").exists()
+
+
+def test_infinity_that_is_meant_is_not_broken():
+    """A mask, computed anew by every model; running statistics are saved with the weights."""
+    accelerator, model = Accelerator(), nn.BatchNorm1d(3)
+    model.register_buffer("mask", torch.full((3,), -math.inf), persistent=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert non_finite(accelerator, model, optimizer, []) == []
+    model.running_var[1] = math.inf
+    assert non_finite(accelerator, model, optimizer, [torch.tensor([math.nan])]) == [
+        "the weights",
+        "the averaged weights",
+    ]
+
+
+@pytest.mark.parametrize("update", [6, 8], ids=["at a checkpoint", "at the end"])
+@pytest.mark.parametrize("part", ["weights", "averaged weights", "optimizer's state"])
+def test_what_an_update_breaks_is_not_saved(part, update, arguments, tmp_path, monkeypatch):
+    """Its loss and gradient were finite: only what it leaves behind is not."""
+    step, average, made = torch.optim.AdamW.step, WeightAverage.update, []
+
+    def broken_step(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        made.append(1)
+        if len(made) == update and part != "averaged weights":
+            parameter = self.param_groups[0]["params"][-1]
+            broken = parameter if part == "weights" else self.state[parameter]["exp_avg_sq"]
+            broken.data.view(-1)[0] = math.inf
+        return result
+
+    def broken_average(self):
+        average(self)
+        if self.updates == update and part == "averaged weights":
+            self.average[-1].view(-1)[0] = math.nan
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken_step)
+    monkeypatch.setattr(WeightAverage, "update", broken_average)
+    last = {6: 3, 8: 6}[update]
+    with pytest.raises(
+        FloatingPointError, match=f"update {update}: .*the {part}.* hold NaN .*checkpoint: .*checkpoint-0000000{last}"
+    ):
+        train(arguments(tmp_path, eval_steps=update))
+    assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-0000000{last}"
+    assert not (tmp_path / "model").exists() and not (tmp_path / "best").exists()
+
+
+def test_a_broken_checkpoint_of_an_earlier_version_is_not_good(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    checkpoint = as_of_an_earlier_version(list_checkpoints(tmp_path)[-1])
+    weights = torch.load(checkpoint / "pytorch_model.bin")
+    next(iter(weights.values())).view(-1)[0] = math.nan
+    torch.save(weights, checkpoint / "pytorch_model.bin")
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(
+        FloatingPointError, match=r"00000008: the weights hold NaN .*delete it .*checkpoint: .*checkpoint-00000006"
+    ):
+        train(arguments(tmp_path))
+    assert not (tmp_path / "model").exists()
+
+
+def test_an_absurd_learning_rate_is_noticed(arguments, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"update \d: loss is .*Try a lower learning_rate or a longer warm-up"):
+        train(arguments(tmp_path, learning_rate=1e30, warmup_steps=0, max_grad_norm=1e30))
+
+
+def test_a_folder_that_cannot_be_written_is_refused(arguments, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"output_dir .*file/run' cannot be written: Not a directory"):
+        train(arguments(tmp_path / "file" / "run"))
+
+
+def test_a_row_that_breaks_the_stream_stops_the_run_and_keeps_its_checkpoint(data, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [json.dumps({"text": "abcdefgh" * 8})] * 100
+    path.write_text("\n".join([*rows, json.dumps({"text": {"nested": 5}}), *rows]))
+    changes = {"train_file": path, "validation_file": data["map-style"]["validation_file"], "shuffle_buffer": 2}
+    with pytest.raises(ValueError, match="a row of the training stream: column 'text' must hold text, got dict"):
+        train(
+            [*command_line(tmp_path / "run", **changes, max_steps=500, per_device_train_batch_size=20), "--streaming"]
+        )
+    assert list_checkpoints(tmp_path / "run")
+    assert os.listdir(tmp_path / "run").count("model") == 0
+
+
+def test_a_run_is_not_resumed_with_other_sizes_beside_its_configuration(arguments, tmp_path):
+    ESSMConfig(hidden_size=8, num_hidden_layers=1, filter_length=512).save_pretrained(tmp_path / "config")
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+    given = sizes | {"config_name": tmp_path / "config", "gating": "none", "max_steps": 1}
+    train(arguments(tmp_path / "run", **given))
+    config = ESSMConfig.from_pretrained(tmp_path / "run" / "model")
+    assert (config.hidden_size, config.gating, config.filter_length) == (8, "none", 512)
+    train(arguments(tmp_path / "run", **given))  # finished already
+    for changes in ({"gating": None}, {"gating": "softmax"}, {"hidden_size": 128}):
+        with pytest.raises(ValueError, match=r"config_overrides was {'gating': 'none'} and is now "):
+            train(arguments(tmp_path / "run", **given | changes))
+
+
+def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
+    args = RunArguments(output_dir=str(tmp_path), cpu_threads=1)
+    make_accelerator(args)
+    assert not list(tmp_path.glob(".seen-*"))
+    monkeypatch.setattr(run_accelerator.Path, "touch", lambda path: None)  # as on a disk that this process does not see
+    monkeypatch.setattr(run_accelerator.Path, "unlink", lambda path: None)
+    with pytest.raises(ValueError, match="is one folder for 0 of 1 processes"):
+        make_accelerator(args)
+
+
+@pytest.mark.parametrize("script", ["train_clm", "train_classification"])
+def test_waiting_threads_soon_sleep(script):
+    """As the OpenMP library reads it when torch is imported: spinning ones slow down whoever else uses the cores, and
+    those that sleep at once come late to the small products of a gated block."""
+    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    path = ROOT / "train" / f"{script}.py"
+    run = [sys.executable, str(path), "--help"]
+    told = subprocess.run(run, env=env | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True).stderr
+    if "GOMP_SPINCOUNT" not in told:
+        pytest.skip("torch's OpenMP library is not GNU's, or tells no settings")
+    assert "GOMP_SPINCOUNT = '10000'" in told

@@ -1,0 +1,471 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A run goes on from its checkpoints with the same bits, whatever happened to it or to them."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training_run import (
+    NUM_BLOCKS,
+    TODAY,
+    as_of_an_earlier_version,
+    command_line,
+    final_state,
+    model_weights,
+    read_log,
+    read_samples,
+    same,
+    train,
+    train_apart,
+    write_tables,
+)
+from transformers import get_scheduler
+
+from essm_train.arguments import SCHEDULES, parse_arguments
+from essm_train.commands import train_clm
+from essm_train.files import delete_folder, delete_temporary_folders, publish, temporary_folder
+from essm_train.run import loop
+from essm_train.run.accelerator import open_run
+from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.learning_rate import make_scheduler
+from modeling_essm import ESSMConfig
+
+KILLED = [-signal.SIGKILL]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Interruption.
+
+EPOCH_AND_A_HALF = {
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 18,
+    "save_steps": 4,
+    "eval_steps": 5,
+}
+
+
+@pytest.mark.parametrize("kind", ["map-style", "streaming", "gated"])
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, tmp_path):
+    """In mid-epoch, between checkpoints and inside of a checkpoint, with the buffer and the rest of a row half used."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+    codes, log = train_apart(arguments(whole / "run", kind, **EPOCH_AND_A_HALF), whole)
+    assert codes == [0], log
+    order = arguments(killed / "run", kind, **EPOCH_AND_A_HALF)
+    of = lambda *updates: [f"checkpoint-{update:08d}" for update in updates]  # noqa: E731
+    faults = {
+        ("kill_at_update", 2): of(),
+        ("kill_at_update", 6): of(4),
+        ("kill_in_file", "checkpoint-00000008/optimizer.bin"): of(4),
+        ("kill_at_rename", "checkpoint-00000008"): of(4),
+        ("kill_at_rename", "deleted-checkpoint-00000004"): of(4, 8, 12),
+        ("kill_in_file", "checkpoint-00000016/data.pt"): of(8, 12),  # the one too many is gone
+        ("kill_at_rename", "run/model"): of(16, 18),
+    }
+    for fault, left in faults.items():
+        codes, log = train_apart(order, killed, fault)
+        assert codes == KILLED, log
+        assert [path.name for path in list_checkpoints(killed / "run")] == left
+        half_written = [path.name for path in (killed / "run").glob(".tmp-*")]
+        assert bool(half_written) == (fault[0] != "kill_at_update" and "deleted" not in fault[1])
+    codes, log = train_apart(order, killed)
+    assert codes == [0] and "finished already" in log, log
+    assert same(killed / "run", whole / "run")
+    assert not list((killed / "run").glob(".tmp-*"))
+    seen = read_samples(killed, 18)
+    assert seen == read_samples(whole, 18)
+    epoch = [block for blocks in seen[:12] for block in blocks]
+    assert len(epoch) == len(set(epoch)) == NUM_BLOCKS  # every sample exactly once
+    assert len({block for blocks in seen[12:] for block in blocks}) == 12  # and none twice in the half after it
+    for name in ("best", "model"):
+        ours, theirs = (model_weights(folder / "run" / name) for folder in (killed, whole))
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    ours, theirs = (read_log(folder / "run") for folder in (killed, whole))
+    for line in (*ours, *theirs):
+        del line["tokens_per_second"]
+    assert ours == theirs  # no update missing, none twice
+
+
+def test_a_best_model_killed_while_it_is_replaced_comes_back(arguments, tmp_path):
+    order = arguments(tmp_path / "run", eval_steps=2, load_best_model_at_end=True)
+    assert train_apart(order, tmp_path)[0] == [0]
+    expected = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
+    shutil.rmtree(tmp_path / "run")
+    codes, log = train_apart(order, tmp_path, ("kill_at_rename", "replaced-best"))
+    assert codes == KILLED, log
+    assert train_apart(order, tmp_path)[0] == [0]
+    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text()) == expected
+
+
+def test_what_was_being_replaced_comes_back(tmp_path):
+    for name in (".tmp-replaced-best", ".tmp-best", ".tmp-replaced-model", "model"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(name)
+    delete_temporary_folders(tmp_path)  # killed between the renames of `best`, and after those of `model`
+    assert {path.name: (path / "weights").read_text() for path in tmp_path.iterdir()} == {
+        "best": ".tmp-replaced-best",
+        "model": "model",
+    }
+
+
+def test_checkpoints_hold_everything_and_a_bounded_number_is_kept(finished):
+    assert [path.name for path in list_checkpoints(finished)] == ["checkpoint-00000006", "checkpoint-00000008"]
+    names = {path.name for path in list_checkpoints(finished)[-1].iterdir()}
+    scheduler, rng = "custom_checkpoint_0.pkl", "random_states_0.pkl"
+    files = {"pytorch_model.bin", "optimizer.bin", scheduler, rng, "average.pt", "data.pt", "run_state.json"}
+    assert names == files | {"manifest.json"}
+    manifest = json.loads((list_checkpoints(finished)[-1] / "manifest.json").read_text())
+    assert manifest.keys() == files
+    state = json.loads((list_checkpoints(finished)[-1] / "run_state.json").read_text())
+    assert state["update"] == 8 and state["samples_seen"] == 16
+    assert state["budget"]["schedule"] == "discrete" and state["budget"]["trained"] == [2, 3, 4, 6, 8]
+    assert state["identity"]["learning_rate"] == 0.005 and state["identity"]["num_processes"] == 1
+    data_state = torch.load(list_checkpoints(finished)[-1] / "data.pt", weights_only=False)
+    assert data_state == {"position": 16}  # not that of the batch which is read ahead
+
+
+def test_a_finished_run_is_not_trained_again(finished, arguments, capsys, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in list_checkpoints(finished)}
+    monkeypatch.setattr(loop, "_accumulate", None)  # an update would call it
+    train(arguments(finished))
+    assert "finished already" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in list_checkpoints(finished)} == before
+
+
+def test_overwriting_starts_afresh(arguments, tmp_path):
+    train(arguments(tmp_path, max_steps=3))
+    train([*arguments(tmp_path, max_steps=2, seed=1), "--overwrite_output_dir"])
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000002"]
+    assert [line["update"] for line in read_log(tmp_path)] == [1, 2]
+
+
+def test_resuming_with_other_arguments_is_refused_by_name(finished, arguments, tmp_path):
+    before = final_state(finished)
+    with pytest.raises(ValueError, match=r"learning_rate was 0.005 and is now 0.001; go back to the old value"):
+        train(arguments(finished, learning_rate=0.001))
+    with pytest.raises(
+        ValueError, match=r"seed was 0 and is now 1, .*ema_decay was 0.9|ema_decay was 0.9.*, seed was 0"
+    ):
+        train(arguments(finished, seed=1, ema_decay=0.5))
+    with pytest.raises(ValueError, match=r"streaming was False and is now True.*sha256 of the training text was"):
+        train(arguments(finished, "streaming"))
+    assert all(torch.equal(a, b) for a, b in zip(before, final_state(finished)))
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    train(
+        arguments(tmp_path, save_steps=5, save_total_limit=1, logging_steps=3, load_best_model_at_end=True)
+    )  # may change
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000008"]
+
+
+@pytest.mark.parametrize("kind", ["map-style", "streaming"])
+def test_resuming_on_changed_data_is_refused(kind, data, tmp_path):
+    """Of a stream the first rows and the sizes of files are looked at."""
+    copies = {**data[kind], "max_steps": 1}
+    for name in ("train_file", "validation_file"):
+        paths = copies[name] if isinstance(copies[name], list) else [copies[name]]
+        copies[name] = [shutil.copy(path, tmp_path) for path in paths]
+    train(command_line(tmp_path / "run", **copies))
+    held_out = Path(copies["validation_file"][0])
+    text = held_out.read_text()
+    held_out.write_text(text.replace("a", "b"))
+    with pytest.raises(ValueError, match="sha256 of the validation blocks was"):
+        train(command_line(tmp_path / "run", **copies))
+    held_out.write_text(text)
+    shutil.copy(copies["train_file"][-1], tmp_path / "other")
+    if kind == "streaming":
+        write_tables(tmp_path, files=2)  # part-0 and part-1 with other rows; part-2 as it was
+    else:
+        Path(copies["train_file"][0]).write_text(Path(copies["train_file"][0]).read_text().replace("a", "b"))
+    with pytest.raises(ValueError, match="sha256 of the training text was"):
+        train(command_line(tmp_path / "run", **copies))
+
+
+def test_checkpoints_of_earlier_versions_resume(arguments, tmp_path):
+    """They hold the paper's block and do not say so."""
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    train(arguments(whole, block="paper"))
+    shutil.copytree(whole, folder)
+    delete_folder(folder / "checkpoint-00000008")
+    state = as_of_an_earlier_version(folder / "checkpoint-00000006") / "run_state.json"
+    known = json.loads(state.read_text())
+    for name in ("adam_beta2", "block", "inner_size", "embedding_initializer_range"):  # as if they were new
+        known["identity"].pop(name)
+    state.write_text(json.dumps(known))
+    with pytest.raises(ValueError, match=r"block was 'paper' and is now 'gated'"):
+        train(arguments(folder))
+    with pytest.raises(ValueError, match=r"adam_beta2 was 0.95 and is now 0.9"):
+        train(arguments(folder, block="paper", adam_beta2=0.9))
+    train(arguments(folder, block="paper"))
+    assert same(folder, whole)
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_is_asked_for(arguments, finished, tmp_path, capsys):
+    """It ends with the same bits, killed on the way too; what came later is kept under another name."""
+    shutil.copytree(finished, tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run")
+    train(arguments(tmp_path / "run", resume_from_checkpoint=first))
+    assert f"{last} is later; now later-{last.name}, and the run goes on from {first}" in capsys.readouterr().out
+    assert same(tmp_path / "run", finished)
+    ours, theirs = ([(line["update"], line["loss"]) for line in read_log(run)] for run in (tmp_path / "run", finished))
+    assert ours == theirs
+    order = arguments(tmp_path / "run")
+    codes, log = train_apart([*order, "--resume_from_checkpoint", str(first)], tmp_path, ("kill_at_update", 7))
+    assert codes == KILLED, log
+    assert list_checkpoints(tmp_path / "run") == [first] and (tmp_path / "run" / f"later-{last.name}").is_dir()
+    train(order)
+    assert same(tmp_path / "run", finished)
+    train([*arguments(tmp_path / "run", max_steps=1), "--overwrite_output_dir"])
+    assert not list((tmp_path / "run").glob("later-*"))
+
+
+def test_a_checkpoint_to_go_back_to_must_be_one_of_the_run(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run")
+    for wrong in ("true", list_checkpoints(finished)[0], tmp_path / "run" / "model"):
+        with pytest.raises(
+            ValueError, match=f"must be a checkpoint of output_dir .{first}, {last}., got '{wrong}'; with"
+        ):
+            train(arguments(tmp_path / "run", resume_from_checkpoint=wrong))
+    with pytest.raises(ValueError, match=r"must be a checkpoint of output_dir \(none yet\)"):
+        train(arguments(tmp_path / "empty", resume_from_checkpoint=first))
+    flip(first / "optimizer.bin")
+    with pytest.raises(ValueError, match=r"checkpoint-00000006' is damaged: optimizer.bin is not what was written"):
+        train(arguments(tmp_path / "run", resume_from_checkpoint=first))
+    assert list_checkpoints(tmp_path / "run") == [first, last]
+
+
+def test_a_run_recorded_under_the_names_of_before_goes_on(arguments, finished, tmp_path, capsys):
+    """Killed in the middle, and finished: its model is not saved again."""
+    before = {today: old for old, today in TODAY.items()}
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    record = json.loads((tmp_path / "training.json").read_text())
+    named = {before.get(name, name): value for name, value in record["arguments"].items()}
+    named["final_model"] = "best" if named["final_model"] else "last"
+    (tmp_path / "training.json").write_text(json.dumps(record | {"arguments": named}))
+    for checkpoint in list_checkpoints(tmp_path):
+        state = json.loads((checkpoint / "run_state.json").read_text())
+        state["identity"] = {before.get(name, name): value for name, value in state["identity"].items()}
+        assert {"per_device_batch_size", "validate_every"} <= state["identity"].keys()
+        (checkpoint / "manifest.json").unlink()
+        (checkpoint / "run_state.json").write_text(json.dumps(state))
+    with pytest.raises(ValueError, match="eval_steps was 4 and is now 5"):
+        train(arguments(tmp_path, eval_steps=5))
+    train(arguments(tmp_path))
+    assert "kept" in capsys.readouterr().out
+    train(arguments(tmp_path, load_best_model_at_end=True))
+    assert "(best weights, averaged)" in capsys.readouterr().out
+    train(arguments(tmp_path))
+    delete_folder(tmp_path / "checkpoint-00000008")
+    train(arguments(tmp_path))
+    assert same(tmp_path, finished)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("pytorch_model.bin", flip, "pytorch_model.bin is not what was written"),
+        ("optimizer.bin", cut, r"optimizer.bin has [\d,]+ bytes, and had"),
+        ("random_states_0.pkl", Path.unlink, "random_states_0.pkl is missing"),
+        ("random_states_0.pkl", cut, r"random_states_0.pkl has [\d,]+ bytes, and had"),
+        ("run_state.json", cut, "run_state.json or manifest.json cannot be read"),
+        ("manifest.json", cut, "run_state.json or manifest.json cannot be read"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(name, damage, said, arguments, finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    damage(tmp_path / "checkpoint-00000008" / name)
+    train(arguments(tmp_path))
+    out = capsys.readouterr().out
+    assert re.search(rf"checkpoint-00000008 is damaged: {said}.*goes on from .*checkpoint-00000006", out), out
+    assert same(tmp_path, finished)
+    assert (tmp_path / "damaged-checkpoint-00000008").is_dir()
+    train([*arguments(tmp_path, max_steps=1), "--overwrite_output_dir"])
+    assert not (tmp_path / "damaged-checkpoint-00000008").exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "random_states_0.pkl"])
+def test_cut_and_missing_files_are_found_without_a_manifest(name, arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    for checkpoint in list_checkpoints(tmp_path):
+        cut(as_of_an_earlier_version(checkpoint) / name)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != ".lock"}
+    with pytest.raises(
+        ValueError, match=rf"no checkpoint can be resumed from, .*00000008: {name} is cut.*00000006: {name} is cut"
+    ):
+        train(arguments(tmp_path))
+    shutil.rmtree(tmp_path / "checkpoint-00000006")
+    (tmp_path / "checkpoint-00000008" / name).unlink()
+    if name == "random_states_0.pkl":
+        with pytest.raises(ValueError, match=r"00000008: random_states_0.pkl is missing"):
+            train(arguments(tmp_path))
+    assert all(path.stat().st_mtime_ns == then for path, then in before.items() if path.parent.name == "model")
+
+
+def test_random_states_that_cannot_be_put_back_are_refused(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    delete_folder(tmp_path / "checkpoint-00000008")
+    path = as_of_an_earlier_version(tmp_path / "checkpoint-00000006") / "random_states_0.pkl"
+    states = torch.load(path, weights_only=False)
+    torch.save(states | {"random_state": "of another version"}, path)
+    with pytest.raises(ValueError, match=r"checkpoint-00000006: its random_states_0.pkl cannot be put back here"):
+        train(arguments(tmp_path))
+
+
+def test_a_changed_configuration_is_refused_by_name(arguments, tmp_path):
+    config = ESSMConfig(hidden_size=16, num_hidden_layers=1, num_spectral_channels=8, filter_length=512)
+    config.save_pretrained(tmp_path / "config")
+    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length", "dropout"))
+    order = arguments(tmp_path / "run", **sizes, config_name=tmp_path / "config", max_steps=1)
+    train(order)
+    config.budget_presets = {"low": 2}  # may be set at any time
+    config.save_pretrained(tmp_path / "config")
+    train(order)
+    config.hidden_act = "relu"
+    config.save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match="hidden_act of the model was 'gelu' and is now 'relu'"):
+        train(order)
+
+
+def test_damaged_lines_of_the_log_are_dropped_by_number(arguments, finished, tmp_path, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    good = (tmp_path / "log.jsonl").read_bytes().splitlines()
+    bad = [b"\xff\xfe garbage", b"\0" * 9, b"[1, 2]", b'{"loss": 1.0}', b'{"update": "three"}', b""]
+    (tmp_path / "log.jsonl").write_bytes(b"\n".join([*bad, *good, b'{"update": 8, "lo']))
+    train(arguments(tmp_path))
+    assert read_log(tmp_path) == read_log(finished)
+    out = capsys.readouterr().out
+    assert [f"log.jsonl: line {number} is damaged and was dropped" in out for number in range(1, 8)] == [True] * 6 + [
+        False
+    ]
+
+
+def test_a_second_run_in_the_folder_is_refused(arguments, tmp_path):
+    """Until the first one ends: one that was killed holds nothing."""
+    args = parse_arguments(train_clm.CLMArguments, arguments(tmp_path / "run"))
+    with open_run(args):
+        codes, log = train_apart(arguments(tmp_path / "run"), tmp_path)
+        assert codes == [1] and re.search("ValueError: output_dir '.*run' is in use by another run", log), log
+        assert not list_checkpoints(tmp_path / "run")
+    assert train_apart(arguments(tmp_path / "run"), tmp_path, ("kill_at_update", 4))[0] == KILLED
+    train(arguments(tmp_path / "run"))
+
+
+def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys):
+    train(arguments(tmp_path))
+    profile = tmp_path / "model" / "budget_profile.json"
+    profile.write_text("{}")
+    train(arguments(tmp_path))
+    assert "kept" in capsys.readouterr().out and profile.read_text() == "{}"
+    train(arguments(tmp_path, load_best_model_at_end=True))  # other weights, of which it says nothing
+    assert not profile.exists()
+    profile.write_text("{}")
+    train([*arguments(tmp_path, max_steps=9, load_best_model_at_end=True), "--extend"])
+    assert not profile.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Longer than planned.
+
+
+def test_a_finished_run_is_extended(arguments, finished, tmp_path, capsys):
+    """Its learning rate rises and falls once more; killed and resumed, it ends with the same bits."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        shutil.copytree(finished, folder / "run")
+    longer = {"max_steps": 14}
+    with pytest.raises(ValueError, match=r"max_steps was 8 and is now 14 \(with --extend it may become larger\)"):
+        train(arguments(whole / "run", **longer))
+    with pytest.raises(ValueError, match=r"max_steps was 8 and is now 7 .*"):
+        train([*arguments(whole / "run", max_steps=7), "--extend"])
+    train([*arguments(whole / "run", **longer), "--extend"])
+    assert "extended to 14 updates" in capsys.readouterr().out
+    log = read_log(whole / "run")
+    assert [line["update"] for line in log] == [*range(1, 15)]
+    rates = [line["learning_rate"] for line in log]  # of the next update
+    assert rates[:8] == [line["learning_rate"] for line in read_log(finished)]
+    cosine = [5e-3 * 0.5 * (1 + math.cos(math.pi * n / 4)) for n in range(5)]
+    assert rates[7:] == pytest.approx([0.0, 2.5e-3, *cosine], abs=1e-12)
+
+    order = [*arguments(killed / "run", **longer), "--extend"]
+    assert train_apart(order, killed, ("kill_at_update", 10))[0] == KILLED
+    assert train_apart(order, killed, ("kill_at_update", 13))[0] == KILLED
+    train(arguments(killed / "run", **longer))  # its checkpoint knows by now
+    assert same(killed / "run", whole / "run")
+
+
+def test_a_run_is_extended_before_its_end_and_by_epochs(arguments, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    delete_folder(tmp_path / "checkpoint-00000008")
+    train([*arguments(tmp_path, num_train_epochs=1), "--extend"])  # 12 updates
+    rates = [line["learning_rate"] for line in read_log(tmp_path)]
+    assert len(rates) == 12
+    reached = rates[5]  # of update 7, where the old plan stood
+    assert 0 < reached < 5e-3 and rates[6] == pytest.approx((reached + 5e-3) / 2)
+    assert rates[7] == pytest.approx(5e-3) and rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_extending_without_warm_up_starts_at_the_peak(arguments, tmp_path, monkeypatch):
+    train(arguments(tmp_path, max_steps=2, warmup_steps=0))
+    used, step = [], torch.optim.AdamW.step
+
+    def noting(self, *args, **kwargs):
+        used.append(self.param_groups[0]["lr"])
+        return step(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", noting)
+    train([*arguments(tmp_path, max_steps=4, warmup_steps=0), "--extend"])
+    assert used == pytest.approx([5e-3, 2.5e-3])
+
+
+def test_there_must_be_a_run_to_extend(arguments, tmp_path):
+    with pytest.raises(ValueError, match=r"extend needs a run to go on with, and output_dir .* holds no checkpoint"):
+        train([*arguments(tmp_path), "--extend"])
+
+
+def test_the_learning_rate_is_that_of_transformers():
+    """A cosine bit for bit that of earlier versions, so that their checkpoints go on as they would have."""
+    for warmup, steps in ((0, 7), (3, 11), (50, 601), (20, 10)):
+        ours = make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, [[0, steps]]).lr_lambdas[0]
+        for n in range(steps + 1):
+            cosine = max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((n - warmup) / max(1, steps - warmup)))))
+            assert ours(n) == (n / warmup if n < warmup else cosine)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_can_be_extended(name):
+    """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
+    make = lambda plan: make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name).lr_lambdas[0]  # noqa: E731
+    first, extended, alone = make([[0, 10]]), make([[0, 10], [10, 24]]), make([[0, 14]])
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10).lr_lambdas[0]
+    assert [first(n) for n in range(11)] == [extended(n) for n in range(11)] == [theirs(n) for n in range(11)]
+    assert [extended(n) for n in range(13, 25)] == [alone(n) for n in range(3, 15)]
+    assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
+
+
+def test_publishing_replaces_a_folder_whole(tmp_path):
+    target = tmp_path / "model"
+    for text in ("old", "new"):
+        folder = temporary_folder(target)
+        (folder / "file").write_text(text)
+        publish(folder, target)
+        assert (target / "file").read_text() == text
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
