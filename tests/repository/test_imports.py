@@ -14,6 +14,8 @@ from helpers import ROOT
 LIBRARY = ROOT / "train" / "essm_train"
 MODEL = ROOT / "modeling_essm"
 SCRIPTS = {path.stem for path in (ROOT / "train").glob("*.py")}
+FOLDERS = ("modeling_essm", "train", "benchmarks", "tests", "examples", "hub_configs", "docs")
+FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -70,3 +72,18 @@ def test_packages_import_no_scripts(package):
         first = {name.split(".")[0] for name in imports(path, package)}
         assert not first & {"benchmarks", "tests", "examples", *SCRIPTS}, path
         assert package == LIBRARY or "essm_train" not in first, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_of_a_sitting(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 500
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    assert not [node.name for node in functions if node.end_lineno - node.lineno >= 80]
+    edits = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    assert not [edit.lineno for edit in edits if ast.unparse(edit.func).startswith("sys.path.")]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train").glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_are_short(path):
+    assert len(path.read_text().splitlines()) <= 60
