@@ -106,7 +106,7 @@ class Settings:
     device: str = "cpu"
 
     def task(self, name: str) -> Task:
-        """Of the quick settings a short one, unless the name says otherwise."""
+        """A short one with the quick settings, unless the name says otherwise."""
         return sweeps.choose_task(TASKS, name, **({"max_length": 64, "batch_size": 4} if self.quick else {}))
 
     def values(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Settings:
     device: str = "cpu"
 
     def task(self, name: str) -> Task:
-        """Of the quick settings a short one, unless the name says otherwise."""
+        """A short one with the quick settings, unless the name says otherwise."""
         return make_task(name, **({"length": 32, "tau": 4, "pairs": 2, "tokens": 2} if self.quick else {}))
 
     def values(self) -> dict[str, Any]:

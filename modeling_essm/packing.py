@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Where sequences lie in a batch: packed ones one after another in a row, and masked positions anywhere among them.
 
-Of packed sequences each must not see the one before it. Only the spectral mixer looks along the sequence. It runs on
+A packed sequence must not see the one before it. Only the spectral mixer looks along the sequence. It runs on
 the sequences apart, those of similar length side by side, padded by less than their own length; everything else of a
 layer runs on the packed row as it is.
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The short causal convolution of the gated block, each channel of the width by itself.
 
-Of plain tensor operations autograd would make a zero-filled gradient for every tap's slice of the input, which costs
+From plain tensor operations autograd would make a zero-filled gradient for every tap's slice of the input, which costs
 more than all else in the convolution: five times the time of the gradients written out here. Where something else
 looks at the operations (a compiler, torch.func, forward-mode AD, second derivatives), it gets the plain ones.
 """

@@ -48,7 +48,7 @@ class Fingerprint:
 
 @torch.no_grad()
 def fingerprint(model: Any) -> Fingerprint:
-    """Of an ES-SSM with or without a head, on any device, in any dtype, truncated or quantised."""
+    """The fingerprint of an ES-SSM with or without a head, on any device, in any dtype, truncated or quantised."""
     base, config = model.base_model, model.config
     names = ("input_norm", "mixer_norm", "ffn_norm")
     norms = [getattr(layer, name) for layer in base.layers for name in names if hasattr(layer, name)] + [base.norm]

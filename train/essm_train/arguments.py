@@ -75,9 +75,9 @@ class RunArguments:
         0,
         "With any schedule: updates at the full budget before all others; null, in a file of arguments, is half.",
     )
-    sandwich_random: int = arg(2, "Of the 'sandwich' schedule: random budgets beside the largest and the smallest.")
+    sandwich_random: int = arg(2, "With the 'sandwich' schedule: random budgets beside the largest and the smallest.")
     distillation_weight: float = arg(
-        0.0, "Of the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
+        0.0, "With the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
     )
 
     max_steps: int = arg(600, "Updates.")
@@ -99,7 +99,7 @@ class RunArguments:
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
     max_grad_norm: float = arg(1.0, "Gradients are clipped to this norm; inf clips none.")
     ema_decay: float = arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")
-    seed: int = arg(0, "Of weights, data order, budgets and dropout.")
+    seed: int = arg(0, "Seed of weights, data order, budgets and dropout.")
     gradient_checkpointing: bool = arg(False, "Recompute activations in the backward pass: less memory, more time.")
     torch_compile: bool = arg(False, "Compile the model; each budget is compiled when it first runs.")
     full_determinism: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")

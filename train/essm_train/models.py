@@ -63,10 +63,10 @@ class SizeArguments(RunArguments):
     block: str | None = _size(
         "block", "The residual block: 'gated', with convolution, heads and output gate, or 'paper'."
     )
-    inner_size: int | None = _size("inner_size", "Of the gated block: width of its mixer.")
-    num_heads: int | None = _size("num_heads", "Of the gated block: groups of that width with a gate of Eq. (8) each.")
-    mixing_size: int | None = _size("mixing_size", "Of the gated block: size of the blocks on the diagonal of M_k.")
-    conv_kernel_size: int | None = _size("conv_kernel_size", "Of the gated block: taps of its convolution; 0 for none.")
+    inner_size: int | None = _size("inner_size", "In the gated block: width of its mixer.")
+    num_heads: int | None = _size("num_heads", "In the gated block: groups of that width with a gate of Eq. (8) each.")
+    mixing_size: int | None = _size("mixing_size", "In the gated block: size of the blocks on the diagonal of M_k.")
+    conv_kernel_size: int | None = _size("conv_kernel_size", "In the gated block: taps of its convolution; 0 for none.")
     intermediate_size: int | None = _size(
         "intermediate_size", "Width of the feed-forward layer; 0, for none, in the gated block only."
     )

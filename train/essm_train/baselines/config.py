@@ -99,7 +99,7 @@ class BaselineConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head: even, a divisor of D, as near to 64 as can be. Of a Mamba-2 head: 64 or 32."""
+        """Width of an attention head: even, a divisor of D, as near to 64 as can be; of a Mamba-2 head, 64 or 32."""
         if self.architecture == "mamba2":
             return 64 if self.hidden_size >= 256 else 32
         even = [d for d in range(2, self.hidden_size + 1, 2) if self.hidden_size % d == 0]

@@ -40,7 +40,7 @@ from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 @dataclass(frozen=True)
 class GateStatistics:
-    """Of one budget K.
+    """What was measured at one budget K.
 
     Attributes:
         mean: (layers, K) mean of alpha_k, zero for channels that a layer does not hold; (layers, G, K) of G > 1 heads.

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     task = "Print the arguments of this task as YAML instead: a name of the table, or a .yaml file of your own."
     parser.add_argument("task", nargs="?", default=argparse.SUPPRESS, help=task)
     parser.add_argument("--task", help="The same.")
-    parser.add_argument("--scale", choices=["full", "small"], default="full", help="Of these arguments.")
+    parser.add_argument("--scale", choices=["full", "small"], default="full", help="The size of the run.")
     parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
     args = parser.parse_args(argv)
     try:

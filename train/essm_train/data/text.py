@@ -53,7 +53,7 @@ class TextData:
         held_out: (n, block_size) int64.
         bytes_per_token: of the held-out text; 1 for bytes.
         description: for people.
-        sha256: changes if the training text does. Of a stream it covers the first rows and the files' sizes only.
+        sha256: changes if the training text does. For a stream it covers the first rows and the files' sizes only.
     """
 
     source: SampleSource

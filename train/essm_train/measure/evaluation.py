@@ -53,7 +53,7 @@ class TaskData:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of one or more seeds.
+    """The measurements of one or more seeds.
 
     Attributes:
         budgets: ascending, the last one full. values, tokens_per_second: one list per seed, one entry per budget.

@@ -119,7 +119,7 @@ def find_run(
 
 
 def _saved_model(output_dir: Path) -> list[Any] | None:
-    """Of which update the model in the folder is, and whether it is the best; None if that is not known."""
+    """The update that the model in the folder has seen, and whether it is the best; None if that is not known."""
     try:
         record = json.loads((output_dir / "training.json").read_text())
         is_best = rename_recorded(record["arguments"])["load_best_model_at_end"]

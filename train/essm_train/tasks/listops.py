@@ -6,7 +6,7 @@
 Trees are drawn as there (Tay et al., arXiv 2011.04006; figures from its generator): a node above the depth limit is an
 operator with probability 1/4, otherwise a digit; an operator is one of four with 2 to 10 arguments, all uniform. The
 tree is kept if its length lies strictly between the limits, where a digit counts 1 and an operator 2 (itself and its
-closing bracket): the number of symbols. Of the four operators, MED is the median, rounded down, and SM the sum modulo
+closing bracket): the number of symbols. The operator MED is the median, rounded down, and SM the sum modulo
 10. Symbols are written without the parentheses of the original files, which its tokenizer drops as well.
 """
 

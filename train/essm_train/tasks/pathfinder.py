@@ -64,11 +64,11 @@ class Pathfinder:
     difficulty: str = arg("hard", "Length of the marked snakes: baseline 6, intermediate 9, hard 14 paddles.")
     contour_length: int | None = arg(None, "Instead of difficulty: that many paddles.")
     distractor_paddles: int = arg(20, "All distractors together; one has a third of contour_length.")
-    paddle_length: int = arg(2, "Of a dash, pixels.")
-    paddle_thickness: float = arg(0.5, "Of a dash, pixels.")
+    paddle_length: int = arg(2, "Length of a dash in pixels.")
+    paddle_thickness: float = arg(0.5, "Thickness of a dash in pixels.")
     paddle_margins: tuple[int, ...] = arg((1,), "Half of the gap between dashes, pixels; one is drawn per image.")
     paddle_contrast: float = arg(1.5, "Brightness of a dash where it covers a pixel; 1 is white.")
-    marker_radius: float = arg(1.5, "Of the discs, pixels.")
+    marker_radius: float = arg(1.5, "Radius of the discs in pixels.")
     seed_distance: int = arg(7, "Between the first ends of the two snakes, pixels.")
     continuity: float = arg(1.0, "Larger is straighter: turns stay below 90 degrees over this.")
     padding: int = arg(1, "Border that stays empty, pixels.")
@@ -97,7 +97,7 @@ class Pathfinder:
 
     @property
     def num_paddles(self) -> int:
-        """Of a marked snake."""
+        """The length of a marked snake."""
         return self.contour_length or CONTOUR_LENGTHS[self.difficulty]
 
     @property
