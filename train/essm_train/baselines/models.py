@@ -89,7 +89,7 @@ class BaselinePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """New weights of everything but the library's backbones, which initialise themselves (with our initializer_range)."""
+        """New weights of everything but the library's backbones, which initialise themselves."""
         super()._init_weights(module)
         if isinstance(module, S4DMixer):
             module.reset_state_space()

@@ -44,7 +44,7 @@ def block_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget
 def _cross_entropies(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int, reduction: str
 ) -> Iterator[Tensor]:
-    """The loss of each batch: () for reduction "sum", (b * (L - 1),) fp32 for "none", 0 where a target is not scored."""
+    """The loss of each batch: () for reduction "sum", (b * (L - 1),) fp32 for "none", 0 where unscored."""
     for start in range(0, len(input_ids), batch_size):
         rows = slice(start, start + batch_size)
         logits = run_at_budget(model, {"input_ids": input_ids[rows].to(model.device)}, budget).logits
