@@ -339,14 +339,10 @@ def test_an_ablation_run_is_a_run_of_train_clm(ablation, tmp_path):
     (path,) = (tmp_path / "runs").iterdir()
     record = json.loads(path.read_text())
     own = {"block": "gated", "embedding_initializer_range": 0.1, "conv_kernel_size": 4, "filter_length": 512}
-    own |= {
-        "block_size": 64,
-        "sweep_blocks": 4,
-        "validation_blocks": 4,
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-    }
-    own |= {"learning_rate": 0.01, "seed": 1, "train_file": tmp_path / "text.txt", "output_dir": tmp_path / "run"}
+    own |= {"scaling_exponent": 0.0}  # the base's
+    own |= {"block_size": 64, "sweep_blocks": 4, "validation_blocks": 4, "per_device_train_batch_size": 2}
+    own |= {"max_steps": 3, "learning_rate": 0.01, "seed": 1}
+    own |= {"train_file": tmp_path / "text.txt", "output_dir": tmp_path / "run"}
     values = {name: size for name, size in record["sizes"].items() if name != "state_size"} | own
     line = [part for name, value in values.items() for part in (f"--{name}", str(value))]
     train_clm.main(parse_arguments(train_clm.CLMArguments, [*line, "--cpu_threads", "1"]))
