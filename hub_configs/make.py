@@ -124,7 +124,7 @@ def speech_features() -> Speech2TextFeatureExtractor:
     return Speech2TextFeatureExtractor(feature_size=40, num_mel_bins=40, sampling_rate=16000)
 
 
-_GATED = {"block": "gated", "scaling_exponent": 0.25}  # train_clm.py's
+_GATED = {"block": "gated"}
 _LRA = {"hidden_size": 256, "num_hidden_layers": 6}
 _PIXELS = "Pixels are read row by row as `input_features` of shape (batch, {length}, 1), scaled to [-1, 1]."
 

@@ -135,13 +135,12 @@ def test_what_overrides_a_configuration_is_part_of_the_run(script):
     assert (plain["hidden_size"], plain["num_hidden_layers"], plain["block"]) == (128, 4, "paper")
     sizes = parse(script, hidden_size=16).identity()
     assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 8 and "config_overrides" not in sizes
-    exponent = 0.25 if script is train_clm.CLMArguments else 0.0  # text wants recent channels first
-    assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("gated", None, exponent)
+    assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("gated", None, 0.0)
     sizes = parse(script, block="paper", hidden_size=16).identity()
     assert (sizes["block"], sizes["hidden_size"], sizes["num_hidden_layers"]) == ("paper", 16, 4)
     assert (sizes["scaling_exponent"], sizes["num_spectral_channels"]) == (0.25, 32)
     sizes = parse(script, **GATED).identity()
-    assert {name: sizes[name] for name in GATED} == GATED and sizes["scaling_exponent"] == exponent
+    assert {name: sizes[name] for name in GATED} == GATED and sizes["scaling_exponent"] == 0.0
     assert parse(script, block="gated", scaling_exponent=0.5).identity()["scaling_exponent"] == 0.5
 
 

@@ -77,13 +77,11 @@ class SizeArguments(RunArguments):
     stochastic_depth: float | None = arg(None, "Rate of skipping a whole sub-layer; by default 0, or as configured.")
 
     EARLIER = MappingProxyType({"block": "paper"})
-    # Defaults of the gated block in a task of its own.
-    GATED = MappingProxyType({})  # type: ignore[var-annotated]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source is None:
-            for name, default in (_SIZES | (_PAPER if self.block == "paper" else self.GATED)).items():
+            for name, default in (_SIZES | (_PAPER if self.block == "paper" else {})).items():
                 setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
 
     @property
