@@ -44,13 +44,13 @@ TEST_BATCH = 32
 
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 _GATED = {"block": "gated", "num_heads": 4, "mixing_size": 1, "num_spectral_channels": 16}
+_SCALED = _GATED | {"embedding_initializer_range": 0.1}
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 16}, full_share=0.5),
-    "gated": Row(4, _GATED | {"embedding_initializer_range": 0.1}, expansion=2.0, full_share=0.5),
-    "gated, exponent 1/4": Row(
-        4, _GATED | {"embedding_initializer_range": 0.1, "scaling_exponent": 1 / 4}, expansion=2.0, full_share=0.5
-    ),
-    "gated, FFN": Row(2, _GATED | {"embedding_initializer_range": 0.1}, 2.0, 8 / 3, full_share=0.5),
+    "gated": Row(4, _SCALED, expansion=2.0, full_share=0.5),
+    "gated, exponent 1/4": Row(4, _SCALED | {"scaling_exponent": 1 / 4}, expansion=2.0, full_share=0.5),
+    "gated, exponent 1/16": Row(4, _SCALED | {"scaling_exponent": 1 / 16}, expansion=2.0, full_share=0.5),
+    "gated, FFN": Row(2, _SCALED, 2.0, 8 / 3, full_share=0.5),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     # The library's own scale of new weights for Mamba-2.
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=88, rates=_PEER_RATES),
