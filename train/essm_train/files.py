@@ -2,7 +2,8 @@
 """Files and folders that are whole or not there at all: filled under a temporary name, then renamed.
 
 A file that is replaced is `.partial-<name>` until then, a folder `.tmp-<name>`. Folders, and files that ask for it, are
-synced to disk before they get their name.
+synced to disk before they get their name. The model's `replacing` (loading_essm) is another one, because generators of
+data start without torch.
 """
 
 from __future__ import annotations
