@@ -30,11 +30,24 @@ _SHAPE_OF_GATED = (*_SHAPE, "inner_size", "conv_kernel_size")
 PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
 
 
+def recent_inputs(config: Any) -> dict[str, int]:
+    """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
+    names = ("inputs", "outputs") if config.ar_order else ()
+    return dict.fromkeys(names, config.ar_order) | (
+        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
+    )
+
+
+def state_names(config: Any) -> tuple[str, ...]:
+    """Names of a layer's tensors, in the order in which the mixer makes them."""
+    return ("features", *(("negative",) if config.ar_order else ()), *recent_inputs(config))
+
+
 class ESSMCacheLayer(CacheLayerMixin):
     """State of one layer: named tensors whose first dimension is the batch. "features" (B, N, D) is always there.
 
     Attributes:
-        state_budget: the budget to make room for, or None. room: states that each row has filled, where rows differ.
+        state_budget: the budget to make room for, or None. filled: states that each row has, where rows differ.
     """
 
     is_compileable = False
@@ -44,7 +57,7 @@ class ESSMCacheLayer(CacheLayerMixin):
         super().__init__()
         self.state_budget = state_budget
         self.tensors: dict[str, Tensor] = {}
-        self.room: list[int] | None = None
+        self.filled: list[int] | None = None
 
     @property
     def num_states(self) -> int | None:
@@ -61,28 +74,28 @@ class ESSMCacheLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
-        if self.room is not None:
-            self.room = [self.room[row] for row in beam_idx.tolist()]
+        if self.filled is not None:
+            self.filled = [self.filled[row] for row in beam_idx.tolist()]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.apply(lambda t: t.repeat_interleave(repeats, 0))
-        if self.room is not None:
-            self.room = [held for held in self.room for _ in range(repeats)]
+        if self.filled is not None:
+            self.filled = [held for held in self.filled for _ in range(repeats)]
 
     def shrink(self, num_states: int) -> None:
         """Keep the first states only, and free the others."""
         for name in PER_STATE:
             if name in self.tensors:
                 self.tensors[name] = self.tensors[name][:, :num_states].clone()
-        if self.room is not None:
-            self.room = [min(held, num_states) for held in self.room]
-            self.room = None if min(self.room) == self.num_states else self.room
+        if self.filled is not None:
+            self.filled = [min(held, num_states) for held in self.filled]
+            self.filled = None if min(self.filled) == self.num_states else self.filled
 
     def reset(self) -> None:
-        self.tensors, self.room = {}, None
+        self.tensors, self.filled = {}, None
         self.is_initialized = False
 
     def offload(self) -> None:
@@ -213,10 +226,10 @@ class ElasticCache(Cache):
         selected = self._like(self.get_seq_length())
         for new, old in zip(selected.layers, self.layers):
             new.update(**old.tensors)
-            new.room = old.room
+            new.filled = old.filled
             new.batch_select_indices(indices)
-            if new.room is not None:
-                new.shrink(max(new.room))
+            if new.filled is not None:
+                new.shrink(max(new.filled))
         return selected
 
     @staticmethod
@@ -239,7 +252,7 @@ class ElasticCache(Cache):
         merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             parts = [cache.layers[i] for cache in caches]
-            rooms = [part.room or [part.num_states] * len(part.tensors["features"]) for part in parts]
+            of_parts = [part.filled or [part.num_states] * len(part.tensors["features"]) for part in parts]
             N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
             new.update(
                 **{
@@ -247,8 +260,8 @@ class ElasticCache(Cache):
                     for name in parts[0].tensors
                 }
             )
-            room = [held for part in rooms for held in part]
-            new.room = None if min(room) == N else room
+            filled = [held for part in of_parts for held in part]
+            new.filled = None if min(filled) == N else filled
         return merged
 
     def shrink(self, spectral_budget: SpectralBudget) -> ESSMCache:
@@ -356,15 +369,15 @@ def check_room(cache: ESSMCache, budgets: Sequence[int], rows: Tensor | None, op
     budget_of_row = None
     for i, (layer, budget) in enumerate(zip(cache.layers, budgets)):
         held, asked = layer.num_states, [budget]
-        room = [held]
-        if layer.room is not None:
+        filled = [held]
+        if layer.filled is not None:
             if rows is not None and budget_of_row is None:
                 budget_of_row = rows.tolist()
-            room = layer.room
-            asked = [budget] * len(room) if budget_of_row is None else [min(K, budget) for K in budget_of_row]
-        for row, (states, K) in enumerate(zip(room, asked)):
+            filled = layer.filled
+            asked = [budget] * len(filled) if budget_of_row is None else [min(K, budget) for K in budget_of_row]
+        for row, (states, K) in enumerate(zip(filled, asked)):
             if states is not None and states < operator.num_states(K):
-                where = f"layer {i}" if layer.room is None else f"row {row} of layer {i}"
+                where = f"layer {i}" if layer.filled is None else f"row {row} of layer {i}"
                 raise ValueError(
                     f"spectral_budget {K} needs {operator.num_states(K)} states in {where}, but this cache holds "
                     f"{states}: it was made for a smaller budget. Make it with ESSMCache(config, state_budget={K}) and "

@@ -263,7 +263,7 @@ class ESSMConfig(PreTrainedConfig):
         if self.gate_hidden_size is None:
             self.gate_hidden_size = max(1, self.hidden_size // 4)
         if self.layer_types is None:
-            self.layer_types = ["linear_attention"] * self.num_hidden_layers  # a state of constant size
+            self.layer_types = ["linear_attention"] * self.num_hidden_layers  # caches of transformers read it
         # save_pretrained would name only the saved class; every folder should load through every Auto class. What a
         # folder says of its own classes holds.
         given = kwargs.get("auto_map") or {}

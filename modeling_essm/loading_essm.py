@@ -237,7 +237,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
             write_text(Path(save_directory) / PROFILE_NAME, profile)
 
     def _profile_to_save(self) -> str | None:
-        """The budget profile beside the weights, as it is. The package, which can read it, checks it first."""
+        """The budget profile beside the weights, as it is. The package, which can read it, checks it
+        first: its __init__ puts a method of its own here."""
         path = file_beside(self, PROFILE_NAME)
         return None if path is None else Path(path).read_text(encoding="utf-8")
 

@@ -34,7 +34,7 @@ from .inputs_essm import (
 from .loading_essm import ElasticPreTrainedModel
 from .mixer_spectral import ESSMScale, ESSMSpectralMixer, at_unit_scale
 from .outputs_essm import ESSMCausalLMOutput, ESSMModelOutput, ESSMSequenceClassifierOutput
-from .packing import PACKING_ARGUMENTS, Packing, closed_rows, read_packing, reorder
+from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
 from .spectral_budget import ResolvedBudget, SpectralBudget
 
 
@@ -473,24 +473,13 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
         B, L = outputs.last_hidden_state.shape[:2]
         if read_packing(kwargs, B, L, None if attention_mask is None else attention_mask.bool()) is not None:
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")
-        logits = self.score(self._pool(outputs.last_hidden_state, attention_mask))
+        logits = self.score(pool(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
         return ESSMSequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, spectral_budget=outputs.spectral_budget
         )
-
-    def _pool(self, hidden_states: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """(B, L, D) -> (B, D) over the real positions."""
-        if attention_mask is None:
-            return hidden_states.mean(1) if self.config.classifier_pooling == "mean" else hidden_states[:, -1]
-        real = attention_mask.to(hidden_states.device).bool()
-        if self.config.classifier_pooling == "mean":
-            total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
-            return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
-        last = (real * torch.arange(real.shape[1], device=real.device)).amax(1)
-        return hidden_states[torch.arange(real.shape[0], device=real.device), last]
 
 
 __all__ = ["ESSMForCausalLM", "ESSMForSequenceClassification", "ESSMModel", "ESSMPreTrainedModel"]

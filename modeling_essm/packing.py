@@ -27,6 +27,18 @@ PACKING_ARGUMENTS = (
 _OFFSETS = ("cu_seqlens", "cu_seq_lens_q")
 
 
+def pool(hidden_states: Tensor, real: Tensor | None, how: str) -> Tensor:
+    """(B, L, D) -> (B, D): the "mean" of the positions where `real` (B, L) is not 0, or the "last" of them."""
+    if real is None:
+        return hidden_states.mean(1) if how == "mean" else hidden_states[:, -1]
+    real = real.to(hidden_states.device).bool()
+    if how == "mean":
+        total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
+        return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+    last = (real * torch.arange(real.shape[1], device=real.device)).amax(1)
+    return hidden_states[torch.arange(real.shape[0], device=real.device), last]
+
+
 class Packing:
     """Where the sequences of a packed (B, L) batch lie.
 

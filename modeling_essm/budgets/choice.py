@@ -43,7 +43,7 @@ def choose_budget(
     if profile is None:
         raise ValueError(
             f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
-            "write it with train/calibrate.py"
+            "write it with essm-calibrate (train/calibrate.py)"
         )
     return profile.choose(
         max_latency_ms=max_latency_ms,

@@ -217,7 +217,7 @@ class BudgetProfile:
         if len(self.devices) != 1:
             raise ValueError(
                 f"no times were measured on {here!r}: name another device (measured: {measured}), "
-                "or run train/calibrate.py --timing_only here"
+                "or run essm-calibrate --timing_only here"
             )
         (entry,) = self.devices.values()
         logger.warning_once(f"budgets are chosen by times measured on {entry.device!r}; this is {here!r}")

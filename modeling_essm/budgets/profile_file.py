@@ -87,10 +87,10 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {path}: write it with train/calibrate.py") from None
+        raise FileNotFoundError(f"there is no {path}: write it with essm-calibrate (train/calibrate.py)") from None
     except (OSError, ValueError, RecursionError) as error:  # damaged JSON or UTF-8
         raise ValueError(
-            f"{path} cannot be read: {error}; delete it and run train/calibrate.py again, or fetch it again"
+            f"{path} cannot be read: {error}; delete it and run essm-calibrate again, or fetch it again"
         ) from error
     fields = _Fields(record, path)
     fields.one_of("format_version", [FORMAT_VERSION])
@@ -107,7 +107,7 @@ def _for_model(profile: BudgetProfile, path: Path, model: Any) -> BudgetProfile:
     if difference is not None:
         raise ValueError(
             f"{path} was measured on another model: this one has {difference}. Delete it, or measure this model with "
-            "train/calibrate.py"
+            "essm-calibrate (train/calibrate.py)"
         )
     # At a budget K both run the same channels if every layer has K of them, or as many as it had.
     layers = list(zip(profile.model.capacities, here.capacities))

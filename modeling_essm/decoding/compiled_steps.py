@@ -119,7 +119,7 @@ class CompiledSteps:
             return None
         if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
-        if any(layer.room is not None for layer in cache.layers):
+        if any(layer.filled is not None for layer in cache.layers):
             return None
         states = cache.states
         program = self._steps.get(_key(budget.layers, states))

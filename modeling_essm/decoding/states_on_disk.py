@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..budgets.fingerprint import Fingerprint, fingerprint
-from ..cache_essm import PER_STATE, ESSMCache, ESSMCacheLayer, check_cache, operator_of
+from ..cache_essm import PER_STATE, ESSMCache, ESSMCacheLayer, check_cache, operator_of, recent_inputs, state_names
 from ..loading_essm import replacing
 
 _FORMAT, _FORMAT_WITHOUT_CHECKSUM = "essm-cache-2", "essm-cache-1"
@@ -42,7 +42,7 @@ def save_cache(cache: ESSMCache, path: str | os.PathLike, model: Any) -> None:
         raise ValueError(f"this cache would not be read again: {error}") from error
     tensors = {name: tensor.cpu().contiguous() for name, tensor in cache.states.items()}
     record: dict[str, Any] = {"shape": cache.model_shape(), "model": dataclasses.asdict(fingerprint(model))}
-    record |= {"seen_tokens": cache.get_seq_length(), "layers": [[x.state_budget, x.room] for x in cache.layers]}
+    record |= {"seen_tokens": cache.get_seq_length(), "layers": [[x.state_budget, x.filled] for x in cache.layers]}
     text = json.dumps(record)
     metadata = {"format": _FORMAT, "cache": text, "sha256": _checksum(text, tensors)}
     with replacing(Path(path)) as partial:
@@ -94,7 +94,7 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
 
 def _fill(cache: ESSMCache, layers: Any, tensors: dict[str, Tensor]) -> None:
     """Take over what a file holds. Raises ValueError for a record or names of tensors of another structure."""
-    num_layers, names = len(cache.layers), _state_names(cache.config)
+    num_layers, names = len(cache.layers), state_names(cache.config)
     if not isinstance(layers, list) or len(layers) != num_layers:
         raise ValueError(f"its record must describe {num_layers} layers, got {layers!r:.100}")
     expected = [f"{i}.{name}" for i in range(num_layers) for name in names]
@@ -102,22 +102,9 @@ def _fill(cache: ESSMCache, layers: Any, tensors: dict[str, Tensor]) -> None:
         raise ValueError(f"tensors missing or not expected: {sorted(tensors.keys() ^ set(expected))[:10]}")
     for i, (layer, described) in enumerate(zip(cache.layers, layers)):
         if not isinstance(described, list) or len(described) != 2:
-            raise ValueError(f"layer {i} must be described by [state_budget, room], got {described!r:.100}")
-        layer.state_budget, layer.room = described
+            raise ValueError(f"layer {i} must be described by [state_budget, filled], got {described!r:.100}")
+        layer.state_budget, layer.filled = described
     cache.set_states({name: tensors[name] for name in expected})
-
-
-def _recent_inputs(config: Any) -> dict[str, int]:
-    """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
-    names = ("inputs", "outputs") if config.ar_order else ()
-    return dict.fromkeys(names, config.ar_order) | (
-        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
-    )
-
-
-def _state_names(config: Any) -> tuple[str, ...]:
-    """Names of a layer's tensors, in the order in which the mixer makes them."""
-    return ("features", *(("negative",) if config.ar_order else ()), *_recent_inputs(config))
 
 
 def _checksum(record: str, tensors: dict[str, Tensor]) -> str:
@@ -140,7 +127,7 @@ def _check_fingerprint(record: dict[str, Any]) -> Fingerprint:
 
 def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
     """Raises ValueError unless all layers hold what one call of a model of this shape leaves, finite throughout."""
-    D, recent, B = config.inner_size, _recent_inputs(config), 0
+    D, recent, B = config.inner_size, recent_inputs(config), 0
     operator = operator_of(config)
     least, most = operator.num_states(1), operator.num_states(config.filter_length)
     for i, layer in enumerate(layers):
@@ -149,7 +136,7 @@ def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
             got = "none" if features is None else tuple(features.shape)
             raise ValueError(f"features of layer {i} must have shape (B, N in [{least}, {most}], {D}), got {got}")
         B, N = B or len(features), features.shape[1]
-        for name in _state_names(config):
+        for name in state_names(config):
             tensor, shape = layer.tensors.get(name), (B, recent.get(name, N), D)
             if tensor is None or tuple(tensor.shape) != shape:
                 got = "none" if tensor is None else tuple(tensor.shape)
@@ -161,14 +148,14 @@ def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
                 raise ValueError(f"{name} of layer {i} must be of one of {dtypes}, got {tensor.dtype}")
             if not bool(tensor.isfinite().all()):
                 raise ValueError(f"{name} of layer {i} is not finite")
-        K, room = layer.state_budget, layer.room
+        K, filled = layer.state_budget, layer.filled
         if K is not None and (type(K) is not int or not 1 <= K <= config.filter_length):
             raise ValueError(
                 f"state_budget of layer {i} must be None or in [1, {config.filter_length}], got {K!r:.100}"
             )
-        if room is not None and (
-            not isinstance(room, list)
-            or len(room) != B
-            or any(type(held) is not int or not least <= held <= N for held in room)
+        if filled is not None and (
+            not isinstance(filled, list)
+            or len(filled) != B
+            or any(type(held) is not int or not least <= held <= N for held in filled)
         ):
-            raise ValueError(f"room of layer {i} must be None or {B} integers in [{least}, {N}], got {room!r:.100}")
+            raise ValueError(f"filled of layer {i} must be None or {B} integers in [{least}, {N}], got {filled!r:.100}")

@@ -19,6 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from ..cache_essm import ESSMCache
 from ..channels import spectral_mixers
+from ..packing import pool
 from ..spectral_budget import SpectralBudget
 
 
@@ -139,9 +140,7 @@ class _Prefill(_Program):
         cache.set_states(states)
         options = {"past_key_values": cache, "use_cache": True, "spectral_budget": self.budgets}
         hidden_states = self.model.model(input_ids=input_ids, attention_mask=real, **options).last_hidden_state
-        B, L, _ = hidden_states.shape
-        last = (real * torch.arange(L, device=real.device)).amax(1)
-        return self.model.lm_head(hidden_states[torch.arange(B, device=real.device), last]), cache.states
+        return self.model.lm_head(pool(hidden_states, real, "last")), cache.states
 
 
 class _Step(_Program):

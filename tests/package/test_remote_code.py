@@ -45,7 +45,6 @@ AUTO_MAP = {
 SHA = "0123456789abcdef0123456789abcdef01234567"
 IDS = random_ids(2, 21)
 PROFILE = "whatever it holds"
-ROUTES = ["path", "hub", "saved-again"]
 
 LOAD = """
 import json, sys
@@ -202,7 +201,7 @@ def children(folders, tmp_path_factory):
     return child
 
 
-routes = pytest.mark.parametrize("route", ROUTES)
+routes = pytest.mark.parametrize("route", ["path", "hub", pytest.param("saved-again", marks=pytest.mark.slow)])
 saved_by = pytest.mark.parametrize("saved", CLASSES)
 
 

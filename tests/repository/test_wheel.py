@@ -43,7 +43,7 @@ class Environment:
         venv.create(folder / "venv", with_pip=True)
 
     def run(self, command: str, *arguments: object, **variables: str) -> str:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV", "HF_"))}
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "COV", "HF_", "PIP_QUIET"))}
         kept |= {"PATH": f"{self.bin}{os.pathsep}{kept['PATH']}", "OMP_NUM_THREADS": "1", **variables}
         result = subprocess.run(
             [str(self.bin / command), *map(str, arguments)], env=kept, cwd=self.folder, capture_output=True, text=True

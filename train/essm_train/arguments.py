@@ -73,7 +73,7 @@ class RunArguments:
     )
     full_budget_updates: int | None = arg(
         0,
-        "With any schedule: updates at the full budget before all others; null, in a file of arguments, is half.",
+        "With any schedule: updates at the full budget before all others.",
     )
     sandwich_random: int = arg(2, "With the 'sandwich' schedule: random budgets beside the largest and the smallest.")
     distillation_weight: float = arg(

@@ -34,10 +34,13 @@ def replacing(path: Path, prefix: str = PARTIAL, durable: bool = False) -> Itera
         prefix: of the temporary name. durable: sync to disk, so that not even a crash of the machine leaves half of it.
     """
     temporary = path.with_name(prefix + path.name)
-    yield temporary
-    if durable:
-        _sync(temporary)
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        if durable:
+            _sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     if durable:
         _sync(path.parent)
 
@@ -91,6 +94,7 @@ def publish(temporary: Path, path: Path) -> None:
             _sync(Path(folder, name))
     replaced = path.with_name(_REPLACED + path.name)
     if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)  # what an earlier one could not delete
         os.replace(path, replaced)
     os.replace(temporary, path)
     _sync(path.parent)

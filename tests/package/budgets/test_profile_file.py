@@ -176,5 +176,5 @@ def test_no_budget_above_the_capacity_is_chosen(tmp_path):
 
 
 def test_no_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no .*budget_profile.json: write it with train/calibrate.py"):
+    with pytest.raises(FileNotFoundError, match=r"there is no .*budget_profile.json: write it with essm-calibrate"):
         read_profile(tmp_path)

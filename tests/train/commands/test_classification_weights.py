@@ -156,7 +156,7 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
 )
 def test_a_configuration_is_checked_before_data_is_read(changes, message, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     random_model().save_pretrained("saved")
     monkeypatch.setattr(train_classification, "load_classification", None)
     with pytest.raises(ValueError, match=message):

@@ -175,6 +175,7 @@ def novels(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypatch):
     record = reproduce.reproduce("table4", novels())
     rows = record["rows"]

@@ -117,6 +117,7 @@ def test_everything_arrives_in_one_commit(published):
     assert {name for name, blob in repository.files.items() if blob.sha256} == {"model.safetensors", "budget_sweep.png"}
 
 
+@pytest.mark.slow
 def test_a_second_push_makes_no_commit(hub, run):
     first = push(hub, run)
     uploads = hub.count("PUT", "/store/")
@@ -130,6 +131,7 @@ def test_a_card_edited_by_hand_can_be_kept(hub, run):
     assert hub.content(REPO, "README.md") == b"# Mine\n"
 
 
+@pytest.mark.slow
 def test_a_changed_model_makes_a_second_commit_and_the_first_stays(hub, run):
     first = push(hub, run)
     old = hub.content(REPO, "model.safetensors")
@@ -140,6 +142,7 @@ def test_a_changed_model_makes_a_second_commit_and_the_first_stays(hub, run):
     assert hub.objects[then["model.safetensors"].sha256] == old != hub.content(REPO, "model.safetensors")
 
 
+@pytest.mark.slow
 def test_an_existing_repository_keeps_its_other_files_but_no_stale_shards(hub, run):
     sharded = run.with_name("sharded") / "model"
     ESSMForCausalLM.from_pretrained(run / "model").save_pretrained(sharded, max_shard_size="60KB")
@@ -153,6 +156,7 @@ def test_an_existing_repository_keeps_its_other_files_but_no_stale_shards(hub, r
     assert {name for name in files if "safetensors" in name} == {"model.safetensors"}
 
 
+@pytest.mark.slow
 def test_a_large_file_goes_through_lfs(hub, run):
     """12 MiB, in one piece and then, changed, in parts of 5 MiB, of which the last fails at first."""
     path = run / "model" / "model.safetensors"
@@ -176,6 +180,7 @@ def test_a_large_file_goes_through_lfs(hub, run):
 # --- Interruptions
 
 
+@pytest.mark.slow
 def test_a_push_killed_anywhere_leaves_the_old_revision_and_can_be_repeated(hub, run):
     first = push(hub, run)
     change_weights(run)
@@ -193,6 +198,7 @@ def test_a_push_killed_anywhere_leaves_the_old_revision_and_can_be_repeated(hub,
     assert hub.count("PUT", "/store/") == uploads  # the second child had sent the weights, only the commit was missing
 
 
+@pytest.mark.slow
 def test_a_failing_server_leaves_the_old_revision(hub, run):
     hub.faults += [Fault("PUT", "/store/", 400), Fault("POST", "/commit/", 500), Fault("POST", "/commit/", "drop")]
     for _ in range(3):
@@ -209,6 +215,7 @@ def test_a_short_outage_is_sat_out_by_the_client(hub, run):
     assert hub.count("PUT", "/store/") == 3  # the weights, the picture, and one of them again
 
 
+@pytest.mark.slow
 def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub, run):
     hub.faults.append(Fault("POST", "/commit/", "drop-after"))
     assert "run the same command again" in push_fails(hub, run)

@@ -18,13 +18,17 @@ from essm_train.publish.hub import check_can_push, check_folder
 from essm_train.publish.run_card import PushArguments, push_run
 from modeling_essm import ESSMForCausalLM
 
+slow = pytest.mark.slow  # a process or more each
 
+
+@slow
 def test_missing_token(hub, run):
     message = push_fails(hub, run, token=None)
     assert "hf auth login" in message and "HF_TOKEN" in message
     assert not hub.repositories and not any(method != "GET" for method, _ in hub.requests)
 
 
+@slow
 @pytest.mark.parametrize(
     "token, repo, says",
     [
@@ -48,6 +52,7 @@ def test_malformed_ids(repo):
         check_can_push(repo, token="hf_any")
 
 
+@slow
 def test_private(hub, run):
     push(hub, run, "--private")
     assert hub.repositories[REPO].private
@@ -56,12 +61,14 @@ def test_private(hub, run):
     assert "is public, but private was asked for" in push_fails(hub, run, "--private")
 
 
+@slow
 def test_unreachable_hub_and_short_name(hub, run):
     assert "could not write to" in push_fails("http://127.0.0.1:9", run)
     push(hub, run, repo="short")
     assert list(hub.repositories) == ["writer/short"]
 
 
+@slow
 def test_bad_metadata_is_refused_by_the_hub_before_uploading(hub, run):
     template = run / "template.md"
     markers = "\n\n".join(f"<!-- {name} -->" for name in ("model", "results", "training", "loading", "limits"))

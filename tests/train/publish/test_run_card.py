@@ -15,10 +15,14 @@ def pushed(monkeypatch) -> list:
     """What `push_run` is called with; it writes a card that tells how often."""
     calls = []
 
-    def push(args) -> None:
+    def push(args, on_card) -> None:
         calls.append((args.hub_model_id, args.card_only, args.keep_card))
         if not args.keep_card:
-            (Path(args.run) / "model" / "README.md").write_text(f"card {len(calls)}")
+            card = Path(args.run) / "model" / "README.md"
+            card.write_text(f"card {len(calls)}")
+            on_card(card)
+        if args.hub_model_id == "killed":
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(run_card, "push_run", push)
     return calls
@@ -41,6 +45,15 @@ def test_an_edited_card_stays(pushed, tmp_path, capsys):
     card.unlink()  # with the model it described
     write_card_and_push(args)
     assert pushed[3:] == [(None, True, False)] and card.read_text() == "card 4"
+
+
+def test_a_killed_push_leaves_our_card_ours(pushed, tmp_path):
+    (tmp_path / "model").mkdir()
+    args = RunArguments(output_dir=str(tmp_path), push_to_hub=True, hub_model_id="killed")
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            write_card_and_push(args)
+    assert pushed == [("killed", False, False)] * 2  # written anew, not kept as if its user had edited it
 
 
 def test_a_card_of_unknown_origin_stays(pushed, tmp_path):

@@ -26,7 +26,7 @@ from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig
 from essm_train.baselines.convolutions import TemporalConv
 from essm_train.baselines.s4d import S4DMixer
-from essm_train.pooling import pool
+from modeling_essm.packing import pool
 
 
 class BaselineEncoder(nn.Module):

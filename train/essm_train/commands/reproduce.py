@@ -26,6 +26,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser
 
-from essm_train.arguments import arg
+from essm_train.arguments import RENAMED, arg
 from essm_train.commands.errors import run_script
 from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import Evaluation, draw_evaluations
@@ -64,6 +65,12 @@ def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
     return Path(args.output_dir) / f"{row.task_name}-{args.scale}" / f"{name}-seed{seed}"
 
 
+def _options(command: Sequence[str]) -> list[str]:
+    """What a command says beside its script, under the names of today."""
+    first = next((i for i, part in enumerate(command) if part.startswith("--")), len(command))
+    return [f"--{RENAMED.get(part[2:], part[2:])}" if part.startswith("--") else part for part in command[first:]]
+
+
 def perform(command: list[str], output_dir: Path) -> float:
     """Run one command into output_dir/output.txt unless its sweep is there; its seconds.
 
@@ -72,7 +79,7 @@ def perform(command: list[str], output_dir: Path) -> float:
     """
     if (output_dir / "budget_sweep.json").exists():
         previous = output_dir / "command.json"
-        if not previous.exists() or json.loads(previous.read_text()) != command[1:]:
+        if not previous.exists() or _options(json.loads(previous.read_text())) != _options(command):
             raise RuntimeError(f"{output_dir} holds the run of another command; delete it or choose another output_dir")
         return 0.0
     output_dir.mkdir(parents=True, exist_ok=True)

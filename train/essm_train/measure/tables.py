@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.metric import Metric
 from essm_train.tasks.catalog import ROOT, get_task
@@ -23,12 +24,11 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     sweeps = [json.loads((folder / "budget_sweep.json").read_text()) for folder in folders]
     here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
     training = [json.loads((folder / "training.json").read_text().replace(here, "")) for folder in folders]
-    first = sweeps[0]
-    metric = Metric(**first["metric"]) if "metric" in first else Metric("bits_per_byte", higher_is_better=False)
-    values = tuple(tuple(sweep.get("values", sweep.get("bits_per_byte"))) for sweep in sweeps)
-    speeds = tuple(tuple(sweep["tokens_per_second"]) for sweep in sweeps)
-    zeros = (0,) * len(first["budgets"])
-    evaluation = Evaluation(metric, tuple(first["budgets"]), values, speeds, zeros, zeros)
+    curves = [read_sweep(sweep) for sweep in sweeps]
+    first, zeros = curves[0], (0,) * len(curves[0].budgets)
+    values, speeds = (tuple(getattr(curve, name) for curve in curves) for name in ("values", "speeds"))
+    metric = Metric(first.metric, first.higher_is_better)
+    evaluation = Evaluation(metric, first.budgets, values, speeds, zeros, zeros)
     keep = ("data", "updates", "samples_per_update", "tokens_per_update", "parameters", "hardware", "schedule")
     return evaluation, {name: training[0].get(name) for name in keep} | {
         "seconds": [t.get("seconds") for t in training],

@@ -284,7 +284,7 @@ def _explained(repository: str, action: str) -> Iterator[None]:
             hint = " A server without xet storage needs HF_HUB_DISABLE_XET=1." if "xet" in str(chain[-1]) else ""
             raise ConnectionError(
                 f"could not {action} {repository!r} at {constants.ENDPOINT}: {_first_line(chain[-1])}{hint} The "
-                "repository shows its last complete revision; run the same command again, or train/push_to_hub.py, to "
+                "repository shows its last complete revision; run the same command again, or essm-push, to "
                 "go on"
             ) from error
         raise

@@ -19,6 +19,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from essm_train.files import write_text
 from essm_train.measure.budget_sweep import read_sweep
 from modeling_essm.budgets.curve import BudgetCurve
 
@@ -86,7 +87,7 @@ def write_model_card(
         arguments=_public_arguments(training),
     )
     path = folder / "README.md"
-    path.write_text(str(card).rstrip() + "\n", encoding="utf-8")
+    write_text(path, str(card).rstrip() + "\n")
     return path
 
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import constants
 
 from essm_train.arguments import RunArguments, arg
-from essm_train.files import sha256_of
+from essm_train.files import sha256_of, write_text
 from essm_train.publish.hub import check_can_push, check_folder, commit_folder, read_json, split_files
 from essm_train.publish.model_card import write_model_card
 
@@ -30,8 +31,12 @@ class PushArguments:
     dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
 
 
-def push_run(args: PushArguments) -> str | None:
-    """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`."""
+def push_run(args: PushArguments, on_card: Callable[[Path], object] = lambda card: None) -> str | None:
+    """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`.
+
+    Args:
+        on_card: called with a card that was written, before it is pushed: a push that is killed changes nothing there.
+    """
     run = Path(args.run)
     folder = run / "model" if (run / "model").is_dir() else run
     if args.card_only and args.keep_card:
@@ -57,6 +62,7 @@ def push_run(args: PushArguments) -> str | None:
         card = write_model_card(
             folder, sweep=sweep, training=training, hub_model_id=repository, template=template, picture=picture
         )
+        on_card(card)
         print(f"wrote {card}")
     if args.card_only or repository is None:
         return None
@@ -71,21 +77,14 @@ def write_card_and_push(args: RunArguments) -> None:
     card, written = output_dir / "model" / "README.md", output_dir / _WRITTEN
     edited = card.exists() and (not written.exists() or written.read_text() != sha256_of(card))
     if edited:
-        print(
-            f"kept {card}, which was edited; `python train/push_to_hub.py --run {output_dir} --card_only` replaces it"
-        )
+        print(f"kept {card}, which was edited; `essm-push --run {output_dir} --card_only` replaces it")
         if not args.push_to_hub:
             return
-    try:
-        push_run(
-            PushArguments(
-                args.output_dir,
-                args.hub_model_id,
-                args.hub_private_repo,
-                card_only=not args.push_to_hub,
-                keep_card=edited,
-            )
-        )
-    finally:
-        if card.exists() and not edited:
-            written.write_text(sha256_of(card))
+    push = PushArguments(
+        args.output_dir,
+        args.hub_model_id,
+        args.hub_private_repo,
+        card_only=not args.push_to_hub,
+        keep_card=edited,
+    )
+    push_run(push, on_card=lambda card: write_text(written, sha256_of(card)))

@@ -30,9 +30,9 @@ from transformers.utils.generic import can_return_tuple
 from essm_train.arguments import RunArguments, arg
 from essm_train.data.samples import HELD_OUT_FRACTION
 from essm_train.models import SizeArguments
-from essm_train.pooling import pool
 from modeling_essm import ESSMConfig, ESSMModel, build_byte_tokenizer
 from modeling_essm.modeling_essm import ESSMPreTrainedModel, ESSMSequenceClassifierOutput
+from modeling_essm.packing import pool
 from modeling_essm.spectral_budget import SpectralBudget
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
