@@ -15,11 +15,11 @@ from essm_train.commands.analyze import (
     gate_statistics,
     layer_cost,
     measured_cost,
-    mixers_of,
     parts_of,
     stability_bounds,
 )
 from modeling_essm import ESSMModel, build_byte_tokenizer
+from modeling_essm.channels import spectral_mixers
 
 
 @pytest.mark.parametrize("block", ["paper", "gated"])
@@ -32,13 +32,13 @@ def test_gate_statistics_are_those_of_the_gates(block):
     torch.testing.assert_close(found.mean.sum(-1), torch.ones(2, *heads, dtype=torch.float64))
     assert ((found.entropy > 0) & (found.entropy <= math.log(6) + 1e-6)).all()
     inputs = []
-    hook = mixers_of(model)[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    hook = spectral_mixers(model)[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     rows = [ids[:1], ids[1:, :12]]
     with torch.no_grad():
         for row in rows:
             model(row, spectral_budget=6)
     hook.remove()
-    mixer = mixers_of(model)[1]
+    mixer = spectral_mixers(model)[1]
     sigma = mixer.operator.sigma(6, mixer.scaling_exponent, inputs[0])
     with torch.no_grad():
         gates = torch.cat([mixer.gates(mixer.operator_inputs(u), 6)[0] for u in inputs])  # (20 + 12, 6), or (.., 4)
@@ -56,12 +56,12 @@ def test_no_layer_amplifies_beyond_its_bound(name):
     width = model.config.inner_size
     u = torch.nn.functional.normalize(torch.randn(4, 300, width, generator=torch.Generator().manual_seed(0)), dim=-1)
     for K in (1, 4, 32):
-        for mixer, bound in zip(mixers_of(model), stability_bounds(model, K), strict=True):
+        for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, K), strict=True):
             with torch.no_grad():
                 assert mixer(u, K).norm(dim=-1).max() <= bound * (1 + 1e-5)
-    for mixer in mixers_of(model):
+    for mixer in spectral_mixers(model):
         mixer.skip.weight.data.zero_()
-    for mixer, bound in zip(mixers_of(model), stability_bounds(model, 1), strict=True):
+    for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, 1), strict=True):
         with torch.no_grad():  # the spectral part alone; of one channel random inputs reach a part of the bound
             assert 0.003 * bound < mixer(u, 1).norm(dim=-1).max() <= bound * (1 + 1e-5)
     with pytest.raises(ValueError, match="ar_order"):
@@ -71,12 +71,12 @@ def test_no_layer_amplifies_beyond_its_bound(name):
 def test_the_cost_model_counts_the_products():
     # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 32, D_g = 8: skip, gate, weights and mixing; then
     # features, and states with 6 levels.
-    mixer = mixers_of(random_model(ESSMModel, hidden_size=32, filter_length=4096, chunk_size=64))[0]
+    mixer = spectral_mixers(random_model(ESSMModel, hidden_size=32, filter_length=4096, chunk_size=64))[0]
     cost, fixed = layer_cost(mixer, 4, 4096), 32**2 + 32 * 8 + 8 * 4 + 4 + 4 * 32 + 4 * 32**2
     assert cost["chunked"] == fixed + 4 * 80 * 32 + (16 + 256 / 64 * 6) * 32
     assert cost["step"] == fixed + 16 * 17 * 32
     assert cost["fft"] == fixed + 5 * 2.5 * 13 * 32 + 16 * 32
-    mixer = mixers_of(random_model(ESSMModel, hidden_size=32, filter_length=4096, gating="none"))[0]
+    mixer = spectral_mixers(random_model(ESSMModel, hidden_size=32, filter_length=4096, gating="none"))[0]
     assert cost["step"] - layer_cost(mixer, 4, 4096)["step"] == 32 * 8 + 8 * 4 + 4
 
 
@@ -88,7 +88,7 @@ def test_the_cost_model_counts_what_a_layer_computes(variant, length):
     Of the gated block also convolution and skip, and a diagonal M_k.
     """
     part = parts_of(random_model(ESSMModel, spectral_algorithm="step", **variant))[0]
-    mixer = mixers_of(part)[0]
+    mixer = spectral_mixers(part)[0]
     D, G, d = mixer.skip.weight.shape[-1], mixer.num_heads, mixer.channel_mixing.shape[2]
     for K in (1, 6, 32):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -105,7 +105,7 @@ def test_measuring_leaves_the_layer_as_it_was(variant):
     model = random_model(ESSMModel, spectral_algorithm="step", **variant)
     model.truncate([8, 3])
     seconds = measured_cost(parts_of(model)[1], (2, 8), 20, rounds=1)
-    assert [len(values) for values in seconds.values()] == [2, 2] and mixers_of(model)[1].algorithm == "step"
+    assert [len(values) for values in seconds.values()] == [2, 2] and spectral_mixers(model)[1].algorithm == "step"
 
 
 @pytest.mark.parametrize("block", ["paper", "gated"])

@@ -34,6 +34,7 @@ from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import check_writable, write_figure, write_json
 from essm_train.models import TRUST_HELP, load_model
+from modeling_essm.channels import spectral_mixers
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
@@ -52,18 +53,13 @@ class GateStatistics:
     entropy: Tensor
 
 
-def mixers_of(model: nn.Module) -> list[Any]:
-    """The spectral mixers of any ES-SSM model, in order of their layers (its code may be a remote copy)."""
-    return [module for module in model.modules() if type(module).__name__ == "ESSMSpectralMixer"]
-
-
 def parts_of(model: nn.Module) -> list[Any]:
     """What a layer's cost is counted of: the paper's mixers, and whole gated blocks, which are nothing without theirs.
 
     Each computes (B, L, D) from (B, L, D) and a budget.
     """
     blocks = [module for module in model.modules() if type(module).__name__ == "ESSMGatedLayer"]
-    return blocks or mixers_of(model)
+    return blocks or spectral_mixers(model)
 
 
 def _operator_inputs(mixer: Any, u: Tensor) -> Tensor:
@@ -78,7 +74,7 @@ def gate_statistics(model: PreTrainedModel, batch: Mapping[str, Tensor], budget:
     Raises:
         ValueError: a model without gates.
     """
-    mixers = mixers_of(model)
+    mixers = spectral_mixers(model)
     if not mixers or not mixers[0].gated:
         raise ValueError("gate statistics need a model with gating='softmax'")
     mask = batch.get("attention_mask")
@@ -109,7 +105,7 @@ def gate_statistics(model: PreTrainedModel, batch: Mapping[str, Tensor], budget:
 def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
     """The bound of every layer's mixer at that budget. Raises ValueError for AR-STU's feedback, which it leaves out."""
     bounds = []
-    for mixer in mixers_of(model):
+    for mixer in spectral_mixers(model):
         if mixer.ar_order:
             raise ValueError("the bound of Appendix C does not cover the feedback of ar_order = 2")
         basis, K = spectral_basis(mixer.operator.filter_length), min(budget, len(mixer.channel_mixing))
@@ -261,7 +257,7 @@ def main() -> None:
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
     budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
-    _, largest = max(zip(mixers_of(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
+    _, largest = max(zip(spectral_mixers(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
     modelled = [layer_cost(largest, K, args.block_size) for K in budgets]
     measured = measured_cost(largest, budgets, args.block_size)
     record: dict[str, Any] = {"model": args.model, "budgets": budgets}

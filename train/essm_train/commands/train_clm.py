@@ -87,7 +87,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
     labels = text_labels(held_out, encoder.special_ids)
     bits_per_nat = 1 / (math.log(2) * text.bytes_per_token)
 
-    def collate(blocks: list[np.ndarray]) -> dict[str, Tensor]:
+    def collate(blocks: list[np.ndarray]) -> dict[str, Tensor]:  # default_data_collator makes no labels
         input_ids = torch.from_numpy(np.stack(blocks).astype(np.int64))
         return {"input_ids": input_ids, "labels": input_ids}
 

@@ -65,7 +65,10 @@ def to_mapped_stream(
 
 
 def _encode(documents: Iterable[Document], encoder: Encoder) -> Iterator[dict[str, Any]]:
-    """Documents as rows of about `_ROW_BYTES` of text: their ids, and what they are counted by."""
+    """Documents as rows of about `_ROW_BYTES` of text: their ids, and what they are counted by.
+
+    In one process: documents keep their order, and a fast tokenizer has threads of its own.
+    """
     batch: list[Document] = []
     size = 0
     for document in chain(documents, [None]):
@@ -132,7 +135,10 @@ def text_labels(input_ids: Tensor, special_ids: Sequence[int] = ByteEncoder.spec
 
 
 class PackBlocks:
-    """Blocks out of a stream of rows; see `samples.Expand`. What a row leaves over begins the next block."""
+    """Blocks out of a stream of rows; see `samples.Expand`. What a row leaves over begins the next block.
+
+    Packing of `datasets` or TRL drops or pads the rest of a batch; here every token of the stream is seen once.
+    """
 
     def __init__(self, encoder: Encoder, block_size: int, text_column: str):
         self.encoder, self.block_size, self.text_column = encoder, block_size, text_column

@@ -3,7 +3,8 @@
 
 A source hands out samples in one global order, the same on every process; each process keeps its share of every draw.
 So the order depends neither on the number of processes nor on an interruption, and every sample of an epoch is drawn
-exactly once before the next epoch begins.
+exactly once before the next epoch begins. A DataLoader shuffles per process and finds its place again by reading what
+it has read, so this is our own.
 
     share = source.draw(samples_per_update)[mine]      # cheap: for a map-style set these are indices
     batch = collate(source.load(share))
@@ -205,7 +206,10 @@ def even_shares(count: int, rank: int, ranks: int) -> list[int | None]:
 
 
 class Prefetch:
-    """Draws and loads the batches of the next update while the current one computes; from the first call on."""
+    """Draws and loads the batches of the next update while the current one computes; from the first call on.
+
+    One thread, not a DataLoader's processes: batches are copies of memory, and what was drawn stays countable.
+    """
 
     def __init__(self, fetch: Callable[[], Any]):
         self._fetch, self._pool = fetch, ThreadPoolExecutor(1)

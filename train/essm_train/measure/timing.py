@@ -64,7 +64,7 @@ def paired(
     sample_seconds: float = 0.02,
     limit_seconds: float = 30.0,
 ) -> dict[Name, list[float]]:
-    """Run the functions in turn, round after round, after warm-up.
+    """Run the functions in turn, round after round, after warm-up; torch.utils.benchmark times one after the other.
 
     Each sample repeats its function until `sample_seconds` are filled. When `limit_seconds` have passed, no new round
     starts after the third.

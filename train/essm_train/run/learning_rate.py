@@ -55,7 +55,7 @@ def apply_plan(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """AdamW's groups: matrices decay; norms, biases and embeddings (with the tied head) do not, nor what its author
-    marked `_no_weight_decay`, as the state matrices of Mamba."""
+    marked `_no_weight_decay`, as the state matrices of Mamba. Trainer's groups decay embeddings."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     parameters = [p for p in model.parameters() if p.requires_grad]
     exempt = [p.ndim < 2 or id(p) in embeddings or getattr(p, "_no_weight_decay", False) for p in parameters]

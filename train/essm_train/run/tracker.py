@@ -16,7 +16,7 @@ from essm_train.files import write_bytes
 class JsonlTracker(GeneralTracker):
     """log.jsonl: one line per logged update. A resumed run drops the lines of updates it will do again.
 
-    It also drops damaged lines, and says which.
+    It also drops damaged lines, and says which. Accelerate has no tracker that writes a plain file.
     """
 
     name = "jsonl"
