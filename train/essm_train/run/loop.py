@@ -17,6 +17,7 @@ what the script adds. `.lock` keeps a second run out.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import sys
 import time
@@ -331,6 +332,9 @@ class _Run:
         if finished_before and self.saved_model == [self.progress.update, best]:
             what = f"kept {folder} as it is"
         elif best:
+            found = json.loads((self.output_dir / "best" / "best.json").read_text())["update"]
+            if found != self.progress.best_update:  # the run went back behind it, and has found none that is better
+                what += f", of update {found} before the run went back; its best since: {self.progress.best_update}"
             if self.accelerator.is_main_process:
                 copy_model(self.output_dir / "best", folder)
             self.accelerator.wait_for_everyone()
