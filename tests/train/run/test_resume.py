@@ -231,9 +231,7 @@ def test_a_best_model_from_before_the_run_went_back_is_named(arguments, finished
     record = json.loads((tmp_path / "best" / "best.json").read_text())
     (tmp_path / "best" / "best.json").write_text(json.dumps(record | {"update": 99}))
     train(arguments(tmp_path, load_best_model_at_end=True))
-    assert (
-        f"of update 99 before the run went back; since then the best was {record['update']}" in capsys.readouterr().out
-    )
+    assert f"of update 99 before the run went back; its best since: {record['update']}" in capsys.readouterr().out
 
 
 def test_a_checkpoint_to_go_back_to_must_be_one_of_the_run(arguments, finished, tmp_path):
