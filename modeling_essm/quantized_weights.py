@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -166,10 +166,11 @@ def unpack_rows(qdata: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.addcmul(bias, entries, scale).flatten(-2).to(dtype)
 
 
-def _int4_tensor_class() -> Any:
-    from torchao.utils import TorchAOBaseTensor, fill_defaults
+def _int4_tensor_class(base: Any, fill_defaults: Callable) -> Any:
+    """The class, of torchao.utils.TorchAOBaseTensor. Imports of torchao outside of a `try` would make it a requirement
+    of every checkpoint's code (transformers' check_imports)."""
 
-    class ESSMInt4Tensor(TorchAOBaseTensor):
+    class ESSMInt4Tensor(base):
         """Weights in 4 bits: (K, D, E), or (E, D) of a linear layer, whose transpose is stored.
 
         qdata: (K, D, E / g, g / 2 + 4) or (D, E / g, g / 2 + 4) uint8, as `pack_rows` makes it.
@@ -218,10 +219,11 @@ def register_formats() -> None:
         from torchao.prototype.safetensors import safetensors_utils
         from torchao.quantization import Int8Tensor, PerRow
         from torchao.quantization.transform_module import register_quantize_module_handler
+        from torchao.utils import TorchAOBaseTensor, fill_defaults
     except ImportError:
         return
 
-    ESSMInt4Tensor = _int4_tensor_class()
+    ESSMInt4Tensor = _int4_tensor_class(TorchAOBaseTensor, fill_defaults)
 
     @dataclass
     class ESSMInt8Config(AOBaseConfig):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import random_model
+from transformers.dynamic_module_utils import get_imports
 
 import modeling_essm
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
@@ -53,6 +54,13 @@ def test_the_root_imports_the_root(name):
     absolute = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
     absolute |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     assert not any(module.partition(".")[0] == "modeling_essm" for module in absolute)
+
+
+@pytest.mark.parametrize("name", ROOT)
+def test_a_checkpoint_requires_what_the_package_does(name):
+    """transformers refuses remote code whose files import, outside of a `try`, what is not installed."""
+    declared = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
+    assert set(get_imports(ROOT[name])) <= declared | sys.stdlib_module_names
 
 
 def test_no_circle_in_the_root():
