@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-r"""The library's own `transformers serve` and `transformers chat`, which look architectures up in the library only.
+r"""`transformers serve` and `transformers chat` for an ES-SSM: alone they find only the library's own architectures.
 
     python examples/serve.py serve runs/train_clm/model --port 8000
     python examples/serve.py chat runs/train_clm/model http://localhost:8000/v1 spectral_budget=6 max_new_tokens=200

@@ -195,8 +195,8 @@ CONFIGURATIONS = {
     "essm-lra-retrieval": Published(
         "ES-SSM for Long Range Arena, Retrieval",
         "One tower of the model that tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. "
-        "The two-tower head over [a, b, a * b, a - b] is not part of this configuration yet: it comes with the task's "
-        "training code.",
+        "The two-tower head over [a, b, a * b, a - b] is not part of this configuration; `train/train_retrieval.py` "
+        "adds it.",
         "s4",
         _LRA | {"filter_length": 4096},
         "bytes",
@@ -289,8 +289,8 @@ def card_template(published: Published) -> str:
     head += ["widget:", f"- text: {json.dumps(published.example)}"] if published.example else []
     body = [
         f"# {published.title}",
-        f"{published.text}\n\nAn elastic spectral state-space model (ES-SSM): trained once at its full number of "
-        "spectral channels, it runs at any number of them, chosen per call with `spectral_budget`. Method: [Song and "
+        f"{published.text}\n\nAn elastic spectral state-space model (ES-SSM): trained once, it runs with any "
+        "number of its spectral channels, chosen per call with `spectral_budget`. Method: [Song and "
         "Wang](https://arxiv.org/abs/2601.22488).",
         "<!-- model -->",
         SIZES[published.size],
@@ -315,15 +315,15 @@ def overview() -> str:
     table = "\n".join(rows)
     return f"""# Published configurations
 
-One folder per model on the Hub: config.json, generation_config.json for language models, tokenizer or feature
-extractor files, and README.md, the template of its card. No weights and no code: `save_pretrained` adds the code.
-All of it is written by `python hub_configs/make.py`; change that file, not these.
+Each folder is one model: config.json, generation_config.json for language models, tokenizer or feature extractor
+files, and README.md, the template of its card. There are no weights and no code here; `save_pretrained` adds the code.
+`python hub_configs/make.py` writes all of it, so change that file, not these.
 
 | folder | parameters | block | blocks x width | filter_length | input | size from |
 |---|---|---|---|---|---|---|
 {table}
 
-A new model from one of them, then the folder that `train/push_to_hub.py` uploads:
+This makes a new model from one of them, in the folder that `train/push_to_hub.py` uploads:
 
 ```python
 from transformers import AutoTokenizer

@@ -37,8 +37,8 @@ class Guard:
     """ASGI application around another one.
 
     Args:
-        app: of the library. model: its only model, an ESSMForCausalLM, whose `generate` is bounded from now on, on one
-        thread at a time. name: by which requests call it.
+        app: the library's. model: its only model, an ESSMForCausalLM, whose `generate` is bounded from now on, on one
+        thread at a time. name: what requests call the model.
     """
 
     def __init__(self, app: Any, model: Any, name: str, limits: Limits):

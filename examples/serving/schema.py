@@ -20,7 +20,7 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all of them together, may take; the fields say of what, sizes in bytes."""
+    """Bounds on one request, and on all of them together; sizes in bytes."""
 
     body_bytes: int = 256 * 1024
     new_tokens: int = 4096
@@ -84,7 +84,7 @@ class Message(BaseModel):
 
 
 class Request(BaseModel):
-    """What all endpoints share. Fields that are not named here the library knows, or refuses."""
+    """What all endpoints share. The library reads, or refuses, fields that are not named here."""
 
     model_config = STRICT | ConfigDict(extra="allow")
     model: str | None = None
