@@ -26,7 +26,8 @@ class BaselineConfig(PreTrainedConfig):
             TC-ResNet8-1.5, and the other blocks keep the paper's proportions 16 : 24 : 32 : 48.
         num_hidden_layers (`int`): number of blocks; "tc_resnet" always has three.
         intermediate_size (`int`, *optional*): inner width, by default in the published proportion to D: of the SwiGLU
-            (transformer), of the mixer (mamba, mamba2), of the feed-forward layer (s4, s4d) or of the convolutions (cnn).
+            (transformer), of the mixer (mamba, mamba2), of the feed-forward layer (s4, s4d) or of the
+            convolutions (cnn).
             Not used by "tc_resnet".
         state_size (`int`, *optional*): N of "mamba" (16), "mamba2" (128), "s4" and "s4d" (64).
         num_input_features (`int`, *optional*): F of continuous inputs, instead of token ids.
