@@ -8,6 +8,7 @@ from helpers import assert_close
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.s4 import S4Mixer, hippo_legs
+from essm_train.run.learning_rate import parameter_groups
 
 
 def mixer(max_length: int, hidden_size: int = 3, state_size: int = 8) -> S4Mixer:
@@ -102,3 +103,13 @@ def test_a_longer_sequence_is_refused():
     model(torch.zeros(1, 16, dtype=torch.long))
     with pytest.raises(ValueError, match=r"at most 16 positions \(max_position_embeddings\), got 17"):
         model(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_no_weight_decay_moves_the_poles():
+    config = BaselineConfig(architecture="s4", hidden_size=8, num_hidden_layers=2, max_position_embeddings=16)
+    model = BaselineForCausalLM(config)
+    decayed, others = (group["params"] for group in parameter_groups(model, 0.1))
+    for layer in model.model.backbone.layers:
+        own = layer.mixer
+        assert all(any(p is q for q in others) for p in (own.log_A_real, own.A_imag, own.log_dt, own.P, own.B))
+        assert any(own.C is q for q in decayed)

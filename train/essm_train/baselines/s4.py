@@ -56,6 +56,7 @@ class S4Mixer(StateSpaceMixer):
         self.max_length = max_length
         self.P = nn.Parameter(torch.empty(hidden_size, state_size // 2, 2))
         self.B = nn.Parameter(torch.empty(hidden_size, state_size // 2, 2))
+        self._keep_from_decay(self.P, self.B)
 
     @torch.no_grad()
     def reset_state_space(self) -> None:

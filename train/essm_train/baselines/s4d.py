@@ -35,6 +35,13 @@ class StateSpaceMixer(nn.Module):
         self.C = nn.Parameter(torch.empty(H, pairs, 2))  # real and imaginary part
         self.D = nn.Parameter(torch.empty(H))
         self.mix = nn.Linear(H, 2 * H)
+        self._keep_from_decay(self.log_A_real, self.A_imag)
+
+    @staticmethod
+    def _keep_from_decay(*parameters: nn.Parameter) -> None:
+        """As published: weight decay would move the poles."""
+        for parameter in parameters:
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def reset_state_space(self) -> None:
