@@ -1,5 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Write every published configuration: config, generation config, tokenizer or feature extractor, card template.
+"""Write every published configuration: config, generation config, tokenizer or feature extractor, card template, and
+a link to the code, so that `from_pretrained(folder, trust_remote_code=True)` works from a clone.
 
     python hub_configs/make.py           # into this folder; a test compares what is committed with what this makes
 
@@ -9,6 +10,7 @@ A configuration is changed here, never in the files. The size of each and where 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -19,8 +21,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Speech2TextFeatureExtractor
 
+import modeling_essm
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
+from modeling_essm.configuration_essm import AUTO_MAP
 
+CODE = "code"  # the link in each folder
+PACKAGE = Path(modeling_essm.__file__).parent
 LISTOPS_SYMBOLS = (*map(str, range(10)), "[MIN", "[MAX", "[MED", "[SM", "]")
 LISTOPS_PAD = len(LISTOPS_SYMBOLS)
 SPEECH_WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
@@ -256,12 +262,15 @@ def count_parameters(published: Published) -> int:
 
 def make(root: Path) -> None:
     """Write all folders and README.md into `root`; a folder of the same name is replaced."""
+    code = os.path.relpath(PACKAGE, root.resolve() / "name")
     for name, published in CONFIGURATIONS.items():
         folder = root / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         config = published.config()
+        config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in AUTO_MAP.items()}
         _write_json(folder / "config.json", config.to_json_string(use_diff=True))
+        (folder / CODE).symlink_to(code, target_is_directory=True)
         if not published.labels:
             with torch.device("meta"):
                 generation_config = published.model_class()(config).generation_config
@@ -316,8 +325,9 @@ def overview() -> str:
     return f"""# Published configurations
 
 Each folder is one model: config.json, generation_config.json for language models, tokenizer or feature extractor
-files, and README.md, the template of its card. There are no weights and no code here; `save_pretrained` adds the code.
-`python hub_configs/make.py` writes all of it, so change that file, not these.
+files, and README.md, the template of its card. There are no weights. `code` is a link to the package in this clone;
+`save_pretrained` writes the files in its place. `python hub_configs/make.py` writes all of it, so change that file,
+not these.
 
 | folder | parameters | block | blocks x width | filter_length | input | size from |
 |---|---|---|---|---|---|---|
@@ -326,14 +336,13 @@ files, and README.md, the template of its card. There are no weights and no code
 This makes a new model from one of them, in the folder that `train/push_to_hub.py` uploads:
 
 ```python
-from transformers import AutoTokenizer
-
-from modeling_essm import ESSMConfig, ESSMForCausalLM  # the package: these folders hold no code
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 source, folder = "hub_configs/essm-21m", "runs/mine/model"
-model = ESSMForCausalLM(ESSMConfig.from_pretrained(source))  # random weights, to be trained
-model.save_pretrained(folder)  # config, weights and code: from here on the package is not needed
-AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+config = AutoConfig.from_pretrained(source, trust_remote_code=True)
+model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # random weights, to be trained
+model.save_pretrained(folder)  # config, weights and code: from here on the clone is not needed
+AutoTokenizer.from_pretrained(source, trust_remote_code=True).save_pretrained(folder)
 ```
 
 ```bash

@@ -1,6 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """hub_configs/: what is committed is what make.py makes, and every configuration loads, runs and can be published."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import make
@@ -10,9 +15,11 @@ from helpers import randomise
 from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoFeatureExtractor, AutoModelForSequenceClassification, AutoTokenizer
 
+import modeling_essm
 from essm_train.publish.hub import check_folder
 from essm_train.publish.model_card import SECTIONS, check_template, write_model_card
 from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.configuration_essm import AUTO_MAP
 
 FOLDER = Path(make.__file__).parent
 NAMES = sorted(make.CONFIGURATIONS)
@@ -41,7 +48,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def fields(config: ESSMConfig) -> dict:
-    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    return {k: v for k, v in config.to_dict().items() if k not in ("_name_or_path", "auto_map", "transformers_version")}
 
 
 def inputs_for(name: str) -> dict[str, torch.Tensor]:
@@ -65,15 +72,53 @@ def test_committed_files_are_the_ones_made(tmp_path):
         assert committed[path] == content, f"{path} differs: run python hub_configs/make.py"
 
 
-def test_the_folders_hold_no_code():
-    assert [path.name for path in FOLDER.rglob("*.py")] == ["make.py"]
+def test_the_folders_hold_no_code_but_a_link_to_it():
+    assert [path.name for path in FOLDER.glob("**/*.py") if "code" not in path.parts] == ["make.py"]
+    for name in NAMES:
+        link = FOLDER / name / make.CODE
+        assert link.is_symlink() and not os.path.isabs(os.readlink(link))
+        assert link.resolve() == Path(modeling_essm.__file__).parent
+
+
+FROM_A_CLONE = """
+import sys
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+config = AutoConfig.from_pretrained("hub_configs/essm-tiny", trust_remote_code=True, num_hidden_layers=1)
+config.layer_types = None
+model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+assert "modeling_essm" not in sys.modules, "the package was imported"
+model.save_pretrained("saved")
+config.save_pretrained("saved_config")
+loaded = AutoModel.from_pretrained("saved", trust_remote_code=True)
+print(loaded.config.auto_map["AutoModel"], AutoConfig.from_pretrained("saved_config", trust_remote_code=True).auto_map)
+"""
+
+
+def test_a_clone_loads_by_auto_classes_without_the_package(tmp_path):
+    """What is saved holds its own code and says so."""
+    root = FOLDER.parent
+    for part in ("hub_configs/essm-tiny", "modeling_essm"):
+        shutil.copytree(root / part, tmp_path / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    ran = subprocess.run([sys.executable, "-c", FROM_A_CLONE], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("modeling_essm.ESSMModel ") and f"{make.CODE}/" not in ran.stdout
+
+
+def test_a_model_saved_from_a_folder_names_the_files_beside_it(tmp_path):
+    config = AutoConfig.from_pretrained(FOLDER / "essm-tiny", num_hidden_layers=1, layer_types=None)
+    ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
+    config.save_pretrained(tmp_path / "config")
+    for name in ("model", "config"):
+        auto_map = json.loads((tmp_path / name / "config.json").read_text())["auto_map"]
+        assert auto_map == AUTO_MAP and (tmp_path / name / "configuration_essm.py").is_file()
 
 
 @names
 def test_config_loads_and_runs_at_full_size(name):
     published = make.CONFIGURATIONS[name]
     config = AutoConfig.from_pretrained(FOLDER / name)
-    assert type(config) is ESSMConfig and config.auto_map["AutoConfig"] == "configuration_essm.ESSMConfig"
+    assert type(config) is ESSMConfig and config.auto_map["AutoConfig"] == "code/configuration_essm.ESSMConfig"
     assert fields(config) == fields(published.config())
     assert config.filter_length >= LONGEST[name]
     model = published.model_class()(config).eval()

@@ -102,7 +102,7 @@ class ModelArguments(SizeArguments):
     architecture: str = arg(
         "essm",
         "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
-        "'mamba', 'mamba2', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
+        "'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
     )
     config_name: str | None = arg(
         None, "Folder or Hub name of a configuration; sizes that are given beside it take the place of its own."

@@ -32,7 +32,8 @@ from transformers.utils.import_utils import is_mamba_ssm_available
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNModel, TCResNet
-from essm_train.baselines.s4d import S4DModel
+from essm_train.baselines.s4 import S4Mixer
+from essm_train.baselines.s4d import S4DMixer, StateSpaceModel
 
 
 @strict  # or the base class would check the type of `expand`
@@ -87,8 +88,11 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         sizes = {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
         backbone = Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
         sublayers = [layer.mixer for layer in backbone.layers]
-    elif config.architecture == "s4d":
-        return S4DModel(D, config.num_hidden_layers, config.state_size, inner, config.dropout, eps)
+    elif config.architecture in ("s4", "s4d"):
+        own = (config.max_position_embeddings,) if config.architecture == "s4" else ()
+        mixer = S4Mixer if config.architecture == "s4" else S4DMixer
+        mixers = [mixer(D, config.state_size, *own) for _ in range(config.num_hidden_layers)]
+        return StateSpaceModel(mixers, D, inner, config.dropout, eps)
     elif config.architecture == "cnn":
         return CNNModel(D, config.num_hidden_layers, inner, config.dropout, eps)
     else:

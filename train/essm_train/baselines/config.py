@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-ARCHITECTURES = ("transformer", "mamba", "mamba2", "s4d", "cnn", "tc_resnet")
-CAUSAL = ("transformer", "mamba", "mamba2", "s4d")  # those with a language model
+ARCHITECTURES = ("transformer", "mamba", "mamba2", "s4", "s4d", "cnn", "tc_resnet")
+CAUSAL = ("transformer", "mamba", "mamba2", "s4", "s4d")  # those with a language model
 # Inner width over D, and state per channel (per head for Mamba-2), as published.
-_EXPANSION = {"transformer": 8 / 3, "mamba": 2, "mamba2": 2, "s4d": 4, "cnn": 2, "tc_resnet": 1}
-_STATE_SIZE = {"mamba": 16, "mamba2": 128, "s4d": 64}
+_EXPANSION = {"transformer": 8 / 3, "mamba": 2, "mamba2": 2, "s4": 4, "s4d": 4, "cnn": 2, "tc_resnet": 1}
+_STATE_SIZE = {"mamba": 16, "mamba2": 128, "s4": 64, "s4d": 64}
 
 
 class BaselineConfig(PreTrainedConfig):
@@ -26,11 +26,12 @@ class BaselineConfig(PreTrainedConfig):
             TC-ResNet8-1.5, and the other blocks keep the paper's proportions 16 : 24 : 32 : 48.
         num_hidden_layers (`int`): number of blocks; "tc_resnet" always has three.
         intermediate_size (`int`, *optional*): inner width, by default in the published proportion to D: of the SwiGLU
-            (transformer), of the mixer (mamba, mamba2), of the feed-forward layer (s4d) or of the convolutions (cnn).
+            (transformer), of the mixer (mamba, mamba2), of the feed-forward layer (s4, s4d) or of the
+            convolutions (cnn).
             Not used by "tc_resnet".
-        state_size (`int`, *optional*): N of "mamba" (16), "mamba2" (128) and "s4d" (64).
+        state_size (`int`, *optional*): N of "mamba" (16), "mamba2" (128), "s4" and "s4d" (64).
         num_input_features (`int`, *optional*): F of continuous inputs, instead of token ids.
-        max_position_embeddings (`int`): longest sequence that is meant, by the transformer alone.
+        max_position_embeddings (`int`): longest sequence that the transformer is meant for and that "s4" reads.
         dropout (`float`): rate after each sub-layer, as in ES-SSM; of "tc_resnet" before the classifier, as published.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
 
@@ -75,6 +76,7 @@ class BaselineConfig(PreTrainedConfig):
         multiples = {
             "transformer": ("hidden_size", 2, "rotary positions turn pairs of numbers"),
             "mamba2": ("intermediate_size", self.head_dim, "it consists of heads"),
+            "s4": ("state_size", 2, "it consists of conjugate pairs"),
             "s4d": ("state_size", 2, "it consists of conjugate pairs"),
         }
         if self.architecture in multiples:

@@ -25,7 +25,7 @@ from transformers.utils.generic import can_return_tuple
 from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig
 from essm_train.baselines.convolutions import TemporalConv
-from essm_train.baselines.s4d import S4DMixer
+from essm_train.baselines.s4d import StateSpaceMixer
 from modeling_essm.packing import pool
 
 
@@ -91,7 +91,7 @@ class BaselinePreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """New weights of everything but the library's backbones, which initialise themselves."""
         super()._init_weights(module)
-        if isinstance(module, S4DMixer):
+        if isinstance(module, StateSpaceMixer):
             module.reset_state_space()
         elif isinstance(module, TemporalConv):
             init.xavier_uniform_(module.conv.weight)

@@ -11,6 +11,7 @@ Letters: B batch, L sequence, H width, N state.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +23,8 @@ from transformers.modeling_outputs import BaseModelOutput
 DT_RANGE = (1e-3, 1e-1)  # of the initial dt, log-uniform
 
 
-class S4DMixer(nn.Module):
-    """(B, L, H) -> (B, L, H): S4D of every channel, GELU, then a gated linear unit that mixes the channels."""
+class StateSpaceMixer(nn.Module):
+    """(B, L, H) -> (B, L, H): a state space for every channel, GELU, then a gated linear unit that mixes channels."""
 
     def __init__(self, hidden_size: int, state_size: int):
         super().__init__()
@@ -34,17 +35,48 @@ class S4DMixer(nn.Module):
         self.C = nn.Parameter(torch.empty(H, pairs, 2))  # real and imaginary part
         self.D = nn.Parameter(torch.empty(H))
         self.mix = nn.Linear(H, 2 * H)
+        self._keep_from_decay(self.log_A_real, self.A_imag)
+
+    @staticmethod
+    def _keep_from_decay(*parameters: nn.Parameter) -> None:
+        """As published: weight decay would move the poles."""
+        for parameter in parameters:
+            parameter._no_weight_decay = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def reset_state_space(self) -> None:
-        """S4D-Lin: A_n = -1/2 + i pi n; dt log-uniform; C and D standard normal."""
+        """dt log-uniform, C and D standard normal; a subclass sets A."""
         low, high = (math.log(dt) for dt in DT_RANGE)
         init.uniform_(self.log_dt, low, high)
+        init.normal_(self.C, std=0.5**0.5)
+        init.normal_(self.D)
+
+    def kernel(self, length: int, dtype: torch.dtype) -> Tensor:
+        """(H, length) K of `dtype`."""
+        raise NotImplementedError
+
+    def convolve(self, u: Tensor) -> Tensor:
+        """K * u + D u: (B, L, H) -> (B, L, H) in u's dtype, computed in fp32 or better."""
+        L, dtype = u.shape[1], torch.promote_types(u.dtype, torch.float32)
+        x = u.to(dtype).mT  # (B, H, L)
+        spectrum = torch.fft.rfft(x, 2 * L) * torch.fft.rfft(self.kernel(L, dtype), 2 * L)
+        y = torch.fft.irfft(spectrum, 2 * L)[..., :L] + self.D.to(dtype)[:, None] * x
+        return y.mT.to(u.dtype)
+
+    def forward(self, u: Tensor) -> Tensor:
+        return F.glu(self.mix(F.gelu(self.convolve(u))), dim=-1)
+
+
+class S4DMixer(StateSpaceMixer):
+    """The state space of the module's docstring."""
+
+    @torch.no_grad()
+    def reset_state_space(self) -> None:
+        """S4D-Lin: A_n = -1/2 + i pi n."""
+        super().reset_state_space()
         init.constant_(self.log_A_real, math.log(0.5))
         n = torch.arange(self.A_imag.shape[1], dtype=self.A_imag.dtype, device=self.A_imag.device)
         init.copy_(self.A_imag, (math.pi * n).expand_as(self.A_imag))
-        init.normal_(self.C, std=0.5**0.5)
-        init.normal_(self.D)
 
     def discretise(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dt A and C B_bar, both (H, N/2), complex with parts of `dtype`."""
@@ -62,25 +94,14 @@ class S4DMixer(nn.Module):
         columns = (dtA[..., None] * j).exp()
         return 2.0 * (rows.mT @ columns).real.flatten(1)[:, :length]
 
-    def convolve(self, u: Tensor) -> Tensor:
-        """K * u + D u: (B, L, H) -> (B, L, H) in u's dtype, computed in fp32 or better."""
-        L, dtype = u.shape[1], torch.promote_types(u.dtype, torch.float32)
-        x = u.to(dtype).mT  # (B, H, L)
-        spectrum = torch.fft.rfft(x, 2 * L) * torch.fft.rfft(self.kernel(L, dtype), 2 * L)
-        y = torch.fft.irfft(spectrum, 2 * L)[..., :L] + self.D.to(dtype)[:, None] * x
-        return y.mT.to(u.dtype)
 
-    def forward(self, u: Tensor) -> Tensor:
-        return F.glu(self.mix(F.gelu(self.convolve(u))), dim=-1)
+class StateSpaceLayer(GradientCheckpointingLayer):
+    """The paper's block of ES-SSM with its mixer exchanged: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
 
-
-class S4DLayer(GradientCheckpointingLayer):
-    """The block of ES-SSM with its mixer exchanged: LayerNorm -> S4D -> +, LayerNorm -> feed-forward -> +."""
-
-    def __init__(self, hidden_size: int, state_size: int, intermediate_size: int, dropout: float, eps: float):
+    def __init__(self, mixer: StateSpaceMixer, hidden_size: int, intermediate_size: int, dropout: float, eps: float):
         super().__init__()
         self.input_norm = nn.LayerNorm(hidden_size, eps=eps)
-        self.mixer = S4DMixer(hidden_size, state_size)
+        self.mixer = mixer
         self.ffn_norm = nn.LayerNorm(hidden_size, eps=eps)
         self.ffn = nn.Sequential(
             nn.Linear(hidden_size, intermediate_size), nn.GELU(), nn.Linear(intermediate_size, hidden_size)
@@ -96,21 +117,20 @@ class S4DLayer(GradientCheckpointingLayer):
         return hidden_states + self.dropout(self.ffn(self.ffn_norm(hidden_states)))
 
 
-class S4DModel(nn.Module):
-    """A stack of S4DLayer and a last LayerNorm, called as the library's backbones are."""
+class StateSpaceModel(nn.Module):
+    """A stack of StateSpaceLayer and a last LayerNorm, called as the library's backbones are."""
 
     def __init__(
         self,
+        mixers: Iterable[StateSpaceMixer],
         hidden_size: int,
-        num_hidden_layers: int,
-        state_size: int,
         intermediate_size: int,
         dropout: float = 0.0,
         eps: float = 1e-5,
     ):
         super().__init__()
         self.layers = nn.ModuleList(
-            S4DLayer(hidden_size, state_size, intermediate_size, dropout, eps) for _ in range(num_hidden_layers)
+            StateSpaceLayer(mixer, hidden_size, intermediate_size, dropout, eps) for mixer in mixers
         )
         self.norm = nn.LayerNorm(hidden_size, eps=eps)
 
