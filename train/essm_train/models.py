@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -224,15 +223,13 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
     if not args.is_baseline:
         return cls(config).float()
     from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
-    from essm_train.baselines.sizes import matched_baseline
+    from essm_train.baselines.sizes import count_parameters, matched_baseline
 
-    with torch.device("meta"):
-        target = sum(parameter.numel() for parameter in cls(config).parameters())
     baseline = BaselineForSequenceClassification if cls is ESSMForSequenceClassification else BaselineForCausalLM
     return baseline(
         matched_baseline(
             args.architecture,
-            target,
+            count_parameters(config, cls),
             model_class=baseline,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_hidden_layers,

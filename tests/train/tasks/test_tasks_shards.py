@@ -116,7 +116,9 @@ def test_a_generation_that_was_killed_continues_to_the_same_bytes(tmp_path):
     present = {path.name: path.stat().st_mtime_ns for path in killed.glob("listops-*")}
     listed = json.loads((killed / MANIFEST).read_text())["shards"]
     assert 0 < len(listed) <= len(present) < 32
-    with pytest.raises(FileNotFoundError, match=r"unfinished: continue with `python train/make_task_data.py listops "):
+    with pytest.raises(
+        FileNotFoundError, match=r"unfinished: continue with `python -m essm_train.commands.make_task_data listops "
+    ):
         listops.load(killed)
 
     script.main(["listops", *arguments, "--output_dir", str(whole)])
@@ -165,8 +167,10 @@ def test_missing_and_damaged_shards_are_made_again_and_no_others(made, tmp_path)
     flipped[len(flipped) // 2] ^= 1
     (folder / names[1]).write_bytes(flipped)
     (folder / names[2]).write_bytes((folder / names[2]).read_bytes()[:100])
-    (folder / ".tmp-123-old.parquet").write_bytes(b"half")
-    with pytest.raises(FileNotFoundError, match=r"is missing or damaged: mend it with `python train/make_task_data.py"):
+    (folder / ".partial-old.parquet").write_bytes(b"half")
+    with pytest.raises(
+        FileNotFoundError, match=r"is missing or damaged: mend it with `python -m essm_train.commands.make_task_data"
+    ):
         listops.load(folder)
     generate(TASK, folder, progress=False)
     assert contents(folder) == contents(made)
@@ -216,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_made(tmp_
     monkeypatch.setattr(ListOps, "rows", None)
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OSError, match=f"cannot write into output_dir '{folder}'"):
+        with pytest.raises(ValueError, match=f"output_dir '{folder}' cannot be written"):
             generate(TASK, folder, progress=False)
     with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
         generate(TASK, tmp_path / "new", num_workers=0)
@@ -235,7 +239,7 @@ def test_a_full_disk_leaves_the_finished_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(pq, "write_table", full)
     with pytest.raises(OSError, match=r"No space left.*Finished shards stand: make room and give the command again"):
         generate(TASK, tmp_path, progress=False)
-    assert len(list(tmp_path.glob("*.parquet"))) == 3 and not list(tmp_path.glob(".tmp-*"))
+    assert len(list(tmp_path.glob("*.parquet"))) == 3 and not list(tmp_path.glob(".partial-*"))
 
 
 class Dying(ListOps):
@@ -266,8 +270,8 @@ def test_absent_data_names_the_command(tmp_path, made):
         folder = tmp_path / name
         with pytest.raises(FileNotFoundError) as error:
             load(folder)
-        assert f"`python train/make_task_data.py {name} --output_dir {folder}`" in str(error.value)
-    with pytest.raises(FileNotFoundError, match=r"make_task_data.py pathx --output_dir data/none/pathx"):
+        assert f"`python -m essm_train.commands.make_task_data {name} --output_dir {folder}`" in str(error.value)
+    with pytest.raises(FileNotFoundError, match=r"make_task_data pathx --output_dir data/none/pathx"):
         pathfinder.load("data/none/pathx")
     with pytest.raises(ValueError, match="holds listops data, not pathfinder32 or pathx"):
         pathfinder.load(made)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -27,12 +28,13 @@ from transformers import (
     MambaModel,
     PreTrainedModel,
 )
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.utils.import_utils import is_mamba_ssm_available
 
 from essm_train.baselines.config import BaselineConfig
-from essm_train.baselines.convolutions import CNNModel, TCResNet
-from essm_train.baselines.s4d import S4DModel
+from essm_train.baselines.convolutions import CNNLayer, TCResNet
+from essm_train.baselines.s4d import S4DLayer
 
 
 @strict  # or the base class would check the type of `expand`
@@ -44,6 +46,22 @@ class _FreeWidthMamba2Config(Mamba2Config):
     def __post_init__(self, **kwargs: Any) -> None:
         self.expand = Fraction(self.num_heads * self.head_dim, self.hidden_size)
         super().__post_init__(**kwargs)
+
+
+class ResidualStack(nn.Module):
+    """Layers of this package, S4DLayer or CNNLayer, and a last LayerNorm; called as the library's backbones are."""
+
+    def __init__(self, layers: Iterable[nn.Module], hidden_size: int, eps: float):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), nn.LayerNorm(hidden_size, eps=eps)
+
+    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        """(B, L, D) and (B, L), 1 for real positions -> last_hidden_state (B, L, D)."""
+        padding = None if attention_mask is None else ~attention_mask.bool()[..., None]
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, padding)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 
 def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
@@ -88,9 +106,10 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         backbone = Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture == "s4d":
-        return S4DModel(D, config.num_hidden_layers, config.state_size, inner, config.dropout, eps)
+        layers = [S4DLayer(D, config.state_size, inner, config.dropout, eps) for _ in range(config.num_hidden_layers)]
+        return ResidualStack(layers, D, eps)
     elif config.architecture == "cnn":
-        return CNNModel(D, config.num_hidden_layers, inner, config.dropout, eps)
+        return ResidualStack([CNNLayer(D, inner, config.dropout, eps) for _ in range(config.num_hidden_layers)], D, eps)
     else:
         return TCResNet(config.num_input_features or 0, D)
     backbone.set_input_embeddings(nn.Identity())

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput
 
 DT_RANGE = (1e-3, 1e-1)  # of the initial dt, log-uniform
 
@@ -94,30 +93,3 @@ class S4DLayer(GradientCheckpointingLayer):
             u = u.masked_fill(padding, 0.0)
         hidden_states = hidden_states + self.dropout(self.mixer(u))
         return hidden_states + self.dropout(self.ffn(self.ffn_norm(hidden_states)))
-
-
-class S4DModel(nn.Module):
-    """A stack of S4DLayer and a last LayerNorm, called as the library's backbones are."""
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_hidden_layers: int,
-        state_size: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        eps: float = 1e-5,
-    ):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            S4DLayer(hidden_size, state_size, intermediate_size, dropout, eps) for _ in range(num_hidden_layers)
-        )
-        self.norm = nn.LayerNorm(hidden_size, eps=eps)
-
-    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
-        """(B, L, H) and (B, L), 1 for real positions -> last_hidden_state (B, L, H), causal."""
-        padding = None if attention_mask is None else ~attention_mask.bool()[..., None]
-        hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, padding)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))

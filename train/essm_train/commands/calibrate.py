@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
-from essm_train.arguments import arg
+from essm_train.arguments import arg, check_at_least
 from essm_train.commands.errors import run_script
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.blocks import evaluation_blocks, to_stream
@@ -100,14 +100,9 @@ class CalibrateArguments:
             raise ValueError(f"timing_only measures no quality: give it without {', '.join(given)}")
         if not self.timing_only and len(given) != 1:
             raise ValueError(f"give {', '.join(names)} or timing_only, one of them, got {given or 'none'}")
-        counts = ("decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads", "block_size")
-        values = {name: [getattr(self, name)] for name in counts if getattr(self, name) is not None}
-        for name, numbers in (values | {"batch_sizes": self.batch_sizes, "budgets": self.budgets or [1]}).items():
-            for value in numbers:
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.block_size == 1:
-            raise ValueError("block_size must be at least 2, got 1")
+        check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
+        check_at_least(self, 1, "batch_sizes", "budgets")
+        check_at_least(self, 2, "block_size")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be one of {['auto', *DTYPES]}, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -179,7 +174,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     title = f"{spec.title} ({args.scale} scale)"
     if not causal:
         data = load_classification(arguments)
-        return hold_out_samples(data.reader, data.test or data.validation, batch_size, title)
+        return hold_out_samples(data.reader, data.held_out, batch_size, title)
     byte_encoder = ByteEncoder()
     text = load_text(arguments, byte_encoder)
     return hold_out_blocks(text.held_out, byte_encoder.special_ids, text.bytes_per_token, batch_size, title)

@@ -70,10 +70,6 @@ class TextReader:
             raise ValueError(f"{where}: the tokenizer makes no token of its text")
         return np.array(ids, np.int32)
 
-    def num_positions(self, text: Any) -> int:
-        """Length before it is cut, of a tokenizer's tokens an upper bound."""
-        return len(text)
-
     def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
         ids = np.full((len(samples), length), self.pad_id, np.int64)
         for row, sample in zip(ids, samples):
@@ -156,10 +152,6 @@ class FeatureReader:
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
         return self.check(value, where)[: self.max_length]
-
-    def num_positions(self, array: Any) -> int:
-        """Length before it is cut."""
-        return len(array)
 
     def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
         features = np.zeros((len(samples), length, self.width), np.float32)

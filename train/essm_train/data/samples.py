@@ -174,23 +174,18 @@ class StreamSamples:
         self._open(state["stream"])
 
 
-class Each:
-    """The `Expand` of streams whose items are samples already, after a function."""
+def hold_out(count: int, seed: int, source: str, unit: str = "rows") -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on, and a random tenth to select by, both ascending. Raises ValueError if there is one row only."""
+    order = np.random.default_rng([seed, 1]).permutation(count)
+    held_out = max(1, round(HELD_OUT_FRACTION * count))
+    if held_out == count:
+        raise ValueError(f"{source} must hold at least 2 {unit}, so that one can be held out, got {count}")
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
 
-    def __init__(self, convert: Callable[[dict[str, Any]], Any]):
-        self._convert = convert
 
-    def __call__(self, item: dict[str, Any]) -> list[Any]:
-        return [self._convert(item)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def end_epoch(self) -> None:
-        pass
+def at_most(wanted: int | None, rows: np.ndarray, seed: int) -> np.ndarray:
+    """That many of the rows, at random, ascending; all of them for None."""
+    return np.sort(rows[np.random.default_rng([seed, 2]).permutation(len(rows))[:wanted]])
 
 
 def share_of(drawn: Sequence[Any], rank: int, ranks: int, micro_step: int, batch_size: int) -> Sequence[Any]:

@@ -21,9 +21,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from essm_train.data.blocks import text_labels
-from essm_train.data.classification import Split
 from essm_train.data.readers import Reader
-from essm_train.data.rows import collate
+from essm_train.data.rows import Split, collate
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.measure.scoring import Predictor, block_nats
 from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from essm_train.data.rows import LabelledData
 from essm_train.data.samples import SampleSource
 from essm_train.measure.metric import ACCURACY, Metric
 from essm_train.measure.scoring import Predictor
@@ -44,30 +45,31 @@ class Task:
     identity: dict[str, Any]
 
 
-def classification_task(
-    model: PreTrainedModel,
-    source: SampleSource,
-    predict: Predictor,
-    samples: Sequence[Any],
-    labels: Tensor,
-    **rest: Any,
-) -> Task:
-    """One class per sample; judged by the accuracy on held-out samples and their labels (n,) int64.
+def make_predictor(args: Any, data: LabelledData, accelerator: Accelerator) -> Predictor:
+    """Of batches of `eval_batch_size`, padded to one length where the model is compiled.
 
     Args:
-        rest: tokens_per_sample, save_companions and identity of the `Task`.
+        args: `ClassificationArguments` or `RetrievalArguments`.
     """
+    length = args.max_length if args.torch_compile else None
+    return Predictor(lambda samples: data.collate(samples, length), args.eval_batch_size, accelerator)
+
+
+def classification_task(model: PreTrainedModel, data: LabelledData, predict: Predictor) -> Task:
+    """One class per sample; judged by the accuracy on the validation split."""
 
     def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
-        predictions = predict(accelerator.unwrap_model(module), samples, K)
-        return float((predictions == labels).double().mean())
+        predictions = predict(accelerator.unwrap_model(module), data.validation.samples, K)
+        return float((predictions == data.validation.labels).double().mean())
 
     return Task(
         model=model,
-        source=source,
+        source=data.source,
         collate=predict.collate,
         training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
         evaluate=evaluate,
         metric=ACCURACY,
-        **rest,
+        tokens_per_sample=data.tokens_per_sample,
+        save_companions=data.save_companions,
+        identity=data.digests,
     )

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from essm_train.tasks.shards import SPLITS, check_sizes
+from essm_train.tasks.shards import SPLITS, RowGenerator
 
 SPEECH4_WORDS = ("yes", "no", "up", "down")
 SC10_WORDS = (*SPEECH4_WORDS, "left", "right", "on", "off", "stop", "go")
@@ -230,11 +230,8 @@ def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SpeechFrames:
-    """The `shards.RowGenerator` of clips as frames; where the clips lie is no part of what defines the rows."""
-
-    VERSION: ClassVar[int] = 1
-    UNIQUE: ClassVar[str | None] = None
+class SpeechFrames(RowGenerator):
+    """Clips as frames; where the clips lie is no part of what defines the rows."""
 
     name: str
     words: tuple[str, ...]
@@ -247,7 +244,7 @@ class SpeechFrames:
     rows_per_shard: int = 2000
 
     def __post_init__(self, clips: Clips) -> None:
-        check_sizes(self)
+        super().__post_init__()
         object.__setattr__(self, "_clips", clips)
 
     @classmethod

@@ -23,8 +23,8 @@ import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, Value
 
-from essm_train.arguments import arg
-from essm_train.tasks.shards import check_sizes, shard_files
+from essm_train.arguments import arg, check_at_least
+from essm_train.tasks.shards import RowGenerator, shard_files
 
 DIGITS = tuple(map(str, range(10)))
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -37,14 +37,13 @@ _MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
 
 
 @dataclass(frozen=True)
-class ListOps:
+class ListOps(RowGenerator):
     """The data set of these parameters; the defaults are Long Range Arena's.
 
     Raises:
         ValueError: parameters that no tree can meet.
     """
 
-    VERSION: ClassVar[int] = 1
     UNIQUE: ClassVar[str | None] = "tokens"
 
     name: str = "listops"
@@ -59,10 +58,9 @@ class ListOps:
     rows_per_shard: int = arg(2_000, "Rows in a file.")
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        for name, least in (("seed", 0), ("max_depth", 2), ("max_arguments", 2), ("min_length", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        super().__post_init__()
+        check_at_least(self, 0, "seed", "min_length")
+        check_at_least(self, 2, "max_depth", "max_arguments")
         longest = 1
         for _ in range(self.max_depth - 1):
             longest = 2 + self.max_arguments * longest

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, List, Value
 
-from essm_train.arguments import arg
-from essm_train.tasks.shards import SPLITS, check_sizes, shard_files
+from essm_train.arguments import arg, check_at_least
+from essm_train.tasks.shards import SPLITS, RowGenerator, shard_files
 
 LABELS = ("separate", "connected")
 CONTOUR_LENGTHS = MappingProxyType({"baseline": 6, "intermediate": 9, "hard": 14})  # paddles of a marked snake
@@ -45,15 +45,12 @@ _BATCH = 250  # images that grow at once
 
 
 @dataclass(frozen=True)
-class Pathfinder:
+class Pathfinder(RowGenerator):
     """The data set of these parameters; the defaults are those of LRA's Pathfinder at 32 x 32.
 
     Raises:
         ValueError: parameters that no image can meet.
     """
-
-    VERSION: ClassVar[int] = 1
-    UNIQUE: ClassVar[str | None] = None
 
     name: str = "pathfinder32"
     seed: int = arg(0, "Same seed, same data.")
@@ -75,18 +72,16 @@ class Pathfinder:
     rows_per_shard: int = arg(5_000, "Images in a file.")
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        super().__post_init__()
         if self.difficulty not in CONTOUR_LENGTHS:
             raise ValueError(f"difficulty must be one of {', '.join(CONTOUR_LENGTHS)}, got {self.difficulty!r}")
-        least: dict[str, float] = {"seed": 0, "distractor_paddles": 0, "paddle_length": 1, "padding": 0}
-        for name, limit in (least | {"seed_distance": 1, "marker_radius": 0.5, "continuity": 0.5}).items():
-            if not getattr(self, name) >= limit:
-                raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
+        check_at_least(self, 0, "seed", "distractor_paddles", "padding")
+        check_at_least(self, 1, "paddle_length", "seed_distance")
+        check_at_least(self, 0.5, "marker_radius", "continuity")
+        check_at_least(self, 2, "contour_length")
         for name in ("paddle_thickness", "paddle_contrast"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.contour_length is not None and self.contour_length < 2:
-            raise ValueError(f"contour_length must be at least 2, got {self.contour_length}")
         if not self.paddle_margins or min(self.paddle_margins) < 1:
             raise ValueError(f"paddle_margins must be integers of at least 1, got {self.paddle_margins}")
         if self.image_size - 4 * self.seed_distance < self.paddle_length:
