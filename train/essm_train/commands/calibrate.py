@@ -29,14 +29,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
 from essm_train.arguments import arg, check_at_least
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.classification import load_classification, load_test
-from essm_train.data.documents import read_files
 from essm_train.data.labels import check_weights, class_names
 from essm_train.data.readers import read_record
-from essm_train.data.text import load_text
+from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, open_tokenizer
 from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.calibration import (
@@ -151,9 +149,8 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
             encoder = TokenizerEncoder(
                 load_model(AutoTokenizer, args.model, trust_remote_code=args.trust_remote_code), "of the model"
             )
-        stream, density = to_stream(read_files(args.text_files), encoder)
         block_size = args.block_size or min(512, config["filter_length"])
-        blocks = evaluation_blocks(stream, block_size, args.max_blocks, encoder.pad_id)
+        blocks, density = read_blocks(args.text_files, encoder, block_size, args.max_blocks)
         names = ", ".join(Path(path).name for path in args.text_files)
         return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
 
@@ -206,8 +203,8 @@ def choose_budgets(wanted: Sequence[int] | None, capacity: int, known: Sequence[
     return clip_budgets((*(wanted or BUDGETS), capacity), capacity)
 
 
-def check_lengths(args: CalibrateArguments, config: dict[str, Any]) -> None:
-    """Raises ValueError if what was asked for passes the model's filter_length."""
+def check_lengths(args: CalibrateArguments, config: dict[str, Any]) -> int:
+    """The longest prompt. Raises ValueError if what was asked for passes the model's filter_length."""
     longest = config["filter_length"]
     longest_prompt = longest - args.decode_tokens if is_causal(config) else longest
     if longest_prompt < 1:
@@ -218,6 +215,7 @@ def check_lengths(args: CalibrateArguments, config: dict[str, Any]) -> None:
         )
     if args.block_size is not None and args.block_size > longest:
         raise ValueError(f"block_size must be in [2, {longest}] (filter_length), got {args.block_size}")
+    return longest_prompt
 
 
 def calibrate(args: CalibrateArguments) -> BudgetProfile:
@@ -229,7 +227,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     """
     folder = Path(args.model)
     config = read_saved_config(folder)
-    check_lengths(args, config)
+    longest = check_lengths(args, config)
     check_writable(folder)
     device = pick_device(args.device)
     load = AutoModelForCausalLM if is_causal(config) else AutoModelForSequenceClassification
@@ -250,7 +248,6 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
             quality = measure_quality(model, held_out, budgets)
             profile = BudgetProfile(fingerprint(model), quality, present.devices if present else {})
         length = args.prompt_length or profile.quality.length
-        longest = config["filter_length"] - (args.decode_tokens if is_causal(config) else 0)
         entry = measure_device(model, budgets, args.batch_sizes, min(length, longest), args.decode_tokens, args.rounds)
     profile = profile.merge(entry)
     path = profile.save(folder)
@@ -267,9 +264,7 @@ def main(argv: Sequence[str] | None = None) -> BudgetProfile:
     return calibrate(args)
 
 
-def run() -> None:
-    """The command."""
-    run_script(main)
+run = command(main)
 
 
 if __name__ == "__main__":

@@ -312,9 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
-def run() -> None:
-    """The command."""
-    main()
+run = main
 
 
 if __name__ == "__main__":

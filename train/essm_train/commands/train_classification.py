@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import ClassificationData, load_classification
 from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
@@ -131,9 +131,7 @@ def load_and_check(
     return loaded
 
 
-def run() -> None:
-    """The command."""
-    run_script(lambda: main(parse_arguments(ClassificationArguments)))
+run = command(lambda: main(parse_arguments(ClassificationArguments)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.samples import even_shares
@@ -174,9 +174,7 @@ def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> 
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def run() -> None:
-    """The command."""
-    run_script(lambda: main(parse_arguments(CLMArguments)))
+run = command(lambda: main(parse_arguments(CLMArguments)))
 
 
 if __name__ == "__main__":

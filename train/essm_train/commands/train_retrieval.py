@@ -17,7 +17,7 @@ from pathlib import Path
 from accelerate.utils import set_seed
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.run.accelerator import open_run
 from essm_train.run.budgets import make_schedule
 from essm_train.run.loop import train_and_record
@@ -59,9 +59,7 @@ def main(args: RetrievalArguments) -> BudgetCurve:
         return report_accuracy(accelerator, args, loaded, data, predict, shown)
 
 
-def run() -> None:
-    """The command."""
-    run_script(lambda: main(parse_arguments(RetrievalArguments)))
+run = command(lambda: main(parse_arguments(RetrievalArguments)))
 
 
 if __name__ == "__main__":

@@ -104,6 +104,12 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     )
 
 
+def read_blocks(paths: list[str], encoder: Encoder, block_size: int, max_blocks: int) -> tuple[Tensor, float]:
+    """Held-out blocks (n, block_size) int64 of local files, and bytes per token. Raises ValueError as `read_files`."""
+    stream, density = to_stream(read_files(paths), encoder)
+    return evaluation_blocks(stream, block_size, max_blocks, encoder.pad_id), density
+
+
 def _files(paths: list[str], args: Any, encoder: Encoder) -> tuple[Stream, float]:
     status = [(os.path.abspath(path), os.stat(path)) for path in files_of(paths) if os.path.exists(path)]
     identity = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in status]

@@ -66,6 +66,15 @@ class Evaluation:
     peak_bytes: tuple[int, ...]
     active_parameters: tuple[int, ...]
 
+    @classmethod
+    def of(
+        cls, curves: Sequence[BudgetCurve], peak_bytes: tuple[int, ...], active_parameters: tuple[int, ...]
+    ) -> Evaluation:
+        """From the curve of every seed."""
+        metric = Metric(curves[0].metric, curves[0].higher_is_better)
+        values, speeds = (tuple(getattr(curve, name) for curve in curves) for name in ("values", "speeds"))
+        return cls(metric, curves[0].budgets, values, speeds, peak_bytes, active_parameters)
+
     @property
     def mean(self) -> tuple[float, ...]:
         return tuple(statistics.fmean(column) for column in zip(*self.values))
@@ -185,9 +194,7 @@ def evaluate_models(
             peaks = tuple(_peak(model, batch, K) for K in wanted)
             active = tuple(_active_parameters(model, K) for K in wanted)
         sweeps.append(task.sweep(model, wanted))
-    metric = Metric(sweeps[0].metric, sweeps[0].higher_is_better)
-    values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "speeds"))
-    return Evaluation(metric, sweeps[0].budgets, values, speeds, peaks, active)
+    return Evaluation.of(sweeps, peaks, active)
 
 
 def _active_parameters(model: PreTrainedModel, budget: int) -> int:

@@ -18,7 +18,7 @@ import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -99,23 +99,8 @@ def clip_frames(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where clips come from.
-
-
-class Clips(Protocol):
-    """Labelled sound of three splits, picklable.
-
-    Attributes:
-        words: name of each class. sampling_rate: in Hz. sizes: rows of each split. fingerprint: changes if they do.
-    """
-
-    words: tuple[str, ...]
-    sampling_rate: int
-    sizes: dict[str, int]
-    fingerprint: str
-
-    def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
-        """(samples, label, name) of those rows."""
+# Where clips come from: labelled sound of three splits, picklable. `words` are the classes, `sizes` the rows of each
+# split, `fingerprint` changes if they do, and `read` gives (samples, label, name) of rows.
 
 
 class MuLawClips:
@@ -227,6 +212,9 @@ def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
             f"bits at {found[2]} Hz"
         )
     return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+
+
+Clips = MuLawClips | SpeechCommands
 
 
 @dataclass(frozen=True)

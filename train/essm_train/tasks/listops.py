@@ -16,23 +16,19 @@ import hashlib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, Value
 
 from essm_train.arguments import arg, check_at_least
-from essm_train.tasks.shards import RowGenerator, shard_files
+from essm_train.tasks.shards import RowGenerator
 
 DIGITS = tuple(map(str, range(10)))
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 CLOSE = "]"
 SYMBOLS = (*DIGITS, *OPERATORS, CLOSE)  # a symbol's id is its place; as in hub_configs/essm-lra-listops
-PAD_ID = len(SYMBOLS)
 OPERATOR_PROBABILITY = 0.25
-_IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 _MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
 
 
@@ -147,20 +143,3 @@ def _evaluate(symbol: str, remaining: Iterator[str]) -> int:
     arguments.sort()
     middle = len(arguments) // 2
     return arguments[middle] if len(arguments) % 2 else (arguments[middle - 1] + arguments[middle]) // 2
-
-
-def encode(tokens: str) -> np.ndarray:
-    """Ids (L,) uint8 of an expression as the column `tokens` holds it; id 15 (`PAD_ID`) is left for padding.
-
-    Raises:
-        ValueError: a symbol that is none.
-    """
-    try:
-        return np.array([_IDS[symbol] for symbol in tokens.split()], np.uint8)
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]!r} is no symbol of ListOps; they are {' '.join(SYMBOLS)}") from None
-
-
-def load(folder: Path | str = "data/listops", checksum: bool = False) -> dict[str, list[str]]:
-    """Files of each split: `load_dataset("parquet", data_files=load(folder))`; errors as in `shard_files`."""
-    return shard_files(folder, "listops", checksum)

@@ -25,7 +25,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -300,23 +300,23 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 # Reading.
 
 
-def shard_files(folder: Path | str, names: str | Iterable[str], checksum: bool = False) -> dict[str, list[str]]:
+def shard_files(folder: Path | str, name: str, checksum: bool = False) -> dict[str, list[str]]:
     """The files of each split, as `load_dataset("parquet", data_files=...)` takes them; empty splits are left out.
 
     Args:
-        names: of the data set, one or several that will do; the first stands in the command of an error.
+        name: of the data set.
         checksum: read every file and compare its SHA-256; otherwise presence and size are checked.
     Raises:
         FileNotFoundError: there is no such data, or a part of it is missing; names the command that makes it.
         ValueError: the folder holds another data set, or the manifest is damaged.
     """
-    folder, names = Path(folder), [names] if isinstance(names, str) else list(names)
-    command = f"`{_MAKE} {names[0]} --output_dir {folder}`"
+    folder = Path(folder)
+    command = f"`{_MAKE} {name} --output_dir {folder}`"
     if not (folder / MANIFEST).is_file():
-        raise FileNotFoundError(f"no {names[0]} data in {str(folder)!r}: make it with {command}")
+        raise FileNotFoundError(f"no {name} data in {str(folder)!r}: make it with {command}")
     manifest = _read_manifest(folder / MANIFEST)
-    if manifest["name"] not in names:
-        raise ValueError(f"{str(folder)!r} holds {manifest['name']} data, not {' or '.join(names)}; make it: {command}")
+    if manifest["name"] != name:
+        raise ValueError(f"{str(folder)!r} holds {manifest['name']} data, not {name}; make it: {command}")
     again = f"`{_MAKE} {command_line(manifest)} --output_dir {folder}`"
     if not manifest["complete"]:
         raise FileNotFoundError(f"the {manifest['name']} data in {str(folder)!r} is unfinished: continue with {again}")
