@@ -147,8 +147,10 @@ class RunArguments:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
         check_at_least(self, 1, "eval_steps", "save_steps", "save_total_limit", "logging_steps")
         check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        limits = {"ema_decay": 1, "adam_beta2": 1, "learning_rate": math.inf, "weight_decay": math.inf}
+        for name, limit in limits.items():
+            if not 0 <= getattr(self, name) < limit:
+                raise ValueError(f"{name} must be in [0, {limit}), got {getattr(self, name)}")
         if not 0 <= self.distillation_weight <= 1:
             raise ValueError(f"distillation_weight must be in [0, 1], got {self.distillation_weight}")
         if self.distillation_weight and self.budget_schedule != "sandwich":
@@ -156,11 +158,6 @@ class RunArguments:
                 f"distillation_weight needs budget_schedule 'sandwich', which runs the full budget in every update, "
                 f"got {self.budget_schedule!r}"
             )
-        for name in ("learning_rate", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be in [0, inf), got {getattr(self, name)}")
-        if not 0 <= self.adam_beta2 < 1:
-            raise ValueError(f"adam_beta2 must be in [0, 1), got {self.adam_beta2}")
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:

@@ -118,7 +118,9 @@ class ModelArguments(SizeArguments):
         if self.config_name and self.model_name_or_path:
             raise ValueError("give config_name or model_name_or_path, not both")
         if self.model_name_or_path:
-            self.refuse_sizes()
+            for name in _SIZES:
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {value!r}")
         if self.source is None:
             self.dropout, self.stochastic_depth = self.dropout or 0.0, self.stochastic_depth or 0.0
 
@@ -129,12 +131,6 @@ class ModelArguments(SizeArguments):
     @property
     def source(self) -> str | None:
         return self.config_name or self.model_name_or_path
-
-    def refuse_sizes(self) -> None:
-        """Raises ValueError if the shape of weights is given beside them."""
-        for name in _SIZES:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {getattr(self, name)!r}")
 
     def identity(self) -> dict[str, Any]:
         """Beside a configuration sizes stand in one entry: runs from before they could override it have none."""

@@ -196,10 +196,10 @@ def test_held_out_pairs(files, tmp_path):
     data = load_retrieval(arguments(tmp_path, files, validation_file=None, test_samples=7))
     parts = data.source.samples, data.validation.samples, data.test.samples
     assert tuple(map(len, parts)) == (270, 30, 7)
-    assert not set(parts[0].rows) & set(parts[1].rows)
+    assert not set(parts[0].indices) & set(parts[1].indices)
     assert data.validation.labels.tolist() == [pair.label for pair in data.validation.samples]
     again = load_retrieval(arguments(tmp_path, files, validation_file=None, seed=1))
-    assert set(again.validation.samples.rows) != set(parts[1].rows)
+    assert set(again.validation.samples.indices) != set(parts[1].indices)
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import (
-    EuroBertConfig,
-    EuroBertModel,
-    LlamaConfig,
-    LlamaModel,
-    Mamba2Config,
-    Mamba2Model,
-    MambaConfig,
-    MambaModel,
-    PreTrainedModel,
-)
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.utils.import_utils import is_mamba_ssm_available
@@ -38,7 +28,7 @@ from essm_train.baselines.s4d import S4DLayer
 
 
 @strict  # or the base class would check the type of `expand`
-class _FreeWidthMamba2Config(Mamba2Config):
+class _FreeWidthMamba2Config(transformers.Mamba2Config):
     """Mamba2Config whose inner width need not be a whole multiple of D: `expand` is their exact ratio."""
 
     expand: Any = None
@@ -84,26 +74,26 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         "use_cache": False,
     }
     inner, D, eps = config.intermediate_size, config.hidden_size, config.norm_eps
-    backbone: PreTrainedModel
+    backbone: transformers.PreTrainedModel
     if config.architecture == "transformer":
-        heads = {"num_attention_heads": D // config.head_dim}
         sizes = {"intermediate_size": inner, "max_position_embeddings": config.max_position_embeddings}
+        fields = common | sizes | {"num_attention_heads": D // config.head_dim, "rms_norm_eps": eps}
         if causal:
-            backbone = LlamaModel(LlamaConfig(**common, **sizes, **heads, rms_norm_eps=eps))
+            backbone = transformers.LlamaModel(transformers.LlamaConfig(**fields))
         else:  # the same blocks without the causal mask
-            backbone = EuroBertModel(EuroBertConfig(**common, **sizes, **heads, rms_norm_eps=eps, mask_token_id=0))
+            backbone = transformers.EuroBertModel(transformers.EuroBertConfig(**fields, mask_token_id=0))
         sublayers = [sublayer for layer in backbone.layers for sublayer in (layer.self_attn, layer.mlp)]
     elif config.architecture == "mamba":
-        mamba = MambaConfig(**common, state_size=config.state_size, layer_norm_epsilon=eps)
+        mamba = transformers.MambaConfig(**common, state_size=config.state_size, layer_norm_epsilon=eps)
         mamba.intermediate_size = inner  # the mixer reads this, and `expand` allows whole multiples of D only
-        backbone = MambaModel(mamba)
+        backbone = transformers.MambaModel(mamba)
         for i, layer in enumerate(backbone.layers):
             layer.mixer = ChunkedMambaMixer(mamba, i, initialize_mixer_weights=False)
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture == "mamba2":
         heads = {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
         sizes = {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
-        backbone = Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
+        backbone = transformers.Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture == "s4d":
         layers = [S4DLayer(D, config.state_size, inner, config.dropout, eps) for _ in range(config.num_hidden_layers)]

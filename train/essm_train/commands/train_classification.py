@@ -37,10 +37,8 @@ from essm_train.data.labels import check_weights, class_names, trained_labels, u
 from essm_train.models import make_config, make_model
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import open_run, say
-from essm_train.run.budgets import make_schedule
-from essm_train.run.loop import train_and_record
-from essm_train.run.report import report_accuracy
-from essm_train.run.task import classification_task, make_predictor
+from essm_train.run.loop import make_schedule, train_and_record
+from essm_train.run.task import classification_task, make_predictor, report_accuracy
 from modeling_essm import ESSMForSequenceClassification
 
 

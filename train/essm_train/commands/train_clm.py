@@ -44,10 +44,8 @@ from essm_train.measure.scoring import num_scored, total_nats
 from essm_train.models import capacity_of, check_vocabulary, make_config, make_model
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import open_run, say
-from essm_train.run.budgets import make_schedule
-from essm_train.run.loop import train_and_record
-from essm_train.run.report import report_sweep
-from essm_train.run.task import Task
+from essm_train.run.loop import make_schedule, train_and_record
+from essm_train.run.task import Task, report_sweep
 from modeling_essm import ESSMForCausalLM
 
 SAMPLE_BUDGETS = (2, 4, 32)

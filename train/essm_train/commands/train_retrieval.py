@@ -19,10 +19,8 @@ from accelerate.utils import set_seed
 from essm_train.arguments import parse_arguments
 from essm_train.commands.errors import command
 from essm_train.run.accelerator import open_run
-from essm_train.run.budgets import make_schedule
-from essm_train.run.loop import train_and_record
-from essm_train.run.report import report_accuracy
-from essm_train.run.task import classification_task, make_predictor
+from essm_train.run.loop import make_schedule, train_and_record
+from essm_train.run.task import classification_task, make_predictor, report_accuracy
 from essm_train.tasks.retrieval import RetrievalArguments, TwoTowerClassifier, TwoTowerConfig, load_retrieval
 from modeling_essm.budgets.curve import BudgetCurve
 

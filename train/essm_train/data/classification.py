@@ -111,8 +111,7 @@ def _check_files(args: Any) -> None:
 def _open(args: Any, split: str) -> _Opened | None:
     """ "train", "validation" or "test"; None if there is no such split. Raises ValueError for one without rows or the
     columns that the arguments name."""
-    found = _rows_of(args, split)
-    if found is None:
+    if (found := _rows_of(args, split)) is None:
         return None
     rows, source = found
     first = _first_table(rows, source)
@@ -240,7 +239,8 @@ def _load_tables(args: Any, label_names: Sequence[str] | None) -> Classification
         validation = Split(samples.select(chosen), torch.from_numpy(scan.labels[chosen]), name)
         samples = samples.select(kept)
     given, test = _open(args, "test"), None
-    if given is not None and not _is_unlabelled(args, given.rows):
+    # A benchmark that keeps the labels of its test split to itself publishes -1.
+    if given is not None and set(given.rows.with_format("arrow")[args.label_column].to_pylist()) != {-1}:
         test, _ = _table_split(args, given, reader, num_labels, label_names, args.test_samples)
     cut = float((scan.lengths[kept] > args.max_length).mean())
     return ClassificationData(
@@ -259,12 +259,7 @@ def _load_tables(args: Any, label_names: Sequence[str] | None) -> Classification
 
 
 def _table_split(
-    args: Any,
-    opened: _Opened,
-    reader: Reader,
-    num_labels: int,
-    label_names: Sequence[str] | None,
-    wanted: int | None,
+    args: Any, opened: _Opened, reader: Reader, num_labels: int, label_names: Sequence[str] | None, wanted: int | None
 ) -> tuple[Split, str]:
     """(held-out rows, checked; the SHA-256 of all)."""
     rows, _ = number_labels(opened.rows, args.label_column, label_names, opened.source)
@@ -273,13 +268,6 @@ def _table_split(
     check_labels(scan.labels, num_labels, opened.source)
     chosen = at_most(wanted, np.arange(len(rows)), args.seed)
     return Split(samples.select(chosen), torch.from_numpy(scan.labels[chosen]), opened.source), scan.sha256
-
-
-def _is_unlabelled(args: Any, rows: Any) -> bool:
-    """Whether it is a test split of a benchmark that keeps its labels to itself and publishes -1."""
-    if args.label_column not in rows.column_names:
-        return False
-    return set(rows.with_format("arrow")[args.label_column].to_pylist()) == {-1}
 
 
 def _describe(args: Any, samples: str, cut: float, num_labels: int, validation: Split, test: Split | None) -> str:

@@ -27,10 +27,10 @@ class Split:
     """Held-out samples.
 
     Attributes:
-        samples: all or a part of them. labels: (n,) int64, of these. name: for people.
+        samples: all or a part of them, with len() and integer indexing. labels: (n,) int64, of these. name: for people.
     """
 
-    samples: Sequence[Any]
+    samples: Any
     labels: Tensor
     name: str
 

@@ -81,8 +81,8 @@ def sweep_metric(
     evaluate: Callable[[int], dict[str, Any]],
     inputs: Mapping[str, Tensor],
     metric: Metric,
-    budgets: Sequence[int],
-    progress: Callable[[int], object],
+    budgets: Sequence[int] = BUDGETS,
+    progress: Callable[[int], object] = lambda budget: None,
 ) -> BudgetCurve:
     """Evaluate any model at every budget up to its capacity, which is always one of them.
 
@@ -106,35 +106,26 @@ def sweep_budgets(
     model: PreTrainedModel,
     input_ids: Tensor,
     labels: Tensor,
-    *,
-    budgets: Sequence[int] = BUDGETS,
     num_bytes: float | None = None,
     batch_size: int = 8,
-    progress: Callable[[int], object] = lambda budget: None,
+    **options: Any,
 ) -> BudgetCurve:
     """Bits per byte of a causal language model, and its speed, at every budget.
 
     Args:
-        model, budgets, progress: as in `sweep_metric`.
         input_ids: (n, L) int64 blocks. labels: (n, L), the same before shifting, -100 where a token is not scored.
         num_bytes: bytes that the scored tokens stand for; by default each is one byte.
-        batch_size: blocks per forward pass.
+        batch_size: blocks per forward pass. options: budgets and progress of `sweep_metric`.
     """
     count = num_bytes or num_scored(labels)
 
     def evaluate(K: int) -> dict[str, Any]:
         return {"nats": [total_nats(model, input_ids, labels, K, batch_size)], "bytes": [count]}
 
-    return sweep_metric(model, evaluate, {"input_ids": input_ids[:batch_size]}, BITS_PER_BYTE, budgets, progress)
+    return sweep_metric(model, evaluate, {"input_ids": input_ids[:batch_size]}, BITS_PER_BYTE, **options)
 
 
-def sweep_accuracy(
-    model: PreTrainedModel,
-    held_out: Split,
-    predict: Predictor,
-    budgets: Sequence[int] = BUDGETS,
-    progress: Callable[[int], object] = lambda budget: None,
-) -> BudgetCurve:
+def sweep_accuracy(model: PreTrainedModel, held_out: Split, predict: Predictor, **options: Any) -> BudgetCurve:
     """Accuracy of a classifier, and its speed, at every budget; as `sweep_metric`. All processes must call it."""
     with predict.accelerator.main_process_first():
         load_metric(ACCURACY.name)  # copies the module's code once
@@ -142,4 +133,4 @@ def sweep_accuracy(
     def evaluate(K: int) -> dict[str, Any]:
         return {"predictions": predict(model, held_out.samples, K), "references": held_out.labels}
 
-    return sweep_metric(model, evaluate, predict.batch(held_out.samples), ACCURACY, budgets, progress)
+    return sweep_metric(model, evaluate, predict.batch(held_out.samples), ACCURACY, **options)

@@ -40,11 +40,11 @@ class TaskData:
     """Held-out data of a task.
 
     Attributes:
-        sweep: (model, budgets) to a BudgetCurve. inputs: one batch of the model's inputs, to measure memory on.
+        sweep: (model, budgets=..) to a BudgetCurve. inputs: one batch of the model's inputs, to measure memory on.
         load: from a folder, and whether its own code may run, to the model. description: for people.
     """
 
-    sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetCurve]
+    sweep: Callable[..., BudgetCurve]
     inputs: dict[str, Tensor]
     load: Callable[..., PreTrainedModel]
     description: str
@@ -126,11 +126,8 @@ def open_language_task(args: Any, description: str) -> TaskData:
     encoder = ByteEncoder()
     text = load_text(args, encoder)
     labels = text_labels(text.held_out, encoder.special_ids)
-
-    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetCurve:
-        count = num_scored(labels) * text.bytes_per_token
-        return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
-
+    count = num_scored(labels) * text.bytes_per_token
+    sweep = functools.partial(sweep_budgets, input_ids=text.held_out, labels=labels, num_bytes=count)
     inputs = {"input_ids": text.held_out[: args.per_device_train_batch_size]}
     load = functools.partial(_load, AutoModelForCausalLM)
     return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
@@ -139,10 +136,7 @@ def open_language_task(args: Any, description: str) -> TaskData:
 def open_labelled_task(data: LabelledData, cls: Any, batch_size: int, description: str) -> TaskData:
     """The test split, or the validation split where there is none, for models of that class or Auto class."""
     predict = Predictor(lambda samples: data.collate(samples, None), batch_size)
-
-    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetCurve:
-        return sweep_accuracy(model, data.held_out, predict, budgets)
-
+    sweep = functools.partial(sweep_accuracy, held_out=data.held_out, predict=predict)
     name = f"{description}; {data.held_out.name}"
     return TaskData(sweep, predict.batch(data.held_out.samples), functools.partial(_load, cls), name)
 
@@ -193,7 +187,7 @@ def evaluate_models(
             batch = {name: value.to(model.device) for name, value in task.inputs.items()}
             peaks = tuple(_peak(model, batch, K) for K in wanted)
             active = tuple(_active_parameters(model, K) for K in wanted)
-        sweeps.append(task.sweep(model, wanted))
+        sweeps.append(task.sweep(model, budgets=wanted))
     return Evaluation.of(sweeps, peaks, active)
 
 

@@ -120,9 +120,8 @@ def draw_profile(profile: BudgetProfile) -> Figure:
                 continue
             K = quality.marks[mark]
             at = [row.median_ms for row in entry.rows if (row.phase, row.budget) == (phase, K)]
-            (points,) = axes.plot(at, [value[K]] * len(at), MARKERS[mark], color=face, markersize=14, clip_on=False)
-            points.set(label=f"K = {K}: {mark}", zorder=3)
-            points.set_markeredgecolor("tab:red")
+            style = {"color": face, "markeredgecolor": "tab:red", "markersize": 14, "zorder": 3}
+            axes.plot(at, [value[K]] * len(at), MARKERS[mark], label=f"K = {K}: {mark}", clip_on=False, **style)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

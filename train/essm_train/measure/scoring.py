@@ -63,10 +63,7 @@ class Predictor:
     """
 
     def __init__(
-        self,
-        collate: Callable[[list[Any]], dict[str, Tensor]],
-        batch_size: int,
-        accelerator: Accelerator | None = None,
+        self, collate: Callable[[list[Any]], dict[str, Tensor]], batch_size: int, accelerator: Accelerator | None = None
     ):
         self.accelerator, self.collate, self.batch_size = accelerator or Accelerator(), collate, batch_size
 

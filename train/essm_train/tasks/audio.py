@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
+from essm_train.files import sha256_of
 from essm_train.tasks.shards import SPLITS, RowGenerator
 
 SPEECH4_WORDS = ("yes", "no", "up", "down")
@@ -126,8 +127,7 @@ class MuLawClips:
             missing = set(self.COLUMNS) - set(pq.read_schema(path).names)
             if missing:
                 raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(sha256_of(path)))
         self.sizes = {split: pq.read_metadata(path).num_rows for split, path in self.paths.items()}
         self.fingerprint = digest.hexdigest()
 

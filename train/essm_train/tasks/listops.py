@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,7 +26,11 @@ from essm_train.arguments import arg, check_at_least
 from essm_train.tasks.shards import RowGenerator
 
 DIGITS = tuple(map(str, range(10)))
-OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+_OPERATIONS: dict[str, Callable[[list[int]], int]] = {
+    **{"[MIN": min, "[MAX": max},
+    **{"[MED": lambda values: int(statistics.median(values)), "[SM": lambda values: sum(values) % 10},
+}
+OPERATORS = tuple(_OPERATIONS)
 CLOSE = "]"
 SYMBOLS = (*DIGITS, *OPERATORS, CLOSE)  # a symbol's id is its place; as in hub_configs/essm-lra-listops
 OPERATOR_PROBABILITY = 0.25
@@ -134,12 +139,4 @@ def _evaluate(symbol: str, remaining: Iterator[str]) -> int:
         arguments.append(_evaluate(inner, remaining))
     if not arguments:
         raise ValueError(f"{symbol!r} has no arguments")
-    if symbol == "[MIN":
-        return min(arguments)
-    if symbol == "[MAX":
-        return max(arguments)
-    if symbol == "[SM":
-        return sum(arguments) % 10
-    arguments.sort()
-    middle = len(arguments) // 2
-    return arguments[middle] if len(arguments) % 2 else (arguments[middle - 1] + arguments[middle]) // 2
+    return _OPERATIONS[symbol](arguments)

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 from transformers.utils.generic import can_return_tuple
 
 from essm_train.arguments import RunArguments, arg, check_at_least
@@ -147,7 +148,7 @@ def parse_line(line: bytes, where: str) -> tuple[bytes, bytes, int]:
     return fields[3], fields[4], int(label)
 
 
-class PairFile(Sequence[Pair]):
+class PairFile(Dataset[Pair]):
     """The pairs of one file of the archive, all lines checked; texts stay in the file until they are asked for.
 
     (The csv and text readers of `datasets` decode, and cannot say which line is wrong.)
@@ -184,7 +185,7 @@ class PairFile(Sequence[Pair]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Pair:
         position, size = self._offsets[index]
         with self.path.open("rb") as file:
             file.seek(position)
@@ -192,19 +193,6 @@ class PairFile(Sequence[Pair]):
         *texts, label = parse_line(line.rstrip(b"\r\n"), f"line {index + 1} of {self.path}")
         first, second = (np.frombuffer(text[: self.max_length], np.uint8) for text in texts)
         return Pair(first, second, label)
-
-
-class Part(Sequence[Pair]):
-    """Some pairs of a file, by their places in it."""
-
-    def __init__(self, pairs: PairFile, rows: np.ndarray):
-        self.pairs, self.rows, self.labels = pairs, rows, pairs.labels[torch.from_numpy(rows)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        return self.pairs[int(self.rows[index])]
 
 
 def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tensor]:
@@ -255,8 +243,8 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     pairs = PairFile(args.train_file, args.max_length)
 
     def split(file: PairFile, rows: np.ndarray, wanted: int | None) -> Split:
-        part = Part(file, at_most(wanted, rows, args.seed))
-        return Split(part, part.labels, f"{len(part):,} pairs of {file.path.name}")
+        chosen = at_most(wanted, rows, args.seed)
+        return Split(Subset(file, chosen.tolist()), file.labels[chosen], f"{len(chosen):,} pairs of {file.path.name}")
 
     def whole(path: str, wanted: int | None) -> tuple[Split, str]:
         file = PairFile(path, args.max_length)
@@ -278,7 +266,7 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     description += "" if test is None else f"; test on {len(test.samples):,}"
     lengths = np.minimum(pairs.lengths[kept], args.max_length)
     return LabelledData(
-        MapSamples(Part(pairs, kept), args.seed),
+        MapSamples(Subset(pairs, kept.tolist()), args.seed),
         validation,
         test,
         max(1, round(float(lengths.sum(1).mean()))),

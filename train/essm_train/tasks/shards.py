@@ -29,7 +29,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -71,8 +71,7 @@ class RowGenerator:
         raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Shard:
+class Shard(NamedTuple):
     """A file and the rows it holds."""
 
     split: str
