@@ -12,7 +12,7 @@ Letters: B batch, L sequence, D width, F input features.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +43,7 @@ class BaselineEncoder(nn.Module):
         self.backbone = make_backbone(config, causal)
 
     def forward(
-        self, input_ids: Tensor | None, features: Tensor | None, attention_mask: Tensor | None, use_cache: bool | None
+        self, input_ids: Tensor | None, features: Tensor | None, attention_mask: Tensor | None, use_cache: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
