@@ -80,8 +80,8 @@ def train(
         args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
     """
     from essm_train.models import capacity_of
-    from essm_train.run.budgets import make_schedule
     from essm_train.run.learning_rate import make_scheduler, parameter_groups
+    from essm_train.run.loop import make_schedule
     from modeling_essm.training.budget_dropout import budget_losses
 
     schedule = make_schedule(args, capacity_of(model))

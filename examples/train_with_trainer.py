@@ -20,7 +20,7 @@ from essm_train.commands.train_clm import build_model, make_encoder
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import load_text
-from essm_train.run.budgets import make_schedule
+from essm_train.run.loop import make_schedule
 from modeling_essm.training import BudgetDropoutCallback
 
 args = parse_arguments(CLMArguments)

@@ -70,12 +70,7 @@ def train(arguments: list[str], whole: bool = False) -> None:
     """Run train_clm, by default without what follows the training."""
     with contextlib.ExitStack() as patches:
         if not whole:
-            values = {
-                "sweep_budgets": SimpleNamespace(table=str),
-                "save_sweep": None,
-                "sample": "",
-                "write_card_and_push": None,
-            }
+            values = {"sweep_budgets": None, "report_sweep": None, "sample": "", "write_card_and_push": None}
             for name, value in values.items():
                 patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
             patches.enter_context(mock.patch.object(train_clm, "load_saved", return_value=(None, mock.Mock())))

@@ -224,7 +224,8 @@ def test_what_cannot_be_run_is_refused_before_any_work(run, data_dir, tmp_path, 
         with pytest.raises(error, match=message):
             run("--tasks", *tasks)
     with pytest.raises(
-        FileNotFoundError, match=r"no data for task 'listops' in .*: run `python train/make_task_data.py listops "
+        FileNotFoundError,
+        match=r"no data for task 'listops' in .*: run `python -m essm_train.commands.make_task_data listops ",
     ):
         run("--data_dir", str(tmp_path), "--tasks", "listops")
     with pytest.raises(ValueError, match="has 50 parameters"):

@@ -46,6 +46,15 @@ def arg(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def check_at_least(arguments: Any, least: float, *names: str) -> None:
+    """Raises ValueError if one of these fields, or a number of a list there, is less; None is not."""
+    for name in names:
+        value = getattr(arguments, name)
+        for number in value if isinstance(value, list) else [value]:
+            if number is not None and not number >= least:
+                raise ValueError(f"{name} must be at least {least}, got {number}")
+
+
 # Those of transformers.get_scheduler that are functions of the update alone and need no arguments of their own.
 SCHEDULES = (
     *("cosine", "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
@@ -135,15 +144,13 @@ class RunArguments:
     )
 
     def __post_init__(self) -> None:
-        positive = "max_steps per_device_train_batch_size gradient_accumulation_steps eval_steps save_steps"
-        for name in (*positive.split(), "save_total_limit", "logging_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        if not 0 <= self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
+        check_at_least(self, 1, "eval_steps", "save_steps", "save_total_limit", "logging_steps")
+        check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
+        limits = {"ema_decay": 1, "adam_beta2": 1, "learning_rate": math.inf, "weight_decay": math.inf}
+        for name, limit in limits.items():
+            if not 0 <= getattr(self, name) < limit:
+                raise ValueError(f"{name} must be in [0, {limit}), got {getattr(self, name)}")
         if not 0 <= self.distillation_weight <= 1:
             raise ValueError(f"distillation_weight must be in [0, 1], got {self.distillation_weight}")
         if self.distillation_weight and self.budget_schedule != "sandwich":
@@ -151,11 +158,6 @@ class RunArguments:
                 f"distillation_weight needs budget_schedule 'sandwich', which runs the full budget in every update, "
                 f"got {self.budget_schedule!r}"
             )
-        for name in ("learning_rate", "weight_decay"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be in [0, inf), got {getattr(self, name)}")
-        if not 0 <= self.adam_beta2 < 1:
-            raise ValueError(f"adam_beta2 must be in [0, 1), got {self.adam_beta2}")
         if not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
         if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:

@@ -27,13 +27,13 @@ _REPLACED = f"{TEMPORARY}replaced-"
 
 
 @contextmanager
-def replacing(path: Path, prefix: str = PARTIAL, durable: bool = False) -> Iterator[Path]:
+def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
     """A path beside `path` to write to, which takes its place when the block ends; after an error nothing has changed.
 
     Args:
-        prefix: of the temporary name. durable: sync to disk, so that not even a crash of the machine leaves half of it.
+        durable: sync to disk, so that not even a crash of the machine leaves half of it.
     """
-    temporary = path.with_name(prefix + path.name)
+    temporary = path.with_name(PARTIAL + path.name)
     try:
         yield temporary
         if durable:
@@ -45,18 +45,17 @@ def replacing(path: Path, prefix: str = PARTIAL, durable: bool = False) -> Itera
         _sync(path.parent)
 
 
-def write_text(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    with replacing(path) as temporary:
+def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
+    with replacing(path, durable) as temporary:
         temporary.write_bytes(content)
 
 
-def write_json(path: Path, record: Any, indent: int = 2) -> None:
-    write_text(path, json.dumps(record, indent=indent) + "\n")
+def write_text(path: Path, text: str, durable: bool = False) -> None:
+    write_bytes(path, text.encode(), durable)
+
+
+def write_json(path: Path, record: Any, indent: int = 2, durable: bool = False) -> None:
+    write_text(path, json.dumps(record, indent=indent) + "\n", durable)
 
 
 def write_figure(path: Path, figure: Figure, dpi: int = 150) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -119,7 +118,9 @@ class ModelArguments(SizeArguments):
         if self.config_name and self.model_name_or_path:
             raise ValueError("give config_name or model_name_or_path, not both")
         if self.model_name_or_path:
-            self.refuse_sizes()
+            for name in _SIZES:
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {value!r}")
         if self.source is None:
             self.dropout, self.stochastic_depth = self.dropout or 0.0, self.stochastic_depth or 0.0
 
@@ -130,12 +131,6 @@ class ModelArguments(SizeArguments):
     @property
     def source(self) -> str | None:
         return self.config_name or self.model_name_or_path
-
-    def refuse_sizes(self) -> None:
-        """Raises ValueError if the shape of weights is given beside them."""
-        for name in _SIZES:
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {getattr(self, name)!r}")
 
     def identity(self) -> dict[str, Any]:
         """Beside a configuration sizes stand in one entry: runs from before they could override it have none."""
@@ -224,15 +219,13 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
     if not args.is_baseline:
         return cls(config).float()
     from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
-    from essm_train.baselines.sizes import matched_baseline
+    from essm_train.baselines.sizes import count_parameters, matched_baseline
 
-    with torch.device("meta"):
-        target = sum(parameter.numel() for parameter in cls(config).parameters())
     baseline = BaselineForSequenceClassification if cls is ESSMForSequenceClassification else BaselineForCausalLM
     return baseline(
         matched_baseline(
             args.architecture,
-            target,
+            count_parameters(config, cls),
             model_class=baseline,
             hidden_size=config.hidden_size,
             num_hidden_layers=config.num_hidden_layers,

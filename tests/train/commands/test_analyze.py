@@ -116,7 +116,7 @@ def test_script(block, tmp_path, monkeypatch, capsys):
     (tmp_path / "text.txt").write_text("spectral " * 200)
     argv = ["analyze.py", "--model", str(model), "--text_files", str(tmp_path / "text.txt"), "--block_size", "128"]
     monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(tmp_path / "out")])
-    analyze.main()
+    analyze.run()
     record = json.loads((tmp_path / "out" / "analysis.json").read_text())
     assert torch.tensor(record["gates"]["mean"]).shape == ((2, 32) if block == "paper" else (2, 4, 32))
     assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}

@@ -260,7 +260,7 @@ def test_a_hub_push_that_cannot_work_is_refused_before_training(data, tmp_path, 
     def refuse(name, private):
         raise PermissionError(f"no token for {name}")
 
-    monkeypatch.setattr(train_clm, "check_can_push", refuse)
+    monkeypatch.setattr("essm_train.run.accelerator.check_can_push", refuse)
     with pytest.raises(PermissionError, match="no token for me/mine"):
         train([*command_line(tmp_path, **data, hub_model_id="me/mine"), "--push_to_hub"])
     assert not list_checkpoints(tmp_path)

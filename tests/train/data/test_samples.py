@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from essm_train.data.samples import Each, MapSamples, StreamSamples, even_shares, share_of
+from essm_train.data.samples import MapSamples, StreamSamples, even_shares, share_of
 
 
 class Numbers:
@@ -51,8 +51,24 @@ class Pairs:
         self.rest = []
 
 
+class Values:
+    """Every item is a sample, and nothing is kept between them."""
+
+    def __call__(self, item: dict) -> list:
+        return [item["x"]]
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+    def end_epoch(self) -> None:
+        pass
+
+
 def numbers(count: int = 50, buffer_size: int = 8, seed: int = 0) -> StreamSamples:
-    return StreamSamples(lambda: Numbers(count), Each(lambda item: item["x"]), buffer_size, seed)
+    return StreamSamples(lambda: Numbers(count), Values(), buffer_size, seed)
 
 
 def pairs(count: int = 51, buffer_size: int = 8, seed: int = 0) -> StreamSamples:
@@ -112,7 +128,7 @@ def test_a_stream_without_samples_or_with_a_broken_item_is_an_error():
         numbers(0).draw(1)
     with pytest.raises(ValueError, match="holds no sample"):
         pairs(1).draw(1)
-    broken = StreamSamples(lambda: Numbers(50, broken_at=20), Each(lambda item: item["x"]), 5, seed=0)
+    broken = StreamSamples(lambda: Numbers(50, broken_at=20), Values(), 5, seed=0)
     assert len(broken.draw(15)) == 15
     with pytest.raises(ValueError, match="cannot read on in the training stream: 'utf-8' codec can't decode byte 0xff"):
         broken.draw(10)

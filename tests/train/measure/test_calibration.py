@@ -60,7 +60,7 @@ def test_a_task_is_scored_as_it_is_evaluated(tmp_path):
     held_out = calibrate.open_held_out(args, read_saved_config(folder))
     task = evaluation.open_task("novels", str(tmp_path), "small")
     model = task.load(str(folder))
-    expected = task.sweep(model, (2, 4))
+    expected = task.sweep(model, budgets=(2, 4))
     found = measure_quality(model, held_out, (2, 4))
     assert found.values == pytest.approx(expected.values, rel=1e-5) and found.length == 256 and found.samples > 5
 

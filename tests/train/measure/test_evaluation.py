@@ -15,9 +15,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from helpers import ROOT, random_model, randomise
+from transformers import AutoModelForSequenceClassification
 
 from essm_train.commands import reproduce
 from essm_train.data.arguments import ClassificationArguments, CLMArguments
+from essm_train.data.classification import load_classification
 from essm_train.measure import evaluation
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.metric import Metric
@@ -85,7 +87,8 @@ def test_a_classifier_is_evaluated_on_the_test_split(tmp_path):
         train_file=[str(tmp_path / "train.parquet")], test_file=[str(tmp_path / "test.parquet")],
         features_column="pixels", num_labels=3, filter_length=512, cpu_threads=1,
     )  # fmt: skip
-    task = evaluation.open_classification_task(args, "noise")
+    data = load_classification(args)
+    task = evaluation.open_labelled_task(data, AutoModelForSequenceClassification, 32, "noise")
     found = evaluation.evaluate_models([str(tmp_path / "model")], task, (2, 32))
     assert found.metric.name == "accuracy"
     labels = torch.tensor(pq.read_table(tmp_path / "test.parquet")["label"].to_pylist())

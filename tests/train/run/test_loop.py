@@ -28,10 +28,9 @@ from essm_train.files import delete_folder
 from essm_train.measure.metric import Metric
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run.average import WeightAverage
-from essm_train.run.budgets import eval_budgets
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.learning_rate import parameter_groups
-from essm_train.run.loop import Progress
+from essm_train.run.loop import Progress, eval_budgets
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
 from essm_train.commands import train_retrieval as retrieval
+from essm_train.measure.scoring import Predictor
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.retrieval import (
     Pair,
@@ -193,11 +194,12 @@ def test_files_that_cannot_be(tmp_path):
 
 def test_held_out_pairs(files, tmp_path):
     data = load_retrieval(arguments(tmp_path, files, validation_file=None, test_samples=7))
-    assert (len(data.train), len(data.validation), len(data.test)) == (270, 30, 7)
-    assert not set(data.train.rows) & set(data.validation.rows)
-    assert data.validation.labels.tolist() == [pair.label for pair in data.validation]
+    parts = data.source.samples, data.validation.samples, data.test.samples
+    assert tuple(map(len, parts)) == (270, 30, 7)
+    assert not set(parts[0].indices) & set(parts[1].indices)
+    assert data.validation.labels.tolist() == [pair.label for pair in data.validation.samples]
     again = load_retrieval(arguments(tmp_path, files, validation_file=None, seed=1))
-    assert set(again.validation.rows) != set(data.validation.rows)
+    assert set(again.validation.samples.indices) != set(parts[1].indices)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,7 @@ def test_saved_tokenizer_pads_and_cuts_as_in_training(finished):
 
 
 def test_an_interrupted_run_ends_with_the_same_weights(finished, files, tmp_path, monkeypatch):
-    original, calls = retrieval.Predictor.__call__, []
+    original, calls = Predictor.__call__, []
 
     def dies(self, model, part, budget):
         calls.append(budget)
@@ -265,7 +267,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(finished, files, tmp_path
         return original(self, model, part, budget)
 
     with monkeypatch.context() as patch:
-        patch.setattr(retrieval.Predictor, "__call__", dies)
+        patch.setattr(Predictor, "__call__", dies)
         with pytest.raises(KeyboardInterrupt):
             retrieval.main(arguments(tmp_path, files))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000025"]

@@ -116,8 +116,10 @@ def test_a_generation_that_was_killed_continues_to_the_same_bytes(tmp_path):
     present = {path.name: path.stat().st_mtime_ns for path in killed.glob("listops-*")}
     listed = json.loads((killed / MANIFEST).read_text())["shards"]
     assert 0 < len(listed) <= len(present) < 32
-    with pytest.raises(FileNotFoundError, match=r"unfinished: continue with `python train/make_task_data.py listops "):
-        listops.load(killed)
+    with pytest.raises(
+        FileNotFoundError, match=r"unfinished: continue with `python -m essm_train.commands.make_task_data listops "
+    ):
+        shard_files(killed, "listops")
 
     script.main(["listops", *arguments, "--output_dir", str(whole)])
     script.main(["listops", *arguments, "--output_dir", str(killed)])
@@ -165,9 +167,11 @@ def test_missing_and_damaged_shards_are_made_again_and_no_others(made, tmp_path)
     flipped[len(flipped) // 2] ^= 1
     (folder / names[1]).write_bytes(flipped)
     (folder / names[2]).write_bytes((folder / names[2]).read_bytes()[:100])
-    (folder / ".tmp-123-old.parquet").write_bytes(b"half")
-    with pytest.raises(FileNotFoundError, match=r"is missing or damaged: mend it with `python train/make_task_data.py"):
-        listops.load(folder)
+    (folder / ".partial-old.parquet").write_bytes(b"half")
+    with pytest.raises(
+        FileNotFoundError, match=r"is missing or damaged: mend it with `python -m essm_train.commands.make_task_data"
+    ):
+        shard_files(folder, "listops")
     generate(TASK, folder, progress=False)
     assert contents(folder) == contents(made)
     assert all((folder / name).stat().st_mtime_ns == times[name] for name in names[3:])
@@ -179,9 +183,9 @@ def test_flipped_bits_are_found_by_their_checksum(made, tmp_path):
     data = bytearray(path.read_bytes())
     data[50] ^= 1
     path.write_bytes(data)
-    listops.load(folder)  # sizes are right
+    shard_files(folder, "listops")  # sizes are right
     with pytest.raises(FileNotFoundError, match=f"{path.name}' is missing or damaged"):
-        listops.load(folder, checksum=True)
+        shard_files(folder, "listops", checksum=True)
 
 
 def test_a_complete_folder_is_left_alone(made, monkeypatch):
@@ -216,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_made(tmp_
     monkeypatch.setattr(ListOps, "rows", None)
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OSError, match=f"cannot write into output_dir '{folder}'"):
+        with pytest.raises(ValueError, match=f"output_dir '{folder}' cannot be written"):
             generate(TASK, folder, progress=False)
     with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
         generate(TASK, tmp_path / "new", num_workers=0)
@@ -235,7 +239,7 @@ def test_a_full_disk_leaves_the_finished_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(pq, "write_table", full)
     with pytest.raises(OSError, match=r"No space left.*Finished shards stand: make room and give the command again"):
         generate(TASK, tmp_path, progress=False)
-    assert len(list(tmp_path.glob("*.parquet"))) == 3 and not list(tmp_path.glob(".tmp-*"))
+    assert len(list(tmp_path.glob("*.parquet"))) == 3 and not list(tmp_path.glob(".partial-*"))
 
 
 class Dying(ListOps):
@@ -262,24 +266,24 @@ def test_a_damaged_manifest_is_refused(made, tmp_path):
 
 
 def test_absent_data_names_the_command(tmp_path, made):
-    for load, name in ((listops.load, "listops"), (pathfinder.load, "pathfinder32")):
+    for name in ("listops", "pathfinder32", "pathx"):
         folder = tmp_path / name
         with pytest.raises(FileNotFoundError) as error:
-            load(folder)
-        assert f"`python train/make_task_data.py {name} --output_dir {folder}`" in str(error.value)
-    with pytest.raises(FileNotFoundError, match=r"make_task_data.py pathx --output_dir data/none/pathx"):
-        pathfinder.load("data/none/pathx")
-    with pytest.raises(ValueError, match="holds listops data, not pathfinder32 or pathx"):
-        pathfinder.load(made)
+            shard_files(folder, name)
+        assert f"`python -m essm_train.commands.make_task_data {name} --output_dir {folder}`" in str(error.value)
+    with pytest.raises(ValueError, match="holds listops data, not pathfinder32"):
+        shard_files(made, "pathfinder32")
 
 
-def test_datasets_reads_what_load_returns(made, tmp_path):
-    rows = load_dataset("parquet", data_files=listops.load(made), cache_dir=str(tmp_path / "cache"))
+def test_datasets_reads_the_files(made, tmp_path):
+    rows = load_dataset("parquet", data_files=shard_files(made, "listops"), cache_dir=str(tmp_path / "cache"))
     assert {split: len(part) for split, part in rows.items()} == {"train": 50, "validation": 7, "test": 10}
     assert rows["train"].features["label"].names == list("0123456789")
     assert rows["test"][3]["tokens"].split()[0] in listops.OPERATORS
     generate(PICTURES, tmp_path / "pictures", progress=False)
-    rows = load_dataset("parquet", data_files=pathfinder.load(tmp_path / "pictures"), cache_dir=str(tmp_path / "cache"))
+    rows = load_dataset(
+        "parquet", data_files=shard_files(tmp_path / "pictures", "pathfinder32"), cache_dir=str(tmp_path / "cache")
+    )
     assert rows["train"].features["label"].names == ["separate", "connected"]
     assert len(rows["test"][0]["pixels"]) == 1024 and rows["test"].features["pixels"].feature.dtype == "uint8"
 
@@ -300,5 +304,5 @@ def test_defaults_of_the_command_line_are_the_official_sizes():
 
 
 def test_errors_of_the_command_line_are_one_line(tmp_path):
-    with pytest.raises(SystemExit, match=r"^error: max_depth must be at least 2, got 1$"):
+    with pytest.raises(ValueError, match=r"^max_depth must be at least 2, got 1$"):
         script.main(["listops", "--max_depth", "1", "--output_dir", str(tmp_path)])

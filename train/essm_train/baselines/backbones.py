@@ -9,35 +9,27 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import (
-    EuroBertConfig,
-    EuroBertModel,
-    LlamaConfig,
-    LlamaModel,
-    Mamba2Config,
-    Mamba2Model,
-    MambaConfig,
-    MambaModel,
-    PreTrainedModel,
-)
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.utils.import_utils import is_mamba_ssm_available
 
 from essm_train.baselines.config import BaselineConfig
-from essm_train.baselines.convolutions import CNNModel, TCResNet
+from essm_train.baselines.convolutions import CNNLayer, TCResNet
 from essm_train.baselines.s4 import S4Mixer
-from essm_train.baselines.s4d import S4DMixer, StateSpaceModel
+from essm_train.baselines.s4d import S4DMixer, StateSpaceLayer, StateSpaceMixer
 
 
 @strict  # or the base class would check the type of `expand`
-class _FreeWidthMamba2Config(Mamba2Config):
+class _FreeWidthMamba2Config(transformers.Mamba2Config):
     """Mamba2Config whose inner width need not be a whole multiple of D: `expand` is their exact ratio."""
 
     expand: Any = None
@@ -45,6 +37,22 @@ class _FreeWidthMamba2Config(Mamba2Config):
     def __post_init__(self, **kwargs: Any) -> None:
         self.expand = Fraction(self.num_heads * self.head_dim, self.hidden_size)
         super().__post_init__(**kwargs)
+
+
+class ResidualStack(nn.Module):
+    """Layers of this package, S4DLayer or CNNLayer, and a last LayerNorm; called as the library's backbones are."""
+
+    def __init__(self, layers: Iterable[nn.Module], hidden_size: int, eps: float):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(layers), nn.LayerNorm(hidden_size, eps=eps)
+
+    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
+        """(B, L, D) and (B, L), 1 for real positions -> last_hidden_state (B, L, D)."""
+        padding = None if attention_mask is None else ~attention_mask.bool()[..., None]
+        hidden_states = inputs_embeds
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, padding)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 
 def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
@@ -67,34 +75,37 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         "use_cache": False,
     }
     inner, D, eps = config.intermediate_size, config.hidden_size, config.norm_eps
-    backbone: PreTrainedModel
+    backbone: transformers.PreTrainedModel
     if config.architecture == "transformer":
-        heads = {"num_attention_heads": D // config.head_dim}
         sizes = {"intermediate_size": inner, "max_position_embeddings": config.max_position_embeddings}
+        fields = common | sizes | {"num_attention_heads": D // config.head_dim, "rms_norm_eps": eps}
         if causal:
-            backbone = LlamaModel(LlamaConfig(**common, **sizes, **heads, rms_norm_eps=eps))
+            backbone = transformers.LlamaModel(transformers.LlamaConfig(**fields))
         else:  # the same blocks without the causal mask
-            backbone = EuroBertModel(EuroBertConfig(**common, **sizes, **heads, rms_norm_eps=eps, mask_token_id=0))
+            backbone = transformers.EuroBertModel(transformers.EuroBertConfig(**fields, mask_token_id=0))
         sublayers = [sublayer for layer in backbone.layers for sublayer in (layer.self_attn, layer.mlp)]
     elif config.architecture == "mamba":
-        mamba = MambaConfig(**common, state_size=config.state_size, layer_norm_epsilon=eps)
+        mamba = transformers.MambaConfig(**common, state_size=config.state_size, layer_norm_epsilon=eps)
         mamba.intermediate_size = inner  # the mixer reads this, and `expand` allows whole multiples of D only
-        backbone = MambaModel(mamba)
+        backbone = transformers.MambaModel(mamba)
         for i, layer in enumerate(backbone.layers):
             layer.mixer = ChunkedMambaMixer(mamba, i, initialize_mixer_weights=False)
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture == "mamba2":
         heads = {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
         sizes = {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
-        backbone = Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
+        backbone = transformers.Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture in ("s4", "s4d"):
-        own = (config.max_position_embeddings,) if config.architecture == "s4" else ()
-        mixer = S4Mixer if config.architecture == "s4" else S4DMixer
-        mixers = [mixer(D, config.state_size, *own) for _ in range(config.num_hidden_layers)]
-        return StateSpaceModel(mixers, D, inner, config.dropout, eps)
+        mixers: list[StateSpaceMixer] = [
+            S4DMixer(D, config.state_size)
+            if config.architecture == "s4d"
+            else S4Mixer(D, config.state_size, config.max_position_embeddings)
+            for _ in range(config.num_hidden_layers)
+        ]
+        return ResidualStack([StateSpaceLayer(mixer, D, inner, config.dropout, eps) for mixer in mixers], D, eps)
     elif config.architecture == "cnn":
-        return CNNModel(D, config.num_hidden_layers, inner, config.dropout, eps)
+        return ResidualStack([CNNLayer(D, inner, config.dropout, eps) for _ in range(config.num_hidden_layers)], D, eps)
     else:
         return TCResNet(config.num_input_features or 0, D)
     backbone.set_input_embeddings(nn.Identity())

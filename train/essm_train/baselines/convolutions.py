@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput
 
 _CNN_KERNEL = 9
 
@@ -30,25 +29,6 @@ class CNNLayer(GradientCheckpointingLayer):
         if padding is not None:
             x = x.masked_fill(padding, 0.0)
         return hidden_states + self.dropout(self.out(F.gelu(self.conv(x.mT).mT)))
-
-
-class CNNModel(nn.Module):
-    """A residual stack of 1D convolutions and a last LayerNorm; a position sees 4 more on each side per layer."""
-
-    def __init__(self, hidden_size: int, num_hidden_layers: int, intermediate_size: int, dropout: float, eps: float):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            CNNLayer(hidden_size, intermediate_size, dropout, eps) for _ in range(num_hidden_layers)
-        )
-        self.norm = nn.LayerNorm(hidden_size, eps=eps)
-
-    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
-        """(B, L, D) and (B, L), 1 for real positions -> last_hidden_state (B, L, D)."""
-        padding = None if attention_mask is None else ~attention_mask.bool()[..., None]
-        hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, padding)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 
 class TemporalConv(nn.Module):

@@ -12,7 +12,7 @@ Letters: B batch, L sequence, D width, F input features.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +43,20 @@ class BaselineEncoder(nn.Module):
         self.backbone = make_backbone(config, causal)
 
     def forward(
-        self, input_ids: Tensor | None, input_features: Tensor | None, attention_mask: Tensor | None
+        self, input_ids: Tensor | None, features: Tensor | None, attention_mask: Tensor | None, use_cache: Any = None
     ) -> tuple[Tensor, Tensor | None]:
         """
         Args:
-            attention_mask: (B, L), 1 for real positions, or None.
+            attention_mask: (B, L), 1 for real positions, or None. use_cache: is refused.
         Returns:
             (B, L, D), of "tc_resnet" (B, ceil(L / 8), D), and the mask of these, or None.
         """
+        if use_cache:
+            raise ValueError(
+                f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences only"
+            )
         width = self.config.num_input_features
-        given, other = (input_ids, input_features) if width is None else (input_features, input_ids)
+        given, other = (input_ids, features) if width is None else (features, input_ids)
         if given is None or other is not None:
             wanted = "input_ids (B, L)" if width is None else f"input_features (B, L, {width})"
             raise ValueError(f"this model reads {wanted} and nothing else")
@@ -97,11 +101,6 @@ class BaselinePreTrainedModel(PreTrainedModel):
             init.xavier_uniform_(module.conv.weight)
 
 
-def _refuse_cache(use_cache: bool | None) -> None:
-    if use_cache:
-        raise ValueError(f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences only")
-
-
 class BaselineForCausalLM(BaselinePreTrainedModel):
     """A causal baseline with a language-model head that is tied to its embedding."""
 
@@ -134,14 +133,10 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
         Returns:
             CausalLMOutput with logits (B, L, vocab_size) and, with labels, the mean cross-entropy in nats.
         """
-        _refuse_cache(use_cache)
-        hidden_states, _ = self.model(input_ids, None, attention_mask)
-        logits = self.lm_head(hidden_states)
-        loss = None
+        hidden_states, _ = self.model(input_ids, None, attention_mask, use_cache)
+        logits, loss = self.lm_head(hidden_states), None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=num_items_in_batch
-            )
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
         return CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -172,8 +167,7 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         Returns:
             SequenceClassifierOutput with logits (B, num_labels) and, with labels, the loss.
         """
-        _refuse_cache(use_cache)
-        hidden_states, real = self.model(input_ids, input_features, attention_mask)
+        hidden_states, real = self.model(input_ids, input_features, attention_mask, use_cache)
         pooled = pool(hidden_states, real, self.config.classifier_pooling)
         if self.config.architecture == "tc_resnet":
             pooled = F.dropout(pooled, self.config.dropout, self.training)

@@ -11,14 +11,12 @@ Letters: B batch, L sequence, H width, N state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput
 
 DT_RANGE = (1e-3, 1e-1)  # of the initial dt, log-uniform
 
@@ -115,29 +113,3 @@ class StateSpaceLayer(GradientCheckpointingLayer):
             u = u.masked_fill(padding, 0.0)
         hidden_states = hidden_states + self.dropout(self.mixer(u))
         return hidden_states + self.dropout(self.ffn(self.ffn_norm(hidden_states)))
-
-
-class StateSpaceModel(nn.Module):
-    """A stack of StateSpaceLayer and a last LayerNorm, called as the library's backbones are."""
-
-    def __init__(
-        self,
-        mixers: Iterable[StateSpaceMixer],
-        hidden_size: int,
-        intermediate_size: int,
-        dropout: float = 0.0,
-        eps: float = 1e-5,
-    ):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            StateSpaceLayer(mixer, hidden_size, intermediate_size, dropout, eps) for mixer in mixers
-        )
-        self.norm = nn.LayerNorm(hidden_size, eps=eps)
-
-    def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
-        """(B, L, H) and (B, L), 1 for real positions -> last_hidden_state (B, L, H), causal."""
-        padding = None if attention_mask is None else ~attention_mask.bool()[..., None]
-        hidden_states = inputs_embeds
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, padding)
-        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))

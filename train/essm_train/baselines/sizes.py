@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
@@ -17,7 +19,7 @@ from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequence
 ModelClass = type[BaselineForCausalLM] | type[BaselineForSequenceClassification]
 
 
-def count_parameters(config: BaselineConfig, model_class: ModelClass) -> int:
+def count_parameters(config: PreTrainedConfig, model_class: Callable[[Any], nn.Module]) -> int:
     """Parameters of that model, a tied matrix counted once; allocates nothing and draws no random numbers."""
     with torch.device("meta"):
         return sum(p.numel() for p in model_class(config).parameters())

@@ -13,9 +13,9 @@ beside measured times.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,14 +25,14 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from transformers import AutoModel, HfArgumentParser, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
 from essm_train.arguments import arg
-from essm_train.commands.errors import run_script
-from essm_train.data.blocks import evaluation_blocks, to_stream
-from essm_train.data.documents import read_files
+from essm_train.commands.errors import command
+from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import check_writable, write_figure, write_json
+from essm_train.measure.timing import one_call_each
 from essm_train.models import TRUST_HELP, load_model
 from modeling_essm.channels import spectral_mixers
 from modeling_essm.spectral_basis import spectral_basis
@@ -176,19 +176,18 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
     weight, configured = mixer.skip.weight, mixer.algorithm
     width = weight.shape[-1] if part is mixer else part.in_proj.in_features
     u = torch.randn(1, length, width, dtype=weight.dtype, device=weight.device)
-    seconds: dict[tuple[str, int], list[float]] = {}
+    algorithms = ("chunked", "fft")
+
+    def run(algorithm: str, K: int) -> None:
+        mixer.algorithm = algorithm
+        part(u, min(K, len(mixer.channel_mixing)))
+
     try:
-        for _ in range(1 + rounds):
-            for K in budgets:
-                for mixer.algorithm in ("chunked", "fft"):
-                    start = time.perf_counter()
-                    part(u, min(K, len(mixer.channel_mixing)))
-                    seconds.setdefault((mixer.algorithm, K), []).append(time.perf_counter() - start)
+        calls = {(name, K): functools.partial(run, name, K) for K in budgets for name in algorithms}
+        seconds = one_call_each(calls, u.device, rounds)
     finally:
         mixer.algorithm = configured
-    return {
-        algorithm: [statistics.median(seconds[algorithm, K][1:]) for K in budgets] for algorithm in ("chunked", "fft")
-    }
+    return {name: [statistics.median(seconds[name, K]) for K in budgets] for name in algorithms}
 
 
 def rows_of(statistics_: GateStatistics) -> list[tuple[str, Tensor, float]]:
@@ -247,13 +246,11 @@ class AnalyzeArguments:
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
-def main() -> None:
+def main(args: AnalyzeArguments) -> None:
     """Analyse a saved model from the command line."""
-    (args,) = HfArgumentParser(AnalyzeArguments).parse_args_into_dataclasses()
     output_dir = Path(args.output_dir)
     check_writable(output_dir)
-    stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
-    input_ids = evaluation_blocks(stream, args.block_size, args.max_blocks)
+    input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
     budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
@@ -280,9 +277,7 @@ def main() -> None:
     print(f"saved {output_dir / 'analysis.json'}, gates.png and cost.png")
 
 
-def run() -> None:
-    """The command."""
-    run_script(main)
+run = command(main, AnalyzeArguments)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoModelForCausalLM
 
 from essm_train.arguments import arg
-from essm_train.commands.errors import run_script
-from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
-from essm_train.data.documents import read_files
+from essm_train.commands.errors import command
+from essm_train.data.blocks import text_labels
+from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.models import TRUST_HELP, load_model
@@ -38,11 +38,9 @@ class SweepArguments:
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
-def main() -> None:
+def main(args: SweepArguments) -> None:
     """Sweep a saved model from the command line."""
-    (args,) = HfArgumentParser(SweepArguments).parse_args_into_dataclasses()
-    stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
-    input_ids = evaluation_blocks(stream, args.block_size, args.max_blocks)
+    input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
@@ -54,9 +52,7 @@ def main() -> None:
     save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
 
 
-def run() -> None:
-    """The command."""
-    run_script(main)
+run = command(main, SweepArguments)
 
 
 if __name__ == "__main__":

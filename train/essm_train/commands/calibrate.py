@@ -28,15 +28,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
 
-from essm_train.arguments import arg
-from essm_train.commands.errors import run_script
+from essm_train.arguments import arg, check_at_least
+from essm_train.commands.errors import command
 from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.classification import load_classification, load_test
-from essm_train.data.documents import read_files
 from essm_train.data.labels import check_weights, class_names
 from essm_train.data.readers import read_record
-from essm_train.data.text import load_text
+from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, open_tokenizer
 from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.calibration import (
@@ -100,14 +98,9 @@ class CalibrateArguments:
             raise ValueError(f"timing_only measures no quality: give it without {', '.join(given)}")
         if not self.timing_only and len(given) != 1:
             raise ValueError(f"give {', '.join(names)} or timing_only, one of them, got {given or 'none'}")
-        counts = ("decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads", "block_size")
-        values = {name: [getattr(self, name)] for name in counts if getattr(self, name) is not None}
-        for name, numbers in (values | {"batch_sizes": self.batch_sizes, "budgets": self.budgets or [1]}).items():
-            for value in numbers:
-                if value < 1:
-                    raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.block_size == 1:
-            raise ValueError("block_size must be at least 2, got 1")
+        check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
+        check_at_least(self, 1, "batch_sizes", "budgets")
+        check_at_least(self, 2, "block_size")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be one of {['auto', *DTYPES]}, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
@@ -156,9 +149,8 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
             encoder = TokenizerEncoder(
                 load_model(AutoTokenizer, args.model, trust_remote_code=args.trust_remote_code), "of the model"
             )
-        stream, density = to_stream(read_files(args.text_files), encoder)
         block_size = args.block_size or min(512, config["filter_length"])
-        blocks = evaluation_blocks(stream, block_size, args.max_blocks, encoder.pad_id)
+        blocks, density = read_blocks(args.text_files, encoder, block_size, args.max_blocks)
         names = ", ".join(Path(path).name for path in args.text_files)
         return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
 
@@ -179,7 +171,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     title = f"{spec.title} ({args.scale} scale)"
     if not causal:
         data = load_classification(arguments)
-        return hold_out_samples(data.reader, data.test or data.validation, batch_size, title)
+        return hold_out_samples(data.reader, data.held_out, batch_size, title)
     byte_encoder = ByteEncoder()
     text = load_text(arguments, byte_encoder)
     return hold_out_blocks(text.held_out, byte_encoder.special_ids, text.bytes_per_token, batch_size, title)
@@ -211,8 +203,8 @@ def choose_budgets(wanted: Sequence[int] | None, capacity: int, known: Sequence[
     return clip_budgets((*(wanted or BUDGETS), capacity), capacity)
 
 
-def check_lengths(args: CalibrateArguments, config: dict[str, Any]) -> None:
-    """Raises ValueError if what was asked for passes the model's filter_length."""
+def check_lengths(args: CalibrateArguments, config: dict[str, Any]) -> int:
+    """The longest prompt. Raises ValueError if what was asked for passes the model's filter_length."""
     longest = config["filter_length"]
     longest_prompt = longest - args.decode_tokens if is_causal(config) else longest
     if longest_prompt < 1:
@@ -223,6 +215,7 @@ def check_lengths(args: CalibrateArguments, config: dict[str, Any]) -> None:
         )
     if args.block_size is not None and args.block_size > longest:
         raise ValueError(f"block_size must be in [2, {longest}] (filter_length), got {args.block_size}")
+    return longest_prompt
 
 
 def calibrate(args: CalibrateArguments) -> BudgetProfile:
@@ -234,7 +227,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     """
     folder = Path(args.model)
     config = read_saved_config(folder)
-    check_lengths(args, config)
+    longest = check_lengths(args, config)
     check_writable(folder)
     device = pick_device(args.device)
     load = AutoModelForCausalLM if is_causal(config) else AutoModelForSequenceClassification
@@ -255,7 +248,6 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
             quality = measure_quality(model, held_out, budgets)
             profile = BudgetProfile(fingerprint(model), quality, present.devices if present else {})
         length = args.prompt_length or profile.quality.length
-        longest = config["filter_length"] - (args.decode_tokens if is_causal(config) else 0)
         entry = measure_device(model, budgets, args.batch_sizes, min(length, longest), args.decode_tokens, args.rounds)
     profile = profile.merge(entry)
     path = profile.save(folder)
@@ -272,9 +264,7 @@ def main(argv: Sequence[str] | None = None) -> BudgetProfile:
     return calibrate(args)
 
 
-def run() -> None:
-    """The command."""
-    run_script(main)
+run = command(main)
 
 
 if __name__ == "__main__":

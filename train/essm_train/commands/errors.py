@@ -7,10 +7,21 @@ import os
 import sys
 from collections.abc import Callable
 
-from torch import distributed
 from tqdm import tqdm
 
-from essm_train.run.checkpoints import is_lost_peer
+
+def command(main: Callable[..., object], arguments: type | None = None) -> Callable[[], None]:
+    """What a console command or a script calls: `run_script` of `main`, which takes those arguments, if any."""
+
+    def run() -> None:
+        if arguments is None:
+            run_script(main)
+        else:
+            from transformers import HfArgumentParser
+
+            run_script(lambda: main(*HfArgumentParser(arguments).parse_args_into_dataclasses()))
+
+    return run
 
 
 def run_script(main: Callable[[], object]) -> None:
@@ -22,6 +33,8 @@ def run_script(main: Callable[[], object]) -> None:
     try:
         main()
     except (ValueError, OSError, FloatingPointError, RuntimeError) as error:
+        from essm_train.run.checkpoints import is_lost_peer  # with torch, which commands that make data do without
+
         lost = is_lost_peer(error)
         if sys.flags.dev_mode or (isinstance(error, RuntimeError) and not lost):
             raise
@@ -35,6 +48,8 @@ def run_script(main: Callable[[], object]) -> None:
 
 def _is_first_to_say(text: str) -> bool:
     """Whether no other process of this run has failed with that text."""
+    from torch import distributed
+
     if not (distributed.is_available() and distributed.is_initialized()):  # all have the same arguments
         return int(os.environ.get("RANK", 0)) == 0
     try:

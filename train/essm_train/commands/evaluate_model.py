@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser
 
 from essm_train.arguments import arg
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.budget_sweep import save_sweep
 from essm_train.measure.evaluation import draw_evaluations, evaluate_models, open_task
@@ -42,9 +41,8 @@ class EvaluateArguments:
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
-def main() -> None:
+def main(args: EvaluateArguments) -> None:
     """Evaluate from the command line."""
-    (args,) = HfArgumentParser(EvaluateArguments).parse_args_into_dataclasses()
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     check_writable(output_dir)
     task = open_task(args.task, args.data_dir, args.scale)
@@ -61,9 +59,7 @@ def main() -> None:
     print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
 
 
-def run() -> None:
-    """The command."""
-    run_script(main)
+run = command(main, EvaluateArguments)
 
 
 if __name__ == "__main__":

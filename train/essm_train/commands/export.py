@@ -232,8 +232,7 @@ def describe(
     model: PreTrainedModel, args: ExportArguments, programs: Mapping[str, ExportedProgram], files: Mapping[str, str]
 ) -> dict[str, Any]:
     """What a program that has never heard of ES-SSM needs in order to run these."""
-    config, generation = model.config, getattr(model, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None) if generation is not None else None
+    config, eos = model.config, getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     eos = config.eos_token_id if eos is None else eos
     ports = {
         name: dict(zip(("inputs", "outputs"), [[asdict(spec) for spec in specs] for specs in signature(program)]))
@@ -312,9 +311,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
 
-def run() -> None:
-    """The command."""
-    main()
+run = main
 
 
 if __name__ == "__main__":

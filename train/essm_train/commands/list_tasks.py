@@ -18,11 +18,11 @@ must not be called by the official name.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
 import yaml
 
+from essm_train.commands.errors import command
 from essm_train.tasks.catalog import TASKS, find_data, get_task, task_arguments
 from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
 
@@ -57,21 +57,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", choices=["full", "small"], default="full", help="The size of the run.")
     parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
     args = parser.parse_args(argv)
-    try:
-        if args.task is None:
-            print(table(args.data_dir))
-            return
-        values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    if args.task is None:
+        print(table(args.data_dir))
+        return
+    values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
     spec = get_task(args.task)
     print(f"# {spec.title}, {args.scale}: train/{spec.script}.py\n# {spec.note}")
     print(yaml.safe_dump(values, sort_keys=False), end="")
 
 
-def run() -> None:
-    """The command."""
-    main()
+run = command(main)
 
 
 if __name__ == "__main__":

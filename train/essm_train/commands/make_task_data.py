@@ -10,7 +10,7 @@
 
 The same command continues an interrupted generation: finished shards are verified by checksum and kept. The data
 depends on the parameters only, not on the number of processes. Rows go to parquet files that
-`load_dataset("parquet", data_files=...)` reads, e.g. with the files that `load` of each task's module returns.
+`load_dataset("parquet", data_files=...)` reads, e.g. with the files that `shard_files` of tasks/shards.py returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import sys
 import time
 import types
 import typing
@@ -26,14 +25,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from essm_train.commands.errors import command
 from essm_train.tasks.listops import ListOps
-from essm_train.tasks.pathfinder import PATHFINDER32, PATHX, Pathfinder
+from essm_train.tasks.pathfinder import PATHX, Pathfinder
 from essm_train.tasks.shards import RowGenerator, generate
 
 # Of each task: its generator and the values that it has in place of the generator's defaults.
 TASKS: dict[str, tuple[type, Mapping[str, Any]]] = {
     "listops": (ListOps, {}),
-    "pathfinder32": (Pathfinder, PATHFINDER32),
+    "pathfinder32": (Pathfinder, {}),
     "pathx": (Pathfinder, PATHX),
 }
 
@@ -76,18 +76,13 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    try:
-        generator, output_dir, num_workers = parse_arguments(argv)
-        started = time.perf_counter()
-        manifest = generate(generator, output_dir, num_workers)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    generator, output_dir, num_workers = parse_arguments(argv)
+    started = time.perf_counter()
+    manifest = generate(generator, output_dir, num_workers)
     print(f"{manifest}: complete, {time.perf_counter() - started:.0f} s in this session")
 
 
-def run() -> None:
-    """The command."""
-    main()
+run = command(main)
 
 
 if __name__ == "__main__":

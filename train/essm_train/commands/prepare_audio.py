@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from essm_train.commands.errors import command
 from essm_train.tasks.audio import MuLawClips, SpeechCommands, SpeechFrames
 from essm_train.tasks.shards import generate
 
@@ -36,16 +36,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     data_dir = Path(args.data_dir or ("data" if args.task == "speech4" else "data/speech_commands"))
     output_dir = Path(args.output_dir or f"data/{args.task}")
-    try:
-        manifest = generate(SpeechFrames.of(args.task, SOURCES[args.task](data_dir)), output_dir, args.num_workers)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    manifest = generate(SpeechFrames.of(args.task, SOURCES[args.task](data_dir)), output_dir, args.num_workers)
     print(f"{manifest}: complete; train with --features_column frames --label_column label")
 
 
-def run() -> None:
-    """The command."""
-    main()
+run = command(main)
 
 
 if __name__ == "__main__":

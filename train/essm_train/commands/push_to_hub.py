@@ -15,25 +15,10 @@ pushing again continues (files that arrived are not sent again) and makes no com
 
 from __future__ import annotations
 
-import sys
-
-from transformers import HfArgumentParser
-
+from essm_train.commands.errors import command
 from essm_train.publish.run_card import PushArguments, push_run
 
-
-def main() -> None:
-    """Push from the command line."""
-    (args,) = HfArgumentParser(PushArguments).parse_args_into_dataclasses()
-    try:
-        push_run(args)
-    except (ValueError, PermissionError, ConnectionError) as error:
-        sys.exit(f"error: {error}")
-
-
-def run() -> None:
-    """The command."""
-    main()
+run = command(push_run, PushArguments)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ import torch
 from transformers import HfArgumentParser
 
 from essm_train.arguments import RENAMED, arg
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import Evaluation, draw_evaluations
 from essm_train.measure.tables import collect, departures, markdown, read_paper_figures
@@ -186,9 +186,7 @@ def main() -> None:
     reproduce(sys.argv[1], args)
 
 
-def run() -> None:
-    """The command."""
-    run_script(main)
+run = command(main)
 
 
 if __name__ == "__main__":

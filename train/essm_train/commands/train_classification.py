@@ -25,26 +25,20 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for microseconds, then sleep
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import ClassificationData, load_classification
 from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
-from essm_train.data.rows import collate
-from essm_train.measure.budget_sweep import save_sweep, sweep_accuracy
-from essm_train.measure.scoring import Predictor
 from essm_train.models import make_config, make_model
-from essm_train.publish.hub import check_can_push
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import open_run, say
-from essm_train.run.budgets import make_schedule
-from essm_train.run.loop import train_and_record
-from essm_train.run.task import classification_task
+from essm_train.run.loop import make_schedule, train_and_record
+from essm_train.run.task import classification_task, make_predictor, report_accuracy
 from modeling_essm import ESSMForSequenceClassification
 
 
@@ -78,60 +72,36 @@ def main(args: ClassificationArguments) -> None:
         FloatingPointError, OSError: see `loop.train`.
     """
     with open_run(args) as accelerator:
-        _run(accelerator, args)
+        # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
+        config = make_config(args)
+        args.set_max_length(config.filter_length)
+        starts_new = not (args.model_name_or_path or args.is_baseline)
+        if args.full_budget_updates is None and not (starts_new and config.block == "gated"):
+            args.full_budget_updates = 0
+        schedule = make_schedule(args, 1 if args.is_baseline else config.num_spectral_channels)
+        with accelerator.main_process_first():
+            data = load_classification(args, trained_labels(config))
+        set_seed(args.seed)  # the same weights on every process
+        model = build_model(args, data)
+        if not args.is_baseline:
+            model.config.trained_budgets = list(schedule.budgets)
+        predict = make_predictor(args, data, accelerator)
+        task = classification_task(model, data, predict)
+        train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
-
-def _run(accelerator: Accelerator, args: ClassificationArguments) -> None:
-    # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
-    if args.push_to_hub and accelerator.is_main_process:
-        check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
-    config = make_config(args)
-    args.set_max_length(config.filter_length)
-    if args.full_budget_updates is None and (args.model_name_or_path or args.is_baseline or config.block != "gated"):
-        args.full_budget_updates = 0
-    schedule = make_schedule(args, 1 if args.is_baseline else config.num_spectral_channels)
-    with accelerator.main_process_first():
-        data = load_classification(args, trained_labels(config))
-    set_seed(args.seed)  # the same weights on every process
-    model = build_model(args, data)
-    if not args.is_baseline:
-        model.config.trained_budgets = list(schedule.budgets)
-    length = args.max_length if args.torch_compile else None  # one shape to compile
-    predict = Predictor(lambda samples: collate(data.reader, samples, length), args.eval_batch_size, accelerator)
-
-    task = classification_task(
-        model,
-        data.source,
-        predict,
-        data.validation.samples,
-        data.validation.labels,
-        tokens_per_sample=data.tokens_per_sample,
-        save_companions=data.reader.save_pretrained,
-        identity=data.digests,
-    )
-    train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
-
-    # From here on only what was saved counts.
-    output_dir = Path(args.output_dir)
-    held_out = data.validation if data.test is None else data.test
-    sharded = accelerator.distributed_type == DistributedType.FSDP
-    trained = not (args.load_best_model_at_end or args.ema_decay or sharded)
-    cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
-    with accelerator.local_main_process_first():  # or processes copy the model's code at the same time
-        batch = {name: value.to(accelerator.device) for name, value in predict.batch(held_out.samples).items()}
-        loaded = load_and_check(output_dir / "model", batch, cls, model if trained else None)
-    say(accelerator, f"the reloaded {output_dir / 'model'} gives the same logits")
-    progress = lambda K: say(accelerator, f"sweep: K={K}")  # noqa: E731
-    sweep = sweep_accuracy(loaded, held_out.samples, held_out.labels, predict, progress=progress)
-    if accelerator.is_main_process:
-        say(accelerator, f"accuracy on {len(held_out.samples):,} samples: {held_out.name}\n{sweep.table()}")
-        context = {"split": "validation" if data.test is None else "test", "samples": len(held_out.samples)}
-        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context, data=data.description)
-        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
-        if not args.is_baseline:  # which has no remote code
+        # From here on only what was saved counts.
+        folder, held_out = Path(args.output_dir) / "model", data.held_out
+        sharded = accelerator.distributed_type == DistributedType.FSDP
+        trained = not (args.load_best_model_at_end or args.ema_decay or sharded)
+        cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
+        with accelerator.local_main_process_first():  # or processes copy the model's code at the same time
+            batch = {name: value.to(accelerator.device) for name, value in predict.batch(held_out.samples).items()}
+            loaded = load_and_check(folder, batch, cls, model if trained else None)
+        say(accelerator, f"the reloaded {folder} gives the same logits")
+        shown = f"{len(held_out.samples):,} samples: {held_out.name}"
+        report_accuracy(accelerator, args, loaded, data, predict, shown)
+        if accelerator.is_main_process and not args.is_baseline:  # which has no remote code
             write_card_and_push(args)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def load_and_check(
@@ -159,9 +129,7 @@ def load_and_check(
     return loaded
 
 
-def run() -> None:
-    """The command."""
-    run_script(lambda: main(parse_arguments(ClassificationArguments)))
+run = command(lambda: main(parse_arguments(ClassificationArguments)))
 
 
 if __name__ == "__main__":

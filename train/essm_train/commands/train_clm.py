@@ -32,22 +32,20 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import run_script
+from essm_train.commands.errors import command
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.samples import even_shares
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, Encoder, TokenizerEncoder, choose_tokenizer, with_end_token
-from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
+from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.metric import Metric
 from essm_train.measure.scoring import num_scored, total_nats
 from essm_train.models import capacity_of, check_vocabulary, make_config, make_model
-from essm_train.publish.hub import check_can_push
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import open_run, say
-from essm_train.run.budgets import make_schedule
-from essm_train.run.loop import train_and_record
-from essm_train.run.task import Task
+from essm_train.run.loop import make_schedule, train_and_record
+from essm_train.run.task import Task, report_sweep
 from modeling_essm import ESSMForCausalLM
 
 SAMPLE_BUDGETS = (2, 4, 32)
@@ -125,29 +123,22 @@ def main(args: CLMArguments) -> None:
         FloatingPointError, OSError: see `loop.train`.
     """
     with open_run(args) as accelerator:
-        _run(accelerator, args)
+        # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
+        encoder = make_encoder(args)
+        set_seed(args.seed)  # the same weights on every process
+        model = build_model(args, encoder)
+        schedule = make_schedule(args, capacity_of(model))
+        if not args.is_baseline:
+            model.config.trained_budgets = list(schedule.budgets)
+        with accelerator.main_process_first():
+            text = load_text(args, encoder)
+        task = make_task(args, model, text, encoder)
+        train_and_record(accelerator, args, task, schedule, script=__file__, data=text.description)
 
-
-def _run(accelerator: Accelerator, args: CLMArguments) -> None:
-    # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
-    if args.push_to_hub and accelerator.is_main_process:
-        check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
-    encoder = make_encoder(args)
-    set_seed(args.seed)  # the same weights on every process
-    model = build_model(args, encoder)
-    schedule = make_schedule(args, capacity_of(model))
-    if not args.is_baseline:
-        model.config.trained_budgets = list(schedule.budgets)
-    with accelerator.main_process_first():
-        text = load_text(args, encoder)
-
-    task = make_task(args, model, text, encoder)
-    train_and_record(accelerator, args, task, schedule, script=__file__, data=text.description)
-
-    # From here on only what was saved counts.
-    if accelerator.is_main_process:
-        output_dir = Path(args.output_dir)
-        loaded, tokenizer = load_saved(output_dir / "model", accelerator.device)
+        # From here on only what was saved counts.
+        if not accelerator.is_main_process:
+            return
+        loaded, tokenizer = load_saved(Path(args.output_dir) / "model", accelerator.device)
         labels = text_labels(text.held_out, encoder.special_ids)
         sweep = sweep_budgets(
             loaded,
@@ -157,18 +148,14 @@ def _run(accelerator: Accelerator, args: CLMArguments) -> None:
             batch_size=args.per_device_train_batch_size,
             progress=lambda K: say(accelerator, f"sweep: K={K}"),
         )
-        say(accelerator, sweep.table())
         context = {"block_size": args.block_size, "blocks": len(text.held_out), "data": text.description}
-        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context)
-        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+        report_sweep(accelerator, args, sweep, "", **context)
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
         if not args.is_baseline:  # which cannot generate, and has no remote code
             say(accelerator, f"--- prompt ---\n{prompt}")
             for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
                 say(accelerator, f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
             write_card_and_push(args)
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def load_saved(folder: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
@@ -185,9 +172,7 @@ def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> 
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def run() -> None:
-    """The command."""
-    run_script(lambda: main(parse_arguments(CLMArguments)))
+run = command(lambda: main(parse_arguments(CLMArguments)))
 
 
 if __name__ == "__main__":

@@ -14,27 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import run_script
-from essm_train.data.samples import MapSamples
-from essm_train.measure.budget_sweep import save_sweep, sweep_accuracy
-from essm_train.measure.scoring import Predictor
-from essm_train.run.accelerator import open_run, say
-from essm_train.run.budgets import make_schedule
-from essm_train.run.loop import train_and_record
-from essm_train.run.task import classification_task
-from essm_train.tasks.retrieval import (
-    RetrievalArguments,
-    TwoTowerClassifier,
-    TwoTowerConfig,
-    collate,
-    load_retrieval,
-    save_tokenizer,
-)
+from essm_train.commands.errors import command
+from essm_train.run.accelerator import open_run
+from essm_train.run.loop import make_schedule, train_and_record
+from essm_train.run.task import classification_task, make_predictor, report_accuracy
+from essm_train.tasks.retrieval import RetrievalArguments, TwoTowerClassifier, TwoTowerConfig, load_retrieval
 from modeling_essm.budgets.curve import BudgetCurve
 
 
@@ -54,51 +41,23 @@ def main(args: RetrievalArguments) -> BudgetCurve:
             pairs; all before the first update.
         FloatingPointError, OSError: see `loop.train`.
     """
-    with open_run(args) as accelerator:
-        return _run(accelerator, args)
-
-
-def _run(accelerator: Accelerator, args: RetrievalArguments) -> BudgetCurve:
     assert args.num_spectral_channels is not None
-    schedule = make_schedule(args, args.num_spectral_channels)
-    data = load_retrieval(args)
-    set_seed(args.seed)  # the same weights on every process
-    model = make_model(args, schedule.budgets)
-    length = args.max_length if args.torch_compile else None  # one shape to compile
-    predict = Predictor(lambda pairs: collate(pairs, length), args.eval_batch_size, accelerator)
+    with open_run(args) as accelerator:
+        schedule = make_schedule(args, args.num_spectral_channels)
+        data = load_retrieval(args)
+        set_seed(args.seed)  # the same weights on every process
+        model = make_model(args, schedule.budgets)
+        predict = make_predictor(args, data, accelerator)
+        task = classification_task(model, data, predict)
+        train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
-    lengths = np.minimum(data.train.pairs.lengths[data.train.rows], args.max_length)
-    task = classification_task(
-        model,
-        MapSamples(data.train, args.seed),
-        predict,
-        data.validation,
-        data.validation.labels,
-        tokens_per_sample=max(1, round(float(lengths.sum(1).mean()))),
-        save_companions=lambda folder: save_tokenizer(folder, args.max_length),
-        identity=data.digests,
-    )
-    train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
-
-    # From here on only what was saved counts.
-    output_dir = Path(args.output_dir)
-    loaded = TwoTowerClassifier.from_pretrained(output_dir / "model").to(accelerator.device).eval()
-    held_out = data.validation if data.test is None else data.test
-    progress = lambda K: say(accelerator, f"sweep: K={K}")  # noqa: E731
-    sweep = sweep_accuracy(loaded, held_out, held_out.labels, predict, progress=progress)
-    if accelerator.is_main_process:
-        say(accelerator, f"accuracy on {len(held_out):,} pairs\n{sweep.table()}")
-        context = {"split": "validation" if data.test is None else "test", "samples": len(held_out)}
-        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context, data=data.description)
-        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
-    accelerator.wait_for_everyone()
-    accelerator.end_training()
-    return sweep
+        # From here on only what was saved counts.
+        loaded = TwoTowerClassifier.from_pretrained(Path(args.output_dir) / "model").to(accelerator.device).eval()
+        shown = f"{len(data.held_out.samples):,} pairs"
+        return report_accuracy(accelerator, args, loaded, data, predict, shown)
 
 
-def run() -> None:
-    """The command."""
-    run_script(lambda: main(parse_arguments(RetrievalArguments)))
+run = command(lambda: main(parse_arguments(RetrievalArguments)))
 
 
 if __name__ == "__main__":

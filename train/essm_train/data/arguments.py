@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from essm_train.arguments import RunArguments, arg
+from essm_train.arguments import RunArguments, arg, check_at_least
 from essm_train.models import ModelArguments
 
 
@@ -48,9 +48,7 @@ class CLMArguments(ModelArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("validation_blocks", "sweep_blocks", "shuffle_buffer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_at_least(self, 1, "validation_blocks", "sweep_blocks", "shuffle_buffer")
         if self.validation_blocks > self.sweep_blocks:
             raise ValueError(
                 f"validation_blocks must be at most sweep_blocks = {self.sweep_blocks}, got {self.validation_blocks}"
@@ -138,11 +136,8 @@ class ClassificationArguments(ModelArguments):
         for name in ("train_file", "validation_file", "test_file"):
             if isinstance(getattr(self, name), str):  # one name in a YAML file
                 setattr(self, name, [getattr(self, name)])
-        counts = "shuffle_buffer eval_batch_size validation_samples test_samples max_length frame_length"
-        for name in counts.split():
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(self, 1, "shuffle_buffer", "eval_batch_size", "validation_samples", "test_samples")
+        check_at_least(self, 1, "max_length", "frame_length")
         if not self.train_file and not self.dataset_name:
             raise ValueError(
                 "no data to train on: give --train_file data.parquet (or .jsonl, .csv) or --dataset_name owner/name, "
@@ -162,8 +157,7 @@ class ClassificationArguments(ModelArguments):
             raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
         if self.frame_length is not None and self.features_column is None:
             raise ValueError("frame_length needs features_column")
-        if self.num_labels is not None and self.num_labels < 2:
-            raise ValueError(f"num_labels must be at least 2, got {self.num_labels}")
+        check_at_least(self, 2, "num_labels")
         if self.source is None:
             self.classifier_pooling = self.classifier_pooling or "mean"
         if self.source is None and self.filter_length is not None:

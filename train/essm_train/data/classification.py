@@ -9,25 +9,25 @@ row is met, and the error names the row. What is read stays in Arrow files on di
 from __future__ import annotations
 
 import fnmatch
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
 from essm_train.data.documents import TABLES, load_splits, open_table
 from essm_train.data.labels import check_labels, count_labels, number_labels
-from essm_train.data.readers import FeatureReader, Reader, Sample, SoundReader, TextReader, as_array
-from essm_train.data.rows import EncodeRows, TableSamples, cell_value, check_rows
-from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples
+from essm_train.data.readers import FeatureReader, Reader, SoundReader, TextReader, as_array
+from essm_train.data.rows import EncodeRows, LabelledData, Split, TableSamples, cell_value, check_rows, collate
+from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, StreamSamples, at_most, hold_out
 from essm_train.data.sound import decode_wav, is_sound, sound_splits, undecoded
 from essm_train.data.tokens import choose_tokenizer
 
@@ -36,40 +36,25 @@ _DIGEST_BYTES = 1 << 20  # at either end of a file that is streamed
 
 
 @dataclass
-class Split:
-    """Held-out samples.
+class ClassificationData(LabelledData):
+    """Labelled sequences out of tables.
 
     Attributes:
-        samples: all or a part of them. labels: (n,) int64, of these. name: for people.
+        reader: how they become tensors. label_names: one per class, or None where the data gives none.
     """
 
-    samples: Sequence[Sample]
-    labels: Tensor
-    name: str
-
-
-@dataclass
-class ClassificationData:
-    """What a classifier trains on.
-
-    Attributes:
-        source: training samples. reader: how they become tensors.
-        validation: to select by. test: to report on, or None.
-        label_names: one per class, or None where the data gives none.
-        tokens_per_sample: mean length after cutting; of a stream max_length.
-        digests: change if the training or validation data does.
-        description: for people.
-    """
-
-    source: SampleSource
     reader: Reader
-    validation: Split
-    test: Split | None
     num_labels: int
     label_names: list[str] | None
-    tokens_per_sample: int
-    digests: dict[str, str]
-    description: str
+
+
+class _Opened(NamedTuple):
+    """The rows of a split, what to call them, a table of the first one, and the types of all columns."""
+
+    rows: Any
+    source: str
+    first: pa.Table
+    features: datasets.Features
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,15 +87,11 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     opened = next((found for split in ("test", "validation", "train") if (found := _open(args, split))), None)
     if opened is None:
         raise ValueError(f"dataset {args.dataset_name!r} has none of the splits test, validation and train")
-    rows, source = opened
-    if len(rows) == 0:
-        raise ValueError(f"{source} holds no rows")
-    _check_columns(args, rows.column_names, source)
-    reader = _make_reader(args, rows.with_format("arrow")[:1], rows.features, source)
+    reader = _make_reader(args, opened)
     if isinstance(reader, FeatureReader):
         reader.take(record)
-    feature = rows.features[args.label_column]
-    split, _ = _table_split(args, rows, source, reader, len(label_names), label_names, args.test_samples)
+    feature = opened.features[args.label_column]
+    split, _ = _table_split(args, opened, reader, len(label_names), label_names, args.test_samples)
     return reader, split, list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
 
 
@@ -127,8 +108,30 @@ def _check_files(args: Any) -> None:
                 raise ValueError(f"{name} must end in one of {sorted(TABLES)}, got {path!r}")
 
 
-def _open(args: Any, split: str) -> tuple[Any, str] | None:
-    """The rows of "train", "validation" or "test" and what to call them; None if there are no such rows."""
+def _open(args: Any, split: str) -> _Opened | None:
+    """ "train", "validation" or "test"; None if there is no such split. Raises ValueError for one without rows or the
+    columns that the arguments name."""
+    if (found := _rows_of(args, split)) is None:
+        return None
+    rows, source = found
+    first = _first_table(rows, source)
+    for name in ("text_column", "features_column", "label_column"):
+        column = getattr(args, name)
+        if column is not None and column not in first.column_names:
+            raise ValueError(f"{name} must be one of {first.column_names} of {source}, got {column!r}")
+    features = rows.features or datasets.Features.from_arrow_schema(first.schema)  # a stream may not know its own
+    return _Opened(rows, source, first, features)
+
+
+def _open_training(args: Any) -> tuple[_Opened, Reader]:
+    opened = _open(args, "train")
+    if opened is None:
+        raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
+    return opened, _make_reader(args, opened)
+
+
+def _rows_of(args: Any, split: str) -> tuple[Any, str] | None:
+    """The rows of a split and what to call them; None if there are no such rows."""
     paths = getattr(args, f"{split}_file")
     source = f"{split}_file {', '.join(Path(path).name for path in paths or [])}"
     try:
@@ -190,18 +193,11 @@ def _first_table(rows: Any, source: str) -> pa.Table:
     return table
 
 
-def _check_columns(args: Any, columns: Sequence[str], source: str) -> None:
-    for name in ("text_column", "features_column", "label_column"):
-        column = getattr(args, name)
-        if column is not None and column not in columns:
-            raise ValueError(f"{name} must be one of {list(columns)} of {source}, got {column!r}")
-
-
-def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source: str) -> Reader:
+def _make_reader(args: Any, opened: _Opened) -> Reader:
     if args.text_column is not None:
         return TextReader(args.text_column, args.max_length, choose_tokenizer(args))
-    where = f"row 0 of {source}: features_column {args.features_column!r}"
-    value = cell_value(first.column(args.features_column)[0])
+    where = f"row 0 of {opened.source}: features_column {args.features_column!r}"
+    value = cell_value(opened.first.column(args.features_column)[0])
     if is_sound(value):
         samples, rate = decode_wav(value, where)
         return SoundReader(
@@ -210,7 +206,7 @@ def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source
     array = as_array(value, where)
     if array.ndim not in (1, 2):
         raise ValueError(f"{where} must hold a flat sequence of numbers or frames, got an array of shape {array.shape}")
-    leaf = features[args.features_column]
+    leaf = opened.features[args.features_column]
     while hasattr(leaf, "feature"):
         leaf = leaf.feature
     num_features = array.shape[1] if array.ndim == 2 else None
@@ -220,26 +216,10 @@ def _make_reader(args: Any, first: pa.Table, features: datasets.Features, source
     )
 
 
-def _features(rows: Any, first: pa.Table) -> datasets.Features:
-    return rows.features or datasets.Features.from_arrow_schema(first.schema)  # a stream may not know its own
-
-
-def _some(count: int, wanted: int | None, seed: int) -> np.ndarray:
-    """At most `wanted` of `count` rows, at random, ascending."""
-    order = np.random.default_rng([seed, 2]).permutation(count)
-    return np.sort(order[: count if wanted is None else wanted])
-
-
 def _load_tables(args: Any, label_names: Sequence[str] | None) -> ClassificationData:
-    opened = _open(args, "train")
-    if opened is None:
-        raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
-    rows, source = opened
-    if len(rows) == 0:
-        raise ValueError(f"{source} holds no rows")
-    _check_columns(args, rows.column_names, source)
-    reader = _make_reader(args, rows.with_format("arrow")[:1], rows.features, source)
-    rows, label_names = number_labels(rows, args.label_column, label_names, source)
+    opened, reader = _open_training(args)
+    source = opened.source
+    rows, label_names = number_labels(opened.rows, args.label_column, label_names, source)
     # All rows are checked before any are held out, so that errors name rows of the file.
     samples = TableSamples(rows, reader, args.label_column, source)
     scan = check_rows(samples)
@@ -250,66 +230,44 @@ def _load_tables(args: Any, label_names: Sequence[str] | None) -> Classification
     digests = {"sha256 of the training data": scan.sha256}
     if given is not None:
         kept = np.arange(len(rows))
-        validation, sha256 = _table_split(args, *given, reader, num_labels, label_names, args.validation_samples)
+        validation, sha256 = _table_split(args, given, reader, num_labels, label_names, args.validation_samples)
         digests["sha256 of the validation data"] = sha256
     else:
-        order = np.random.default_rng([args.seed, 1]).permutation(len(rows))
-        held_out = max(1, round(HELD_OUT_FRACTION * len(rows)))
-        if held_out == len(rows):
-            raise ValueError(f"{source} must hold at least 2 rows, so that one can be held out, got {len(rows)}")
-        kept, chosen = np.sort(order[held_out:]), np.sort(order[:held_out])
-        chosen = chosen[_some(held_out, args.validation_samples, args.seed)]
-        validation = Split(
-            TableSamples(rows.select(chosen), reader, args.label_column, source),
-            torch.from_numpy(scan.labels[chosen]),
-            f"{HELD_OUT_FRACTION:.0%} of the training rows, held out",
-        )
-        samples = TableSamples(rows.select(kept), reader, args.label_column, source)
-    given = _open(args, "test")
-    test = None
-    if given is not None and not _is_unlabelled(args, given[0]):
-        test, _ = _table_split(args, *given, reader, num_labels, label_names, args.test_samples)
-    lengths = np.minimum(scan.lengths[kept], args.max_length)
+        kept, held_out = hold_out(len(rows), args.seed, source)
+        chosen = at_most(args.validation_samples, held_out, args.seed)
+        name = f"{HELD_OUT_FRACTION:.0%} of the training rows, held out"
+        validation = Split(samples.select(chosen), torch.from_numpy(scan.labels[chosen]), name)
+        samples = samples.select(kept)
+    given, test = _open(args, "test"), None
+    # A benchmark that keeps the labels of its test split to itself publishes -1.
+    if given is not None and set(given.rows.with_format("arrow")[args.label_column].to_pylist()) != {-1}:
+        test, _ = _table_split(args, given, reader, num_labels, label_names, args.test_samples)
     cut = float((scan.lengths[kept] > args.max_length).mean())
     return ClassificationData(
         MapSamples(samples, args.seed),
-        reader,
         validation,
         test,
-        num_labels,
-        names,
-        max(1, round(float(lengths.mean()))),
+        max(1, round(float(np.minimum(scan.lengths[kept], args.max_length).mean()))),
         digests,
         _describe(args, f"{len(kept):,} samples of {reader.name}", cut, num_labels, validation, test),
+        functools.partial(collate, reader),
+        reader.save_pretrained,
+        reader,
+        num_labels,
+        names,
     )
 
 
 def _table_split(
-    args: Any,
-    rows: datasets.Dataset,
-    source: str,
-    reader: Reader,
-    num_labels: int,
-    label_names: Sequence[str] | None,
-    wanted: int | None,
+    args: Any, opened: _Opened, reader: Reader, num_labels: int, label_names: Sequence[str] | None, wanted: int | None
 ) -> tuple[Split, str]:
-    """(held-out rows, checked; their SHA-256)."""
-    if len(rows) == 0:
-        raise ValueError(f"{source} holds no rows")
-    _check_columns(args, rows.column_names, source)
-    rows, _ = number_labels(rows, args.label_column, label_names, source)
-    scan = check_rows(TableSamples(rows, reader, args.label_column, source))
-    check_labels(scan.labels, num_labels, source)
-    chosen = _some(len(rows), wanted, args.seed)
-    samples = TableSamples(rows.select(chosen), reader, args.label_column, source)
-    return Split(samples, torch.from_numpy(scan.labels[chosen]), source), scan.sha256
-
-
-def _is_unlabelled(args: Any, rows: Any) -> bool:
-    """Whether it is a test split of a benchmark that keeps its labels to itself and publishes -1."""
-    if args.label_column not in rows.column_names:
-        return False
-    return set(rows.with_format("arrow")[args.label_column].to_pylist()) == {-1}
+    """(held-out rows, checked; the SHA-256 of all)."""
+    rows, _ = number_labels(opened.rows, args.label_column, label_names, opened.source)
+    samples = TableSamples(rows, reader, args.label_column, opened.source)
+    scan = check_rows(samples)
+    check_labels(scan.labels, num_labels, opened.source)
+    chosen = at_most(wanted, np.arange(len(rows)), args.seed)
+    return Split(samples.select(chosen), torch.from_numpy(scan.labels[chosen]), opened.source), scan.sha256
 
 
 def _describe(args: Any, samples: str, cut: float, num_labels: int, validation: Split, test: Split | None) -> str:
@@ -328,18 +286,11 @@ def _describe(args: Any, samples: str, cut: float, num_labels: int, validation: 
 
 
 def _load_streams(args: Any) -> ClassificationData:
-    opened = _open(args, "train")
-    if opened is None:
-        raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
-    rows, source = opened
-    first = _first_table(rows, source)
-    _check_columns(args, first.column_names, source)
-    features = _features(rows, first)
-    reader = _make_reader(args, first, features, source)
-    num_labels, names = count_labels(args, features[args.label_column], None, source)
+    opened, reader = _open_training(args)
+    num_labels, names = count_labels(args, opened.features[args.label_column], None, opened.source)
 
     def open_stream() -> Any:
-        again = _open(args, "train")
+        again = _rows_of(args, "train")
         assert again is not None
         return again[0].select_columns([reader.column, args.label_column])
 
@@ -350,33 +301,30 @@ def _load_streams(args: Any) -> ClassificationData:
             "test split is not to select by"
         )
     test = _stream_split(args, "test", reader, num_labels, args.test_samples)
-    expand = EncodeRows(reader, args.label_column, num_labels, source)
+    expand = EncodeRows(reader, args.label_column, num_labels, opened.source)
     return ClassificationData(
         StreamSamples(open_stream, expand, args.shuffle_buffer, args.seed),
-        reader,
         validation,
         test,
-        num_labels,
-        names,
         args.max_length,
         {"sha256 of the training data": _stream_digest(args, open_stream)},
         _describe(args, f"a stream of {reader.name}", 0.0, num_labels, validation, test),
+        functools.partial(collate, reader),
+        reader.save_pretrained,
+        reader,
+        num_labels,
+        names,
     )
 
 
 def _stream_split(args: Any, split: str, reader: Reader, num_labels: int, wanted: int | None) -> Split | None:
     """The first `wanted` rows, or all, in memory."""
     opened = _open(args, split)
-    if opened is None:
-        return None
-    rows, source = opened
-    first = _first_table(rows, source)
-    _check_columns(args, first.column_names, source)
-    if split == "test" and first.column(args.label_column)[0].as_py() == -1:
-        return None  # a benchmark that keeps its labels to itself
-    encode = EncodeRows(reader, args.label_column, num_labels, source)
-    samples = [sample for item in islice(rows, wanted) for sample in encode(item)]
-    return Split(samples, torch.tensor([sample.label for sample in samples]), source)
+    if opened is None or (split == "test" and opened.first.column(args.label_column)[0].as_py() == -1):
+        return None  # or a benchmark that keeps its labels to itself
+    encode = EncodeRows(reader, args.label_column, num_labels, opened.source)
+    samples = [sample for item in islice(opened.rows, wanted) for sample in encode(item)]
+    return Split(samples, torch.tensor([sample.label for sample in samples]), opened.source)
 
 
 def _stream_digest(args: Any, open_stream: Callable[[], Iterable[dict[str, Any]]]) -> str:

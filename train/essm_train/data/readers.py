@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from essm_train.data.sound import decode_wav, is_sound
+from essm_train.data.tokens import decode_text
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -51,13 +52,7 @@ class TextReader:
         if not value:
             raise ValueError(f"{where}: text_column {self.column!r} holds an empty text")
         if self.tokenizer is not None:
-            try:
-                value.decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{where} is not UTF-8: byte {value[error.start]:#04x} at position {error.start}; convert it, or "
-                    "train on bytes (without --tokenizer_name), which takes any text"
-                ) from error
+            decode_text(value, where)
         return value
 
     def read(self, value: Any, where: str) -> np.ndarray:
@@ -69,10 +64,6 @@ class TextReader:
         if not ids:
             raise ValueError(f"{where}: the tokenizer makes no token of its text")
         return np.array(ids, np.int32)
-
-    def num_positions(self, text: Any) -> int:
-        """Length before it is cut, of a tokenizer's tokens an upper bound."""
-        return len(text)
 
     def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
         ids = np.full((len(samples), length), self.pad_id, np.int64)
@@ -156,10 +147,6 @@ class FeatureReader:
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
         return self.check(value, where)[: self.max_length]
-
-    def num_positions(self, array: Any) -> int:
-        """Length before it is cut."""
-        return len(array)
 
     def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
         features = np.zeros((len(samples), length, self.width), np.float32)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -15,8 +17,49 @@ from torch import Tensor
 
 from essm_train.data.labels import check_label, read_label
 from essm_train.data.readers import Reader, Sample
+from essm_train.data.samples import SampleSource
 
 _ROWS_AT_ONCE = 1000
+
+
+@dataclass
+class Split:
+    """Held-out samples.
+
+    Attributes:
+        samples: all or a part of them, with len() and integer indexing. labels: (n,) int64, of these. name: for people.
+    """
+
+    samples: Any
+    labels: Tensor
+    name: str
+
+
+@dataclass
+class LabelledData:
+    """What a classifier trains on.
+
+    Attributes:
+        source: training samples. validation: to select by. test: to report on, or None.
+        tokens_per_sample: mean length after cutting; of a stream max_length.
+        digests: change if the training or validation data does. description: for people.
+        collate: samples, and a length to pad to or None, to a batch with labels.
+        save_companions: writes what the model's inputs need into the folder of a saved model.
+    """
+
+    source: SampleSource
+    validation: Split
+    test: Split | None
+    tokens_per_sample: int
+    digests: dict[str, str]
+    description: str
+    collate: Callable[[Sequence[Any], int | None], dict[str, Tensor]]
+    save_companions: Callable[[Path], None]
+
+    @property
+    def held_out(self) -> Split:
+        """What is reported on."""
+        return self.test or self.validation
 
 
 class TableSamples(Sequence[Sample]):
@@ -35,15 +78,9 @@ class TableSamples(Sequence[Sample]):
         values = self.reader.read(cell_value(table.column(self.reader.column)[0]), where)
         return Sample(values, int(table.column(self.label_column)[0].as_py()))
 
-    def scan(self) -> Iterator[tuple[Any, int, str]]:
-        """(checked value, label, where) of every row in order."""
-        row = 0
-        for table in self.rows.iter(_ROWS_AT_ONCE):
-            values, labels = table.column(self.reader.column), table.column(self.label_column).to_pylist()
-            for value, label in zip(values, labels):
-                where = f"row {row} of {self.source}"
-                yield self.reader.check(cell_value(value), where), read_label(label, self.label_column, where), where
-                row += 1
+    def select(self, rows: np.ndarray) -> TableSamples:
+        """The samples of those rows."""
+        return TableSamples(self.rows.select(rows), self.reader, self.label_column, self.source)
 
 
 def cell_value(scalar: Any) -> Any:
@@ -93,6 +130,8 @@ def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None
 
 
 class CheckedRows(NamedTuple):
+    """Of every row: its class, and its length before it is cut, an upper bound of a tokenizer's tokens."""
+
     labels: np.ndarray
     lengths: np.ndarray
     sha256: str
@@ -100,11 +139,16 @@ class CheckedRows(NamedTuple):
 
 def check_rows(samples: TableSamples) -> CheckedRows:
     """Check every row. Raises ValueError naming the first bad one."""
-    digest, labels, lengths = hashlib.sha256(), [], []
-    for raw, label, _ in samples.scan():
-        data = raw if isinstance(raw, bytes) else np.ascontiguousarray(raw).tobytes()
-        digest.update(f"{label} {len(data)} ".encode())
-        digest.update(data)
-        labels.append(label)
-        lengths.append(samples.reader.num_positions(raw))
+    reader, digest = samples.reader, hashlib.sha256()
+    labels: list[int] = []
+    lengths: list[int] = []
+    for table in samples.rows.iter(_ROWS_AT_ONCE):
+        for value, label in zip(table.column(reader.column), table.column(samples.label_column).to_pylist()):
+            where = f"row {len(labels)} of {samples.source}"
+            raw = reader.check(cell_value(value), where)
+            labels.append(read_label(label, samples.label_column, where))
+            lengths.append(len(raw))
+            data = raw if isinstance(raw, bytes) else np.ascontiguousarray(raw).tobytes()
+            digest.update(f"{labels[-1]} {len(data)} ".encode())
+            digest.update(data)
     return CheckedRows(np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest())

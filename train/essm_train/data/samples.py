@@ -8,6 +8,7 @@ it has read, so this is our own.
 
     share = source.draw(samples_per_update)[mine]      # cheap: for a map-style set these are indices
     batch = collate(source.load(share))
+    state = source.state_dict()                        # the place reached, for torch.save; later draws do not change it
 """
 
 from __future__ import annotations
@@ -22,26 +23,6 @@ import numpy as np
 HELD_OUT_FRACTION = 0.1  # of data that comes without a validation part
 
 
-class SampleSource(Protocol):
-    """What the training loop needs of data."""
-
-    @property
-    def num_samples(self) -> int | None:
-        """Samples per epoch, or None where only reading to the end would tell."""
-
-    def draw(self, count: int) -> list[Any]:
-        """Handles of the next `count` samples; consumes them."""
-
-    def load(self, handles: Sequence[Any]) -> list[Any]:
-        """The samples themselves."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place reached, for torch.save; later draws do not change it."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from that place."""
-
-
 class MapSamples:
     """Samples that can be indexed: one shuffled pass over all of them after the other.
 
@@ -51,7 +32,7 @@ class MapSamples:
         samples: anything with len() and integer indexing.
     """
 
-    def __init__(self, samples: Sequence[Any] | np.ndarray, seed: int):
+    def __init__(self, samples: Any, seed: int):
         self.samples, self.seed, self.num_samples, self.position = samples, seed, len(samples), 0
         self._epoch, self._order = -1, np.empty(0, int)
 
@@ -174,23 +155,21 @@ class StreamSamples:
         self._open(state["stream"])
 
 
-class Each:
-    """The `Expand` of streams whose items are samples already, after a function."""
+def hold_out(count: int, seed: int, source: str, unit: str = "rows") -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on, and a random tenth to select by, both ascending. Raises ValueError if there is one row only."""
+    order = np.random.default_rng([seed, 1]).permutation(count)
+    held_out = max(1, round(HELD_OUT_FRACTION * count))
+    if held_out == count:
+        raise ValueError(f"{source} must hold at least 2 {unit}, so that one can be held out, got {count}")
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
 
-    def __init__(self, convert: Callable[[dict[str, Any]], Any]):
-        self._convert = convert
 
-    def __call__(self, item: dict[str, Any]) -> list[Any]:
-        return [self._convert(item)]
+def at_most(wanted: int | None, rows: np.ndarray, seed: int) -> np.ndarray:
+    """That many of the rows, at random, ascending; all of them for None."""
+    return np.sort(rows[np.random.default_rng([seed, 2]).permutation(len(rows))[:wanted]])
 
-    def state_dict(self) -> dict[str, Any]:
-        return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-    def end_epoch(self) -> None:
-        pass
+SampleSource = MapSamples | StreamSamples
 
 
 def share_of(drawn: Sequence[Any], rank: int, ranks: int, micro_step: int, batch_size: int) -> Sequence[Any]:

@@ -12,7 +12,6 @@ from transformers.utils import cached_file
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID
 
-NUM_BYTES = 256  # ids below are bytes
 # Names that an end-of-sequence token has in tokenizers that do not say which of their tokens it is.
 _END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "[EOS]")
 Document = tuple[str, str | bytes]  # where it comes from, for error messages, and its text
@@ -53,7 +52,7 @@ class TokenizerEncoder:
     def __call__(self, *documents: Document) -> tuple[np.ndarray, int]:
         """As `ByteEncoder`; a fast tokenizer has a thread for each of several documents."""
         raw = [text.encode() if isinstance(text, str) else text for _, text in documents]
-        texts = [_decode(text, source) for text, (source, _) in zip(raw, documents)]
+        texts = [decode_text(text, source) for text, (source, _) in zip(raw, documents)]
         rows = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
         ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
         return np.concatenate(ids), sum(map(len, raw))
@@ -65,7 +64,8 @@ class TokenizerEncoder:
 Encoder = ByteEncoder | TokenizerEncoder
 
 
-def _decode(text: bytes, source: str) -> str:
+def decode_text(text: bytes, source: str) -> str:
+    """UTF-8. Raises ValueError for anything else."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:

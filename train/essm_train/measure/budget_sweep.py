@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from essm_train.data.rows import Split
 from essm_train.files import write_figure, write_json
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric, load_metric
 from essm_train.measure.plots import draw_sweep
@@ -78,9 +78,8 @@ def save_sweep(sweep: BudgetCurve, output_dir: Path, **context: object) -> None:
 
 def sweep_metric(
     model: PreTrainedModel,
-    evaluate: Callable[[int], float],
+    evaluate: Callable[[int], dict[str, Any]],
     inputs: Mapping[str, Tensor],
-    *,
     metric: Metric,
     budgets: Sequence[int] = BUDGETS,
     progress: Callable[[int], object] = lambda budget: None,
@@ -89,16 +88,17 @@ def sweep_metric(
 
     Args:
         model: any; one that knows no budgets has the single budget 1. It is left in evaluation mode.
-        evaluate: from K to the metric. inputs: a batch of the model's inputs, to measure its speed on.
+        evaluate: from K to what the metric's `evaluate` module computes it from.
+        inputs: a batch of the model's inputs, to measure its speed on.
         progress: called with each K before its evaluation.
     """
     model.eval()
-    capacity = capacity_of(model)
+    module, capacity = load_metric(metric.name), capacity_of(model)
     budgets = clip_budgets((*budgets, capacity), capacity)
     values = []
     for K in budgets:
         progress(K)
-        values.append(evaluate(K))
+        values.append(module.compute(**evaluate(K))[metric.name])
     return BudgetCurve(*metric, budgets, tuple(values), tuple(tokens_per_second(model, inputs, budgets)))
 
 
@@ -106,46 +106,31 @@ def sweep_budgets(
     model: PreTrainedModel,
     input_ids: Tensor,
     labels: Tensor,
-    *,
-    budgets: Sequence[int] = BUDGETS,
     num_bytes: float | None = None,
     batch_size: int = 8,
-    progress: Callable[[int], object] = lambda budget: None,
+    **options: Any,
 ) -> BudgetCurve:
-    """Evaluate a causal language model at every budget up to its capacity, which is always one of them.
+    """Bits per byte of a causal language model, and its speed, at every budget.
 
     Args:
-        model: any; one that knows no budgets has the single budget 1. It is left in evaluation mode.
         input_ids: (n, L) int64 blocks. labels: (n, L), the same before shifting, -100 where a token is not scored.
         num_bytes: bytes that the scored tokens stand for; by default each is one byte.
-        batch_size: blocks per forward pass. progress: called with each K before its evaluation.
+        batch_size: blocks per forward pass. options: budgets and progress of `sweep_metric`.
     """
     count = num_bytes or num_scored(labels)
 
-    def bits_per_byte(K: int) -> float:
-        return total_nats(model, input_ids, labels, K, batch_size) / math.log(2) / count
+    def evaluate(K: int) -> dict[str, Any]:
+        return {"nats": [total_nats(model, input_ids, labels, K, batch_size)], "bytes": [count]}
 
-    inputs = {"input_ids": input_ids[:batch_size]}
-    return sweep_metric(model, bits_per_byte, inputs, metric=BITS_PER_BYTE, budgets=budgets, progress=progress)
+    return sweep_metric(model, evaluate, {"input_ids": input_ids[:batch_size]}, BITS_PER_BYTE, **options)
 
 
-def sweep_accuracy(
-    model: PreTrainedModel,
-    samples: Sequence[Any],
-    labels: Tensor,
-    predict: Predictor,
-    budgets: Sequence[int] = BUDGETS,
-    progress: Callable[[int], object] = lambda budget: None,
-) -> BudgetCurve:
-    """Accuracy, by the `evaluate` module of this folder, and speed at every budget. All processes must call it.
+def sweep_accuracy(model: PreTrainedModel, held_out: Split, predict: Predictor, **options: Any) -> BudgetCurve:
+    """Accuracy of a classifier, and its speed, at every budget; as `sweep_metric`. All processes must call it."""
+    with predict.accelerator.main_process_first():
+        load_metric(ACCURACY.name)  # copies the module's code once
 
-    Args:
-        labels: (n,) int64, of the samples. progress: called with each K before its evaluation.
-    """
-    with predict.accelerator.main_process_first() if predict.accelerator is not None else nullcontext():
-        metric = load_metric("accuracy")
+    def evaluate(K: int) -> dict[str, Any]:
+        return {"predictions": predict(model, held_out.samples, K), "references": held_out.labels}
 
-    def accuracy(K: int) -> float:
-        return metric.compute(predictions=predict(model, samples, K), references=labels)["accuracy"]
-
-    return sweep_metric(model, accuracy, predict.batch(samples), metric=ACCURACY, budgets=budgets, progress=progress)
+    return sweep_metric(model, evaluate, predict.batch(held_out.samples), ACCURACY, **options)

@@ -7,10 +7,11 @@ in which budgets and batch sizes take turns, memory is what a call needs beside 
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -21,9 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from essm_train.data.blocks import text_labels
-from essm_train.data.classification import Split
 from essm_train.data.readers import Reader
-from essm_train.data.rows import collate
+from essm_train.data.rows import Split, collate
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.measure.scoring import Predictor, block_nats
 from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory
@@ -121,7 +121,7 @@ def measure_device(
     keep = {"use_cache": True, "logits_to_keep": 1} if causal else {}
     cases = [(size, K) for size in batch_sizes for K in budgets]
     print(f"time and memory: prefill at batch sizes {list(batch_sizes)}", flush=True)
-    prefills = {(size, K): _call(model, **inputs[size], **keep, spectral_budget=K) for size, K in cases}
+    prefills = {(size, K): functools.partial(model, **inputs[size], **keep, spectral_budget=K) for size, K in cases}
     caches = {case: prefills[case]().past_key_values for case in cases} if causal else {}
     rows = _measure("prefill", prefills, prefills, caches, prompt_length, 1, model.device, rounds)
     if causal:
@@ -155,14 +155,10 @@ def random_inputs(model: PreTrainedModel, batch_size: int, length: int) -> dict[
     return {"input_ids": ids.to(model.device)}
 
 
-def _call(model: PreTrainedModel, **inputs: Any) -> Callable[[], Any]:
-    return lambda: model(**inputs)
-
-
 def _measure(
     phase: str,
-    calls: dict[Case, Callable[[], Any]],
-    memory_calls: dict[Case, Callable[[], Any]],
+    calls: Mapping[Case, Callable[[], Any]],
+    memory_calls: Mapping[Case, Callable[[], Any]],
     caches: dict[Case, Any],
     positions: int,
     steps: int,

@@ -14,14 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from essm_train.data.blocks import text_labels
 from essm_train.data.classification import load_classification
-from essm_train.data.rows import collate
+from essm_train.data.rows import LabelledData
 from essm_train.data.text import load_text
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.budget_sweep import sweep_accuracy, sweep_budgets
@@ -30,8 +29,8 @@ from essm_train.measure.plots import draw_curves
 from essm_train.measure.scoring import Predictor, num_scored
 from essm_train.measure.timing import peak_memory
 from essm_train.models import capacity_of, load_model, run_at_budget
-from essm_train.tasks import retrieval
 from essm_train.tasks.catalog import get_task, make_arguments
+from essm_train.tasks.retrieval import TwoTowerClassifier, load_retrieval
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
@@ -41,11 +40,11 @@ class TaskData:
     """Held-out data of a task.
 
     Attributes:
-        sweep: (model, budgets) to a BudgetCurve. inputs: one batch of the model's inputs, to measure memory on.
+        sweep: (model, budgets=..) to a BudgetCurve. inputs: one batch of the model's inputs, to measure memory on.
         load: from a folder, and whether its own code may run, to the model. description: for people.
     """
 
-    sweep: Callable[[PreTrainedModel, Sequence[int]], BudgetCurve]
+    sweep: Callable[..., BudgetCurve]
     inputs: dict[str, Tensor]
     load: Callable[..., PreTrainedModel]
     description: str
@@ -66,6 +65,15 @@ class Evaluation:
     tokens_per_second: tuple[tuple[float, ...], ...]
     peak_bytes: tuple[int, ...]
     active_parameters: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, curves: Sequence[BudgetCurve], peak_bytes: tuple[int, ...], active_parameters: tuple[int, ...]
+    ) -> Evaluation:
+        """From the curve of every seed."""
+        metric = Metric(curves[0].metric, curves[0].higher_is_better)
+        values, speeds = (tuple(getattr(curve, name) for curve in curves) for name in ("values", "speeds"))
+        return cls(metric, curves[0].budgets, values, speeds, peak_bytes, active_parameters)
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -118,42 +126,19 @@ def open_language_task(args: Any, description: str) -> TaskData:
     encoder = ByteEncoder()
     text = load_text(args, encoder)
     labels = text_labels(text.held_out, encoder.special_ids)
-
-    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetCurve:
-        count = num_scored(labels) * text.bytes_per_token
-        return sweep_budgets(model, text.held_out, labels, budgets=budgets, num_bytes=count)
-
+    count = num_scored(labels) * text.bytes_per_token
+    sweep = functools.partial(sweep_budgets, input_ids=text.held_out, labels=labels, num_bytes=count)
     inputs = {"input_ids": text.held_out[: args.per_device_train_batch_size]}
     load = functools.partial(_load, AutoModelForCausalLM)
     return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
 
 
-def open_classification_task(args: Any, description: str) -> TaskData:
-    """The test split (or the validation split where there is none) as `train_classification.py` reads it."""
-    data = load_classification(args)
-    held_out = data.test or data.validation
-    predict = Predictor(lambda samples: collate(data.reader, samples), args.eval_batch_size, Accelerator())
-    load = functools.partial(_load, AutoModelForSequenceClassification)
-    return _accuracy_task(held_out.samples, held_out.labels, predict, load, f"{description}; {held_out.name}")
-
-
-def open_retrieval_task(args: Any, description: str) -> TaskData:
-    """The test pairs (or the validation pairs where there are none) as `train_retrieval.py` reads them."""
-    data = retrieval.load_retrieval(args)
-    pairs = data.test or data.validation
-    predict = Predictor(retrieval.collate, args.eval_batch_size, Accelerator())
-    load = functools.partial(_load, retrieval.TwoTowerClassifier)
-    name = f"{description}; {len(pairs):,} pairs of {pairs.pairs.path.name}"
-    return _accuracy_task(pairs, pairs.labels, predict, load, name)
-
-
-def _accuracy_task(
-    samples: Sequence[Any], labels: Tensor, predict: Predictor, load: Callable[..., PreTrainedModel], name: str
-) -> TaskData:
-    def sweep(model: PreTrainedModel, budgets: Sequence[int]) -> BudgetCurve:
-        return sweep_accuracy(model, samples, labels, predict, budgets)
-
-    return TaskData(sweep, predict.batch(samples), load, name)
+def open_labelled_task(data: LabelledData, cls: Any, batch_size: int, description: str) -> TaskData:
+    """The test split, or the validation split where there is none, for models of that class or Auto class."""
+    predict = Predictor(lambda samples: data.collate(samples, None), batch_size)
+    sweep = functools.partial(sweep_accuracy, held_out=data.held_out, predict=predict)
+    name = f"{description}; {data.held_out.name}"
+    return TaskData(sweep, predict.batch(data.held_out.samples), functools.partial(_load, cls), name)
 
 
 def _load(cls: Any, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -164,19 +149,19 @@ def _load(cls: Any, folder: str, trust_remote_code: bool = False) -> PreTrainedM
     return model
 
 
-def open_task(name: str, data_dir: str, scale: str, overrides: dict[str, Any] | None = None) -> TaskData:
-    """The held-out data of a task that train/list_tasks.py names.
+def open_task(name: str, data_dir: str, scale: str) -> TaskData:
+    """The held-out data of a task that train/list_tasks.py names, as its script reads it.
 
     Raises:
         ValueError: unknown task or scale, or data that cannot be read. FileNotFoundError: absent data.
     """
-    openers = {
-        "train_clm": open_language_task,
-        "train_classification": open_classification_task,
-        "train_retrieval": open_retrieval_task,
-    }
-    spec = get_task(name)
-    return openers[spec.script](make_arguments(name, data_dir, scale, **(overrides or {})), spec.title)
+    spec, args = get_task(name), make_arguments(name, data_dir, scale)
+    if spec.script == "train_clm":
+        return open_language_task(args, spec.title)
+    if spec.script == "train_retrieval":
+        return open_labelled_task(load_retrieval(args), TwoTowerClassifier, args.eval_batch_size, spec.title)
+    data = load_classification(args)
+    return open_labelled_task(data, AutoModelForSequenceClassification, args.eval_batch_size, spec.title)
 
 
 def evaluate_models(
@@ -202,10 +187,8 @@ def evaluate_models(
             batch = {name: value.to(model.device) for name, value in task.inputs.items()}
             peaks = tuple(_peak(model, batch, K) for K in wanted)
             active = tuple(_active_parameters(model, K) for K in wanted)
-        sweeps.append(task.sweep(model, wanted))
-    metric = Metric(sweeps[0].metric, sweeps[0].higher_is_better)
-    values, speeds = (tuple(getattr(s, name) for s in sweeps) for name in ("values", "speeds"))
-    return Evaluation(metric, sweeps[0].budgets, values, speeds, peaks, active)
+        sweeps.append(task.sweep(model, budgets=wanted))
+    return Evaluation.of(sweeps, peaks, active)
 
 
 def _active_parameters(model: PreTrainedModel, budget: int) -> int:

@@ -52,8 +52,8 @@ def draw_sweep(curve: BudgetCurve) -> Figure:
             K = curve.marks[mark]
             label = f"K = {K}: {mark} ({meaning})"
             value = curve.values[curve.budgets.index(K)]
-            (point,) = axes.plot(K, value, MARKERS[mark], color=color, markersize=size, label=label, clip_on=False)
-            point.set(markeredgecolor="tab:red", zorder=3)
+            style: dict[str, Any] = {"color": color, "markeredgecolor": "tab:red", "markersize": size, "zorder": 3}
+            axes.plot(K, value, MARKERS[mark], label=label, clip_on=False, **style)
     budget_axis(axes, curve.budgets)
     axes.set_xlabel("spectral budget K (channels used, log scale)")
     held_out = "held-out text" if curve.metric == BITS_PER_BYTE.name else "held-out samples"
@@ -82,8 +82,8 @@ def draw_curves(curves: Mapping[str, BudgetCurve]) -> Figure:
             if mark in curve.marks:
                 K, size = curve.marks[mark], 12 if marker == "^" else 15
                 value = curve.values[curve.budgets.index(K)]
-                (point,) = axes.plot(K, value, marker, color=color, markersize=size, zorder=3, clip_on=False)
-                point.set_markeredgecolor("black")
+                style: dict[str, Any] = {"color": color, "markeredgecolor": "black", "markersize": size, "zorder": 3}
+                axes.plot(K, value, marker, clip_on=False, **style)
     elastic = [curve for curve in curves.values() if len(curve.budgets) > 1]
     budget_axis(axes, (K for curve in elastic for K in curve.budgets))
     shapes = {"sweet spot": "star", "collapse boundary": "triangle"}
@@ -120,9 +120,8 @@ def draw_profile(profile: BudgetProfile) -> Figure:
                 continue
             K = quality.marks[mark]
             at = [row.median_ms for row in entry.rows if (row.phase, row.budget) == (phase, K)]
-            (points,) = axes.plot(at, [value[K]] * len(at), MARKERS[mark], color=face, markersize=14, clip_on=False)
-            points.set(label=f"K = {K}: {mark}", zorder=3)
-            points.set_markeredgecolor("tab:red")
+            style = {"color": face, "markeredgecolor": "tab:red", "markersize": 14, "zorder": 3}
+            axes.plot(at, [value[K]] * len(at), MARKERS[mark], label=f"K = {K}: {mark}", clip_on=False, **style)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

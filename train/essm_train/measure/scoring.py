@@ -58,17 +58,14 @@ class Predictor:
 
     Args:
         collate: samples to the model's inputs and labels, as CPU tensors. batch_size: samples per forward pass.
-        accelerator: shares the samples out among its processes. Every process makes the same number of forward passes,
-            as sharded weights need, and gets all predictions. Without one, this process predicts all.
+        accelerator: shares the samples out among its processes, by default all there are. Every process makes the same
+            number of forward passes, as sharded weights need, and gets all predictions.
     """
 
     def __init__(
-        self,
-        collate: Callable[[list[Any]], dict[str, Tensor]],
-        batch_size: int,
-        accelerator: Accelerator | None = None,
+        self, collate: Callable[[list[Any]], dict[str, Tensor]], batch_size: int, accelerator: Accelerator | None = None
     ):
-        self.accelerator, self.collate, self.batch_size = accelerator, collate, batch_size
+        self.accelerator, self.collate, self.batch_size = accelerator or Accelerator(), collate, batch_size
 
     def batch(self, samples: Sequence[Any], start: int = 0) -> dict[str, Tensor]:
         """One batch of inputs, without labels, on the CPU."""
@@ -79,15 +76,12 @@ class Predictor:
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, samples: Sequence[Any], budget: int) -> Tensor:
         """(n,) int64 classes, on the CPU."""
-        rank, ranks = 0, 1
-        if self.accelerator is not None:
-            rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         starts = range(0, len(samples), self.batch_size)
         found = torch.zeros(len(samples), dtype=torch.int64, device=model.device)
-        for i in even_shares(len(starts), rank, ranks):
+        for i in even_shares(len(starts), self.accelerator.process_index, self.accelerator.num_processes):
             start = starts[i or 0]
             batch = {name: value.to(model.device) for name, value in self.batch(samples, start).items()}
             logits = run_at_budget(model, batch, budget).logits
             if i is not None:
                 found[start : start + len(logits)] = logits.argmax(-1) + 1  # 0 where another process predicts
-        return (found if self.accelerator is None else self.accelerator.reduce(found, "sum")).cpu() - 1
+        return self.accelerator.reduce(found, "sum").cpu() - 1

@@ -11,7 +11,6 @@ from typing import Any
 
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
-from essm_train.measure.metric import Metric
 from essm_train.tasks.catalog import ROOT, get_task
 from essm_train.tasks.experiments import Experiment
 
@@ -25,10 +24,8 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
     training = [json.loads((folder / "training.json").read_text().replace(here, "")) for folder in folders]
     curves = [read_sweep(sweep) for sweep in sweeps]
-    first, zeros = curves[0], (0,) * len(curves[0].budgets)
-    values, speeds = (tuple(getattr(curve, name) for curve in curves) for name in ("values", "speeds"))
-    metric = Metric(first.metric, first.higher_is_better)
-    evaluation = Evaluation(metric, first.budgets, values, speeds, zeros, zeros)
+    zeros = (0,) * len(curves[0].budgets)
+    evaluation = Evaluation.of(curves, zeros, zeros)
     keep = ("data", "updates", "samples_per_update", "tokens_per_update", "parameters", "hardware", "schedule")
     return evaluation, {name: training[0].get(name) for name in keep} | {
         "seconds": [t.get("seconds") for t in training],

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -50,14 +52,16 @@ def timed(function: Callable[[], Any], device: torch.device, repeats: int = 1) -
         stop.record()
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3 / repeats
+    _synchronize(device)
     start_time = time.perf_counter()
     for _ in range(repeats):
         function()
+    _synchronize(device)
     return (time.perf_counter() - start_time) / repeats
 
 
 def paired(
-    functions: dict[Name, Callable[[], Any]],
+    functions: Mapping[Name, Callable[[], Any]],
     device: torch.device,
     rounds: int = 7,
     warmup: int = 2,
@@ -83,6 +87,13 @@ def paired(
         for name in list(functions)[:: 1 if i % 2 == 0 else -1]:
             samples[name].append(timed(functions[name], device, repeats[name]))
     return samples
+
+
+def one_call_each(
+    calls: Mapping[Name, Callable[[], Any]], device: torch.device, rounds: int
+) -> dict[Name, list[float]]:
+    """As `paired`: however long it takes, one call of each in every round, after one as a warm-up."""
+    return paired(calls, device, rounds, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -171,15 +182,8 @@ def tokens_per_second(
     mask = batch.get("attention_mask")
     first = next(iter(batch.values()))
     num_tokens = int(mask.sum()) if mask is not None else first.shape[0] * first.shape[1]
-    seconds: dict[int, list[float]] = {K: [] for K in budgets}
-    for _ in range(1 + rounds):
-        for K in budgets:
-            _synchronize(first.device)
-            start = time.perf_counter()
-            run_at_budget(model, batch, K)
-            _synchronize(first.device)
-            seconds[K].append(time.perf_counter() - start)
-    return [num_tokens / statistics.median(seconds[K][1:]) for K in budgets]  # the first round is the warm-up
+    calls = {K: functools.partial(run_at_budget, model, batch, K) for K in budgets}
+    return [num_tokens / statistics.median(seconds) for seconds in one_call_each(calls, first.device, rounds).values()]
 
 
 def _synchronize(device: torch.device) -> None:

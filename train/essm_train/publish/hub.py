@@ -16,9 +16,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 from huggingface_hub.utils import HfHubHTTPError, HFValidationError, validate_repo_id
+from safetensors import SafetensorError, safe_open
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ANY_WEIGHTS = re.compile(r"model(\.[\w-]+)?\.safetensors")  # in one file, or a variant of them; shards an index names
@@ -34,46 +35,23 @@ _FILES = {
 _PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
 _SHOWN = re.compile(r"""!\[[^\]]*\]\(\s*<?([^\s)>]+)|<img\b[^>]*?\bsrc\s*=\s*["']?([^"'\s>]+)""")
 _OWN_WEIGHTS = (WEIGHTS, INDEX, "model-?????-of-?????.safetensors")  # removed from the Hub when the folder lacks them
-_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def push_to_hub(
-    folder: Path,
-    hub_model_id: str,
-    *,
-    private: bool = False,
-    token: str | None = None,
-    commit_message: str = "Upload ES-SSM model",
-) -> str:
-    """Make the repository equal to a saved model folder, in one commit.
+def commit_folder(folder: Path, repository: str, message: str) -> str:
+    """Upload the checked folder to the checked repository in one commit; the commit's id, to be used as `revision`.
 
     What belongs to a model is uploaded, and what was left out is printed, see `split_files`. Weight files of an earlier
     push that the folder no longer has (other shards) are deleted in the same commit; whatever else the repository holds
-    stays.
+    stays. If nothing has changed, the id is that of the present commit.
 
-    Args:
-        folder: as `save_pretrained` leaves it: config.json, weights, code; better with tokenizer and README.md.
-        hub_model_id: "name" (in your own namespace) or "org/name"; created if it does not exist.
-        private: create it private; a repository that exists and is public is refused rather than pushed to.
-        token: a write token; by default the one of `hf auth login` or HF_TOKEN.
-    Returns:
-        The commit's 40-digit id, to be used as `revision`. If nothing has changed, the id of the present commit.
     Raises:
-        ValueError: a folder that would not load, or a malformed id; before anything is sent.
-        PermissionError: no token, a token that the Hub refuses, or no right to write; before anything is sent.
-        ConnectionError: the Hub cannot be reached or failed; the repository shows its old revision or the new one.
+        PermissionError, ConnectionError: as `check_can_push`; the repository shows its old revision or the new one.
     """
-    folder = Path(folder)
-    check_folder(folder)
-    return commit_folder(folder, check_can_push(hub_model_id, token, private=private), token, commit_message)
-
-
-def commit_folder(folder: Path, repository: str, token: str | None, message: str) -> str:
-    """Upload the checked folder to the checked repository; the id of its newest commit."""
     files, left_out = split_files(folder)
     if left_out:
         print(f"not published, because it is no part of a model: {', '.join(left_out)}", flush=True)
-    api = HfApi(token=token)
+    api = HfApi()
     with _explained(repository, "push to"):
         present = [sibling.rfilename for sibling in api.model_info(repository).siblings or []]
         stale = [
@@ -219,30 +197,20 @@ def _shown(card: Path) -> set[str]:
 
 def _check_weights(path: Path) -> None:
     """Raises ValueError for a truncated safetensors file and for NaN or infinite numbers, named by tensor."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        try:
-            header = json.loads(file.read(length) if 8 + length <= size else b"")
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path} is not a safetensors file, or truncated; save the model again") from error
-    if not entries or 8 + length + end != size:
-        raise ValueError(f"{path} is truncated or damaged: it has {size:,} bytes; save the model again")
-    data = np.memmap(path, np.uint8, "r", 8 + length, (end,)) if end else np.empty(0, np.uint8)
-    for name, entry in entries.items():
-        if entry["dtype"] not in _EXPONENTS:
-            continue
-        kind, exponent = _EXPONENTS[entry["dtype"]]
-        first, last = entry["data_offsets"]
-        bits = data[first:last]
-        for start in range(0, len(bits), 1 << 24):  # a copy of at most 16 MB: offsets need not be aligned
-            numbers = np.frombuffer(bits[start : start + (1 << 24)].tobytes(), kind)
-            if np.any((numbers & exponent) == exponent):
-                raise ValueError(
-                    f"{name} in {path} contains NaN or infinite values: push a checkpoint from before that"
-                )
+    try:
+        with safe_open(path, "pt") as file:
+            names = list(file.keys())
+            for name in names:
+                tensor = file.get_tensor(name)
+                if tensor.dtype in _FLOATS and not tensor.isfinite().all():
+                    raise ValueError(
+                        f"{name} in {path} contains NaN or infinite values: push a checkpoint from before that"
+                    )
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is not a safetensors file, or truncated or damaged: it has {path.stat().st_size:,} bytes; save "
+            "the model again"
+        ) from error
 
 
 def read_json(path: Path, advice: str) -> dict[str, Any]:

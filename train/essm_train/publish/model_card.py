@@ -18,14 +18,17 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from safetensors import safe_open
 
 from essm_train.files import write_text
 from essm_train.measure.budget_sweep import read_sweep
+from essm_train.publish.hub import read_json
 from modeling_essm.budgets.curve import BudgetCurve
 
 TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SECTIONS = ("model", "results", "training", "loading", "limits")
 PICTURE = "budget_sweep.png"
+_ADVICE = "a saved model folder has one"
 TAGS = ["essm", "state-space-model", "spectral-filtering", "elastic-inference"]
 
 
@@ -51,7 +54,7 @@ def write_model_card(
     Raises:
         ValueError: no config.json, a template without its markers or with a broken head, or a damaged sweep.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json", _ADVICE)
     curve = None if sweep is None else read_sweep(sweep)
     sweep, training = sweep or {}, training or {}
     place = folder.resolve()
@@ -72,7 +75,7 @@ def write_model_card(
         causal=causal,
         tokens=tokens,
         auto="AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification",
-        sampling_rate=_read_json(extractor)["sampling_rate"] if not tokens and extractor.exists() else None,
+        sampling_rate=read_json(extractor, _ADVICE)["sampling_rate"] if not tokens and extractor.exists() else None,
         example=json.dumps(data["widget"][0]["text"] if data.get("widget") else "def main(", ensure_ascii=False),
         budget=max(1, min(6, config["num_spectral_channels"] - 1)),
         parameters=_num_parameters(folder),
@@ -137,15 +140,6 @@ def _open_template(path: Path) -> ModelCard:
         raise ValueError(f"card template {str(path)!r} cannot be read: {error.strerror}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; a saved model folder has one") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-
-
 def _architecture(config: dict[str, Any]) -> str:
     return (config.get("architectures") or [""])[0]
 
@@ -203,9 +197,8 @@ def _num_parameters(folder: Path) -> int:
     """Numbers stored in the folder's safetensors files; 0 if there are none."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        with safe_open(path, "np") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return total
 
 

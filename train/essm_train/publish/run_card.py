@@ -66,7 +66,7 @@ def push_run(args: PushArguments, on_card: Callable[[Path], object] = lambda car
         print(f"wrote {card}")
     if args.card_only or repository is None:
         return None
-    commit = commit_folder(folder, repository, None, args.commit_message)
+    commit = commit_folder(folder, repository, args.commit_message)
     print(f"pushed {constants.ENDPOINT}/{repository} at revision {commit}")
     return commit
 

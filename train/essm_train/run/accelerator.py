@@ -22,20 +22,25 @@ from transformers.trainer_utils import enable_full_determinism
 
 from essm_train.arguments import RunArguments
 from essm_train.files import check_writable
+from essm_train.publish.hub import check_can_push
 from essm_train.run.lock import alone_in
 from essm_train.run.tracker import JsonlTracker
 
 
 @contextmanager
 def open_run(args: RunArguments) -> Iterator[Accelerator]:
-    """The Accelerator of a run that has its output_dir for itself until the end.
+    """The Accelerator of a run that has its output_dir for itself until the end, and may push if it is to.
 
     Raises:
-        ValueError: as `make_accelerator`, or another run uses output_dir.
+        ValueError: as `make_accelerator`, or another run uses output_dir. Others: as `check_can_push`.
     """
     accelerator = make_accelerator(args)
     with alone_in(accelerator, Path(args.output_dir)):
+        if args.push_to_hub and accelerator.is_main_process:
+            check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
         yield accelerator
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
 
 
 def make_accelerator(args: RunArguments) -> Accelerator:

@@ -24,11 +24,8 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float):
         self.decay, self.updates = decay, 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.average = [self._wide(p) for p in self.parameters]
-
-    @staticmethod
-    def _wide(parameter: Tensor) -> Tensor:
-        return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]
+        self.average = [p.detach().to(dtype, copy=True) for p, dtype in zip(self.parameters, wide)]
 
     @torch.no_grad()
     def update(self) -> None:

@@ -39,14 +39,34 @@ from essm_train.measure.metric import Metric
 from essm_train.models import capacity_of, run_at_budget
 from essm_train.run.accelerator import hardware, say
 from essm_train.run.average import WeightAverage
-from essm_train.run.budgets import eval_budgets
 from essm_train.run.checkpoints import last_good, load_checkpoint, read_run_state, save_checkpoint
 from essm_train.run.finiteness import non_finite
 from essm_train.run.identity import find_run, model_identity
 from essm_train.run.learning_rate import apply_plan, make_scheduler, parameter_groups
 from essm_train.run.saving import copy_model, save_model
 from essm_train.run.task import Task
-from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses
+from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
+
+
+def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
+    """The schedule that the arguments name, for a model of that capacity. Raises ValueError as `budget_schedule`."""
+    return budget_schedule(
+        args.budget_schedule,
+        capacity,
+        args.seed,
+        full_budget_updates=args.full_budget_updates or 0,
+        sandwich_random=args.sandwich_random,
+    )
+
+
+def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) -> tuple[int, ...]:
+    """Budgets to validate at, ascending. Raises ValueError for one outside [1, capacity]."""
+    trained = schedule.budgets
+    chosen = args.eval_budgets or (trained[0], trained[len(trained) // 2], trained[-1])
+    for K in chosen:
+        if not 1 <= K <= capacity:
+            raise ValueError(f"eval_budgets must be integers in [1, {capacity}], got {K}")
+    return tuple(sorted(set(chosen)))
 
 
 def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule) -> dict[str, Any]:
@@ -251,7 +271,8 @@ class _Run:
         """One step of the optimizer; what log.jsonl says of it. Raises FloatingPointError, before the step."""
         accelerator, args, update = self.accelerator, self.args, self.progress.update + 1
         loss, figure = _accumulate(accelerator, self.model, self.task, batches, budgets, args.distillation_weight)
-        norm = _full(accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm))
+        norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded under FSDP2
         means = accelerator.reduce(torch.stack([loss, figure]), "mean")
         mean_loss, mean_figure, grad_norm = torch.cat([means, norm.to(means).view(1)]).tolist()  # waits once
         overflowed = accelerator.scaler is None and not math.isfinite(grad_norm)  # fp16's scaler skips such updates
@@ -376,10 +397,6 @@ def _accumulate(
             loss = loss + part.detach()
         figure = figure + first[0] / len(batches)
     return loss, figure
-
-
-def _full(norm: Tensor) -> Tensor:
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # type: ignore[operator]
 
 
 def train_and_record(

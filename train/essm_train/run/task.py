@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What the training loop is given: a model, samples, and how both are judged."""
+"""What the training loop is given, a model, samples, and how both are judged; and what is reported after it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from essm_train.arguments import RunArguments
+from essm_train.data.rows import LabelledData
 from essm_train.data.samples import SampleSource
+from essm_train.measure.budget_sweep import save_sweep, sweep_accuracy
 from essm_train.measure.metric import ACCURACY, Metric
 from essm_train.measure.scoring import Predictor
+from essm_train.run.accelerator import say
+from modeling_essm.budgets.curve import BudgetCurve
 
 
 @dataclass
@@ -44,30 +49,57 @@ class Task:
     identity: dict[str, Any]
 
 
-def classification_task(
-    model: PreTrainedModel,
-    source: SampleSource,
-    predict: Predictor,
-    samples: Sequence[Any],
-    labels: Tensor,
-    **rest: Any,
-) -> Task:
-    """One class per sample; judged by the accuracy on held-out samples and their labels (n,) int64.
+def make_predictor(args: Any, data: LabelledData, accelerator: Accelerator) -> Predictor:
+    """Of batches of `eval_batch_size`, padded to one length where the model is compiled.
 
     Args:
-        rest: tokens_per_sample, save_companions and identity of the `Task`.
+        args: `ClassificationArguments` or `RetrievalArguments`.
     """
+    length = args.max_length if args.torch_compile else None
+    return Predictor(lambda samples: data.collate(samples, length), args.eval_batch_size, accelerator)
+
+
+def classification_task(model: PreTrainedModel, data: LabelledData, predict: Predictor) -> Task:
+    """One class per sample; judged by the accuracy on the validation split."""
 
     def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
-        predictions = predict(accelerator.unwrap_model(module), samples, K)
-        return float((predictions == labels).double().mean())
+        predictions = predict(accelerator.unwrap_model(module), data.validation.samples, K)
+        return float((predictions == data.validation.labels).double().mean())
 
     return Task(
         model=model,
-        source=source,
+        source=data.source,
         collate=predict.collate,
         training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
         evaluate=evaluate,
         metric=ACCURACY,
-        **rest,
+        tokens_per_sample=data.tokens_per_sample,
+        save_companions=data.save_companions,
+        identity=data.digests,
     )
+
+
+def report_sweep(
+    accelerator: Accelerator, args: RunArguments, sweep: BudgetCurve, heading: str, **context: object
+) -> None:
+    """Show and save the sweep of `output_dir/model`, with `context` beside the figures. One process does."""
+    output_dir = Path(args.output_dir)
+    if accelerator.is_main_process:
+        say(accelerator, heading + sweep.table())
+        save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context)
+        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+
+
+def report_accuracy(
+    accelerator: Accelerator,
+    args: RunArguments,
+    model: PreTrainedModel,
+    data: LabelledData,
+    predict: Predictor,
+    what: str,
+) -> BudgetCurve:
+    """Sweep and report a classifier on its held-out samples, of which `what` tells people. All processes call it."""
+    sweep = sweep_accuracy(model, data.held_out, predict, progress=lambda K: say(accelerator, f"sweep: K={K}"))
+    context = {"split": "validation" if data.test is None else "test", "samples": len(data.held_out.samples)}
+    report_sweep(accelerator, args, sweep, f"accuracy on {what}\n", **context, data=data.description)
+    return sweep

@@ -18,7 +18,7 @@ import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -26,7 +26,8 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
-from essm_train.tasks.shards import SPLITS, check_sizes
+from essm_train.files import sha256_of
+from essm_train.tasks.shards import SPLITS, RowGenerator
 
 SPEECH4_WORDS = ("yes", "no", "up", "down")
 SC10_WORDS = (*SPEECH4_WORDS, "left", "right", "on", "off", "stop", "go")
@@ -99,23 +100,8 @@ def clip_frames(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where clips come from.
-
-
-class Clips(Protocol):
-    """Labelled sound of three splits, picklable.
-
-    Attributes:
-        words: name of each class. sampling_rate: in Hz. sizes: rows of each split. fingerprint: changes if they do.
-    """
-
-    words: tuple[str, ...]
-    sampling_rate: int
-    sizes: dict[str, int]
-    fingerprint: str
-
-    def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
-        """(samples, label, name) of those rows."""
+# Where clips come from: labelled sound of three splits, picklable. `words` are the classes, `sizes` the rows of each
+# split, `fingerprint` changes if they do, and `read` gives (samples, label, name) of rows.
 
 
 class MuLawClips:
@@ -141,8 +127,7 @@ class MuLawClips:
             missing = set(self.COLUMNS) - set(pq.read_schema(path).names)
             if missing:
                 raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(bytes.fromhex(sha256_of(path)))
         self.sizes = {split: pq.read_metadata(path).num_rows for split, path in self.paths.items()}
         self.fingerprint = digest.hexdigest()
 
@@ -229,12 +214,12 @@ def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
     return np.frombuffer(data, "<i2").astype(np.float32) / 32768
 
 
-@dataclass(frozen=True)
-class SpeechFrames:
-    """The `shards.RowGenerator` of clips as frames; where the clips lie is no part of what defines the rows."""
+Clips = MuLawClips | SpeechCommands
 
-    VERSION: ClassVar[int] = 1
-    UNIQUE: ClassVar[str | None] = None
+
+@dataclass(frozen=True)
+class SpeechFrames(RowGenerator):
+    """Clips as frames; where the clips lie is no part of what defines the rows."""
 
     name: str
     words: tuple[str, ...]
@@ -247,7 +232,7 @@ class SpeechFrames:
     rows_per_shard: int = 2000
 
     def __post_init__(self, clips: Clips) -> None:
-        check_sizes(self)
+        super().__post_init__()
         object.__setattr__(self, "_clips", clips)
 
     @classmethod

@@ -101,7 +101,8 @@ def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str,
     reduced = " (small)" if scale == "small" and spec.small_data else ""
     message = f"no data for task {spec.name!r}{reduced} in {searched}: {places[0].instructions(folders)}"
     if spec.hub is not None:
-        message += f"; or read {spec.hub.name!r} from the Hub (`use_hub=True`, list_tasks.py --use_hub)"
+        again = "`use_hub=True`, `python -m essm_train.commands.list_tasks --use_hub`"
+        message += f"; or read {spec.hub.name!r} from the Hub ({again})"
     raise FileNotFoundError(message)
 
 

@@ -14,37 +14,37 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, Value
 
-from essm_train.arguments import arg
-from essm_train.tasks.shards import check_sizes, shard_files
+from essm_train.arguments import arg, check_at_least
+from essm_train.tasks.shards import RowGenerator
 
 DIGITS = tuple(map(str, range(10)))
-OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+_OPERATIONS: dict[str, Callable[[list[int]], int]] = {
+    **{"[MIN": min, "[MAX": max},
+    **{"[MED": lambda values: int(statistics.median(values)), "[SM": lambda values: sum(values) % 10},
+}
+OPERATORS = tuple(_OPERATIONS)
 CLOSE = "]"
 SYMBOLS = (*DIGITS, *OPERATORS, CLOSE)  # a symbol's id is its place; as in hub_configs/essm-lra-listops
-PAD_ID = len(SYMBOLS)
 OPERATOR_PROBABILITY = 0.25
-_IDS = {symbol: i for i, symbol in enumerate(SYMBOLS)}
 _MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
 
 
 @dataclass(frozen=True)
-class ListOps:
+class ListOps(RowGenerator):
     """The data set of these parameters; the defaults are Long Range Arena's.
 
     Raises:
         ValueError: parameters that no tree can meet.
     """
 
-    VERSION: ClassVar[int] = 1
     UNIQUE: ClassVar[str | None] = "tokens"
 
     name: str = "listops"
@@ -59,10 +59,9 @@ class ListOps:
     rows_per_shard: int = arg(2_000, "Rows in a file.")
 
     def __post_init__(self) -> None:
-        check_sizes(self)
-        for name, least in (("seed", 0), ("max_depth", 2), ("max_arguments", 2), ("min_length", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        super().__post_init__()
+        check_at_least(self, 0, "seed", "min_length")
+        check_at_least(self, 2, "max_depth", "max_arguments")
         longest = 1
         for _ in range(self.max_depth - 1):
             longest = 2 + self.max_arguments * longest
@@ -140,29 +139,4 @@ def _evaluate(symbol: str, remaining: Iterator[str]) -> int:
         arguments.append(_evaluate(inner, remaining))
     if not arguments:
         raise ValueError(f"{symbol!r} has no arguments")
-    if symbol == "[MIN":
-        return min(arguments)
-    if symbol == "[MAX":
-        return max(arguments)
-    if symbol == "[SM":
-        return sum(arguments) % 10
-    arguments.sort()
-    middle = len(arguments) // 2
-    return arguments[middle] if len(arguments) % 2 else (arguments[middle - 1] + arguments[middle]) // 2
-
-
-def encode(tokens: str) -> np.ndarray:
-    """Ids (L,) uint8 of an expression as the column `tokens` holds it; id 15 (`PAD_ID`) is left for padding.
-
-    Raises:
-        ValueError: a symbol that is none.
-    """
-    try:
-        return np.array([_IDS[symbol] for symbol in tokens.split()], np.uint8)
-    except KeyError as error:
-        raise ValueError(f"{error.args[0]!r} is no symbol of ListOps; they are {' '.join(SYMBOLS)}") from None
-
-
-def load(folder: Path | str = "data/listops", checksum: bool = False) -> dict[str, list[str]]:
-    """Files of each split: `load_dataset("parquet", data_files=load(folder))`; errors as in `shard_files`."""
-    return shard_files(folder, "listops", checksum)
+    return _OPERATIONS[symbol](arguments)

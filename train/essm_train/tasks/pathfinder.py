@@ -18,19 +18,18 @@ element: an image has the same bytes on every machine, alone or in a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, List, Value
 
-from essm_train.arguments import arg
-from essm_train.tasks.shards import SPLITS, check_sizes, shard_files
+from essm_train.arguments import arg, check_at_least
+from essm_train.tasks.shards import SPLITS, RowGenerator
 
 LABELS = ("separate", "connected")
 CONTOUR_LENGTHS = MappingProxyType({"baseline": 6, "intermediate": 9, "hard": 14})  # paddles of a marked snake
@@ -45,15 +44,12 @@ _BATCH = 250  # images that grow at once
 
 
 @dataclass(frozen=True)
-class Pathfinder:
+class Pathfinder(RowGenerator):
     """The data set of these parameters; the defaults are those of LRA's Pathfinder at 32 x 32.
 
     Raises:
         ValueError: parameters that no image can meet.
     """
-
-    VERSION: ClassVar[int] = 1
-    UNIQUE: ClassVar[str | None] = None
 
     name: str = "pathfinder32"
     seed: int = arg(0, "Same seed, same data.")
@@ -75,18 +71,16 @@ class Pathfinder:
     rows_per_shard: int = arg(5_000, "Images in a file.")
 
     def __post_init__(self) -> None:
-        check_sizes(self)
+        super().__post_init__()
         if self.difficulty not in CONTOUR_LENGTHS:
             raise ValueError(f"difficulty must be one of {', '.join(CONTOUR_LENGTHS)}, got {self.difficulty!r}")
-        least: dict[str, float] = {"seed": 0, "distractor_paddles": 0, "paddle_length": 1, "padding": 0}
-        for name, limit in (least | {"seed_distance": 1, "marker_radius": 0.5, "continuity": 0.5}).items():
-            if not getattr(self, name) >= limit:
-                raise ValueError(f"{name} must be at least {limit}, got {getattr(self, name)}")
+        check_at_least(self, 0, "seed", "distractor_paddles", "padding")
+        check_at_least(self, 1, "paddle_length", "seed_distance")
+        check_at_least(self, 0.5, "marker_radius", "continuity")
+        check_at_least(self, 2, "contour_length")
         for name in ("paddle_thickness", "paddle_contrast"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.contour_length is not None and self.contour_length < 2:
-            raise ValueError(f"contour_length must be at least 2, got {self.contour_length}")
         if not self.paddle_margins or min(self.paddle_margins) < 1:
             raise ValueError(f"paddle_margins must be integers of at least 1, got {self.paddle_margins}")
         if self.image_size - 4 * self.seed_distance < self.paddle_length:
@@ -120,7 +114,6 @@ class Pathfinder:
         return pa.Table.from_arrays(columns, schema=features.arrow_schema)
 
 
-PATHFINDER32: Mapping[str, Any] = MappingProxyType({})  # the defaults
 PATHX: Mapping[str, Any] = MappingProxyType(
     {
         "name": "pathx",
@@ -215,9 +208,9 @@ def _turns(continuity: float) -> np.ndarray:
     return np.array(turns)
 
 
-def _distance2(point: np.ndarray, start: np.ndarray, unit: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """(...) squared distance of points (2, ...) from the segment that begins at start (2, ...)."""
-    dy, dx = point - start
+def _distance2(offset: Iterable[np.ndarray], unit: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """(...) squared distance of points from a segment: their offset (2, ...) from its beginning, its direction."""
+    dy, dx = offset
     along = dy * unit[0] + dx * unit[1]
     across = dy * unit[1] - dx * unit[0]
     beyond = np.maximum(np.maximum(-along, along - length), 0.0)
@@ -250,11 +243,8 @@ class _Ground:
         middle = np.floor((pivot + self.length[images] / 2 * unit) * self.per_pixel).astype(int)
         rows, columns = middle[:, :, None] + np.arange(-self.reach, self.reach + 1)
         centre = rows[:, :, None] + 0.5, columns[:, None, :] + 0.5
-        dy, dx = (centre[axis] / self.per_pixel - pivot[axis, :, None, None] for axis in range(2))
-        uy, ux = unit[:, :, None, None]
-        along, across = dy * uy + dx * ux, dy * ux - dx * uy
-        beyond = np.maximum(np.maximum(-along, along - length), 0.0)
-        near = across * across + beyond * beyond <= (self.clearance[images] ** 2)[:, None, None]
+        offset = (centre[axis] / self.per_pixel - pivot[axis, :, None, None] for axis in range(2))
+        near = _distance2(offset, unit[:, :, None, None], length) <= (self.clearance[images] ** 2)[:, None, None]
         place = images[:, None, None], rows[:, :, None] + self.reach, columns[:, None, :] + self.reach
         add = np.add if change > 0 else np.subtract
         self.links[place] = add(self.links[place], near, dtype=np.uint8)
@@ -307,7 +297,7 @@ class _Growth:
         free = ((tail >= inner) & (tail <= size - inner) & (head >= inner) & (head <= size - inner)).all(0)
         along = np.arange(self.steps) / (self.steps - 1) * L  # (a, P)
         centre, count = self.ground.at(live, pivot[..., None] + along[:, None] * unit[..., None])
-        continued = _distance2(centre, last_start[..., None], last_unit[..., None], L[..., None])
+        continued = _distance2(centre - last_start[..., None], last_unit[..., None], L[..., None])
         continued = (continued <= (self.clearance[live] ** 2)[:, None, None]) & ~begins[..., None]
         return pivot, theta, free & (count == continued).all(2)  # the link that is continued is not counted
 
@@ -455,9 +445,3 @@ def render(task: Pathfinder, scenes: Scenes) -> np.ndarray:
         draw(every, scenes.markers[:, m], lambda dy, dx: task.marker_radius + 0.5 - np.sqrt(dy * dy + dx * dx))
     image = image[:, half : half + size, half : half + size]
     return np.floor(np.minimum(image, 1.0) * 255 + 0.5).astype(np.uint8)
-
-
-def load(folder: Path | str = "data/pathfinder32", checksum: bool = False) -> dict[str, list[str]]:
-    """Files of each split, of either size: `load_dataset("parquet", data_files=load(folder))`; else `shard_files`."""
-    names = ["pathx", "pathfinder32"] if "pathx" in Path(folder).name else ["pathfinder32", "pathx"]
-    return shard_files(folder, names, checksum)

@@ -25,10 +25,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 from transformers.utils.generic import can_return_tuple
 
-from essm_train.arguments import RunArguments, arg
-from essm_train.data.samples import HELD_OUT_FRACTION
+from essm_train.arguments import RunArguments, arg, check_at_least
+from essm_train.data.rows import LabelledData, Split
+from essm_train.data.samples import MapSamples, at_most, hold_out
 from essm_train.models import SizeArguments
 from modeling_essm import ESSMConfig, ESSMModel, build_byte_tokenizer
 from modeling_essm.modeling_essm import ESSMPreTrainedModel, ESSMSequenceClassifierOutput
@@ -146,7 +148,7 @@ def parse_line(line: bytes, where: str) -> tuple[bytes, bytes, int]:
     return fields[3], fields[4], int(label)
 
 
-class PairFile(Sequence[Pair]):
+class PairFile(Dataset[Pair]):
     """The pairs of one file of the archive, all lines checked; texts stay in the file until they are asked for.
 
     (The csv and text readers of `datasets` decode, and cannot say which line is wrong.)
@@ -183,7 +185,7 @@ class PairFile(Sequence[Pair]):
     def __len__(self) -> int:
         return len(self._offsets)
 
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
+    def __getitem__(self, index: int) -> Pair:
         position, size = self._offsets[index]
         with self.path.open("rb") as file:
             file.seek(position)
@@ -191,19 +193,6 @@ class PairFile(Sequence[Pair]):
         *texts, label = parse_line(line.rstrip(b"\r\n"), f"line {index + 1} of {self.path}")
         first, second = (np.frombuffer(text[: self.max_length], np.uint8) for text in texts)
         return Pair(first, second, label)
-
-
-class Part(Sequence[Pair]):
-    """Some pairs of a file, by their places in it."""
-
-    def __init__(self, pairs: PairFile, rows: np.ndarray):
-        self.pairs, self.rows, self.labels = pairs, rows, pairs.labels[torch.from_numpy(rows)]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Pair:  # type: ignore[override]
-        return self.pairs[int(self.rows[index])]
 
 
 def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tensor]:
@@ -241,57 +230,51 @@ class RetrievalArguments(SizeArguments):
         super().__post_init__()
         if self.train_file is None:
             raise ValueError("no pairs to train on: give --train_file data/new_aan_pairs.train.tsv")
-        for name in ("eval_batch_size", "validation_samples", "test_samples"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+        check_at_least(self, 1, "eval_batch_size", "validation_samples", "test_samples")
         if not 1 <= self.max_length <= self.filter_length:
             raise ValueError(f"max_length must be in [1, filter_length = {self.filter_length}], got {self.max_length}")
         if self.push_to_hub:
             raise ValueError("push_to_hub is not possible here: the pair head is not part of the code that is pushed")
 
 
-@dataclass(frozen=True)
-class RetrievalData:
-    """Training pairs; pairs to select by; pairs to report on, or None; and what names and defines them."""
-
-    train: Part
-    validation: Part
-    test: Part | None
-    digests: dict[str, str]
-    description: str
-
-
-def load_retrieval(args: RetrievalArguments) -> RetrievalData:
+def load_retrieval(args: RetrievalArguments) -> LabelledData:
     """The pairs that the arguments name, all checked. Raises ValueError naming the file or line that is wrong."""
     assert args.train_file is not None
     pairs = PairFile(args.train_file, args.max_length)
-    order = np.random.default_rng([args.seed, 1]).permutation(len(pairs))
 
-    def some(part: PairFile, rows: np.ndarray, wanted: int | None) -> Part:
-        chosen = np.random.default_rng([args.seed, 2]).permutation(len(rows))[: len(rows) if wanted is None else wanted]
-        return Part(part, np.sort(rows[chosen]))
+    def split(file: PairFile, rows: np.ndarray, wanted: int | None) -> Split:
+        chosen = at_most(wanted, rows, args.seed)
+        return Split(Subset(file, chosen.tolist()), file.labels[chosen], f"{len(chosen):,} pairs of {file.path.name}")
+
+    def whole(path: str, wanted: int | None) -> tuple[Split, str]:
+        file = PairFile(path, args.max_length)
+        return split(file, np.arange(len(file)), wanted), file.sha256
 
     digests = {"sha256 of the training data": pairs.sha256}
     if args.validation_file is not None:
-        held_out = PairFile(args.validation_file, args.max_length)
-        digests["sha256 of the validation data"] = held_out.sha256
-        kept, validation = np.sort(order), some(held_out, np.arange(len(held_out)), args.validation_samples)
+        kept = np.arange(len(pairs))
+        validation, digests["sha256 of the validation data"] = whole(args.validation_file, args.validation_samples)
     else:
-        count = max(1, round(HELD_OUT_FRACTION * len(pairs)))
-        if count == len(pairs):
-            raise ValueError(f"{pairs.path} must hold at least 2 lines, so that one can be held out, got {len(pairs)}")
-        kept, validation = np.sort(order[count:]), some(pairs, np.sort(order[:count]), args.validation_samples)
-    test = None
-    if args.test_file is not None:
-        held_out = PairFile(args.test_file, args.max_length)
-        test = some(held_out, np.arange(len(held_out)), args.test_samples)
+        kept, held_out = hold_out(len(pairs), args.seed, str(pairs.path), "lines")
+        validation = split(pairs, held_out, args.validation_samples)
+    test = None if args.test_file is None else whole(args.test_file, args.test_samples)[0]
     cut = float((pairs.lengths > args.max_length).mean())
     description = (
         f"{pairs.path.name}: {len(kept):,} pairs of bytes, {cut:.1%} of the documents cut at {args.max_length}"
+        f"; validation on {len(validation.samples):,}"
     )
-    description += f"; validation on {len(validation):,}" + (f"; test on {len(test):,}" if test is not None else "")
-    return RetrievalData(Part(pairs, kept), validation, test, digests, description)
+    description += "" if test is None else f"; test on {len(test.samples):,}"
+    lengths = np.minimum(pairs.lengths[kept], args.max_length)
+    return LabelledData(
+        MapSamples(Subset(pairs, kept.tolist()), args.seed),
+        validation,
+        test,
+        max(1, round(float(lengths.sum(1).mean()))),
+        digests,
+        description,
+        collate,
+        lambda folder: save_tokenizer(folder, args.max_length),
+    )
 
 
 def save_tokenizer(folder: Path, max_length: int) -> None:

@@ -25,25 +25,27 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from essm_train.files import TEMPORARY, replacing, sha256_of
+from essm_train.arguments import check_at_least
+from essm_train.files import PARTIAL, check_writable, replacing, sha256_of, write_json
 
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 _FORMAT = 1
+_MAKE = "python -m essm_train.commands.make_task_data"  # also where there is no checkout with its train/
 _MAX_ROUNDS = 100  # of new attempts for repeated rows
 
 
-class RowGenerator(Protocol):
+class RowGenerator:
     """What a task has to offer: a dataclass of JSON-able fields, picklable.
 
     Attributes:
@@ -53,21 +55,23 @@ class RowGenerator(Protocol):
         rows_per_shard: in a file, at most. train_size, validation_size, test_size: rows; read by the split's name.
     """
 
-    VERSION: ClassVar[int]
-    UNIQUE: ClassVar[str | None]
+    VERSION: ClassVar[int] = 1
+    UNIQUE: ClassVar[str | None] = None
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    rows_per_shard: int
 
-    @property
-    def rows_per_shard(self) -> int: ...
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that make no data set."""
+        check_at_least(self, 1, "train_size", "rows_per_shard")
+        check_at_least(self, 0, "validation_size", "test_size")
 
     def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
         """Rows of a split, each a function of the fields, split, index and attempt (0 where none is given)."""
+        raise NotImplementedError
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Shard:
+class Shard(NamedTuple):
     """A file and the rows it holds."""
 
     split: str
@@ -89,13 +93,6 @@ def plan(generator: RowGenerator) -> list[Shard]:
     return shards
 
 
-def check_sizes(generator: RowGenerator) -> None:
-    """Raises ValueError for sizes that make no data set; for a generator's own checks."""
-    for name, least in (("train_size", 1), ("validation_size", 0), ("test_size", 0), ("rows_per_shard", 1)):
-        if getattr(generator, name) < least:
-            raise ValueError(f"{name} must be at least {least}, got {getattr(generator, name)}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Writing.
 
@@ -109,9 +106,9 @@ def generate(generator: RowGenerator, output_dir: Path, num_workers: int = 1, pr
     Returns:
         Path of the manifest.
     Raises:
-        ValueError: the folder holds data of other parameters, or rows cannot be made distinct.
-        OSError: the folder cannot be written (before anything is made), or the disk is full, or a worker was killed;
-            finished shards stand.
+        ValueError: the folder cannot be written or holds data of other parameters, before anything is made; or rows
+            cannot be made distinct.
+        OSError: the disk is full, or a worker was killed; finished shards stand.
     """
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers}")
@@ -121,8 +118,8 @@ def generate(generator: RowGenerator, output_dir: Path, num_workers: int = 1, pr
     manifest = _read_manifest(path) if path.exists() else None
     if manifest is not None:
         _refuse_other(manifest, identity, output_dir)
-    _check_writable(output_dir)
-    for stale in output_dir.glob(f"{TEMPORARY}*"):
+    check_writable(output_dir)
+    for stale in output_dir.glob(f"{PARTIAL}*"):
         stale.unlink()
     if manifest is None:
         manifest = {**identity, "complete": False, "attempts": {}, "shards": {}}
@@ -170,17 +167,6 @@ def _refuse_other(manifest: dict[str, Any], identity: dict[str, Any], output_dir
         raise ValueError(
             f"{output_dir} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
         )
-
-
-def _check_writable(output_dir: Path) -> None:
-    """Raises OSError, by trying it."""
-    probe = output_dir / f"{TEMPORARY}probe"
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink()
-    except OSError as error:
-        raise type(error)(f"cannot write into output_dir {str(output_dir)!r}: {error.strerror}") from error
 
 
 def _drop_damaged(manifest: dict[str, Any], output_dir: Path, progress: bool) -> None:
@@ -269,13 +255,12 @@ def _write_shard(
 ) -> dict[str, Any]:
     """Write the file under a temporary name, to disk, and rename it. Returns its manifest entry."""
     table = generator.rows(shard.split, range(shard.first, shard.stop), attempts)
-    path, prefix = output_dir / shard.file, f"{TEMPORARY}{os.getpid()}-"
+    path = output_dir / shard.file
     try:
-        with replacing(path, prefix, durable=True) as temporary:
+        with replacing(path, durable=True) as temporary:
             pq.write_table(table, temporary, compression="zstd")
             entry = {"rows": len(table), "bytes": temporary.stat().st_size, "sha256": sha256_of(temporary)}
     except OSError as error:
-        path.with_name(prefix + path.name).unlink(missing_ok=True)
         raise OSError(
             error.errno, f"cannot write {path}: {error}. Finished shards stand: make room and give the command again"
         ) from error
@@ -297,8 +282,7 @@ def _repeated_rows(generator: RowGenerator, output_dir: Path) -> dict[str, list[
 
 
 def _write_manifest(manifest: Mapping[str, Any], path: Path) -> None:
-    with replacing(path, TEMPORARY, durable=True) as temporary:
-        temporary.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    write_json(path, manifest, indent=1, durable=True)
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -315,24 +299,24 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 # Reading.
 
 
-def shard_files(folder: Path | str, names: str | Iterable[str], checksum: bool = False) -> dict[str, list[str]]:
+def shard_files(folder: Path | str, name: str, checksum: bool = False) -> dict[str, list[str]]:
     """The files of each split, as `load_dataset("parquet", data_files=...)` takes them; empty splits are left out.
 
     Args:
-        names: of the data set, one or several that will do; the first stands in the command of an error.
+        name: of the data set.
         checksum: read every file and compare its SHA-256; otherwise presence and size are checked.
     Raises:
         FileNotFoundError: there is no such data, or a part of it is missing; names the command that makes it.
         ValueError: the folder holds another data set, or the manifest is damaged.
     """
-    folder, names = Path(folder), [names] if isinstance(names, str) else list(names)
-    command = f"`python train/make_task_data.py {names[0]} --output_dir {folder}`"
+    folder = Path(folder)
+    command = f"`{_MAKE} {name} --output_dir {folder}`"
     if not (folder / MANIFEST).is_file():
-        raise FileNotFoundError(f"no {names[0]} data in {str(folder)!r}: make it with {command}")
+        raise FileNotFoundError(f"no {name} data in {str(folder)!r}: make it with {command}")
     manifest = _read_manifest(folder / MANIFEST)
-    if manifest["name"] not in names:
-        raise ValueError(f"{str(folder)!r} holds {manifest['name']} data, not {' or '.join(names)}; make it: {command}")
-    again = f"`python train/make_task_data.py {command_line(manifest)} --output_dir {folder}`"
+    if manifest["name"] != name:
+        raise ValueError(f"{str(folder)!r} holds {manifest['name']} data, not {name}; make it: {command}")
+    again = f"`{_MAKE} {command_line(manifest)} --output_dir {folder}`"
     if not manifest["complete"]:
         raise FileNotFoundError(f"the {manifest['name']} data in {str(folder)!r} is unfinished: continue with {again}")
     files: dict[str, list[str]] = {}
@@ -344,7 +328,7 @@ def shard_files(folder: Path | str, names: str | Iterable[str], checksum: bool =
 
 
 def command_line(manifest: Mapping[str, Any]) -> str:
-    """The arguments of generate.py, but for the folder, that give this data."""
+    """The arguments of make_task_data, but for the folder, that give this data."""
     values = {name: value for name, value in manifest["parameters"].items() if name != "name" and value is not None}
     parts = ((f"--{name}", *map(str, value if isinstance(value, list) else [value])) for name, value in values.items())
     return " ".join([manifest["name"], *(word for part in parts for word in part)])

@@ -15,8 +15,9 @@ _DESCRIPTION = "Summed cross-entropy of a text in bits, divided by the bytes of 
 _INPUTS = """
 Args:
     nats (list of float): cross-entropies, each summed over a piece of text: one token, a document, or everything.
-    bytes (list of int): how many bytes each piece stands for; 0 for a token that stands for no text, such as <eos>,
-        whose cross-entropy then counts. Leave such a token out of both lists if it shall not.
+    bytes (list of float): how many bytes each piece stands for, by their mean where tokens are counted; 0 for a token
+        that stands for no text, such as <eos>, whose cross-entropy then counts. Leave such a token out of both lists if
+        it shall not.
 Returns:
     bits_per_byte (float): sum(nats) / ln 2 / sum(bytes).
 """
@@ -30,16 +31,16 @@ class BitsPerByte(evaluate.Metric):
             description=_DESCRIPTION,
             citation="",
             inputs_description=_INPUTS,
-            features=datasets.Features({"nats": datasets.Value("float64"), "bytes": datasets.Value("int64")}),
+            features=datasets.Features({"nats": datasets.Value("float64"), "bytes": datasets.Value("float64")}),
         )
 
-    def _compute(self, nats: list[float], bytes: list[int]) -> dict[str, float]:
+    def _compute(self, nats: list[float], bytes: list[float]) -> dict[str, float]:
         for value in nats:
             if not 0 <= value < math.inf:
                 raise ValueError(f"nats must be finite and at least 0, got {value}")
         for count in bytes:
             if count < 0:
-                raise ValueError(f"bytes must be at least 0, got {count}")
+                raise ValueError(f"bytes must be at least 0, got {count:g}")
         if sum(bytes) == 0:
             raise ValueError("bits per byte needs at least one byte, got none")
         return {"bits_per_byte": math.fsum(nats) / math.log(2) / sum(bytes)}
