@@ -98,7 +98,7 @@ def test_text_classification(classifier):
 
 
 def test_text_classification_knows_no_budget_of_a_call(classifier):
-    """It hands the argument to the tokenizer, which drops it: README says what to do instead."""
+    """It hands the argument to the tokenizer, which drops it: docs/clients.md says what to do instead."""
     pipe = pipeline("text-classification", model=classifier)
     assert pipe(PROMPTS[0], spectral_budget=2) == pipe(PROMPTS[0])
     full = pipe(PROMPTS[0])[0]["score"]
