@@ -176,7 +176,7 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
 def main() -> None:
     """Run an experiment from the command line."""
     if len(sys.argv) < 2 or sys.argv[1] in ("--list", "-h", "--help"):
-        print("usage: reproduce.py EXPERIMENT [options], or reproduce.py --list. An experiment is a YAML file or one of\n")
+        print("usage: reproduce.py EXPERIMENT [options] or --list; EXPERIMENT is a YAML file or one of these:\n")
         for name in EXPERIMENTS:
             experiment = get_experiment(name)
             print(f"{name}: {experiment.question} Rows: {', '.join(experiment.rows)}")
