@@ -6,6 +6,7 @@ from typing import Any
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_essm import ESSMCache
+from .checkpoints import PackageCompanions
 from .configuration_essm import ESSMConfig
 from .loading_essm import ElasticPreTrainedModel
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
@@ -20,18 +21,7 @@ ESSMConfig.register_for_auto_class()
 ESSMModel.register_for_auto_class("AutoModel")
 ESSMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 ESSMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-
-
-def _checked_profile(self: ElasticPreTrainedModel) -> str | None:
-    """The budget profile to save along: what the model can run of the one beside its weights.
-
-    Raises:
-        ValueError: a damaged profile, or another model's.
-    """
-    from .budgets import budget_profile
-
-    profile = budget_profile(self)
-    return None if profile is None else profile.text()
+ElasticPreTrainedModel.companions = PackageCompanions()
 
 
 def __getattr__(name: str) -> Any:
@@ -42,8 +32,6 @@ def __getattr__(name: str) -> Any:
 
     return build_byte_tokenizer
 
-
-ElasticPreTrainedModel._profile_to_save = _checked_profile  # type: ignore[method-assign]
 
 __all__ = [
     "ESSMCache",

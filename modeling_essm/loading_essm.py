@@ -2,8 +2,8 @@
 """Loads, saves and truncates checkpoints: whole, a prefix of the channels, or with small weights; with their code.
 
 A budget is a prefix, in memory and in the file (`channels`): a model of capacity 6 is the first 6 slices of each
-channel tensor, and computes what the large one computes at budget 6. Beside the weights lie the root of this package,
-the files of classes that a user derived from it (`remote_code`), and the budget profile.
+channel tensor, and computes what the large one computes at budget 6. Beside the weights lie the files of this folder,
+which are the code of the model, and the budget profile.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import numpy as np
 import torch
@@ -32,19 +32,44 @@ from .channels import (
     spectral_mixers,
     truncate_channels,
 )
+from .configuration_essm import AUTO_MAP
 from .quantized_weights import INSTALL, dequantize, is_quantized, register_formats, resolve_quantization, weight_bytes
-from .remote_code import HUB_ARGUMENTS, code_files, derived_class, prune_auto_map
 from .spectral_budget import SpectralBudget
 
 logger = logging.get_logger(__name__)
 
 SpectralCapacity = Union[int, Sequence[int]]
 PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
+# Arguments of from_pretrained that say where files are, for `cached_file`.
+HUB_ARGUMENTS = (
+    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder"),
+    *("repo_type", "user_agent", "_commit_hash"),
+)
+
+
+class Companions:
+    """The files beside the weights, as a checkpoint alone knows them. The installed package, which knows more of them,
+    puts its own `PackageCompanions` into `ElasticPreTrainedModel.companions`."""
+
+    def class_beside(self, cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
+        """The class to load instead of `cls`, or None; source and arguments are those of `from_pretrained`."""
+        return None
+
+    def code(self, model: Any) -> dict[str, str]:
+        """By name, the text of every file with code of the model: those of this folder."""
+        files = (path for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+        return {path.name: path.read_text(encoding="utf-8") for path in files}
+
+    def profile(self, model: Any) -> str | None:
+        """The text of the budget profile, as it is; None without one. Raises ValueError for one not to be saved."""
+        path = file_beside(model, PROFILE_NAME)
+        return None if path is None else Path(path).read_text(encoding="utf-8")
 
 
 class ElasticPreTrainedModel(PreTrainedModel):
     """Loads, saves and truncates checkpoints."""
 
+    companions: ClassVar = Companions()
     _origin: tuple[str, dict[str, Any] | None] | None = None  # see `_origin_of`
 
     @classmethod
@@ -68,7 +93,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ImportError: quantised weights without torchao.
         """
         source = pretrained_model_name_or_path
-        if (derived := derived_class(cls, source, kwargs)) is not None:
+        if (derived := cls.companions.class_beside(cls, source, kwargs)) is not None:
             ours = {"spectral_capacity": spectral_capacity, "quantization_config": quantization_config}
             kwargs |= {name: value for name, value in ours.items() if value is not None}
             return derived.from_pretrained(source, *args, **kwargs)
@@ -217,8 +242,10 @@ class ElasticPreTrainedModel(PreTrainedModel):
         wrapped = type(self)  # under FSDP2 a class of torch, whose code would be saved in the place of this one's
         self.__class__ = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
         try:
-            code = code_files(self)
-            prune_auto_map(self.config, code, save_directory)
+            code = {}
+            if getattr(self.config, "auto_map", None) is not None:  # who took it away asks for the class by import
+                code = self.companions.code(self)
+                self.config.auto_map = AUTO_MAP | _references_to(self.config.auto_map, code, save_directory)
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = wrapped
@@ -229,18 +256,12 @@ class ElasticPreTrainedModel(PreTrainedModel):
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
         try:
-            profile = self._profile_to_save()
+            profile = self.companions.profile(self)
         except ValueError as error:  # trained on, perhaps
             logger.warning_once(f"no budget profile is saved: {error}")
             return
         if profile is not None:
             write_text(Path(save_directory) / PROFILE_NAME, profile)
-
-    def _profile_to_save(self) -> str | None:
-        """The budget profile beside the weights, as it is. The package, which can read it, checks it
-        first: its __init__ puts a method of its own here."""
-        path = file_beside(self, PROFILE_NAME)
-        return None if path is None else Path(path).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -388,6 +409,17 @@ def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[
     revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
     where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
     return str(source), {name: value for name, value in where.items() if value is not None}
+
+
+def _references_to(auto_map: Mapping[str, Any], names: Iterable[str], folder: str | os.PathLike) -> dict[str, Any]:
+    """Of an auto_map the classes whose files are of those names, lie in the folder, or on the Hub."""
+    kept = {}
+    for auto, references in auto_map.items():
+        each = references if isinstance(references, (list, tuple)) else [references]
+        files = [f"{name.split('.')[0]}.py" for name in each if isinstance(name, str) and "--" not in name]
+        if all(file in names or (Path(folder) / file).is_file() for file in files):
+            kept[auto] = references
+    return kept
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMMo
 
 PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-SUBPACKAGES = ("budgets", "decoding", "export", "training")
+SUBPACKAGES = ("budgets", "checkpoints", "decoding", "export", "training")
 
 
 def code_lines(path):
