@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Union
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -33,8 +32,8 @@ from .channels import (
     truncate_channels,
 )
 from .configuration_essm import AUTO_MAP
-from .quantized_weights import INSTALL, dequantize, is_quantized, register_formats, resolve_quantization, weight_bytes
-from .spectral_budget import SpectralBudget
+from .quantized_weights import INSTALL, dequantize, essm_quantization, is_quantized, register_formats, weight_bytes
+from .spectral_budget import SpectralBudget, of_each_layer
 
 logger = logging.get_logger(__name__)
 
@@ -98,7 +97,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
             kwargs |= {name: value for name, value in ours.items() if value is not None}
             return derived.from_pretrained(source, *args, **kwargs)
         if quantization_config is not None:
-            kwargs["quantization_config"] = resolve_quantization(quantization_config)
+            named = isinstance(quantization_config, str)
+            kwargs["quantization_config"] = essm_quantization(quantization_config) if named else quantization_config
         register_formats()  # which a checkpoint may hold
         try:
             if spectral_capacity is None:
@@ -139,23 +139,20 @@ class ElasticPreTrainedModel(PreTrainedModel):
     def _load_prefix(cls, source: Any, spectral_capacity: SpectralCapacity, *args: Any, **kwargs: Any):
         if kwargs.get("state_dict") is not None or source is None:
             raise ValueError("spectral_capacity reads a prefix of a checkpoint: give its folder or name, no state_dict")
-        where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        where = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         config = kwargs.pop("config", None)
         if not hasattr(config, "capacities"):  # none, or where it is
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
-        capacities = resolve_capacity(spectral_capacity, config.capacities)
-        files = where | {"variant": kwargs.pop("variant", None)}
-        weights = read_prefix(source, capacities, files)
-        for name in HUB_ARGUMENTS:
-            kwargs.pop(name, None)
+        capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
+        weights, metadata = read_prefix(source, capacities, where | {"variant": kwargs.pop("variant", None)})
         config = truncated_config(config, capacities)
         if getattr(config, "quantization_config", None) is None:
             loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         else:  # transformers reads what the tensors mean from the file alone
             with tempfile.TemporaryDirectory() as folder:
-                save_file(weights, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata=read_metadata(source, files))
+                save_file(weights, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata=metadata)
                 config.to_json_file(os.path.join(folder, CONFIG_NAME))
                 loaded = super().from_pretrained(folder, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -185,7 +182,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them.
         """
-        capacities = resolve_capacity(spectral_capacity, self.config.capacities)
+        capacities = of_each_layer(spectral_capacity, self.config.capacities, "spectral_capacity")
         mixers = spectral_mixers(self)
         if any(hasattr(module, "parameter_name") for module in self.modules()):  # PEFT's layer around raw weights
             raise ValueError("an adapter of channel weights cannot be cut: call merge_and_unload() first")
@@ -268,32 +265,6 @@ class ElasticPreTrainedModel(PreTrainedModel):
 # A prefix of the channels.
 
 
-def resolve_capacity(value: Any, capacities: Sequence[int]) -> tuple[int, ...]:
-    """The capacity of each layer that `value` asks for.
-
-    Args:
-        value: an int for every layer (those that hold less keep what they have), or one int per layer.
-        capacities: what each layer holds.
-    Raises:
-        ValueError: anything else, naming the value and the legal range.
-    """
-    if isinstance(value, (list, tuple)):
-        if len(value) != len(capacities):
-            raise ValueError(
-                f"spectral_capacity as a list needs one integer for each of the {len(capacities)} layers, "
-                f"got {len(value)}: {list(value)!r}"
-            )
-        return tuple(_check(K, held, f" in layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
-    K = _check(value, max(capacities), "")
-    return tuple(min(K, held) for held in capacities)
-
-
-def _check(value: Any, highest: int, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= highest:
-        raise ValueError(f"spectral_capacity must be an integer in [1, {highest}]{where}, got {value!r}")
-    return int(value)
-
-
 def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
     """A copy of an ESSMConfig with these capacities; defaults and presets that no longer fit are left out."""
     small = copy.deepcopy(config)
@@ -317,38 +288,31 @@ def budget_fits(budget: Any, config: Any) -> bool:
     return True
 
 
-def read_prefix(source: Any, capacities: Sequence[int], where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_prefix(
+    source: Any, capacities: Sequence[int], where: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The weights of a checkpoint, of channels only the first `capacities`; nothing else is read.
 
     Args:
         source: folder or Hub name of a safetensors checkpoint, in one file or in shards.
         where: those of HUB_ARGUMENTS that the caller gave, and `variant`.
     Returns:
-        tensors by their names in the checkpoint, on the CPU, in its dtypes.
+        tensors by their names in the checkpoint, on the CPU, in its dtypes; and what its files say of them.
     Raises:
         ValueError: no safetensors file. OSError: a shard is not there. SafetensorError: a file is damaged.
     """
     weights: dict[str, torch.Tensor] = {}
-    for path in _weight_files(source, dict(where)):
+    metadata: dict[str, str] = {}
+    for path in _weight_files(source, **where):
         with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata() or {}
             for name in list(file.keys()):
                 kept = channel_capacity(name, capacities)
                 weights[name] = file.get_tensor(name) if kept is None else file.get_slice(name)[:kept]
-    return weights
+    return weights, metadata
 
 
-def read_metadata(source: Any, where: Mapping[str, Any]) -> dict[str, str]:
-    """What the safetensors files say of their tensors; arguments as in `read_prefix`."""
-    metadata: dict[str, str] = {}
-    for path in _weight_files(source, dict(where)):
-        with safe_open(path, framework="pt") as file:
-            metadata |= file.metadata() or {}
-    return metadata
-
-
-def _weight_files(source: Any, where: dict[str, Any]) -> list[str]:
-    variant = where.pop("variant", None)
-
+def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list[str]:
     def find(name: str) -> str | None:
         stem, end = name.rsplit(".", 1)  # model.fp16.safetensors, and model.safetensors.index.fp16.json
         name = name if variant is None else f"{stem}.{variant}.{end}"

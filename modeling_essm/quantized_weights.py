@@ -264,8 +264,3 @@ def register_formats() -> None:
     if "ESSMInt4Tensor" not in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES:
         safetensors_utils.ALLOWED_TENSORS_SUBCLASSES.append("ESSMInt4Tensor")
     safetensors_utils.ALLOWED_CLASSES.setdefault("ESSMInt4Tensor", ESSMInt4Tensor)
-
-
-def resolve_quantization(value: Any) -> Any:
-    """What `from_pretrained` is given as quantization_config: a name becomes the config that it means."""
-    return essm_quantization(value) if isinstance(value, str) else value
