@@ -87,7 +87,7 @@ def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectra
             f"{name} as a list needs one integer for each of the {len(capacities)} layers, "
             f"got {len(value)}: {reprlib.repr(list(value))}"
         )
-    return tuple(_check(K, held, name, f" in layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
+    return tuple(_check(K, held, name, f" for layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
 
 
 def stored_budget(value: SpectralBudget, capacities: Sequence[int]) -> int | list[int] | None:
@@ -113,7 +113,7 @@ def _check(value: object, capacity: int, name: str = "spectral_budget", where: s
     if isinstance(value, torch.Tensor) and _holds_integers(value) and value.numel() == 1:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= capacity:
-        raise ValueError(f"{name} must be an integer in [1, {capacity}]{where}, got {value!r}")
+        raise ValueError(f"{name} must be an integer in [1, {capacity}], got {value!r}{where}")
     return tuple(range(capacity + 1))[value]  # an index is a constant to torch.compile: one graph per budget
 
 

@@ -99,7 +99,7 @@ REFUSED = {
     "short-list": ([1], r"each of the 2 layers, got 1: \[1\]"),
     "long-list": ([1, 2, 3], r"each of the 2 layers, got 3: \[1, 2, 3\]"),
     "empty-list": ([], r"each of the 2 layers, got 0: \[\]"),
-    "list-out-of-range": ([4, 33], r"integer in \[1, 32\] in layer 1, got 33"),
+    "list-out-of-range": ([4, 33], r"integer in \[1, 32\], got 33"),
     "list-with-zero": ([0, 4], r"integer in \[1, 32\], got 0"),
     "list-with-true": ([4, True], r"integer in \[1, 32\], got True"),
     "list-with-none": ([4, None], r"integer in \[1, 32\], got None"),
