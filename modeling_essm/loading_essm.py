@@ -69,7 +69,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
     """Loads, saves and truncates checkpoints."""
 
     companions: ClassVar = Companions()
-    _origin: tuple[str, dict[str, Any] | None] | None = None  # see `_origin_of`
+    _origin: tuple[str, dict[str, Any]] | None = None  # see `_origin_of`
 
     @classmethod
     def from_pretrained(
@@ -344,31 +344,28 @@ def file_beside(model: Any, name: str) -> str | None:
 
     The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
     """
-    # Without an origin it was made in memory, perhaps from a saved configuration.
-    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
-    if not source:
+    origin = getattr(model, "_origin", None)  # without one it was made in memory, perhaps from a saved configuration
+    source, where = origin or (model.name_or_path, {})
+    if origin is None and not os.path.isdir(source or ""):
         return None
-    if where is None:
-        path = os.path.join(source, name)
-        return path if os.path.isfile(path) else None
     try:
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
         return None
 
 
-def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any] | None] | None:
+def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any]] | None:
     """Where `from_pretrained` reads a model, as `file_beside` finds it again whatever the working directory is then.
 
     Args:
         source, arguments: of from_pretrained. config: that of the loaded model.
     Returns:
-        an absolute folder and None, or a Hub name and arguments of `cached_file`; None without a source.
+        an absolute folder or a Hub name, and arguments of `cached_file`; None without a source.
     """
     if source is None:
         return None
     if os.path.exists(source):
-        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), None
+        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), {}
     where = {name: arguments.get(name) for name in ("cache_dir", "local_files_only", "subfolder")}
     revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
     where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit

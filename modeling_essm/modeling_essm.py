@@ -172,13 +172,12 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
         elif isinstance(module, nn.Embedding):
             given = self.config.embedding_initializer_range
             init.normal_(module.weight, mean=0.0, std=std if given is None else given)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, (nn.RMSNorm, ESSMScale)):
+        elif isinstance(module, ESSMScale):
             init.ones_(module.weight)
         elif isinstance(module, ESSMSpectralMixer):
             module.init_weights(std)
+        else:  # norms
+            super()._init_weights(module)
 
 
 class ESSMModel(ESSMPreTrainedModel):

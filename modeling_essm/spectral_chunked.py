@@ -181,18 +181,17 @@ _chunked_backward.register_autograd(_no_second_backward)
 
 def _save_for_backward(ctx, inputs, output):
     u, gates, M, x0, lengths, *ctx.spec = inputs
-    ctx.has_x0, ctx.has_lengths = x0 is not None, lengths is not None
-    ctx.save_for_backward(u, gates, M, output[2], *([lengths] if ctx.has_lengths else []))
+    ctx.has_x0 = x0 is not None
+    ctx.save_for_backward(u, gates, M, output[2], lengths)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dstate, _dx):
-    u, gates, M, x, *lengths = ctx.saved_tensors
+    u, gates, M, x, lengths = ctx.saved_tensors
     if dy is None:
         dy = u.new_zeros(*u.shape[:2], M.shape[-1] if M.ndim == 3 else M.shape[1] * M.shape[3])
     if dstate is None:
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3])
-    lengths = lengths[0] if ctx.has_lengths else None
     with torch.autocast(u.device.type, enabled=False):  # or a backward pass inside an autocast block scans in bf16
         du, dgates, dM, dx0 = _chunked_backward(dy.contiguous(), dstate, u, gates, M, x, lengths, *ctx.spec)
     return du, dgates, dM, dx0 if ctx.has_x0 else None, None, None, None, None
@@ -235,9 +234,8 @@ def _chunked_traceable(
 def _mix_traceable(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M (K, D, E) or (K, h, d, e): (B, n C, E)."""
     if M.ndim == 3:
-        return torch.matmul((features * gates[..., None]).to(M.dtype).flatten(3), M.reshape(1, -1, M.shape[2])).flatten(
-            1, 2
-        )
+        gated = (features * gates[..., None]).to(M.dtype).flatten(3)
+        return torch.matmul(gated, M.reshape(1, -1, M.shape[2])).flatten(1, 2)
     _, h, d, e = M.shape
     B, n, C, K = features.shape[:4]
     gates = gates if gates.ndim == 5 else gates[..., None]
