@@ -32,10 +32,8 @@ PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller bu
 
 def recent_inputs(config: Any) -> dict[str, int]:
     """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
-    names = ("inputs", "outputs") if config.ar_order else ()
-    return dict.fromkeys(names, config.ar_order) | (
-        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
-    )
+    of_feedback = {"inputs": config.ar_order, "outputs": config.ar_order} if config.ar_order else {}
+    return of_feedback | ({"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {})
 
 
 def state_names(config: Any) -> tuple[str, ...]:

@@ -86,6 +86,10 @@ def _labels(what: str, is_key: Callable[[Any], bool]) -> _Rule:
     return f"a dict of 1 to {_MOST_LABELS} {what}", is_legal
 
 
+def _are_presets(x: Any) -> bool:
+    return isinstance(x, dict) and len(x) <= _MOST_BUDGETS and all(isinstance(name, str) for name in x)
+
+
 def _is_dtype(x: Any) -> bool:
     return isinstance(getattr(torch, x, None) if isinstance(x, str) else x, torch.dtype)
 
@@ -118,6 +122,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
     "eos_token_id": _optional(_or_list(_TOKEN_ID, _MOST_BUDGETS)),
     "layer_types": _optional(_list(_one_of("linear_attention"), _MOST_LAYERS)),
+    "budget_presets": _optional((f"a dict of at most {_MOST_BUDGETS} names and budgets", _are_presets)),
     "architectures": _optional(_list(_TEXT, _MOST_BUDGETS)),
     "transformers_version": _optional(_TEXT),
     "problem_type": _optional(_one_of(*_PROBLEMS)),
@@ -326,13 +331,10 @@ class ESSMConfig(PreTrainedConfig):
                 f"filter_length {self.filter_length} resolves at most {resolved} spectral channels, "
                 f"got num_spectral_channels={channels}; use a longer filter (512 resolves 32)"
             )
-        held, (_, is_legal) = _plain(self.spectral_capacities), _optional(_list(_integer(1, channels), layers))
-        if not is_legal(held) or (held is not None and (len(held) != layers or max(held) != channels)):
-            raise ValueError(
-                f"spectral_capacities must be {layers} integers in [1, num_spectral_channels = {channels}], the "
-                f"largest of them {channels}, got {reprlib.repr(self.spectral_capacities)}"
-            )
-        self.spectral_capacities = held
+        text = f"{layers} integers in [1, num_spectral_channels = {channels}], the largest of them {channels}"
+        _, is_list = _list(_integer(1, channels), layers)
+        capacities: _Rule = (text, lambda x: x is None or (is_list(x) and len(x) == layers and max(x) == channels))
+        self.spectral_capacities = _checked("spectral_capacities", self.spectral_capacities, capacities)
         if self.layer_types is not None and len(self.layer_types) != layers:
             raise ValueError(
                 f"layer_types must name 'linear_attention' for each of the {layers} layers, got {len(self.layer_types)}"
@@ -340,17 +342,9 @@ class ESSMConfig(PreTrainedConfig):
         self._validate_budgets()
 
     def _validate_budgets(self) -> None:
-        presets = self.budget_presets
-        if presets is not None:
-            names = isinstance(presets, dict) and len(presets) <= _MOST_BUDGETS and all(type(x) is str for x in presets)
-            if not names:
-                raise ValueError(
-                    f"budget_presets must be a dict of at most {_MOST_BUDGETS} names and budgets, "
-                    f"got {reprlib.repr(presets)}"
-                )
-            self.budget_presets = {
-                name: self._stored_budget(f"budget_presets[{name!r}]", value) for name, value in presets.items()
-            }
+        presets = self.budget_presets or {}
+        for name, value in presets.items():
+            presets[name] = self._stored_budget(f"budget_presets[{name!r}]", value)
         if not isinstance(self.spectral_budget, str):
             self.spectral_budget = self._stored_budget("spectral_budget", self.spectral_budget)
         trained = _list(_integer(1, self.num_spectral_channels), _MOST_BUDGETS)

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .cache_essm import ESSMCacheLayer
+from .cache_essm import ESSMCacheLayer, operator_of
 from .configuration_essm import ESSMConfig
 from .quantized_weights import dequantize, is_quantized
 from .short_convolution import short_convolution
 from .spectral_constants import state_dtype
 from .spectral_feedback import autoregression, last_steps
-from .spectral_ops import SpectralOperator
 
 _GATE_EPS = 1e-6  # eps of Eq. (8)
 _GATE_BIAS = 1.0  # any nonzero constant starts the gate at equal weights; zero would amplify noise to unit scale
@@ -74,7 +73,7 @@ class ESSMSpectralMixer(nn.Module):
     def __init__(self, config: ESSMConfig, capacity: int):
         super().__init__()
         D, K, D_g, d = config.inner_size, capacity, config.gate_hidden_size, config.mixing_size
-        self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
+        self.operator = operator_of(config)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
         self.taps, self.num_heads = config.conv_kernel_size, config.num_heads

@@ -10,6 +10,7 @@ plain tensor operations instead. Shapes as in `SpectralOperator.__call__`.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +63,11 @@ def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, po
     return x
 
 
-def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Tensor | int, Tensor]:
-    """Where each row's last step lies: its chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
+def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Any, Tensor]:
+    """Where each row's last step lies: row and chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
     if lengths is None:
-        return (L - 1) // C, readout[(L - 1) % C]
-    return (lengths - 1) // C, readout[(lengths - 1) % C]
+        return (slice(None), (L - 1) // C), readout[(L - 1) % C]
+    return (torch.arange(len(lengths), device=readout.device), (lengths - 1) // C), readout[(lengths - 1) % C]
 
 
 def _pad_length(t: Tensor, length: int) -> Tensor:
@@ -100,9 +101,8 @@ def _chunked_forward(
     y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
-    c, read = _last_chunk(lengths, L, C, readout)
-    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
-    state = state_matmul(read, torch.cat([chunks[row, c].to(x.dtype), x[row, c]], 1))
+    last, read = _last_chunk(lengths, L, C, readout)
+    state = state_matmul(read, torch.cat([chunks[last].to(x.dtype), x[last]], 1))
     return y, state, x
 
 
@@ -142,11 +142,10 @@ def _chunked_backward(
     dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)
-    c, read = _last_chunk(lengths, L, C, readout)
+    last, read = _last_chunk(lengths, L, C, readout)
     dlast = state_matmul(read.mT, dstate)
-    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
-    dchunks[row, c] += dlast[:, :C]
-    dx[row, c] += dlast[:, C:]
+    dchunks[last] += dlast[:, :C]
+    dx[last] += dlast[:, C:]
     # 3. The scan over chunks, backwards.
     dx = dx.flip(1)
     _scan(dx, powers.mT)
