@@ -235,12 +235,13 @@ def register_formats() -> None:
         weight: Any = getattr(module, parameter_name)
         if weight.ndim == 1:  # the diagonal skip of the gated block
             return module
-        is_int4 = isinstance(config, ESSMInt4Config)
-        rows = weight.T if is_int4 and weight.ndim == 2 else weight
-        group_size = math.gcd(rows.shape[-1], config.group_size) if is_int4 else rows.shape[-1]
-        if group_size >= _LEAST_GROUP:
-            packed = ESSMInt4Tensor(pack_rows(rows, group_size), weight.dtype) if is_int4 else None
-            small = Int8Tensor.from_hp(weight, granularity=PerRow()) if packed is None else packed
+        if isinstance(config, ESSMInt8Config):
+            small = Int8Tensor.from_hp(weight, granularity=PerRow()) if weight.shape[-1] >= _LEAST_GROUP else None
+        else:
+            rows = weight if weight.ndim == 3 else weight.T
+            group_size = math.gcd(rows.shape[-1], config.group_size)
+            small = ESSMInt4Tensor(pack_rows(rows, group_size), weight.dtype) if group_size >= _LEAST_GROUP else None
+        if small is not None:
             setattr(module, parameter_name, torch.nn.Parameter(small, requires_grad=False))
         return module
 
