@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_import_files
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_imports
 from transformers.utils import logging
 
 from ..loading_essm import HUB_ARGUMENTS
@@ -55,11 +55,15 @@ def code_of_derived_classes(model: Any) -> dict[str, str]:
     They read there what they import from the package with a dot: the folder is enough.
     """
     classes = (*type(model).__mro__, *type(model.config).__mro__)
-    modules = {cls.__module__ for cls in classes if getattr(cls, "_auto_class", None) is not None} - {"__main__"}
-    homes = [Path(file) for name in modules if (file := getattr(sys.modules[name], "__file__", None)) is not None]
-    files = [path for home in homes for path in (home, *map(Path, get_relative_import_files(home)))]
-    outside = {path for path in files if path.parent != _ROOT}
-    return {path.name: _beside_the_package(path.read_text(encoding="utf-8")) for path in outside}
+    homes = [cls.__module__ for cls in classes if getattr(cls, "_auto_class", None) is not None]
+    waiting = [Path(getattr(sys.modules[name], "__file__", None) or "") for name in homes if name != "__main__"]
+    texts: dict[str, str] = {}
+    while waiting:
+        path = waiting.pop(0)
+        if path.is_file() and path.parent != _ROOT and path.name not in texts:
+            texts[path.name] = _beside_the_package(path.read_text(encoding="utf-8"))
+            waiting += [path.parent / f"{name}.py" for name in get_relative_imports(path)]
+    return texts
 
 
 def _beside_the_package(text: str) -> str:
