@@ -79,9 +79,8 @@ class ESSMCacheLayer(CacheLayerMixin):
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.apply(lambda t: t.repeat_interleave(repeats, 0))
-        if self.filled is not None:
-            self.filled = [held for held in self.filled for _ in range(repeats)]
+        rows = torch.arange(len(self.tensors.get("features", ())))
+        self.reorder_cache(rows.repeat_interleave(repeats))
 
     def shrink(self, num_states: int) -> None:
         """Keep the first states only, and free the others."""
@@ -302,12 +301,10 @@ class ESSMStaticCache(ElasticCache):
     _layer_class = ESSMStaticCacheLayer
 
     def advance(self, num_tokens: int) -> None:
-        if isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
-            self._seen_tokens += num_tokens
-        else:
-            device = self.layers[0].tensors["features"].device
-            self._seen_tokens = torch.tensor(self._seen_tokens + num_tokens, device=device)
+        if not isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
+            self._seen_tokens = torch.tensor(self._seen_tokens, device=self.layers[0].tensors["features"].device)
             torch._dynamo.mark_static_address(self._seen_tokens)
+        super().advance(num_tokens)
 
 
 def states_of(layers: Sequence[ESSMCacheLayer]) -> dict[str, Tensor]:

@@ -318,11 +318,9 @@ def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list
         name = name if variant is None else f"{stem}.{variant}.{end}"
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
 
-    single = find(SAFE_WEIGHTS_NAME)
-    if single is not None:
+    if (single := find(SAFE_WEIGHTS_NAME)) is not None:
         return [single]
-    index = find(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
+    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
         raise ValueError(
             f"spectral_capacity reads a prefix of a safetensors checkpoint, and {str(source)!r} holds no "
             f"{SAFE_WEIGHTS_NAME}; load it whole and call model.truncate"
