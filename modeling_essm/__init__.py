@@ -1,15 +1,15 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Elastic Spectral State Space Models for transformers: one set of weights, any spectral budget."""
 
-from typing import Any
-
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_essm import ESSMCache
+from .checkpoints import PackageCompanions
 from .configuration_essm import ESSMConfig
 from .loading_essm import ElasticPreTrainedModel
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from .quantized_weights import essm_quantization
+from .training.byte_tokenizer import build_byte_tokenizer
 
 # With the package imported, the Auto classes need no trust_remote_code; save_pretrained copies the code either way.
 AutoConfig.register("essm", ESSMConfig, exist_ok=True)
@@ -20,30 +20,8 @@ ESSMConfig.register_for_auto_class()
 ESSMModel.register_for_auto_class("AutoModel")
 ESSMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 ESSMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+ElasticPreTrainedModel.companions = PackageCompanions()
 
-
-def _checked_profile(self: ElasticPreTrainedModel) -> str | None:
-    """The budget profile to save along: what the model can run of the one beside its weights.
-
-    Raises:
-        ValueError: a damaged profile, or another model's.
-    """
-    from .budgets import budget_profile
-
-    profile = budget_profile(self)
-    return None if profile is None else profile.text()
-
-
-def __getattr__(name: str) -> Any:
-    """Training is imported when it is asked for."""
-    if name != "build_byte_tokenizer":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .training.byte_tokenizer import build_byte_tokenizer
-
-    return build_byte_tokenizer
-
-
-ElasticPreTrainedModel._profile_to_save = _checked_profile  # type: ignore[method-assign]
 
 __all__ = [
     "ESSMCache",

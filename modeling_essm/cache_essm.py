@@ -32,10 +32,8 @@ PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller bu
 
 def recent_inputs(config: Any) -> dict[str, int]:
     """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
-    names = ("inputs", "outputs") if config.ar_order else ()
-    return dict.fromkeys(names, config.ar_order) | (
-        {"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {}
-    )
+    of_feedback = {"inputs": config.ar_order, "outputs": config.ar_order} if config.ar_order else {}
+    return of_feedback | ({"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {})
 
 
 def state_names(config: Any) -> tuple[str, ...]:
@@ -70,20 +68,19 @@ class ESSMCacheLayer(CacheLayerMixin):
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replace every tensor by function(tensor)."""
-        self.tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        if self.tensors:
+            self.update(**{name: function(tensor) for name, tensor in self.tensors.items()})
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
         if self.filled is not None:
             self.filled = [self.filled[row] for row in beam_idx.tolist()]
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.apply(lambda t: t.repeat_interleave(repeats, 0))
-        if self.filled is not None:
-            self.filled = [held for held in self.filled for _ in range(repeats)]
+        rows = torch.arange(len(self.tensors.get("features", ())))
+        self.reorder_cache(rows.repeat_interleave(repeats))
 
     def shrink(self, num_states: int) -> None:
         """Keep the first states only, and free the others."""
@@ -101,11 +98,9 @@ class ESSMCacheLayer(CacheLayerMixin):
     def offload(self) -> None:
         self.apply(lambda t: t.to("cpu"))
 
-    def prefetch(self) -> None:  # the mixer moves states to its own device when it reads them
-        pass
+    def prefetch(self) -> None: ...  # the mixer moves states to its own device when it reads them
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        pass
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -123,18 +118,12 @@ class ESSMStaticCacheLayer(ESSMCacheLayer):
     is_compileable = True
 
     def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
-        if self.tensors:
-            self._write(tensors)
+        if not self.tensors:
+            super().update(**{name: tensor.clone() for name, tensor in tensors.items()})
+            if not torch.compiler.is_compiling():
+                for tensor in self.tensors.values():
+                    torch._dynamo.mark_static_address(tensor)
             return
-        super().update(**{name: tensor.clone() for name, tensor in tensors.items()})
-        if not torch.compiler.is_compiling():
-            for tensor in self.tensors.values():
-                torch._dynamo.mark_static_address(tensor)
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._write({name: function(tensor) for name, tensor in self.tensors.items()})
-
-    def _write(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             held = self.tensors[name]
             if held.shape == tensor.shape and held.device == tensor.device:
@@ -149,10 +138,8 @@ class ElasticCache(Cache):
     _layer_class: type[ESSMCacheLayer] = ESSMCacheLayer
 
     def __init__(self, config: Any, state_budget: SpectralBudget = None):
-        if state_budget is None:
-            budgets: tuple[int | None, ...] = (None,) * config.num_hidden_layers
-        else:
-            budgets = config.resolve_budget(state_budget).layers
+        unknown = (None,) * config.num_hidden_layers
+        budgets = unknown if state_budget is None else config.resolve_budget(state_budget).layers
         Cache.__init__(self, layers=[self._layer_class(budget) for budget in budgets])
         self.config = config
         self._seen_tokens: int | Tensor = 0
@@ -252,15 +239,10 @@ class ElasticCache(Cache):
         merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             parts = [cache.layers[i] for cache in caches]
-            of_parts = [part.filled or [part.num_states] * len(part.tensors["features"]) for part in parts]
+            filled = [n for part in parts for n in part.filled or [part.num_states] * len(part.tensors["features"])]
             N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
-            new.update(
-                **{
-                    name: torch.cat([_widened(name, part.tensors[name].to(device), N) for part in parts])
-                    for name in parts[0].tensors
-                }
-            )
-            filled = [held for part in of_parts for held in part]
+            tensors = {name: [part.tensors[name].to(device) for part in parts] for name in parts[0].tensors}
+            new.update(**{name: torch.cat([_widened(name, t, N) for t in rows]) for name, rows in tensors.items()})
             new.filled = None if min(filled) == N else filled
         return merged
 
@@ -319,12 +301,10 @@ class ESSMStaticCache(ElasticCache):
     _layer_class = ESSMStaticCacheLayer
 
     def advance(self, num_tokens: int) -> None:
-        if isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
-            self._seen_tokens += num_tokens
-        else:
-            device = self.layers[0].tensors["features"].device
-            self._seen_tokens = torch.tensor(self._seen_tokens + num_tokens, device=device)
+        if not isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
+            self._seen_tokens = torch.tensor(self._seen_tokens, device=self.layers[0].tensors["features"].device)
             torch._dynamo.mark_static_address(self._seen_tokens)
+        super().advance(num_tokens)
 
 
 def states_of(layers: Sequence[ESSMCacheLayer]) -> dict[str, Tensor]:
@@ -366,15 +346,13 @@ def check_room(cache: ESSMCache, budgets: Sequence[int], rows: Tensor | None, op
     Args:
         budgets: K of each layer. rows: (B,) K of each row, or None.
     """
-    budget_of_row = None
+    differ = any(layer.filled is not None for layer in cache.layers)
+    budget_of_row = rows.tolist() if rows is not None and differ else None
     for i, (layer, budget) in enumerate(zip(cache.layers, budgets)):
-        held, asked = layer.num_states, [budget]
-        filled = [held]
+        filled, asked = [layer.num_states], [budget]
         if layer.filled is not None:
-            if rows is not None and budget_of_row is None:
-                budget_of_row = rows.tolist()
             filled = layer.filled
-            asked = [budget] * len(filled) if budget_of_row is None else [min(K, budget) for K in budget_of_row]
+            asked = [min(K, budget) for K in budget_of_row or [budget] * len(filled)]
         for row, (states, K) in enumerate(zip(filled, asked)):
             if states is not None and states < operator.num_states(K):
                 where = f"layer {i}" if layer.filled is None else f"row {row} of layer {i}"

@@ -36,126 +36,109 @@ _BLOCK_FIELDS = (
     *("embedding_initializer_range", "chunk_size"),
 )
 
-_ILLEGAL = object()
-_Rule = tuple[str, Callable[[Any], Any]]  # what is legal, and from a value to what JSON would give back, or _ILLEGAL
+_Rule = tuple[str, Callable[[Any], bool]]  # what is legal, in words and as a test of what `_plain` gives
 
 
 def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    """The value as a JSON file would give it back: no scalars of NumPy, no tuples."""
+
+    def scalar(x: Any) -> Any:
+        return x.item() if isinstance(x, np.generic) else x
+
+    if isinstance(value, (list, tuple)):
+        return [scalar(entry) for entry in value]
+    return {scalar(k): scalar(v) for k, v in value.items()} if isinstance(value, dict) else scalar(value)
 
 
 def _integer(least: int, most: int) -> _Rule:
-    def read(value: Any) -> Any:
-        value = _plain(value)
-        return value if type(value) is int and least <= value <= most else _ILLEGAL
-
-    return f"an integer in [{least}, {most}]", read
+    return f"an integer in [{least}, {most}]", lambda x: type(x) is int and least <= x <= most
 
 
 def _number(bound: float) -> _Rule:
-    def read(value: Any) -> Any:
-        value = _plain(value)
-        legal = type(value) in (int, float) and 0 <= value < bound and value <= sys.float_info.max
-        return value if legal else _ILLEGAL
-
-    return f"a number in [0, {bound:g})", read
+    largest = sys.float_info.max
+    return f"a number in [0, {bound:g})", lambda x: type(x) in (int, float) and 0 <= x < bound and x <= largest
 
 
 def _one_of(*allowed: Any) -> _Rule:
-    def read(value: Any) -> Any:
-        value = _plain(value)
-        return value if any(type(value) is type(x) and value == x for x in allowed) else _ILLEGAL
-
-    return f"one of {allowed}", read
-
-
-def _text() -> _Rule:
-    return "text", lambda value: value if isinstance(value, str) else _ILLEGAL
+    return f"one of {allowed}", lambda x: any(type(x) is type(legal) and x == legal for legal in allowed)
 
 
 def _optional(rule: _Rule) -> _Rule:
-    return f"None or {rule[0]}", lambda value: None if value is None else rule[1](value)
-
-
-def _or_list(rule: _Rule, most: int) -> _Rule:
-    text, read_list = _list(rule, most)
-    return f"{rule[0]}, or {text}", lambda value: read_list(value) if type(value) in (list, tuple) else rule[1](value)
+    return f"None or {rule[0]}", lambda x: x is None or rule[1](x)
 
 
 def _list(rule: _Rule, most: int) -> _Rule:
-    def read(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)) or len(value) > most:
-            return _ILLEGAL
-        entries = [rule[1](entry) for entry in value]
-        return _ILLEGAL if any(entry is _ILLEGAL for entry in entries) else entries
-
-    return f"a list, at most {most} long, each {rule[0]}", read
+    text = f"a list, at most {most} long, each {rule[0]}"
+    return text, lambda x: isinstance(x, list) and len(x) <= most and all(map(rule[1], x))
 
 
-def _labels(numbered: bool) -> _Rule:
-    def read(value: Any) -> Any:
-        if not isinstance(value, dict) or not 1 <= len(value) <= _MOST_LABELS:
-            return _ILLEGAL
-        labels = {_plain(key): _plain(label) for key, label in value.items()}
-        if not all(type(x) in (int, str) for item in labels.items() for x in item):
-            return _ILLEGAL
-        if numbered and not all(type(key) is int or key.isdecimal() for key in labels):
-            return _ILLEGAL
-        return labels
-
-    return f"a dict of 1 to {_MOST_LABELS} " + ("numbers and their names" if numbered else "names and numbers"), read
+def _or_list(rule: _Rule, most: int) -> _Rule:
+    text, is_list = _list(rule, most)
+    return f"{rule[0]}, or {text}", lambda x: rule[1](x) or is_list(x)
 
 
-def _dtype() -> _Rule:
-    def read(value: Any) -> Any:
-        dtype = getattr(torch, value, None) if isinstance(value, str) else value
-        return value if isinstance(dtype, torch.dtype) else _ILLEGAL
+def _labels(what: str, is_key: Callable[[Any], bool]) -> _Rule:
+    def is_legal(x: Any) -> bool:
+        if not isinstance(x, dict) or not 1 <= len(x) <= _MOST_LABELS:
+            return False
+        return all(type(each) in (int, str) for item in x.items() for each in item) and all(map(is_key, x))
 
-    return "a torch.dtype or its name", read
+    return f"a dict of 1 to {_MOST_LABELS} {what}", is_legal
+
+
+def _are_presets(x: Any) -> bool:
+    return isinstance(x, dict) and len(x) <= _MOST_BUDGETS and all(isinstance(name, str) for name in x)
+
+
+def _is_dtype(x: Any) -> bool:
+    return isinstance(getattr(torch, x, None) if isinstance(x, str) else x, torch.dtype)
 
 
 _WIDTH, _FLAG = _integer(1, _MOST_WIDTH), _one_of(True, False)
+_TEXT: _Rule = ("text", lambda x: isinstance(x, str))
 _TOKEN_ID = _integer(-_MOST_IDS, _MOST_IDS)  # transformers warns of one outside the vocabulary
+_POSITIVE = _number(float("inf"))
+_PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 _RULES: dict[str, _Rule] = {
     "vocab_size": _integer(1, _MOST_IDS),
     "num_hidden_layers": _integer(1, _MOST_LAYERS),
     **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length"), _WIDTH),
-    "chunk_size": _optional(_WIDTH),
-    **dict.fromkeys(("gate_hidden_size", "num_input_features", "inner_size", "num_heads"), _optional(_WIDTH)),
+    **dict.fromkeys(("chunk_size", "gate_hidden_size", "num_input_features"), _optional(_WIDTH)),
+    **dict.fromkeys(("inner_size", "num_heads", "mixing_size"), _optional(_WIDTH)),
     "intermediate_size": _optional(_integer(0, _MOST_WIDTH)),
     "block": _one_of("paper", "gated"),
-    "mixing_size": _optional(_WIDTH),
     "conv_kernel_size": _optional(_integer(0, 64)),
-    "state_margin": _integer(0, _MOST_WIDTH),
+    **dict.fromkeys(("state_margin", "chunk_size_feed_forward"), _integer(0, _MOST_WIDTH)),
     "ar_order": _one_of(0, 2),
     "hidden_act": _one_of(*ACT2FN),
     "spectral_algorithm": _one_of(*ALGORITHMS),
     "gating": _one_of("softmax", "none"),
     "classifier_pooling": _one_of("mean", "last"),
     **dict.fromkeys(("dropout", "stochastic_depth"), _number(1.0)),
-    **dict.fromkeys(("initializer_range", "layer_norm_eps"), _number(float("inf"))),
-    **dict.fromkeys(("scaling_exponent", "embedding_initializer_range"), _optional(_number(float("inf")))),
+    **dict.fromkeys(("initializer_range", "layer_norm_eps"), _POSITIVE),
+    **dict.fromkeys(("scaling_exponent", "embedding_initializer_range"), _optional(_POSITIVE)),
     **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder"), _FLAG),
     **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
     "eos_token_id": _optional(_or_list(_TOKEN_ID, _MOST_BUDGETS)),
     "layer_types": _optional(_list(_one_of("linear_attention"), _MOST_LAYERS)),
-    "chunk_size_feed_forward": _integer(0, _MOST_WIDTH),
-    "architectures": _optional(_list(_text(), _MOST_BUDGETS)),
-    "transformers_version": _optional(_text()),
-    "problem_type": _optional(_one_of("regression", "single_label_classification", "multi_label_classification")),
-    "dtype": _optional(_dtype()),
+    "budget_presets": _optional((f"a dict of at most {_MOST_BUDGETS} names and budgets", _are_presets)),
+    "architectures": _optional(_list(_TEXT, _MOST_BUDGETS)),
+    "transformers_version": _optional(_TEXT),
+    "problem_type": _optional(_one_of(*_PROBLEMS)),
+    "dtype": _optional(("a torch.dtype or its name", _is_dtype)),
     "num_labels": _integer(1, _MOST_LABELS),
-    "id2label": _optional(_labels(numbered=True)),
-    "label2id": _optional(_labels(numbered=False)),
+    "id2label": _optional(_labels("numbers and their names", lambda key: type(key) is int or key.isdecimal())),
+    "label2id": _optional(_labels("names and numbers", lambda key: True)),
 }
 
 
 def _checked(name: str, value: Any, rule: _Rule) -> Any:
-    kept = rule[1](value)
-    if kept is _ILLEGAL:
-        raise ValueError(f"{name} must be {rule[0]}, got {reprlib.repr(value)}")
-    return kept
+    text, is_legal = rule
+    plain = _plain(value)
+    if not is_legal(plain):
+        raise ValueError(f"{name} must be {text}, got {reprlib.repr(value)}")
+    return plain
 
 
 class ESSMConfig(PreTrainedConfig):
@@ -348,13 +331,10 @@ class ESSMConfig(PreTrainedConfig):
                 f"filter_length {self.filter_length} resolves at most {resolved} spectral channels, "
                 f"got num_spectral_channels={channels}; use a longer filter (512 resolves 32)"
             )
-        held = _optional(_list(_integer(1, channels), _MOST_LAYERS))[1](self.spectral_capacities)
-        if held is _ILLEGAL or (held is not None and (len(held) != layers or max(held) != channels)):
-            raise ValueError(
-                f"spectral_capacities must be {layers} integers in [1, num_spectral_channels = {channels}], the "
-                f"largest of them {channels}, got {reprlib.repr(self.spectral_capacities)}"
-            )
-        self.spectral_capacities = held
+        text = f"{layers} integers in [1, num_spectral_channels = {channels}], the largest of them {channels}"
+        _, is_list = _list(_integer(1, channels), layers)
+        capacities: _Rule = (text, lambda x: x is None or (is_list(x) and len(x) == layers and max(x) == channels))
+        self.spectral_capacities = _checked("spectral_capacities", self.spectral_capacities, capacities)
         if self.layer_types is not None and len(self.layer_types) != layers:
             raise ValueError(
                 f"layer_types must name 'linear_attention' for each of the {layers} layers, got {len(self.layer_types)}"
@@ -362,17 +342,9 @@ class ESSMConfig(PreTrainedConfig):
         self._validate_budgets()
 
     def _validate_budgets(self) -> None:
-        presets = self.budget_presets
-        if presets is not None:
-            names = isinstance(presets, dict) and len(presets) <= _MOST_BUDGETS and all(type(x) is str for x in presets)
-            if not names:
-                raise ValueError(
-                    f"budget_presets must be a dict of at most {_MOST_BUDGETS} names and budgets, "
-                    f"got {reprlib.repr(presets)}"
-                )
-            self.budget_presets = {
-                name: self._stored_budget(f"budget_presets[{name!r}]", value) for name, value in presets.items()
-            }
+        presets = self.budget_presets or {}
+        for name, value in presets.items():
+            presets[name] = self._stored_budget(f"budget_presets[{name!r}]", value)
         if not isinstance(self.spectral_budget, str):
             self.spectral_budget = self._stored_budget("spectral_budget", self.spectral_budget)
         trained = _list(_integer(1, self.num_spectral_channels), _MOST_BUDGETS)

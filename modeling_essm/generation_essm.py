@@ -27,6 +27,8 @@ class StepBudgets:
     Args:
         steps: a list of budgets in any of their forms, the last of which holds for all further steps, or a function
             from the step to a budget. config: what resolves a budget.
+    Attributes:
+        largest: the largest budget of each layer; None of a function, which nobody knows.
     Raises:
         ValueError: an empty list, or a bad budget in it.
     """
@@ -35,13 +37,8 @@ class StepBudgets:
         if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
             raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
         self.steps, self.prompt_length = steps, 0
-        self.resolved = [] if callable(steps) else [config.resolve_budget(step) for step in steps]
-
-    def largest(self) -> list[int] | None:
-        """The largest budget of each layer; None of a function, which nobody knows."""
-        if not self.resolved:
-            return None
-        return [max(layer) for layer in zip(*(step.layers for step in self.resolved))]
+        resolved = () if callable(steps) else (config.resolve_budget(step).layers for step in steps)
+        self.largest = [max(layer) for layer in zip(*resolved)] or None
 
     def at(self, input_ids: Tensor, is_first: bool) -> SpectralBudget:
         """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
@@ -136,7 +133,7 @@ class ElasticGenerationMixin(GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             steps = model_kwargs.get("step_budgets")
             cache_class = ESSMStaticCache if kind == "static" else ESSMCache
-            model_kwargs["past_key_values"] = cache_class(self.config, steps and steps.largest())
+            model_kwargs["past_key_values"] = cache_class(self.config, steps and steps.largest)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -161,7 +158,7 @@ class _AtBudget:
         budget = self.budget
         if self.steps is not None:
             if use_cache and past_key_values is None:
-                past_key_values = ESSMCache(self.model.config, state_budget=self.steps.largest())
+                past_key_values = ESSMCache(self.model.config, state_budget=self.steps.largest)
             budget = self.steps.of_step(self.step)
         self.step += 1
         budget = rows_of_samples(budget, len(input_ids))

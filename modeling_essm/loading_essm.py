@@ -2,8 +2,8 @@
 """Loads, saves and truncates checkpoints: whole, a prefix of the channels, or with small weights; with their code.
 
 A budget is a prefix, in memory and in the file (`channels`): a model of capacity 6 is the first 6 slices of each
-channel tensor, and computes what the large one computes at budget 6. Beside the weights lie the root of this package,
-the files of classes that a user derived from it (`remote_code`), and the budget profile.
+channel tensor, and computes what the large one computes at budget 6. Beside the weights lie the files of this folder,
+which are the code of the model, and the budget profile.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -32,20 +31,45 @@ from .channels import (
     spectral_mixers,
     truncate_channels,
 )
-from .quantized_weights import INSTALL, dequantize, is_quantized, register_formats, resolve_quantization, weight_bytes
-from .remote_code import HUB_ARGUMENTS, code_files, derived_class, prune_auto_map
-from .spectral_budget import SpectralBudget
+from .configuration_essm import AUTO_MAP
+from .quantized_weights import INSTALL, dequantize, essm_quantization, is_quantized, register_formats, weight_bytes
+from .spectral_budget import SpectralBudget, of_each_layer
 
 logger = logging.get_logger(__name__)
 
 SpectralCapacity = Union[int, Sequence[int]]
 PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
+# Arguments of from_pretrained that say where files are, for `cached_file`.
+HUB_ARGUMENTS = (
+    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder"),
+    *("repo_type", "user_agent", "_commit_hash"),
+)
+
+
+class Companions:
+    """The files beside the weights, as a checkpoint alone knows them. The installed package, which knows more of them,
+    puts its own `PackageCompanions` into `ElasticPreTrainedModel.companions`."""
+
+    def class_beside(self, cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
+        """The class to load instead of `cls`, or None; source and arguments are those of `from_pretrained`."""
+        return None
+
+    def code(self, model: Any) -> dict[str, str]:
+        """By name, the text of every file with code of the model: those of this folder."""
+        files = (path for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
+        return {path.name: path.read_text(encoding="utf-8") for path in files}
+
+    def profile(self, model: Any) -> str | None:
+        """The text of the budget profile, as it is; None without one. Raises ValueError for one not to be saved."""
+        path = file_beside(model, PROFILE_NAME)
+        return None if path is None else Path(path).read_text(encoding="utf-8")
 
 
 class ElasticPreTrainedModel(PreTrainedModel):
     """Loads, saves and truncates checkpoints."""
 
-    _origin: tuple[str, dict[str, Any] | None] | None = None  # see `_origin_of`
+    companions: ClassVar = Companions()
+    _origin: tuple[str, dict[str, Any]] | None = None  # see `_origin_of`
 
     @classmethod
     def from_pretrained(
@@ -68,12 +92,13 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ImportError: quantised weights without torchao.
         """
         source = pretrained_model_name_or_path
-        if (derived := derived_class(cls, source, kwargs)) is not None:
+        if (derived := cls.companions.class_beside(cls, source, kwargs)) is not None:
             ours = {"spectral_capacity": spectral_capacity, "quantization_config": quantization_config}
             kwargs |= {name: value for name, value in ours.items() if value is not None}
             return derived.from_pretrained(source, *args, **kwargs)
         if quantization_config is not None:
-            kwargs["quantization_config"] = resolve_quantization(quantization_config)
+            named = isinstance(quantization_config, str)
+            kwargs["quantization_config"] = essm_quantization(quantization_config) if named else quantization_config
         register_formats()  # which a checkpoint may hold
         try:
             if spectral_capacity is None:
@@ -114,23 +139,20 @@ class ElasticPreTrainedModel(PreTrainedModel):
     def _load_prefix(cls, source: Any, spectral_capacity: SpectralCapacity, *args: Any, **kwargs: Any):
         if kwargs.get("state_dict") is not None or source is None:
             raise ValueError("spectral_capacity reads a prefix of a checkpoint: give its folder or name, no state_dict")
-        where = {name: kwargs[name] for name in HUB_ARGUMENTS if kwargs.get(name) is not None}
+        where = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
         config = kwargs.pop("config", None)
         if not hasattr(config, "capacities"):  # none, or where it is
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
-        capacities = resolve_capacity(spectral_capacity, config.capacities)
-        files = where | {"variant": kwargs.pop("variant", None)}
-        weights = read_prefix(source, capacities, files)
-        for name in HUB_ARGUMENTS:
-            kwargs.pop(name, None)
+        capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
+        weights, metadata = read_prefix(source, capacities, where | {"variant": kwargs.pop("variant", None)})
         config = truncated_config(config, capacities)
         if getattr(config, "quantization_config", None) is None:
             loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         else:  # transformers reads what the tensors mean from the file alone
             with tempfile.TemporaryDirectory() as folder:
-                save_file(weights, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata=read_metadata(source, files))
+                save_file(weights, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata=metadata)
                 config.to_json_file(os.path.join(folder, CONFIG_NAME))
                 loaded = super().from_pretrained(folder, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -160,7 +182,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         Raises:
             ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them.
         """
-        capacities = resolve_capacity(spectral_capacity, self.config.capacities)
+        capacities = of_each_layer(spectral_capacity, self.config.capacities, "spectral_capacity")
         mixers = spectral_mixers(self)
         if any(hasattr(module, "parameter_name") for module in self.modules()):  # PEFT's layer around raw weights
             raise ValueError("an adapter of channel weights cannot be cut: call merge_and_unload() first")
@@ -217,8 +239,10 @@ class ElasticPreTrainedModel(PreTrainedModel):
         wrapped = type(self)  # under FSDP2 a class of torch, whose code would be saved in the place of this one's
         self.__class__ = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
         try:
-            code = code_files(self)
-            prune_auto_map(self.config, code, save_directory)
+            code = {}
+            if getattr(self.config, "auto_map", None) is not None:  # who took it away asks for the class by import
+                code = self.companions.code(self)
+                self.config.auto_map = AUTO_MAP | _references_to(self.config.auto_map, code, save_directory)
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = wrapped
@@ -229,48 +253,16 @@ class ElasticPreTrainedModel(PreTrainedModel):
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
         try:
-            profile = self._profile_to_save()
+            profile = self.companions.profile(self)
         except ValueError as error:  # trained on, perhaps
             logger.warning_once(f"no budget profile is saved: {error}")
             return
         if profile is not None:
             write_text(Path(save_directory) / PROFILE_NAME, profile)
 
-    def _profile_to_save(self) -> str | None:
-        """The budget profile beside the weights, as it is. The package, which can read it, checks it
-        first: its __init__ puts a method of its own here."""
-        path = file_beside(self, PROFILE_NAME)
-        return None if path is None else Path(path).read_text(encoding="utf-8")
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A prefix of the channels.
-
-
-def resolve_capacity(value: Any, capacities: Sequence[int]) -> tuple[int, ...]:
-    """The capacity of each layer that `value` asks for.
-
-    Args:
-        value: an int for every layer (those that hold less keep what they have), or one int per layer.
-        capacities: what each layer holds.
-    Raises:
-        ValueError: anything else, naming the value and the legal range.
-    """
-    if isinstance(value, (list, tuple)):
-        if len(value) != len(capacities):
-            raise ValueError(
-                f"spectral_capacity as a list needs one integer for each of the {len(capacities)} layers, "
-                f"got {len(value)}: {list(value)!r}"
-            )
-        return tuple(_check(K, held, f" in layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
-    K = _check(value, max(capacities), "")
-    return tuple(min(K, held) for held in capacities)
-
-
-def _check(value: Any, highest: int, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= highest:
-        raise ValueError(f"spectral_capacity must be an integer in [1, {highest}]{where}, got {value!r}")
-    return int(value)
 
 
 def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
@@ -296,48 +288,39 @@ def budget_fits(budget: Any, config: Any) -> bool:
     return True
 
 
-def read_prefix(source: Any, capacities: Sequence[int], where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_prefix(
+    source: Any, capacities: Sequence[int], where: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The weights of a checkpoint, of channels only the first `capacities`; nothing else is read.
 
     Args:
         source: folder or Hub name of a safetensors checkpoint, in one file or in shards.
         where: those of HUB_ARGUMENTS that the caller gave, and `variant`.
     Returns:
-        tensors by their names in the checkpoint, on the CPU, in its dtypes.
+        tensors by their names in the checkpoint, on the CPU, in its dtypes; and what its files say of them.
     Raises:
         ValueError: no safetensors file. OSError: a shard is not there. SafetensorError: a file is damaged.
     """
     weights: dict[str, torch.Tensor] = {}
-    for path in _weight_files(source, dict(where)):
+    metadata: dict[str, str] = {}
+    for path in _weight_files(source, **where):
         with safe_open(path, framework="pt") as file:
+            metadata |= file.metadata() or {}
             for name in list(file.keys()):
                 kept = channel_capacity(name, capacities)
                 weights[name] = file.get_tensor(name) if kept is None else file.get_slice(name)[:kept]
-    return weights
+    return weights, metadata
 
 
-def read_metadata(source: Any, where: Mapping[str, Any]) -> dict[str, str]:
-    """What the safetensors files say of their tensors; arguments as in `read_prefix`."""
-    metadata: dict[str, str] = {}
-    for path in _weight_files(source, dict(where)):
-        with safe_open(path, framework="pt") as file:
-            metadata |= file.metadata() or {}
-    return metadata
-
-
-def _weight_files(source: Any, where: dict[str, Any]) -> list[str]:
-    variant = where.pop("variant", None)
-
+def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list[str]:
     def find(name: str) -> str | None:
         stem, end = name.rsplit(".", 1)  # model.fp16.safetensors, and model.safetensors.index.fp16.json
         name = name if variant is None else f"{stem}.{variant}.{end}"
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
 
-    single = find(SAFE_WEIGHTS_NAME)
-    if single is not None:
+    if (single := find(SAFE_WEIGHTS_NAME)) is not None:
         return [single]
-    index = find(SAFE_WEIGHTS_INDEX_NAME)
-    if index is None:
+    if (index := find(SAFE_WEIGHTS_INDEX_NAME)) is None:
         raise ValueError(
             f"spectral_capacity reads a prefix of a safetensors checkpoint, and {str(source)!r} holds no "
             f"{SAFE_WEIGHTS_NAME}; load it whole and call model.truncate"
@@ -359,35 +342,43 @@ def file_beside(model: Any, name: str) -> str | None:
 
     The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
     """
-    # Without an origin it was made in memory, perhaps from a saved configuration.
-    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
-    if not source:
+    origin = getattr(model, "_origin", None)  # without one it was made in memory, perhaps from a saved configuration
+    source, where = origin or (model.name_or_path, {})
+    if origin is None and not os.path.isdir(source or ""):
         return None
-    if where is None:
-        path = os.path.join(source, name)
-        return path if os.path.isfile(path) else None
     try:
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
         return None
 
 
-def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any] | None] | None:
+def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any]] | None:
     """Where `from_pretrained` reads a model, as `file_beside` finds it again whatever the working directory is then.
 
     Args:
         source, arguments: of from_pretrained. config: that of the loaded model.
     Returns:
-        an absolute folder and None, or a Hub name and arguments of `cached_file`; None without a source.
+        an absolute folder or a Hub name, and arguments of `cached_file`; None without a source.
     """
     if source is None:
         return None
     if os.path.exists(source):
-        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), None
+        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), {}
     where = {name: arguments.get(name) for name in ("cache_dir", "local_files_only", "subfolder")}
     revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
     where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
     return str(source), {name: value for name, value in where.items() if value is not None}
+
+
+def _references_to(auto_map: Mapping[str, Any], names: Iterable[str], folder: str | os.PathLike) -> dict[str, Any]:
+    """Of an auto_map the classes whose files are of those names, lie in the folder, or on the Hub."""
+    kept = {}
+    for auto, references in auto_map.items():
+        each = references if isinstance(references, (list, tuple)) else [references]
+        files = [f"{name.split('.')[0]}.py" for name in each if isinstance(name, str) and "--" not in name]
+        if all(file in names or (Path(folder) / file).is_file() for file in files):
+            kept[auto] = references
+    return kept
 
 
 @contextlib.contextmanager

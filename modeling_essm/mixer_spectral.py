@@ -6,7 +6,6 @@ Letters: B batch, L sequence, D inner width, K budget, G groups of the width wit
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .cache_essm import ESSMCacheLayer
+from .cache_essm import ESSMCacheLayer, operator_of
 from .configuration_essm import ESSMConfig
 from .quantized_weights import dequantize, is_quantized
 from .short_convolution import short_convolution
 from .spectral_constants import state_dtype
 from .spectral_feedback import autoregression, last_steps
-from .spectral_ops import SpectralOperator
 
 _GATE_EPS = 1e-6  # eps of Eq. (8)
 _GATE_BIAS = 1.0  # any nonzero constant starts the gate at equal weights; zero would amplify noise to unit scale
@@ -75,7 +73,7 @@ class ESSMSpectralMixer(nn.Module):
     def __init__(self, config: ESSMConfig, capacity: int):
         super().__init__()
         D, K, D_g, d = config.inner_size, capacity, config.gate_hidden_size, config.mixing_size
-        self.operator = SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
+        self.operator = operator_of(config)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
         self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
@@ -120,11 +118,9 @@ class ESSMSpectralMixer(nn.Module):
         """
         scale = self.operator.sigma(budget, self.scaling_exponent, u)
         heads = () if self.num_heads == 1 or not self.gated else (1,)
-        scale = scale.view(budget, *heads)
-        inactive = None
+        scale, inactive = scale.view(budget, *heads), None
         if rows is not None:
-            inactive = torch.arange(budget, device=u.device) >= rows[:, None]
-            inactive = inactive.view(-1, 1, budget, *heads)
+            inactive = (torch.arange(budget, device=u.device) >= rows[:, None]).view(-1, 1, budget, *heads)
         if not self.gated:
             gates = scale.expand(*u.shape[:2], budget)
             return gates if inactive is None else gates.masked_fill(inactive, 0.0)
@@ -168,15 +164,11 @@ class ESSMSpectralMixer(nn.Module):
         y = y + self.skip(u)
         state = {"features": features} | convolved
         if self.ar_order:
-            filtered = functools.partial(
-                self.operator,
-                gates=gates,
-                channel_mixing=self.channel_mixing_negative,
-                initial_state=past.get("negative"),
-                lengths=lengths,
-                algorithm=self.algorithm,
-                num_states=num_states,
-            )
+            M, negative = self.channel_mixing_negative, past.get("negative")
+
+            def filtered(x: Tensor) -> tuple[Tensor, Tensor]:
+                return self.operator(x, gates, M, negative, lengths, self.algorithm, num_states)
+
             feedback = self.input_mixing, self.output_mixing
             y, more = autoregression(u, y, filtered, *feedback, past, lengths, self.operator.filter_length)
             state |= more
@@ -190,9 +182,6 @@ class ESSMSpectralMixer(nn.Module):
         There is no bias: silence stays silence, so that left padding changes nothing.
         """
         p = self.taps - 1
-        u_all = (
-            u
-            if p == 0
-            else torch.cat([u.new_zeros(u.shape[0], p, u.shape[2]) if past is None else past.to(u.dtype), u], 1)
-        )
+        past = u.new_zeros(u.shape[0], p, u.shape[2]) if past is None else past.to(u.dtype)
+        u_all = torch.cat([past, u], 1)
         return F.silu(short_convolution(u_all, self.convolution.to(u.dtype))), last_steps(u_all, p, lengths)

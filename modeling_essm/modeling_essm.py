@@ -8,7 +8,7 @@ Letters: B batch, L sequence, D width, K budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +35,7 @@ from .loading_essm import ElasticPreTrainedModel
 from .mixer_spectral import ESSMScale, ESSMSpectralMixer, at_unit_scale
 from .outputs_essm import ESSMCausalLMOutput, ESSMModelOutput, ESSMSequenceClassifierOutput
 from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
-from .spectral_budget import ResolvedBudget, SpectralBudget
+from .spectral_budget import SpectralBudget
 
 
 class ESSMFeatureEmbedding(nn.Linear):
@@ -172,13 +172,12 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
         elif isinstance(module, nn.Embedding):
             given = self.config.embedding_initializer_range
             init.normal_(module.weight, mean=0.0, std=std if given is None else given)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, (nn.RMSNorm, ESSMScale)):
+        elif isinstance(module, ESSMScale):
             init.ones_(module.weight)
         elif isinstance(module, ESSMSpectralMixer):
             module.init_weights(std)
+        else:  # norms
+            super()._init_weights(module)
 
 
 class ESSMModel(ESSMPreTrainedModel):
@@ -201,9 +200,6 @@ class ESSMModel(ESSMPreTrainedModel):
 
     def get_input_embeddings(self) -> nn.Module | None:
         return getattr(self, "embed_tokens", None)
-
-    def set_input_embeddings(self, value: nn.Embedding) -> None:
-        self.embed_tokens = value
 
     @can_return_tuple
     def forward(
@@ -370,10 +366,9 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         if self.decoding_steps and not packing and past_key_values is not None and input_ids is not None:
             others = (attention_mask, inputs_embeds, labels, output_hidden_states, state_lengths)
             if all(argument is None or argument is False for argument in others):
-                spectral_budget = budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
-                compiled = self.decoding_steps.find(self, input_ids, past_key_values, budget)
-                if compiled is not None:
-                    return self._run_step(compiled, input_ids, past_key_values, budget)
+                spectral_budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
+                if (output := self.decoding_steps.run(self, input_ids, past_key_values, spectral_budget)) is not None:
+                    return output
         outputs: ESSMModelOutput = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -413,18 +408,6 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         caches = layers_with(states, budgets)
         hidden_states = self.model.run_layers(self.model.embed_tokens(input_ids), budgets, caches)
         return self.lm_head(hidden_states[:, 0]), states_of(caches)
-
-    def _run_step(
-        self, compiled: Callable, input_ids: Tensor, cache: ESSMCache, budget: ResolvedBudget
-    ) -> ESSMCausalLMOutput:
-        """One token by a compiled `step`, after the checks of the eager one."""
-        check_cache(cache, self.config, len(input_ids))
-        check_token_ids(input_ids, self.config.vocab_size, self.training)
-        logits, states = compiled()
-        cache.set_states(states)
-        warn_once_of(self.config, budget, cache.get_seq_length() + 1)
-        cache.advance(1)
-        return ESSMCausalLMOutput(logits=logits[:, None], past_key_values=cache, spectral_budget=budget.report())
 
 
 class ESSMForSequenceClassification(ESSMPreTrainedModel):

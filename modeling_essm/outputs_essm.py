@@ -6,16 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
 from transformers.utils import ModelOutput
-
-from .cache_essm import ESSMCache
 
 
 class _ElasticOutput(ModelOutput):
     """`items()` leaves spectral_budget out: Trainers gather and concatenate all items, which must be tensors then."""
-
-    attentions = None  # which generate(output_attentions=True) collects
 
     def items(self):
         return [(name, value) for name, value in super().items() if name != "spectral_budget"]
@@ -25,7 +21,7 @@ class _ElasticOutput(ModelOutput):
 
 
 @dataclass
-class ESSMModelOutput(_ElasticOutput):
+class ESSMModelOutput(_ElasticOutput, BaseModelOutputWithPast):
     """
     Args:
         last_hidden_state: (B, L, D).
@@ -34,14 +30,11 @@ class ESSMModelOutput(_ElasticOutput):
         spectral_budget: the budget that ran, one int per layer, or (B,) when rows differ.
     """
 
-    last_hidden_state: Tensor | None = None
-    past_key_values: ESSMCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
     spectral_budget: Any = None
 
 
 @dataclass
-class ESSMCausalLMOutput(_ElasticOutput):
+class ESSMCausalLMOutput(_ElasticOutput, CausalLMOutputWithPast):
     """
     Args:
         loss: () mean cross-entropy in nats, with labels.
@@ -49,22 +42,15 @@ class ESSMCausalLMOutput(_ElasticOutput):
         past_key_values, hidden_states, spectral_budget: as in `ESSMModelOutput`.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    past_key_values: ESSMCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
     spectral_budget: Any = None
 
 
 @dataclass
-class ESSMSequenceClassifierOutput(_ElasticOutput):
+class ESSMSequenceClassifierOutput(_ElasticOutput, SequenceClassifierOutput):
     """
     Args:
         loss: () with labels. logits: (B, num_labels).
         hidden_states, spectral_budget: as in `ESSMModelOutput`.
     """
 
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
     spectral_budget: Any = None

@@ -57,17 +57,15 @@ class Packing:
         self.longest = int(length.max())
         size_class = length.double().log2().floor()  # 1, 2-3, 4-7, ..: less than half is padding
         self.groups: list[tuple[Tensor, Tensor]] = []  # (n, longest) positions, B L where there is none; (n,) rows
-        place = first.new_empty(B * L)
-        offset = 0
         for k in size_class.unique():
             begins, lengths = first[size_class == k], length[size_class == k]
             steps = torch.arange(int(lengths.max()), device=first.device)
             index = torch.where(steps < lengths[:, None], begins[:, None] + steps, B * L)
-            real = index < B * L
-            place[index[real]] = offset + torch.arange(index.numel(), device=first.device).view_as(index)[real]
-            offset += index.numel()
             self.groups.append((index.to(starts.device), begins.div(L, rounding_mode="floor").to(starts.device)))
-        self.place = place.to(starts.device)
+        found = torch.cat([index.flatten() for index, _ in self.groups])
+        place = found.new_empty(B * L + 1)  # the last is that of no position
+        place[found] = torch.arange(len(found), device=found.device)
+        self.place = place[:-1]
 
     def apply(self, mixer: Callable[..., Tensor], u: Tensor, budget: int, rows: Tensor | None) -> Tensor:
         """mixer(u, budget, rows) of every sequence by itself: (B, L, D) -> (B, L, D); rows (B,) or None."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -121,10 +121,8 @@ def _row_sum(x: Tensor, rows: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _bags(num_rows: int, num_groups: int) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # cached for the life of the process; group j of row r stands at r G + j
-        indices = (
-            torch.arange(num_rows * num_groups, dtype=torch.int32, device="cpu").view(num_rows, num_groups).T.flatten()
-        )
-        return indices, torch.arange(num_groups, dtype=torch.int32, device="cpu") * num_rows
+        count = functools.partial(torch.arange, dtype=torch.int32, device="cpu")
+        return count(num_rows * num_groups).view(num_rows, num_groups).T.flatten(), count(num_groups) * num_rows
 
 
 _BAG: Any = getattr(torch.ops.quantized, "embedding_bag_4bit_rowwise_offsets", None)
@@ -135,13 +133,9 @@ def weight_bytes(weight: Tensor) -> int:
     return sum(part.nbytes for part in parts(weight))
 
 
-def parts(weight: Any) -> Iterator[Tensor]:
+def parts(weight: Any) -> list[Tensor]:
     """The ordinary tensors of which a weight consists."""
-    if not is_quantized(weight):
-        yield weight
-        return
-    for name in weight.__tensor_flatten__()[0]:
-        yield getattr(weight, name)
+    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]] if is_quantized(weight) else [weight]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,23 +230,19 @@ def register_formats() -> None:
         group_size: int = GROUP_SIZE
 
     @register_quantize_module_handler(ESSMInt8Config)
-    def _(module, config, *, parameter_name: str = "weight"):
-        weight = getattr(module, parameter_name)
-        if weight.ndim > 1 and weight.shape[-1] >= _LEAST_GROUP:
-            scaled = Int8Tensor.from_hp(weight, granularity=PerRow())
-            setattr(module, parameter_name, torch.nn.Parameter(scaled, requires_grad=False))
-        return module
-
     @register_quantize_module_handler(ESSMInt4Config)
     def _(module, config, *, parameter_name: str = "weight"):
-        weight = getattr(module, parameter_name)
+        weight: Any = getattr(module, parameter_name)
         if weight.ndim == 1:  # the diagonal skip of the gated block
             return module
-        rows = weight if weight.ndim == 3 else weight.T
-        group_size = math.gcd(rows.shape[-1], config.group_size)
-        if group_size >= _LEAST_GROUP:
-            packed = ESSMInt4Tensor(pack_rows(rows, group_size), weight.dtype)
-            setattr(module, parameter_name, torch.nn.Parameter(packed, requires_grad=False))
+        if isinstance(config, ESSMInt8Config):
+            small = Int8Tensor.from_hp(weight, granularity=PerRow()) if weight.shape[-1] >= _LEAST_GROUP else None
+        else:
+            rows = weight if weight.ndim == 3 else weight.T
+            group_size = math.gcd(rows.shape[-1], config.group_size)
+            small = ESSMInt4Tensor(pack_rows(rows, group_size), weight.dtype) if group_size >= _LEAST_GROUP else None
+        if small is not None:
+            setattr(module, parameter_name, torch.nn.Parameter(small, requires_grad=False))
         return module
 
     # Where torchao looks for the classes named in config.json and in safetensors files. Each copy of this module, in
@@ -264,8 +254,3 @@ def register_formats() -> None:
     if "ESSMInt4Tensor" not in safetensors_utils.ALLOWED_TENSORS_SUBCLASSES:
         safetensors_utils.ALLOWED_TENSORS_SUBCLASSES.append("ESSMInt4Tensor")
     safetensors_utils.ALLOWED_CLASSES.setdefault("ESSMInt4Tensor", ESSMInt4Tensor)
-
-
-def resolve_quantization(value: Any) -> Any:
-    """What `from_pretrained` is given as quantization_config: a name becomes the config that it means."""
-    return essm_quantization(value) if isinstance(value, str) else value

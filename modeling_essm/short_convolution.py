@@ -33,7 +33,7 @@ def _plain(u: Tensor, taps: Tensor) -> Tensor:
     L = u.shape[1] - len(taps) + 1
     y = u[:, :L] * taps[0]
     for i in range(1, len(taps)):
-        y = torch.addcmul(y, u[:, i : i + L], taps[i])
+        y.addcmul_(u[:, i : i + L], taps[i])
     return y
 
 
@@ -41,11 +41,7 @@ class _ShortConvolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, u: Tensor, taps: Tensor) -> Tensor:
         ctx.save_for_backward(u, taps)
-        L = u.shape[1] - len(taps) + 1
-        y = u[:, :L] * taps[0]
-        for i in range(1, len(taps)):
-            y.addcmul_(u[:, i : i + L], taps[i])
-        return y
+        return _plain(u, taps)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:

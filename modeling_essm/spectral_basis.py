@@ -26,15 +26,8 @@ _PANEL_NODES = 16  # Gauss-Legendre nodes per octave of s = 1 - beta
 _MAX_CHANNELS, _MAX_STATES = 64, 96
 _RESOLUTION = 1e-5  # largest eps * sqrt(sigma_1 / sigma_k) served; the measured filter error is below a tenth of it
 
-
-@dataclass(frozen=True)
-class _Block:
-    """Lags start..stop-1, represented by the rows first..last-1 of the compressed filter table."""
-
-    start: int
-    stop: int
-    first: int
-    last: int
+# Lags start..stop-1 and the rows of the compressed filter table that stand for them, block by block.
+_Blocks = tuple[tuple[int, int, slice], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +48,7 @@ class SpectralBasis:
     num_resolved: int
     _table: np.ndarray
     _lags: np.ndarray
-    _blocks: tuple[_Block, ...]
+    _blocks: _Blocks
 
     def filters(self, num_channels: int, lags: np.ndarray | None = None) -> np.ndarray:
         """phi_k(tau) for the first filters; signs as in `spectral_basis`.
@@ -70,9 +63,8 @@ class SpectralBasis:
         out = np.empty((len(lags), num_channels))
         exact = lags <= min(_EXACT_ROWS, self.filter_length) - 1
         out[exact] = self._table[lags[exact].astype(int), :num_channels]
-        for block in self._blocks:
-            inside = ~exact & (lags > block.start - 1) & (lags <= block.stop - 1)
-            rows = slice(block.first, block.last)
+        for start, stop, rows in self._blocks:
+            inside = ~exact & (lags > start - 1) & (lags <= stop - 1)
             out[inside] = _lagrange(self._lags[rows], lags[inside]) @ self._table[rows, :num_channels]
         return out
 
@@ -184,11 +176,11 @@ def _panel_nodes(filter_length: int) -> tuple[np.ndarray, np.ndarray]:
     return (edges[1:, None] + width[:, None] * (x + 1) / 2).ravel(), (width[:, None] * w / 2).ravel()
 
 
-def _lag_nodes(filter_length: int) -> tuple[np.ndarray, np.ndarray, tuple[_Block, ...]]:
+def _lag_nodes(filter_length: int) -> tuple[np.ndarray, np.ndarray, _Blocks]:
     """Quadrature for sums over lags 0..H-1: single lags first, then Gauss nodes per octave. Nodes, weights, blocks."""
     head = np.arange(min(_EXACT_ROWS, filter_length), dtype=np.float64)
     lags, weights, blocks = [head], [np.ones_like(head)], []
-    start, first = len(head), len(head)
+    start = first = len(head)
     while start < filter_length:
         stop = 2 * start
         if filter_length - stop < start // 2:  # a short remainder joins the octave before it
@@ -196,7 +188,7 @@ def _lag_nodes(filter_length: int) -> tuple[np.ndarray, np.ndarray, tuple[_Block
         x, w = _gauss_sum(stop - start)
         lags.append(start + x)
         weights.append(w)
-        blocks.append(_Block(start, stop, first, first + len(x)))
+        blocks.append((start, stop, slice(first, first + len(x))))
         start, first = stop, first + len(x)
     return np.concatenate(lags), np.concatenate(weights), tuple(blocks)
 

@@ -70,14 +70,24 @@ def resolve_budget(
         return resolve_budget(presets[value], capacities=capacities)
     if isinstance(value, torch.Tensor) and value.ndim > 0:
         return _resolve_rows(value, capacities, batch_size)
-    if isinstance(value, (list, tuple)):
-        if len(value) != len(capacities):
-            raise ValueError(
-                f"spectral_budget as a list needs one integer for each of the {len(capacities)} layers, "
-                f"got {len(value)}: {reprlib.repr(list(value))}"
-            )
-        return ResolvedBudget(tuple(_check(K, held) for K, held in zip(value, capacities)))
-    return _everywhere(_check(value, max(capacities)), capacities)
+    return ResolvedBudget(of_each_layer(value, capacities))
+
+
+def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectral_budget") -> tuple[int, ...]:
+    """An integer for every layer, of which a layer takes what it holds, or a list with one for each layer.
+
+    Raises:
+        ValueError: anything else, under that name, with the legal range.
+    """
+    if not isinstance(value, (list, tuple)):
+        K = _check(value, max(capacities), name)
+        return tuple(min(K, held) for held in capacities)
+    if len(value) != len(capacities):
+        raise ValueError(
+            f"{name} as a list needs one integer for each of the {len(capacities)} layers, "
+            f"got {len(value)}: {reprlib.repr(list(value))}"
+        )
+    return tuple(_check(K, held, name, f" for layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
 
 
 def stored_budget(value: SpectralBudget, capacities: Sequence[int]) -> int | list[int] | None:
@@ -94,20 +104,16 @@ def stored_budget(value: SpectralBudget, capacities: Sequence[int]) -> int | lis
             f"{max(capacities)}] or a list of {len(capacities)}, got shape {tuple(value.shape)}"
         )
     if isinstance(value, (list, tuple)):
-        return list(resolve_budget(value, capacities=capacities).layers)
+        return list(of_each_layer(value, capacities))
     return _check(value, max(capacities))
 
 
-def _everywhere(budget: int, capacities: Sequence[int], rows: torch.Tensor | None = None) -> ResolvedBudget:
-    return ResolvedBudget(tuple(min(budget, held) for held in capacities), rows)
-
-
-def _check(value: object, capacity: int) -> int:
+def _check(value: object, capacity: int, name: str = "spectral_budget", where: str = "") -> int:
     """A plain budget as int; NumPy integers and integer tensors of one element pass, bool and float do not."""
     if isinstance(value, torch.Tensor) and _holds_integers(value) and value.numel() == 1:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= capacity:
-        raise ValueError(f"spectral_budget must be an integer in [1, {capacity}], got {value!r}")
+        raise ValueError(f"{name} must be an integer in [1, {capacity}], got {value!r}{where}")
     return tuple(range(capacity + 1))[value]  # an index is a constant to torch.compile: one graph per budget
 
 
@@ -123,12 +129,12 @@ def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: in
         rows = "batch_size" if batch_size is None else batch_size
         raise ValueError(f"spectral_budget as a tensor must have shape ({rows},), got {tuple(value.shape)}")
     if value.numel() == 0:  # an empty batch: its cache has room for any
-        return _everywhere(capacity, capacities)
+        return ResolvedBudget(tuple(capacities))
     value = value.long()
     low, high = (int(x) for x in torch.aminmax(value))
     if low < 1 or high > capacity:
         raise ValueError(f"spectral_budget must hold integers in [1, {capacity}], got values from {low} to {high}")
-    return _everywhere(high, capacities, value if low != high else None)
+    return ResolvedBudget(tuple(min(high, held) for held in capacities), value if low != high else None)
 
 
 def rows_of_samples(budget: SpectralBudget, B: int) -> SpectralBudget:

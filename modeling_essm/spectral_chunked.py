@@ -10,6 +10,7 @@ plain tensor operations instead. Shapes as in `SpectralOperator.__call__`.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +63,11 @@ def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, po
     return x
 
 
-def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Tensor | int, Tensor]:
-    """Where each row's last step lies: its chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
+def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Any, Tensor]:
+    """Where each row's last step lies: row and chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
     if lengths is None:
-        return (L - 1) // C, readout[(L - 1) % C]
-    return (lengths - 1) // C, readout[(lengths - 1) % C]
+        return (slice(None), (L - 1) // C), readout[(L - 1) % C]
+    return (torch.arange(len(lengths), device=readout.device), (lengths - 1) // C), readout[(lengths - 1) % C]
 
 
 def _pad_length(t: Tensor, length: int) -> Tensor:
@@ -100,9 +101,8 @@ def _chunked_forward(
     y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
-    c, read = _last_chunk(lengths, L, C, readout)
-    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
-    state = state_matmul(read, torch.cat([chunks[row, c].to(x.dtype), x[row, c]], 1))
+    last, read = _last_chunk(lengths, L, C, readout)
+    state = state_matmul(read, torch.cat([chunks[last].to(x.dtype), x[last]], 1))
     return y, state, x
 
 
@@ -142,11 +142,10 @@ def _chunked_backward(
     dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)
-    c, read = _last_chunk(lengths, L, C, readout)
+    last, read = _last_chunk(lengths, L, C, readout)
     dlast = state_matmul(read.mT, dstate)
-    row = slice(None) if lengths is None else torch.arange(B, device=u.device)
-    dchunks[row, c] += dlast[:, :C]
-    dx[row, c] += dlast[:, C:]
+    dchunks[last] += dlast[:, :C]
+    dx[last] += dlast[:, C:]
     # 3. The scan over chunks, backwards.
     dx = dx.flip(1)
     _scan(dx, powers.mT)
@@ -181,18 +180,17 @@ _chunked_backward.register_autograd(_no_second_backward)
 
 def _save_for_backward(ctx, inputs, output):
     u, gates, M, x0, lengths, *ctx.spec = inputs
-    ctx.has_x0, ctx.has_lengths = x0 is not None, lengths is not None
-    ctx.save_for_backward(u, gates, M, output[2], *([lengths] if ctx.has_lengths else []))
+    ctx.has_x0 = x0 is not None
+    ctx.save_for_backward(u, gates, M, output[2], lengths)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dstate, _dx):
-    u, gates, M, x, *lengths = ctx.saved_tensors
+    u, gates, M, x, lengths = ctx.saved_tensors
     if dy is None:
         dy = u.new_zeros(*u.shape[:2], M.shape[-1] if M.ndim == 3 else M.shape[1] * M.shape[3])
     if dstate is None:
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3])
-    lengths = lengths[0] if ctx.has_lengths else None
     with torch.autocast(u.device.type, enabled=False):  # or a backward pass inside an autocast block scans in bf16
         du, dgates, dM, dx0 = _chunked_backward(dy.contiguous(), dstate, u, gates, M, x, lengths, *ctx.spec)
     return du, dgates, dM, dx0 if ctx.has_x0 else None, None, None, None, None
@@ -235,9 +233,8 @@ def _chunked_traceable(
 def _mix_traceable(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M (K, D, E) or (K, h, d, e): (B, n C, E)."""
     if M.ndim == 3:
-        return torch.matmul((features * gates[..., None]).to(M.dtype).flatten(3), M.reshape(1, -1, M.shape[2])).flatten(
-            1, 2
-        )
+        gated = (features * gates[..., None]).to(M.dtype).flatten(3)
+        return torch.matmul(gated, M.reshape(1, -1, M.shape[2])).flatten(1, 2)
     _, h, d, e = M.shape
     B, n, C, K = features.shape[:4]
     gates = gates if gates.ndim == 5 else gates[..., None]

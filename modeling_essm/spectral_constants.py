@@ -8,7 +8,8 @@ They are pure functions of filter length H, number of states N, chunk length C a
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .spectral_basis import chunk_operators, num_states, spectral_basis
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Realization(NamedTuple):
@@ -60,41 +64,37 @@ def _to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor(array, dtype=dtype, device=device)
 
 
-@functools.lru_cache(maxsize=1024)
-def _states_needed_cached(H: int, K: int, state_margin: int) -> int:
+def _constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Computes a result once and keeps it; to torch.compile it is a constant.
+
+    The compiler names constants after their functions, so that within one graph each must return one tensor: hence
+    those of all states and channels, of which a budget uses the leading ones.
+    """
+    cached = functools.lru_cache(maxsize=1024)(function)
+
+    @functools.wraps(function)
+    def constant(*args: Any) -> Any:
+        return cached(*args)
+
+    return torch.compiler.assume_constant_result(constant)
+
+
+@_constant
+def states_needed(H: int, K: int, state_margin: int) -> int:
+    """N, the number of states that a budget K reads and writes."""
     return min(num_states(K, state_margin), len(spectral_basis(H).sigma))
 
 
-@functools.lru_cache(maxsize=1024)
-def _sigma_power_cached(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
+@_constant
+def sigma_power(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
+    """sigma^exponent of all states of the basis."""
     return _to_device(spectral_basis(H).sigma ** exponent, device, dtype)
 
 
-@functools.lru_cache(maxsize=1024)
-def _recurrence_cached(H: int, device: str, dtype: torch.dtype) -> Tensor:
-    return _to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
-
-
-# torch.compile takes these results as constants. It names them after the function, so that within one graph each must
-# return one tensor: hence all states and channels, of which a budget uses the leading ones.
-
-
-@torch.compiler.assume_constant_result
-def states_needed(H: int, K: int, state_margin: int) -> int:
-    """N, the number of states that a budget K reads and writes."""
-    return _states_needed_cached(H, K, state_margin)
-
-
-@torch.compiler.assume_constant_result
-def sigma_power(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
-    """sigma^exponent of all states of the basis."""
-    return _sigma_power_cached(H, exponent, device, dtype)
-
-
-@torch.compiler.assume_constant_result
+@_constant
 def recurrence(H: int, device: str, dtype: torch.dtype) -> Tensor:
     """(N, N + 1) for all states of the basis: A^T and phi(0)^T side by side."""
-    return _recurrence_cached(H, device, dtype)
+    return _to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -40,8 +40,7 @@ def autoregression(
     sign = 1.0 - 2.0 * (torch.arange(1, L + 1, device=u.device, dtype=u.dtype)[:, None] % 2)  # (-1)^{t+1}, (L, 1)
     negative, features = filtered(u * sign)
     last = torch.full((u.shape[0],), L, device=u.device) if lengths is None else lengths
-    parity = torch.where(last % 2 == 1, -1.0, 1.0).to(features.dtype)[:, None, None]
-    features = features * torch.where(last > 0, parity[:, 0, 0], 1.0)[:, None, None]
+    features = features * torch.where(last % 2 == 1, -1.0, 1.0).to(features.dtype)[:, None, None]
     u_past = past.get("inputs", u.new_zeros(u.shape[0], p, u.shape[2]))
     u_all = torch.cat([u_past, u], 1)  # u(t - i) stands at index t + p - i
     y = y + negative * sign

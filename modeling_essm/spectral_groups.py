@@ -11,6 +11,8 @@ channel (each for h / G heads), R the steps of a chunk that exist, C unless the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,13 @@ def _chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
     return max(1, _GROUP_BYTES_ACCELERATOR // chunk_bytes)
 
 
+def _groups(chunks: Tensor, x: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Group by group its place among the m chunks, and [u; x] (size, C + N, D) of chunks (m, C, D) and x (m, N, D)."""
+    for a in range(0, len(chunks), size):
+        g = slice(a, a + size)
+        yield g, torch.cat([chunks[g].to(dtype), x[g].to(dtype)], 1)
+
+
 def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """y of all chunks.
 
@@ -49,9 +58,7 @@ def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     y = chunks.new_empty(m, R, M.shape[2])
     group = _chunks_per_group((R, K, D), chunks)
     buffer = W.new_empty(min(group, m), R * K, D)
-    for a in range(0, m, group):
-        g = slice(a, a + group)
-        inputs = torch.cat([chunks[g].to(W.dtype), x[g].to(W.dtype)], 1)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
         features = torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=buffer[: len(inputs)])
         features.view(-1, R, K, D).mul_(gates[g])
         torch.mm(features.view(-1, K * D).to(y.dtype), M_flat, out=y[g].view(-1, M.shape[2]))
@@ -76,9 +83,7 @@ def unmix_dense(
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
     group = _chunks_per_group((R, K, D), chunks)
     buffers = W.new_empty(3, min(group, m), R * K, D)
-    for a in range(0, m, group):
-        g = slice(a, a + group)
-        inputs = torch.cat([chunks[g].to(W.dtype), x[g].to(W.dtype)], 1)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
         features, dgated, product = buffers[:, : len(inputs)]
         dy_rows, gate = dy[g].reshape(-1, dy.shape[2]), gates[g].reshape(-1, R * K, 1)  # gates may be expanded
         torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=features)
@@ -97,11 +102,6 @@ def unmix_dense(
     return dchunks, dx, dgates, dM
 
 
-def _head_inputs(chunks: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(m, C, D) inputs and (m, N, D) states -> (m, D, C + N), a row for each channel of the width."""
-    return torch.cat([chunks.to(dtype), x.to(dtype)], 1).mT
-
-
 def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """As `mix_dense`, of gates (m, R, K, G) and M (>= K, h, d, e); returns (m, R, h e)."""
     m, _, D = chunks.shape
@@ -113,10 +113,8 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     y = chunks.new_empty(m, R, h * e)
     group = _chunks_per_group((D, K, R), chunks)
     buffer = W.new_empty(min(group, m), D, K * R)
-    for a in range(0, m, group):
-        g = slice(a, a + group)
-        inputs = _head_inputs(chunks[g], x[g], W.dtype)
-        features = torch.bmm(inputs, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
+    for g, inputs in _groups(chunks, x, group, W.dtype):
+        features = torch.bmm(inputs.mT, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
         gated = features.view(-1, G, D // G, K, R).mul_(gates[g]).view(-1, h, d * K, R).to(y.dtype)
         if d == e == 1 and K * R < _SMALL_PRODUCT:
             y[g] = gated.mul_(matrices.mT).sum(2).mT
@@ -140,12 +138,10 @@ def unmix_heads(
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
     group = _chunks_per_group((D, K, R), chunks)
     buffers = W.new_empty(3, min(group, m), D, K * R)
-    for a in range(0, m, group):
-        g = slice(a, a + group)
-        inputs = _head_inputs(chunks[g], x[g], W.dtype)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
         count = len(inputs)
         features, dgated, product = buffers[:, :count]
-        torch.bmm(inputs, W.expand(count, -1, -1), out=features)
+        torch.bmm(inputs.mT, W.expand(count, -1, -1), out=features)
         dy_t = dy[g].mT.contiguous().view(count, h, e, R)
         by_head, by_gate = (count, h, d * K, R), (count, G, D // G, K, R)
         if d == e == 1:

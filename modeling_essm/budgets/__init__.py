@@ -6,10 +6,4 @@ from .choice import choose_budget
 from .profile import BudgetProfile
 from .profile_file import budget_profile, read_profile
 
-__all__ = [
-    "BudgetProfile",
-    "allocate_spectral_budget",
-    "budget_profile",
-    "choose_budget",
-    "read_profile",
-]
+__all__ = ["BudgetProfile", "allocate_spectral_budget", "budget_profile", "choose_budget", "read_profile"]

@@ -18,6 +18,7 @@ With heads each has gates of its own and its own part of the outputs, so the sum
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -284,9 +285,7 @@ def layer_statistics(model: nn.Module, batches: Sequence[Batch]) -> list[LayerSt
 def _allocate_by_loss(
     model: nn.Module, batches: Sequence[Batch], capacities: list[int], total: int, min_budget: int
 ) -> list[int]:
-    def loss(budgets: list[int]) -> float:
-        return calibration_loss(model, batches, budgets)
-
+    loss = functools.partial(calibration_loss, model, batches)
     full = loss(capacities)
     curves: list[np.ndarray] = []
     for layer, capacity in enumerate(capacities):
@@ -365,9 +364,8 @@ def read_calibration(
             raise ValueError(f"calibration must hold input_ids, input_features or inputs_embeds, got only {[*given]}")
         mask = inputs.get("attention_mask")
         shape = data.shape if "input_ids" in inputs else data.shape[:-1]
-        real = (
-            (torch.ones(shape, device="cpu") if mask is None else mask).bool().flatten(0, -2).cpu()
-        )  # pairs become rows
+        mask = torch.ones(shape, device="cpu") if mask is None else mask
+        real = mask.bool().flatten(0, -2).cpu()  # pairs become rows
         labels = given.get("labels") if has_loss else None
         if labels is None and generates and "input_ids" in inputs:
             predicted = real & real.roll(1, 1)  # not from padding

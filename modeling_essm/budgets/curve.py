@@ -79,11 +79,7 @@ class BudgetCurve:
 
     def presets(self) -> dict[str, int]:
         """Names for config.budget_presets."""
-        return {
-            "sweet-spot": self.sweet_spot,
-            "collapse-boundary": self.collapse_boundary,
-            "full": self.budgets[-1],
-        }
+        return {"sweet-spot": self.sweet_spot, "collapse-boundary": self.collapse_boundary, "full": self.budgets[-1]}
 
     def table(self) -> str:
         """Value, change and speed at every budget, for people."""

@@ -12,7 +12,6 @@ those at 20 GB/s and more where BLAS's product of a matrix and a vector gets 10.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
-from ..cache_essm import ESSMCache
+from ..cache_essm import ESSMCache, check_cache
+from ..inputs_essm import check_token_ids, warn_once_of
+from ..outputs_essm import ESSMCausalLMOutput
 from ..spectral_budget import ResolvedBudget, SpectralBudget
 
 logger = logging.get_logger(__name__)
@@ -109,11 +110,13 @@ class CompiledSteps:
         self._steps[_key(layers, zeros)] = program
         self._structure, self._where = list(_structure(model)), _where(model)
 
-    def find(self, model: Any, input_ids: Tensor, cache: Any, budget: ResolvedBudget) -> Callable | None:
-        """`ESSMForCausalLM.step` of this call, compiled, to be called without arguments; None where none fits.
+    def run(self, model: Any, input_ids: Tensor, cache: Any, budget: ResolvedBudget) -> ESSMCausalLMOutput | None:
+        """What `ESSMForCausalLM.forward` returns for one token, by its compiled step; None where none fits.
 
         Args:
-            input_ids: (B, 1). cache: ESSMCache that has read a prompt.
+            input_ids: (B, 1). cache: ESSMCache that has read a prompt, updated in place.
+        Raises:
+            ValueError: as the eager step.
         """
         if tuple(input_ids.shape[1:]) != (1,) or not getattr(cache, "batch_size", None) or budget.rows is not None:
             return None
@@ -129,7 +132,13 @@ class CompiledSteps:
             self._steps.clear()
             logger.warning_once("the model has changed since compile_decoding, and decodes eagerly: call it again")
             return None
-        return functools.partial(_call, program, model, budget.layers, input_ids, states)
+        check_cache(cache, model.config, len(input_ids))
+        check_token_ids(input_ids, model.config.vocab_size, model.training)
+        logits, states = _call(program, model, budget.layers, input_ids, states)
+        cache.set_states(states)
+        warn_once_of(model.config, budget, cache.get_seq_length() + 1)
+        cache.advance(1)
+        return ESSMCausalLMOutput(logits=logits[:, None], past_key_values=cache, spectral_budget=budget.report())
 
     def _is_current(self, model: Any) -> bool:
         """Whether modules and parameters are those that were compiled: the compiled code itself no longer looks."""

@@ -85,7 +85,8 @@ def export_programs(
             classify = (_ClassifyIds if F is None else _ClassifyFeatures)(small, budget.layers, max_length)
             return {"classify": _export(classify, (values, mask), ({0: rows, 1: length}, {0: rows, 1: length}))}
         ids = torch.zeros_like(mask)
-        states = _zero_states(small, ids, budget.layers)
+        past = small(ids, use_cache=True, spectral_budget=list(budget.layers)).past_key_values
+        states = {name: torch.zeros_like(state) for name, state in past.states.items()}
         any_state = {name: {0: rows} for name in states}
         prefill_shapes = ({0: rows, 1: length}, {0: rows, 1: length}, any_state)
         return {
@@ -168,11 +169,6 @@ def _export(module: nn.Module, inputs: tuple, dynamic_shapes: tuple) -> Exported
     return program
 
 
-def _zero_states(model: Any, input_ids: Tensor, budgets: tuple[int, ...]) -> dict[str, Tensor]:
-    states = model(input_ids, use_cache=True, spectral_budget=list(budgets)).past_key_values.states
-    return {name: torch.zeros_like(state) for name, state in states.items()}
-
-
 def _example_states(program: ExportedProgram) -> dict[str, Tensor]:
     assert program.example_inputs is not None
     last = program.example_inputs[0][-1]
@@ -180,7 +176,5 @@ def _example_states(program: ExportedProgram) -> dict[str, Tensor]:
 
 
 def _spec(name: str, value: Tensor) -> TensorSpec:
-    sizes = tuple(
-        size if isinstance(size, int) else ("length" if axis else "batch") for axis, size in enumerate(value.shape)
-    )
+    sizes = tuple(n if isinstance(n, int) else ("length" if axis else "batch") for axis, n in enumerate(value.shape))
     return TensorSpec(name, sizes, str(value.dtype).removeprefix("torch."))

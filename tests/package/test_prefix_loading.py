@@ -174,6 +174,9 @@ def test_only_the_prefix_is_read(tmp_path, monkeypatch):
         def keys(self):
             return self.file.keys()
 
+        def metadata(self):
+            return self.file.metadata()
+
         def get_tensor(self, name):
             return self._count(name, self.file.get_tensor(name))
 
@@ -261,7 +264,7 @@ BAD = {
     "float": (6.0, r"\[1, 32\], got 6.0"),
     "text": ("6", r"\[1, 32\], got '6'"),
     "short": ([6], r"one integer for each of the 2 layers, got 1: \[6\]"),
-    "layer": ([6, 40], r"\[1, 32\] in layer 1, got 40"),
+    "layer": ([6, 40], r"\[1, 32\], got 40 for layer 1"),
 }
 
 
@@ -285,7 +288,7 @@ def test_a_small_model_refuses_more(tmp_path):
             model(random_ids(2, 5), spectral_budget=budget)
     with pytest.raises(ValueError, match=r"\[1, 6\], got 8"):
         ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=8)
-    with pytest.raises(ValueError, match=r"in layer 1, got 6"):
+    with pytest.raises(ValueError, match=r"got 6 for layer 1"):
         model.truncate([6, 6])
     assert ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5).config.capacities == (5, 3)
 

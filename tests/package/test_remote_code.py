@@ -26,7 +26,7 @@ from modeling_essm import (
     ESSMModel,
     build_byte_tokenizer,
 )
-from modeling_essm.remote_code import _beside_the_package
+from modeling_essm.checkpoints.derived_classes import _beside_the_package
 
 # What is saved; "gated" is of the class that "causal" is of.
 CLASSES = {

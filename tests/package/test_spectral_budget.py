@@ -146,7 +146,7 @@ def test_the_model_refuses_before_any_compute(value, message):
         ({"spectral_budget": [4]}, "each of the 2 layers, got 1"),
         ({"budget_presets": {"phone": 40}}, r"integer in \[1, 32\], got 40"),
         ({"budget_presets": {"phone": "laptop", "laptop": 4}}, r"\['phone'\]: .*integer in \[1, 32\], got 'laptop'"),
-        ({"budget_presets": [4]}, r"budget_presets must be a dict.*got \[4\]"),
+        ({"budget_presets": [4]}, r"budget_presets must be None or a dict.*got \[4\]"),
         ({"trained_budgets": [0, 4]}, r"integer in \[1, 32\], got \[0, 4\]"),
         ({"trained_budgets": "4"}, "trained_budgets must be .*a list.*got '4'"),
     ],

@@ -1,35 +1,23 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The code that lies beside saved weights: which class `auto_map` names there, and which files that class needs.
-
-A class derived from ours by a user is saved with its own file and with this package's root, and loads as what it is.
-"""
+"""Classes that a user derived from ours: saved with their own files beside ours, and loaded as what they are."""
 
 from __future__ import annotations
 
 import ast
-import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.dynamic_module_utils import get_class_from_dynamic_module, get_relative_imports
 from transformers.utils import logging
 
-from .configuration_essm import AUTO_MAP
+from ..loading_essm import HUB_ARGUMENTS
 
 logger = logging.get_logger(__name__)
 
-# Arguments of from_pretrained that say where files are, for `cached_file`.
-HUB_ARGUMENTS = (
-    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder"),
-    *("repo_type", "user_agent", "_commit_hash"),
-)
-
-_ROOT = Path(__file__).parent
 _PACKAGE = "modeling_essm"
-_RELATIVE = re.compile(r"^\s*from\s+\.(\w+)\s+import\b", re.MULTILINE)
+_ROOT = Path(__file__).parents[1]
 
 
 def derived_class(cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
@@ -61,35 +49,21 @@ def derived_class(cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
     return derived
 
 
-def code_files(model: Any) -> dict[str, str]:
-    """By name, the text of every file that the classes of a model and of its config need beside its weights.
+def code_of_derived_classes(model: Any) -> dict[str, str]:
+    """By name, the text of the files outside the package that the classes of a model and of its config need.
 
-    A file from outside the package reads there what it imports from the package with a dot: the folder is enough. None
-    for a config whose auto_map was taken away: its class is asked for by import.
+    They read there what they import from the package with a dot: the folder is enough.
     """
-    if getattr(model.config, "auto_map", None) is None:
-        return {}
     classes = (*type(model).__mro__, *type(model.config).__mro__)
-    files = [getattr(sys.modules[cls.__module__], "__file__", None) for cls in classes if _is_saved(cls)]
-    waiting = [Path(file) for file in files if file is not None]
+    homes = [cls.__module__ for cls in classes if getattr(cls, "_auto_class", None) is not None]
+    waiting = [Path(getattr(sys.modules[name], "__file__", None) or "") for name in homes if name != "__main__"]
     texts: dict[str, str] = {}
     while waiting:
         path = waiting.pop(0)
-        if path.name in texts or not path.is_file():
-            continue
-        text = path.read_text(encoding="utf-8")
-        texts[path.name] = text if path.parent == _ROOT else _beside_the_package(text)
-        for name in _RELATIVE.findall(texts[path.name]):
-            file = path.parent / f"{name}.py"
-            waiting.append(file if file.is_file() else _ROOT / file.name)
+        if path.is_file() and path.parent != _ROOT and path.name not in texts:
+            texts[path.name] = _beside_the_package(path.read_text(encoding="utf-8"))
+            waiting += [path.parent / f"{name}.py" for name in get_relative_imports(path)]
     return texts
-
-
-def _is_saved(cls: type) -> bool:
-    """Whether transformers saves the file of a class, or it is one of this package's."""
-    if cls.__module__ == "__main__" or cls.__module__.startswith(("transformers.", "torch.")):
-        return False
-    return getattr(cls, "_auto_class", None) is not None or cls.__module__.rpartition(".")[0] == __package__
 
 
 def _beside_the_package(text: str) -> str:
@@ -116,21 +90,3 @@ def _home(name: str) -> str | None:
     """The module of the root that defines what the package offers under that name."""
     package, _, home = getattr(getattr(sys.modules.get(_PACKAGE), name, None), "__module__", "").rpartition(".")
     return home if package == _PACKAGE else None
-
-
-def prune_auto_map(config: Any, names: Mapping[str, Any], folder: str | os.PathLike) -> None:
-    """Let auto_map name only classes whose files will be in the folder: of others, ours, or none. One that was taken
-    away, as a model whose class is not saved does, stays away.
-
-    Args:
-        config: changed in place. names: of the files that will be written there.
-    """
-    if getattr(config, "auto_map", None) is None:
-        return
-    kept = {}
-    for auto, references in config.auto_map.items():
-        each = references if isinstance(references, (list, tuple)) else [references]
-        files = [f"{name.split('.')[0]}.py" for name in each if isinstance(name, str) and "--" not in name]
-        if all(file in names or (Path(folder) / file).is_file() for file in files):
-            kept[auto] = references
-    config.auto_map = {**AUTO_MAP, **kept}
