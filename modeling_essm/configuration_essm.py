@@ -90,6 +90,10 @@ def _are_presets(x: Any) -> bool:
     return isinstance(x, dict) and len(x) <= _MOST_BUDGETS and all(isinstance(name, str) for name in x)
 
 
+def _is_nonzero(x: Any) -> bool:
+    return type(x) in (int, float) and x != 0 and abs(x) <= sys.float_info.max
+
+
 def _is_dtype(x: Any) -> bool:
     return isinstance(getattr(torch, x, None) if isinstance(x, str) else x, torch.dtype)
 
@@ -114,10 +118,11 @@ _RULES: dict[str, _Rule] = {
     "spectral_algorithm": _one_of(*ALGORITHMS),
     "gating": _one_of("softmax", "none"),
     "classifier_pooling": _one_of("mean", "last"),
-    **dict.fromkeys(("dropout", "stochastic_depth"), _number(1.0)),
+    **dict.fromkeys(("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"), _number(1.0)),
+    "gate_bias": ("a finite number other than 0", _is_nonzero),
     **dict.fromkeys(("initializer_range", "layer_norm_eps"), _POSITIVE),
     **dict.fromkeys(("scaling_exponent", "embedding_initializer_range"), _optional(_POSITIVE)),
-    **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder"), _FLAG),
+    **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder", "stochastic_depth_ramp"), _FLAG),
     **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
     "eos_token_id": _optional(_or_list(_TOKEN_ID, _MOST_BUDGETS)),
@@ -181,7 +186,12 @@ class ESSMConfig(PreTrainedConfig):
             write to the residual stream, others start at 1 / sqrt(their inputs).
         embedding_initializer_range (`float`, *optional*): that of new embeddings of token ids, `initializer_range` by
             default, 0.1 in the gated block.
-        dropout, stochastic_depth (`float`): rates after each sub-layer and for skipping a whole sub-layer.
+        gate_bias (`float`): what the gate's output biases start at; any but 0 starts the gate at equal weights, and a
+            larger one changes them more slowly.
+        dropout, embedding_dropout, activation_dropout (`float`): rates after each sub-layer, on the embedding, and
+            inside feed-forward layers, after their activation.
+        stochastic_depth (`float`): rate of skipping a whole sub-layer of a sample.
+        stochastic_depth_ramp (`bool`): whether that rate rises linearly over the blocks, from 0 in the first.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
         num_input_features (`int`, *optional*): width of continuous inputs (audio frames, pixels), which a linear
             encoder reads instead of token ids.
@@ -219,8 +229,12 @@ class ESSMConfig(PreTrainedConfig):
     trained_budgets: list[int] | None = None
     budget_presets: dict[str, Any] | None = None
     layer_types: list[str] | None = None
+    gate_bias: float = 1.0
     dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    activation_dropout: float = 0.0
     stochastic_depth: float = 0.0
+    stochastic_depth_ramp: bool = False
     initializer_range: float = 0.02
     embedding_initializer_range: float | None = None
     layer_norm_eps: float = 1e-5

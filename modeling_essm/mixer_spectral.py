@@ -22,7 +22,6 @@ from .spectral_constants import state_dtype
 from .spectral_feedback import autoregression, last_steps
 
 _GATE_EPS = 1e-6  # eps of Eq. (8)
-_GATE_BIAS = 1.0  # any nonzero constant starts the gate at equal weights; zero would amplify noise to unit scale
 
 
 class ESSMPrefixLinear(nn.Module):
@@ -76,6 +75,7 @@ class ESSMSpectralMixer(nn.Module):
         self.operator = operator_of(config)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
+        self.gate_bias = config.gate_bias  # 0 would amplify noise to unit scale
         self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
         self.skip = nn.Linear(D, D, bias=False) if config.block == "paper" else ESSMScale(D)
         self.mixing_heads = None if d == D else (D // d, d)
@@ -102,7 +102,7 @@ class ESSMSpectralMixer(nn.Module):
         if self.gated:
             unit = getattr(self.gate_in, "starts_at_unit_scale", False)
             init.normal_(self.gate_out.weight, mean=0.0, std=self.gate_in.out_features**-0.5 if unit else std)
-            init.constant_(self.gate_out.bias, _GATE_BIAS)
+            init.constant_(self.gate_out.bias, self.gate_bias)
         if self.ar_order:
             init.normal_(self.channel_mixing_negative, mean=0.0, std=1e-3)
             init.normal_(self.input_mixing, mean=0.0, std=std)

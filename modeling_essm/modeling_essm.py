@@ -54,9 +54,10 @@ class ESSMFeedForward(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.intermediate_size)
         self.down = nn.Linear(config.intermediate_size, config.hidden_size)
         self.act = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(x)))
+        return self.down(self.dropout(self.act(self.up(x))))
 
 
 class ESSMGatedFeedForward(nn.Module):
@@ -66,10 +67,11 @@ class ESSMGatedFeedForward(nn.Module):
         super().__init__()
         self.up = at_unit_scale(nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False))
         self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * value)
+        return self.down(self.dropout(F.silu(gate) * value))
 
 
 class _Block(GradientCheckpointingLayer):
@@ -191,7 +193,11 @@ class ESSMModel(ESSMPreTrainedModel):
             self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
         block = ESSMLayer if config.block == "paper" else ESSMGatedLayer
         self._no_split_modules = [block.__name__]  # sharding looks for each that is named
+        self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         self.layers = nn.ModuleList(block(config, capacity) for capacity in config.capacities)
+        if config.stochastic_depth_ramp:
+            for i, layer in enumerate(self.layers):
+                layer.stochastic_depth *= i / max(1, len(self.layers) - 1)
         self.operator = operator_of(config)
         norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
         self.norm = norm(config.hidden_size, eps=config.layer_norm_eps)
@@ -237,7 +243,7 @@ class ESSMModel(ESSMPreTrainedModel):
                 of packed sequences.
         """
         refuse_unsupported(kwargs)
-        hidden_states = embeddings = self._embed(input_ids, inputs_embeds, input_features)
+        hidden_states = embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features))
         B, L, _ = hidden_states.shape
         config, cache = self.config, past_key_values
         budget = config.resolve_budget(spectral_budget, batch_size=B)

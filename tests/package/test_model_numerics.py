@@ -151,13 +151,49 @@ def test_gradient_checkpointing_refuses_a_cache():
 
 def test_dropout_and_stochastic_depth_act_in_training_only():
     ids = random_ids(2, 20)
-    for fields in ({"dropout": 0.5}, {"stochastic_depth": 0.5}):
-        model = random_model(**fields)
+    for block in ({}, {"block": "gated", "intermediate_size": 16}):
+        for name in ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"):
+            check_dropout(ids, block, name)
+
+
+def check_dropout(ids, block, name):
+    model = random_model(**block, **{name: 0.5})
+    with torch.no_grad():
+        expected = random_model(**block)(ids).logits
+        assert torch.equal(model(ids).logits, expected)
+        model.train()
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_is_where_its_name_says():
+    """At a rate near 1 all of it is gone: the embedding, or what feed-forward layers add."""
+    ids, almost = random_ids(2, 20), 1 - 1e-12
+    with torch.no_grad():
+        model = random_model(embedding_dropout=almost).train()
+        assert torch.equal(model(ids, use_cache=False).logits, model(torch.zeros_like(ids), use_cache=False).logits)
+        for block in ({}, {"block": "gated", "intermediate_size": 16}):
+            model = random_model(**block, activation_dropout=almost).train()
+            dropped = model(ids, use_cache=False).logits
+            for layer in model.model.layers:
+                layer.ffn.down.weight.zero_()
+            assert_close(dropped, model.eval()(ids).logits)
+
+
+def test_stochastic_depth_may_rise_over_the_blocks():
+    for depth, expected in ((3, [0.0, 0.1, 0.2]), (1, [0.0])):
+        model = random_model(num_hidden_layers=depth, stochastic_depth=0.2, stochastic_depth_ramp=True)
+        assert [layer.stochastic_depth for layer in model.model.layers] == pytest.approx(expected)
+    assert [layer.stochastic_depth for layer in random_model(stochastic_depth=0.2).model.layers] == [0.2, 0.2]
+
+
+def test_the_gate_starts_at_its_bias_and_at_equal_weights():
+    for block in ("paper", "gated"):
+        mixer = ESSMModel(tiny_config(block=block, gate_bias=-2.0, scaling_exponent=0.0)).layers[0].mixer
+        assert bool((mixer.gate_out.bias == -2.0).all())
         with torch.no_grad():
-            expected = random_model()(ids).logits
-            assert torch.equal(model(ids).logits, expected)
-            model.train()
-            assert not torch.equal(model(ids).logits, model(ids).logits)
+            mixer.gate_out.weight.zero_()
+            u = torch.randn(1, 5, mixer.gate_in.in_features)
+            assert_close(mixer.gates(u, 4), torch.full_like(mixer.gates(u, 4), 0.25))
 
 
 # --- Precision

@@ -55,9 +55,10 @@ def check_at_least(arguments: Any, least: float, *names: str) -> None:
                 raise ValueError(f"{name} must be at least {least}, got {number}")
 
 
-# Those of transformers.get_scheduler that are functions of the update alone and need no arguments of their own.
+# Those of transformers.get_scheduler that are functions of the update alone.
+_WITH_FLOOR = "cosine_with_min_lr"
 SCHEDULES = (
-    *("cosine", "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
+    *("cosine", _WITH_FLOOR, "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
     *("constant", "constant_with_warmup"),
 )
 
@@ -103,6 +104,7 @@ class RunArguments:
         "cosine",
         f"Course of the learning rate after its peak, as of transformers.get_scheduler: {', '.join(SCHEDULES)}.",
     )
+    min_lr_rate: float | None = arg(None, f"With '{_WITH_FLOOR}': where it ends, as a share of the peak.")
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
     weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
@@ -118,6 +120,7 @@ class RunArguments:
         None, "Budgets to validate at; by default the smallest, a middle and the largest."
     )
     early_stopping_patience: int = arg(0, "Stop after so many validations without a new best; 0 never does.")
+    early_stopping_threshold: float = arg(0.0, "A new best counts against that patience if it is better by more.")
     load_best_model_at_end: bool = arg(
         False, "The weights of the best validation become the saved model, not the last ones."
     )
@@ -148,6 +151,7 @@ class RunArguments:
         check_at_least(self, 1, "eval_steps", "save_steps", "save_total_limit", "logging_steps")
         check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
         limits = {"ema_decay": 1, "adam_beta2": 1, "learning_rate": math.inf, "weight_decay": math.inf}
+        limits |= {"early_stopping_threshold": math.inf}
         for name, limit in limits.items():
             if not 0 <= getattr(self, name) < limit:
                 raise ValueError(f"{name} must be in [0, {limit}), got {getattr(self, name)}")
@@ -164,6 +168,13 @@ class RunArguments:
             raise ValueError(f"num_train_epochs must be positive and finite, got {self.num_train_epochs}")
         if self.lr_scheduler_type not in SCHEDULES:
             raise ValueError(f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {self.lr_scheduler_type!r}")
+        if (self.min_lr_rate is not None) != (self.lr_scheduler_type == _WITH_FLOOR):
+            raise ValueError(
+                f"lr_scheduler_type {_WITH_FLOOR!r} and min_lr_rate need each other, got {self.lr_scheduler_type!r} "
+                f"and {self.min_lr_rate}"
+            )
+        if self.min_lr_rate is not None and not 0 <= self.min_lr_rate <= 1:
+            raise ValueError(f"min_lr_rate must be in [0, 1], got {self.min_lr_rate}")
         ways = ("extend", "overwrite_output_dir", "resume_from_checkpoint")
         if len(given := [name for name in ways if getattr(self, name)]) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")

@@ -24,7 +24,7 @@ _SIZES = MappingProxyType(
     {"hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8, "filter_length": 1024}
     | {"scaling_exponent": 0.0, "gating": "softmax", "ar_order": 0, "block": "gated"}
     | dict.fromkeys(("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"))
-    | {"embedding_initializer_range": None}
+    | {"embedding_initializer_range": None, "gate_hidden_size": None, "gate_bias": 1.0, "stochastic_depth_ramp": False}
 )
 # Other defaults of the paper's block.
 _PAPER = MappingProxyType({"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25})
@@ -34,7 +34,8 @@ _RECORDED = MappingProxyType(
     | {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
     | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
 )
-_RATES = ("dropout", "stochastic_depth")
+# Fields that are 0 by default, or as configured.
+_RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
 
@@ -72,8 +73,17 @@ class SizeArguments(RunArguments):
     embedding_initializer_range: float | None = _size(
         "embedding_initializer_range", "Standard deviation of new embeddings."
     )
+    gate_hidden_size: int | None = _size("gate_hidden_size", "Width inside the gate.")
+    gate_bias: float | None = _size("gate_bias", "What the gate's output biases start at, not 0.")
     dropout: float | None = arg(None, "Dropout rate after each sub-layer; by default 0, or as configured.")
+    embedding_dropout: float | None = arg(None, "Dropout rate on the embedding; by default 0, or as configured.")
+    activation_dropout: float | None = arg(
+        None, "Dropout rate inside feed-forward layers; by default 0, or as configured."
+    )
     stochastic_depth: float | None = arg(None, "Rate of skipping a whole sub-layer; by default 0, or as configured.")
+    stochastic_depth_ramp: bool | None = _size(
+        "stochastic_depth_ramp", "Whether that rate rises linearly over the blocks, from 0 in the first."
+    )
 
     EARLIER = MappingProxyType({"block": "paper"})
 
@@ -122,7 +132,8 @@ class ModelArguments(SizeArguments):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {value!r}")
         if self.source is None:
-            self.dropout, self.stochastic_depth = self.dropout or 0.0, self.stochastic_depth or 0.0
+            for name in _RATES:
+                setattr(self, name, getattr(self, name) or 0.0)
 
     @property
     def is_baseline(self) -> bool:

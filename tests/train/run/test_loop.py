@@ -81,7 +81,11 @@ def test_broken_argument_files_are_refused(content, tmp_path, capsys):
         ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
         ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
         ({"extend": True, "resume_from_checkpoint": "a"}, "give extend or resume_from_checkpoint, not both"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, linear, .*, got"),
+        ({"min_lr_rate": 0.1}, "'cosine_with_min_lr' and min_lr_rate need each other, got 'cosine' and 0.1"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "need each other, got 'cosine_with_min_lr' and None"),
+        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr_rate": 1.5}, r"min_lr_rate must be in \[0, 1\], got 1.5"),
+        ({"early_stopping_threshold": -1.0}, r"early_stopping_threshold must be in \[0, inf\), got -1.0"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, .*linear, .*, got"),
         ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich'"),
         ({"push_to_hub": True}, "push_to_hub needs hub_model_id"),
     ],
@@ -153,6 +157,13 @@ def test_the_learning_rate_may_take_another_course(arguments, tmp_path, finished
     assert rates == pytest.approx([5e-3 * share for share in (1 / 2, 1, 3 / 4, 1 / 2, 1 / 4, 0)], abs=1e-12)
     with pytest.raises(ValueError, match="lr_scheduler_type was 'cosine' and is now 'linear'"):
         train(arguments(finished, lr_scheduler_type="linear"))
+
+
+def test_the_learning_rate_may_have_a_floor(arguments, tmp_path):
+    train(arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", min_lr_rate=0.1, max_steps=6))
+    cosine = [0.5 * (1 + math.cos(math.pi * n / 4)) for n in range(5)]
+    expected = [5e-3 / 2, *(5e-3 * (0.1 + 0.9 * share) for share in cosine)]
+    assert [line["learning_rate"] for line in read_log(tmp_path)] == pytest.approx(expected, abs=1e-12)
 
 
 def test_an_earlier_trainer_does_not_stop_the_optimizer(arguments, tmp_path, finished):
@@ -315,6 +326,16 @@ def test_a_metric_may_be_better_when_higher():
     assert not progress.record_validation(math.nan, loss)
     progress.best = math.nan
     assert progress.record_validation(9.0, loss)
+
+
+def test_a_small_gain_does_not_end_the_patience():
+    progress, loss = Progress(update=1), Metric("loss", False)
+    counts = []
+    for mean in (3.0, 2.95, 2.9, 2.5, 2.45, 2.6):
+        progress.update += 1
+        assert progress.record_validation(mean, loss, threshold=0.1) == (mean != 2.6)
+        counts.append(progress.validations_without_best)
+    assert counts == [0, 1, 2, 0, 1, 2] and (progress.best, progress.best_update) == (2.45, 6)
 
 
 def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, capsys):

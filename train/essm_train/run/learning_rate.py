@@ -33,15 +33,22 @@ def rate_factor(update: int, warmup_steps: int, spans: Spans) -> float:
 
 
 def make_scheduler(
-    optimizer: torch.optim.Optimizer, warmup_steps: int, plan: Sequence[Sequence[int]], name: str = "cosine"
+    optimizer: torch.optim.Optimizer,
+    warmup_steps: int,
+    plan: Sequence[Sequence[int]],
+    name: str = "cosine",
+    min_lr_rate: float | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Steps once per update.
 
     Args:
         plan: first update and end of the run as it was started and of each extension. name: of `get_scheduler`.
+        min_lr_rate: with "cosine_with_min_lr", the last rate over the peak.
     """
+    own = None if min_lr_rate is None else {"min_lr_rate": min_lr_rate}
     stand_in = torch.optim.SGD([torch.zeros(1)], optimizer.defaults["lr"])  # get_scheduler changes what it is given
-    spans = [(first, get_scheduler(name, stand_in, warmup_steps, end - first).lr_lambdas[0]) for first, end in plan]
+    schedules = (get_scheduler(name, stand_in, warmup_steps, end - first, own) for first, end in plan)
+    spans = [(first, schedule.lr_lambdas[0]) for (first, _), schedule in zip(plan, schedules)]
     return torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_factor, warmup_steps=warmup_steps, spans=spans))
 
 

@@ -112,15 +112,17 @@ class Progress:
     validations_without_best: int = 0
     stopped_early: bool = False
 
-    def record_validation(self, mean: float, metric: Metric) -> bool:
-        """Whether it is strictly better than all before."""
-        best = self.best
-        better = best is None or math.isnan(best) or (mean > best if metric.higher_is_better else mean < best)
-        if better:
-            self.best, self.best_update, self.validations_without_best = mean, self.update, 0
-        else:
-            self.validations_without_best += 1
-        return better
+    def record_validation(self, mean: float, metric: Metric, threshold: float = 0.0) -> bool:
+        """Whether it is strictly better than all before. One that is better by at most the threshold does not end the
+        count of validations without a new best (as in transformers' EarlyStoppingCallback)."""
+        gain = math.inf
+        if self.best is not None and not math.isnan(self.best):
+            gain = (mean - self.best) if metric.higher_is_better else (self.best - mean)
+        self.validations_without_best = 0 if gain > threshold else self.validations_without_best + 1
+        if not gain > 0:
+            return False
+        self.best, self.best_update = mean, self.update
+        return True
 
 
 class _Run:
@@ -185,7 +187,9 @@ class _Run:
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
-        self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, args.lr_scheduler_type)
+        self.scheduler = make_scheduler(
+            optimizer, args.warmup_steps, self.plan, args.lr_scheduler_type, args.min_lr_rate
+        )
         # Not prepared: it steps once per update, on any number of ranks.
         accelerator.register_for_checkpointing(self.scheduler)
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
@@ -311,7 +315,9 @@ class _Run:
         progress, metric, patience = self.progress, self.task.metric, self.args.early_stopping_patience
         with self._weights():
             figures = {K: self.task.evaluate(self.accelerator, self.model.eval(), K) for K in self.validated}
-            is_best = progress.record_validation(sum(figures.values()) / len(figures), metric)
+            is_best = progress.record_validation(
+                sum(figures.values()) / len(figures), metric, self.args.early_stopping_threshold
+            )
             if is_best:
                 record = {"update": progress.update, "metric": metric._asdict(), "validation": figures}
                 save_model(self.accelerator, self.model, self.task, self.output_dir / "best", {"best.json": record})
