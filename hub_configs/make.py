@@ -44,19 +44,10 @@ SIZES = {
         "convolution, which learns faster than the paper's block at equal parameters and text. Sixteen channels reach "
         "some thousand steps back."
     ),
-    "s4": (
-        "The size is not the ES-SSM paper's, whose figures for this task we do not have: depth, width and dropout are "
-        "those of the published S4 configuration for the task (6 blocks of width 256). S4's is bidirectional there; "
-        "this model is causal."
-    ),
-    "s4-narrow": (
-        "The size is not the ES-SSM paper's, whose figures for this task we do not have: depth and dropout are those "
-        "of the published S4 configuration for the task, the width is 256 instead of its 512, because 32 dense mixing "
-        "matrices a layer would make 65M parameters of it. S4's is bidirectional there; this model is causal."
-    ),
-    "audio": (
-        "The size is not the ES-SSM paper's, whose figures for this task we do not have: 6 blocks of width 128 over 40 "
-        "log-mel bands, usual for keyword spotting."
+    "task": "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task.",
+    "task-dropout": (
+        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task; the dropout, which it "
+        "does not give, is ours."
     ),
 }
 
@@ -131,7 +122,7 @@ def speech_features() -> Speech2TextFeatureExtractor:
 
 
 _GATED = {"block": "gated"}
-_LRA = {"hidden_size": 256, "num_hidden_layers": 6}
+_SIZE = {"hidden_size": 256, "num_hidden_layers": 8}
 _PIXELS = "Pixels are read row by row as `input_features` of shape (batch, {length}, 1), scaled to [-1, 1]."
 
 CONFIGURATIONS = {
@@ -171,7 +162,7 @@ CONFIGURATIONS = {
         "ES-SSM 21M",
         "A byte-level language model of the size of the paper's.",
         "paper",
-        {"hidden_size": 256, "num_hidden_layers": 8, "filter_length": 4096},
+        _SIZE | {"filter_length": 4096},
         "bytes",
         example="It was a dark and stormy night",
         pipeline_tag="text-generation",
@@ -182,8 +173,8 @@ CONFIGURATIONS = {
         "ES-SSM for Long Range Arena, ListOps",
         "Evaluates nested list expressions of up to 2,000 symbols to one digit. Symbols stand between spaces and "
         "parentheses are removed: 15 symbols and padding.",
-        "s4",
-        _LRA | {"filter_length": 2048},
+        "task",
+        _SIZE | {"filter_length": 2048},
         "listops",
         tuple(map(str, range(10))),
         example="[MAX 2 9 [MIN 4 7 ] 0 ]",
@@ -191,8 +182,8 @@ CONFIGURATIONS = {
     "essm-lra-text": Published(
         "ES-SSM for Long Range Arena, Text",
         "Tells the sentiment of film reviews (IMDb) read as bytes, cut at 4,096.",
-        "s4",
-        _LRA | {"filter_length": 4096},
+        "task",
+        _SIZE | {"filter_length": 4096},
         "bytes",
         ("negative", "positive"),
         example="A film that I will remember for years.",
@@ -203,8 +194,8 @@ CONFIGURATIONS = {
         "One tower of the model that tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. "
         "The two-tower head over [a, b, a * b, a - b] is not part of this configuration; `train/train_retrieval.py` "
         "adds it.",
-        "s4",
-        _LRA | {"filter_length": 4096},
+        "task",
+        _SIZE | {"filter_length": 4096},
         "bytes",
         ("unrelated", "related"),
         example="We propose a parser for free word order languages.",
@@ -213,8 +204,8 @@ CONFIGURATIONS = {
     "essm-lra-image": Published(
         "ES-SSM for Long Range Arena, Image",
         "Classifies grey CIFAR-10 images, 32 x 32. " + _PIXELS.format(length="1,024"),
-        "s4-narrow",
-        _LRA | {"filter_length": 1024, "num_input_features": 1, "dropout": 0.1},
+        "task-dropout",
+        _SIZE | {"filter_length": 1024, "num_input_features": 1, "dropout": 0.1},
         "pixels",
         CIFAR_CLASSES,
         pipeline_tag="image-classification",
@@ -223,8 +214,8 @@ CONFIGURATIONS = {
         "ES-SSM for Long Range Arena, Pathfinder",
         "Tells whether two marked points of a 32 x 32 image are joined by a dashed path. "
         + _PIXELS.format(length="1,024"),
-        "s4",
-        _LRA | {"filter_length": 1024, "num_input_features": 1},
+        "task",
+        _SIZE | {"filter_length": 1024, "num_input_features": 1},
         "pixels",
         ("separate", "connected"),
         pipeline_tag="image-classification",
@@ -233,8 +224,8 @@ CONFIGURATIONS = {
         "ES-SSM for Long Range Arena, Path-X",
         "Tells whether two marked points of a 128 x 128 image are joined by a dashed path. "
         + _PIXELS.format(length="16,384"),
-        "s4",
-        _LRA | {"filter_length": 16384, "num_input_features": 1},
+        "task",
+        _SIZE | {"filter_length": 16384, "num_input_features": 1},
         "pixels",
         ("separate", "connected"),
         pipeline_tag="image-classification",
@@ -244,8 +235,8 @@ CONFIGURATIONS = {
         "Recognises ten words of Speech Commands (SC-10) in one second of 16 kHz sound, read as log-mel frames: "
         "`input_features` of shape (batch, 98, 40) and their `attention_mask`, as `preprocessor_config.json` makes "
         "them.",
-        "audio",
-        {"hidden_size": 128, "num_hidden_layers": 6, "filter_length": 512, "num_input_features": 40, "dropout": 0.1},
+        "task-dropout",
+        _SIZE | {"filter_length": 512, "num_input_features": 40, "dropout": 0.1},
         "speech",
         SPEECH_WORDS,
         pipeline_tag="audio-classification",
@@ -314,9 +305,7 @@ def overview() -> str:
     for name, published in CONFIGURATIONS.items():
         config = published.config()
         size = f"{config.num_hidden_layers} x {config.hidden_size}"
-        origin = {"paper": "paper", "own": "ours", "gated": "ours", "audio": "ours"}.get(
-            published.size, "S4's, see card"
-        )
+        origin = "ours" if published.size in ("own", "gated") else "paper"
         rows.append(
             f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {config.block} | {size} | "
             f"{config.filter_length:,} | {published.inputs} | {origin} |"
