@@ -194,10 +194,11 @@ class ESSMModel(ESSMPreTrainedModel):
         block = ESSMLayer if config.block == "paper" else ESSMGatedLayer
         self._no_split_modules = [block.__name__]  # sharding looks for each that is named
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
-        self.layers = nn.ModuleList(block(config, capacity) for capacity in config.capacities)
+        layers: list[_Block] = [block(config, capacity) for capacity in config.capacities]
         if config.stochastic_depth_ramp:
-            for i, layer in enumerate(self.layers):
-                layer.stochastic_depth *= i / max(1, len(self.layers) - 1)
+            for i, layer in enumerate(layers):
+                layer.stochastic_depth *= i / max(1, len(layers) - 1)
+        self.layers = nn.ModuleList(layers)
         self.operator = operator_of(config)
         norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
         self.norm = norm(config.hidden_size, eps=config.layer_norm_eps)
