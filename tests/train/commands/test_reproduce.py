@@ -128,7 +128,7 @@ def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
     for name in ("save_checkpoint", "save_model"):
         monkeypatch.setattr(loop, name, lambda *rest: None)
     with pytest.raises(Started) as started:
-        script.main(parse_arguments(arguments, command[3:]))
+        script.main(parse_arguments(arguments, [*command[3:], "--load_best_model_at_end", "false"]))  # none is saved
     config = started.value.args[0].config
     for name, value in row.arguments.items():  # a row is what its name says
         if hasattr(config, name):

@@ -461,9 +461,14 @@ def test_the_learning_rate_is_that_of_transformers():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_can_be_extended(name):
     """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
-    make = lambda plan: make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name).lr_lambdas[0]  # noqa: E731
+    floor = 0.1 if name == "cosine_with_min_lr" else None
+
+    def make(plan):
+        return make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name, floor).lr_lambdas[0]
+
     first, extended, alone = make([[0, 10]]), make([[0, 10], [10, 24]]), make([[0, 14]])
-    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10).lr_lambdas[0]
+    own = None if floor is None else {"min_lr_rate": floor}
+    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10, own).lr_lambdas[0]
     assert [first(n) for n in range(11)] == [extended(n) for n in range(11)] == [theirs(n) for n in range(11)]
     assert [extended(n) for n in range(13, 25)] == [alone(n) for n in range(3, 15)]
     assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1

@@ -60,7 +60,10 @@ def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
 
 
 def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) -> tuple[int, ...]:
-    """Budgets to validate at, ascending. Raises ValueError for one outside [1, capacity]."""
+    """Budgets to validate at, ascending: of a model that has only one, such as a baseline, that one. Raises ValueError
+    for one outside [1, capacity]."""
+    if capacity == 1:
+        return (1,)
     trained = schedule.budgets
     chosen = args.eval_budgets or (trained[0], trained[len(trained) // 2], trained[-1])
     for K in chosen:
