@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--calibration_files", nargs="+", help="other text to choose lists on")
     p.add_argument("--task", help="instead of files: a task that train/list_tasks.py names")
     p.add_argument("--data_dir", default="data", help="folder of the tasks' data")
-    p.add_argument("--scale", default="full", help="'full' or 'small', as the models were trained")
+    p.add_argument("--scale", default="full", help="'full', 'medium' or 'small', as the models were trained")
     p.add_argument("--averages", type=int, nargs="+", default=[3, 4, 6, 8], help="totals over the number of layers")
     p.add_argument("--random", type=int, default=20, help="random lists for each total")
     p.add_argument("--min_budget", type=int, default=2, help="least budget of any layer")

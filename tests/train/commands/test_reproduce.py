@@ -2,7 +2,7 @@
 """Every row of every table of train/reproduce.py starts at full scale.
 
 Arguments, data, model and optimizer are those of the row's own command, in full; the data is a handful of made-up rows
-of the official shape. The update itself reads one sample of at most 128 positions instead of up to 64 of up to 16,384,
+of the official shape. The two updates read one sample of at most 128 positions instead of up to 64 of up to 16,384,
 which would take up to 160 GB (a Mamba of the novels), and nothing is validated, saved or swept: that is the same code
 at every size, and tested with small ones.
 """
@@ -102,12 +102,13 @@ def return_freed_memory() -> None:
 
 
 class Started(Exception):
-    """The first update is done."""
+    """The first updates are done."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: f"{row.task}-{row.arguments}".replace(" ", ""))
 def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
-    args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=1)
+    args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=2)
     command = reproduce.command_of(row, args, tmp_path / "run", seed=0)
     script, arguments = SCRIPTS[get_task(row.task).script]
     assert command[1:3] == ["-m", script.__name__]
@@ -121,7 +122,7 @@ def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
             for rest in [2 if name == "input_features" else 1]
         }
         record = loop.train(accelerator, args, task, schedule)
-        assert record["updates"] == 1 and len(list_checkpoints(tmp_path / "run")) == 0
+        assert record["updates"] == 2 and len(list_checkpoints(tmp_path / "run")) == 0
         raise Started(task.model)
 
     monkeypatch.setattr(script, "train_and_record", start)

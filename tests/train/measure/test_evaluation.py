@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from helpers import ROOT, random_model, randomise
 from transformers import AutoModelForSequenceClassification
 
@@ -23,6 +24,8 @@ from essm_train.data.classification import load_classification
 from essm_train.measure import evaluation
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.metric import Metric
+from essm_train.measure.paper import Figure, figures_of
+from essm_train.measure.tables import panels_of
 from essm_train.tasks.catalog import TASKS
 from essm_train.tasks.retrieval import PairFile, TwoTowerClassifier, TwoTowerConfig, collate
 from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
@@ -211,7 +214,7 @@ def test_runner_errors(novels):
 
 
 def test_rows_are_shared_left_out_and_set_beside_the_paper(novels, tmp_path, capsys, monkeypatch):
-    """Table 2 without PG19: one ES-SSM and one baseline, whose single figure stands under the full budget."""
+    """Books without PG19: one ES-SSM and one baseline, whose single figure stands under the full budget."""
     tiny = reproduce.task_arguments("novels", "data", "small")
 
     def arguments(name, data_dir, scale):
@@ -222,12 +225,16 @@ def test_rows_are_shared_left_out_and_set_beside_the_paper(novels, tmp_path, cap
     monkeypatch.setattr(reproduce, "task_arguments", arguments)
     rows = ["pg19", "novels", "novels, transformer"]
     (tmp_path / "paper.json").write_text('{"novels": {"4": 1.25}}')
-    record = reproduce.reproduce("table2", novels(rows=rows, seeds=1, paper_figures=str(tmp_path / "paper.json")))
+    recipe = {row: {"task": row.split(",")[0]} for row in rows}
+    recipe["novels, transformer"] |= {"arguments": {"architecture": "transformer"}}
+    books = str(tmp_path / "books.yaml")
+    Path(books).write_text(yaml.safe_dump({"question": "How good is it?", "rows": recipe}, sort_keys=False))
+    record = reproduce.reproduce(books, novels(rows=rows, seeds=1, paper_figures=str(tmp_path / "paper.json")))
     assert list(record["rows"]) == rows[1:] and record["left out"] == ["pg19"]
     assert "pg19 is left out: no data for task 'pg19': fetch it" in capsys.readouterr().out
     sizes = [record["rows"][row]["training"]["parameters"] for row in rows[1:]]
     assert abs(sizes[1] / sizes[0] - 1) < 0.05
-    text = (tmp_path / "results" / "table2-small.md").read_text()
+    text = (tmp_path / "results" / "books-small.md").read_text()
     table = [[cell.strip() for cell in line.split("|")] for line in text.splitlines() if line.startswith("|")]
     assert table[0][3:6] == ["K=2", "K=3", "K=4"]
     elastic, paper, baseline = table[2:]
@@ -239,14 +246,28 @@ def test_rows_are_shared_left_out_and_set_beside_the_paper(novels, tmp_path, cap
     monkeypatch.setattr(reproduce.subprocess, "run", None)
     reproduce.reproduce("exponents", novels(rows=["exponent 1/4"], seeds=1))
     with pytest.raises(FileNotFoundError, match="fetch it"):
-        reproduce.reproduce("table2", novels(rows=["pg19"], seeds=1))
+        reproduce.reproduce(books, novels(rows=["pg19"], seeds=1))
+
+
+def test_a_name_that_moved_is_not_reused_silently(novels, tmp_path, capsys):
+    """table5 was rules of training: its figures are neither overwritten nor taken for those of speech."""
+    (tmp_path / "results").mkdir()
+    path = tmp_path / "results" / "table5-small.json"
+    path.write_text('{"rows": {"uniform": {}, "sandwich": {}}}')
+    with pytest.raises(ValueError, match=r"table5-small.json holds .* uniform, sandwich\. Before, table5 was rules"):
+        reproduce.reproduce("table5", novels(rows=None))
+    assert "which is schedules now" in capsys.readouterr().out
+    reproduce.check_results(reproduce.get_experiment("schedules"), path)
+    path.write_text('{"rows": {"sc10": {}}}')
+    reproduce.check_results(reproduce.get_experiment("table5"), path)
 
 
 def test_the_papers_figure_of_a_baseline_stands_under_ours():
     """Also in a table of baselines alone, which has one column."""
     one = Evaluation(Metric("accuracy", higher_is_better=True), (1,), ((0.5,),), ((1.0,),), (0,), (0,))
     many = replace(one, budgets=(2, 4), values=((0.4, 0.6),), tokens_per_second=((1.0, 1.0),))
-    experiment, paper = reproduce.get_experiment("table1"), {"text, mamba": {"32": 0.8}, "text": {"2": 0.7}}
+    experiment = reproduce.get_experiment("table1")
+    paper = {"text, mamba": {32: Figure(0.8, 0.01)}, "text": {2: Figure(0.7)}}
 
     def lines(**rows):
         names = {"mamba": "text, mamba", "essm": "text"}
@@ -256,10 +277,10 @@ def test_the_papers_figure_of_a_baseline_stands_under_ours():
 
     header, _, ours, theirs = lines(mamba=one)
     assert header[2] == "one budget" and ours[2] == "0.5000"
-    assert theirs[:3] == ["text, mamba, the paper's", "", "0.8"] and len(theirs) == len(header)
+    assert theirs[:3] == ["text, mamba, the paper's", "", "0.8 ± 0.01"] and len(theirs) == len(header)
     header, _, elastic, of_elastic, ours, theirs = lines(essm=many, mamba=one)
     assert header[2:4] == ["K=2", "K=4"] and elastic[2:4] == ["0.4000", "0.6000"] and of_elastic[2:4] == ["0.7", ""]
-    assert ours[2:4] == ["", "0.5000"] and theirs[2:4] == ["", "0.8"]
+    assert ours[2:4] == ["", "0.5000"] and theirs[2:4] == ["", "0.8 ± 0.01"]
 
 
 @pytest.mark.parametrize(
@@ -274,11 +295,36 @@ def test_the_papers_figure_of_a_baseline_stands_under_ours():
 def test_bad_paper_figures(novels, tmp_path, text, message):
     (tmp_path / "paper.json").write_text(text)
     with pytest.raises(ValueError, match=message):
-        reproduce.reproduce("table2", novels(rows=["novels"], paper_figures=str(tmp_path / "paper.json")))
+        reproduce.reproduce("table3_novels", novels(rows=["novels"], paper_figures=str(tmp_path / "paper.json")))
 
 
-def test_every_small_task_says_how_it_differs():
+def test_models_of_one_budget_each_are_a_line_together():
+    """Section 5.1: each K by the model that was trained at it, and what they cost together."""
+    experiment = reproduce.get_experiment("retrained")
+
+    def row(*values):
+        zeros = (0,) * len(values)
+        return Evaluation(
+            Metric("bits_per_byte", False), (2, 3, 4)[: len(values)], (values,), ((1.0,) * 3,), zeros, zeros
+        )
+
+    rows = {"ES-SSM": row(2.3, 2.2, 2.1), "AR-STU, K=4": row(4.0, 3.9, 2.2), "AR-STU, K=2": row(2.5)}
+    training = {name: {"parameters": 7, "seconds": [10.0 + len(name), None]} for name in rows}
+    text = reproduce.markdown(experiment, rows, training, figures_of(experiment))
+    assert "| AR-STU, K=2 | 7 | 2.5000 |  |  |  |  | 1 |" in text
+    assert "| AR-STU, a model each |  | 2.5000 |  | 2.2000 |" in text
+    assert "ES-SSM, the paper's on PG19 | | 1.5642 | 1.3065 | 1.266 |" in text
+    assert text.endswith("Seconds of training (models), mean over seeds: ES-SSM 16 (1), AR-STU 42 (2).\n")
+    ours, theirs = panels_of(experiment, rows, figures_of(experiment))
+    assert list(ours["novels"]) == ["ES-SSM", "AR-STU, a model each"] and list(theirs) == ["the paper, PG19"]
+    assert ours["novels"]["AR-STU, a model each"].values == (2.5, 2.2)
+
+
+def test_every_reduced_task_says_how_it_differs():
     text = reproduce.departures(TASKS, "small")
     assert text.count("Small scale: ") == len(TASKS)
     assert "max_length 512 for 4096" in text and "eval_steps" not in text
+    text = reproduce.departures(TASKS, "medium", {"retrieval": "pairs of passages"})
+    assert text.count("Medium scale: ") == len(TASKS)
+    assert "retrieval: the official files" in text and "  Substitute data: pairs of passages.\n  Medium scale" in text
     assert "Small scale" not in reproduce.departures(TASKS, "full")

@@ -3,7 +3,7 @@
 
 from profiles import HERE, device, profile
 
-from essm_train.measure.plots import draw_curves, draw_profile, draw_sweep
+from essm_train.measure.plots import draw_curves, draw_panels, draw_profile, draw_sweep
 from modeling_essm.budgets.curve import BudgetCurve
 
 
@@ -44,6 +44,28 @@ def test_no_boundary_is_drawn_where_nothing_collapses():
         assert ("triangle" in axes.get_xlabel()) == ("^" in markers)
     labels = [line.get_label() for line in draw_profile(profile((2.2, 2.1, 2.03, 2.01, 2.0))).axes[0].get_lines()]
     assert "K = 8: sweet spot" in labels and not any("collapse" in label for label in labels)
+
+
+def test_panels_set_the_papers_line_beside_ours():
+    """A panel a task, a colour a name; the paper's line is dotted, and on other data in a panel of its own."""
+    text, speech = (BudgetCurve("accuracy", True, (2, 4, 8), (0.6, v, 0.8)) for v in (0.65, 0.79))
+    baseline = BudgetCurve("accuracy", True, (1,), (0.5,))
+    figure = draw_panels(
+        {"text": {"ES-SSM": text, "mamba": baseline}, "speech": {"mamba": baseline}}, {"text": {"ES-SSM": speech}}
+    )
+    first, second = figure.axes
+    assert [axes.get_title() for axes in figure.axes] == ["text", "speech"]
+    assert [line.get_linestyle() for line in first.get_lines() if line.get_label()[0] != "_"] == ["-", "--", ":"]
+    lines = {line.get_label(): line for line in first.get_lines()}
+    assert lines["the paper's"].get_color() == lines["ES-SSM"].get_color() != lines["mamba"].get_color()
+    assert lines["the paper's"].get_ydata().tolist() == [0.6, 0.79, 0.8]
+    assert second.get_lines()[0].get_color() == lines["mamba"].get_color()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["ES-SSM", "mamba", "the paper's"]
+    assert legend.get_title().get_text().startswith("spectral budget K (star: sweet spot, triangle")
+    ours, theirs = draw_panels({"novels": {"base": text}}, {"the paper, PG19": {"base": speech}}).axes
+    assert (ours.get_title(), theirs.get_title()) == ("novels", "the paper, PG19")
+    assert [axes.get_lines()[0].get_linestyle() for axes in (ours, theirs)] == ["-", "-"]
 
 
 def test_a_model_of_one_budget_is_drawn():

@@ -10,6 +10,7 @@ import yaml
 from helpers import ROOT
 
 from essm_train.commands import list_tasks, reproduce
+from essm_train.measure.paper import PAPER_FIGURES
 from essm_train.tasks import catalog
 from essm_train.tasks.catalog import TASKS, get_task, make_arguments, task_arguments
 from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
@@ -44,7 +45,7 @@ def test_recipes_are_installed_with_the_library():
     assert "essm_train.recipes" in packaged["packages"]
     recipes = ROOT / packaged["package-dir"]["essm_train"] / "recipes"
     found = {path for pattern in packaged["package-data"]["essm_train.recipes"] for path in recipes.glob(pattern)}
-    assert found == set(recipes.rglob("*.yaml")) and len(found) == len(TASKS) + len(EXPERIMENTS)
+    assert found == {*recipes.rglob("*.yaml"), PAPER_FIGURES} and len(found) == len(TASKS) + len(EXPERIMENTS) + 1
 
 
 def test_a_task_of_ones_own(folder, capsys, monkeypatch):
@@ -69,7 +70,7 @@ def test_a_task_of_ones_own(folder, capsys, monkeypatch):
         ({"script": "train"}, r"script' expected one of \('train_clm', 'train_classification', .*got train$"),
         ({"data": {}}, "data' expected a list, got dict"),
         ({"data": []}, "data must name at least one place"),
-        ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, got 'x.txt'"),
+        ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, substitute, got 'x.txt'"),
         (
             {"data": [FILES, {"files": {"train": "x"}, "hwo": ""}]},
             r"data\[1\]: unknown keys: hwo; must be among files,",
@@ -105,6 +106,14 @@ def test_the_examples_of_the_docs(tmp_path):
     assert {row.task for row in experiment.rows.values()} == {str(tmp_path / "reviews.yaml")}
     for scale in ("full", "small"):
         assert make_arguments(str(tmp_path / "reviews.yaml"), tmp_path, scale).max_length == 512
+
+
+def test_a_task_without_a_medium_scale(folder):
+    path = folder / "recipes" / "mine.yaml"
+    with pytest.raises(ValueError, match="task 'mine' has no medium scale: its file needs the key medium"):
+        task_arguments(str(path), folder, "medium")
+    path.write_text(yaml.safe_dump(TASK | {"medium": {"max_steps": 3}}))
+    assert make_arguments(str(path), folder, "medium").max_steps == 3
 
 
 def test_files_that_are_no_recipes(tmp_path):
@@ -156,7 +165,7 @@ def test_an_experiment_of_ones_own(folder):
         ({"task": ...}, "rows: a: names no task, and neither does the experiment"),
         ({"task": "novel"}, "rows: a: task must be one of image, .*, or a .yaml file, got 'novel'"),
         ({"task": "mine.yaml"}, "rows: a: .*mine.yaml: unknown keys: question, "),
-        ({"rows": {"a": None}}, "rows: a: must be a table of task, arguments, got None"),
+        ({"rows": {"a": None}}, "rows: a: must be a table of task, arguments, paper, series, got None"),
         ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
         ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown arguments: gate; must be among"),
         ({"rows": ["a"]}, "rows' expected a dict, got list"),

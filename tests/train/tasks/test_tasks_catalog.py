@@ -20,7 +20,7 @@ from essm_train.commands import list_tasks, make_task_data, train_classification
 from essm_train.data.arguments import ClassificationArguments, CLMArguments
 from essm_train.tasks import catalog
 from essm_train.tasks.audio import SpeechFrames
-from essm_train.tasks.catalog import TASKS, get_task, make_arguments, task_arguments
+from essm_train.tasks.catalog import SCALES, TASKS, get_task, make_arguments, substitute_data, task_arguments
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder
 from essm_train.tasks.retrieval import RetrievalArguments
@@ -28,7 +28,6 @@ from essm_train.tasks.shards import MANIFEST, SPLITS
 from essm_train.tasks.shards import generate as generate_shards
 from essm_train.tasks.sources import Files, data_folders
 
-SCALES = ("full", "small")
 BOTH = [(name, scale) for name in TASKS for scale in SCALES]
 CLASSES = {
     "train_clm": CLMArguments,
@@ -56,7 +55,7 @@ def data(tmp_path_factory) -> Path:
     small = {"image_size": 16, "seed_distance": 3, "contour_length": 2, "distractor_paddles": 0}
     trees = {"min_length": 5, "max_length": 50, "max_depth": 4}
     for spec in map(get_task, TASKS):
-        for place in (*spec.data, *spec.small_data):
+        for place in (*spec.data, *spec.small_data, *spec.medium_data):
             if isinstance(place, Files):
                 for pattern in place.files.values():
                     path = folder / pattern.replace("*", "00000")
@@ -146,7 +145,7 @@ def test_absent_data_says_what_to_do(name, scale, tmp_path):
         place = get_task(name).places(scale)[0]
         assert output_dir == tmp_path / place.folder and generator.name == place.name
         spec = get_task(name)
-        limit = (spec.arguments | (spec.full if scale == "full" else spec.small))["max_length"]
+        limit = (spec.arguments | spec.sizes(scale))["max_length"]
         assert limit == (generator.max_length if name == "listops" else generator.image_size**2)
 
 
@@ -206,6 +205,29 @@ def test_alternatives_and_patterns(data, tmp_path):
     assert len(task_arguments("pg19", data)["train_file"]) == 2
 
 
+def test_medium_is_the_papers_block_of_one_size(data):
+    for name in TASKS:
+        sizes = get_task(name).arguments | get_task(name).medium
+        assert (sizes["hidden_size"], sizes["num_hidden_layers"], sizes["block"]) == (128, 4, "paper")
+        assert "num_spectral_channels" not in sizes  # 32 by default
+        assert sizes.get("max_length", sizes.get("block_size")) <= 1024
+
+
+def test_substitute_data_is_named_as_such(data, tmp_path):
+    """Where the official pairs are absent, those of novels are read at medium scale only, and said to be so."""
+    assert substitute_data("retrieval", "medium", data) == "" == substitute_data("retrieval", "medium", tmp_path)
+    (tmp_path / "novel_pairs").mkdir()
+    for split in SPLITS:
+        (tmp_path / "novel_pairs" / f"{split}.tsv").touch()
+    found = task_arguments("retrieval", tmp_path, "medium")
+    assert found["train_file"] == str(tmp_path / "novel_pairs" / "train.tsv")
+    assert "Never call a number on it one of Retrieval" in substitute_data("retrieval", "medium", tmp_path)
+    assert task_arguments("retrieval", [tmp_path, data], "medium")["train_file"].startswith(str(data))
+    for scale in ("full", "small"):
+        with pytest.raises(FileNotFoundError, match=r"fetch lra_release"):
+            task_arguments("retrieval", tmp_path, scale)
+
+
 def test_hub_only_when_asked_for():
     arguments = task_arguments("pg19", "nowhere", "small", use_hub=True)
     assert arguments["dataset_name"] == "emozilla/pg19" and arguments["streaming"] and "train_file" not in arguments
@@ -215,7 +237,7 @@ def test_hub_only_when_asked_for():
         task_arguments("smnist", "nowhere", use_hub=True)
 
 
-@pytest.mark.parametrize("scale", ["full", "small"])
+@pytest.mark.parametrize("scale", SCALES)
 def test_tasks_are_the_papers_block(scale, monkeypatch):
     """Whatever the scripts make by default; a named configuration says its own."""
     from modeling_essm import ESSMConfig
@@ -232,7 +254,7 @@ def test_tasks_are_the_papers_block(scale, monkeypatch):
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"task must be one of image, listops, .*, text, or a .yaml file, got 'lists'"):
         task_arguments("lists")
-    with pytest.raises(ValueError, match="scale must be 'full' or 'small', got 'tiny'"):
+    with pytest.raises(ValueError, match="scale must be one of 'full', 'medium', 'small', got 'tiny'"):
         task_arguments("text", scale="tiny")
 
 
@@ -243,10 +265,10 @@ def test_unknown_names():
 def test_table(data, tmp_path, capsys, monkeypatch):
     list_tasks.main(["--data_dir", str(tmp_path / "nothing")])
     text = capsys.readouterr().out
-    assert all(re.search(rf"^{name} +- +- ", text, re.M) for name in TASKS) and "fetch lra_release.gz" in text
+    assert all(re.search(rf"^{name} +- +- +- ", text, re.M) for name in TASKS) and "fetch lra_release.gz" in text
     list_tasks.main(["--data_dir", str(data)])
     text = capsys.readouterr().out
-    assert all(re.search(rf"^{name} +yes +yes ", text, re.M) for name in TASKS) and "no data" not in text
+    assert all(re.search(rf"^{name} +yes +yes +yes ", text, re.M) for name in TASKS) and "no data" not in text
     monkeypatch.setattr(sys, "argv", ["list_tasks.py", "--data_dir", str(tmp_path), "--task", "smnist"])
     with pytest.raises(SystemExit) as left:
         list_tasks.run()

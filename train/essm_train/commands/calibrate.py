@@ -74,7 +74,7 @@ class CalibrateArguments:
     label_column: str = arg("label", "As in train_classification.py.")
     task: str | None = arg(None, "Or a task of train/list_tasks.py, by its held-out data.")
     data_dir: str = arg("data", "Folder of the tasks' data.")
-    scale: str = arg("full", "'full' or 'small', as the model was trained.")
+    scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
     timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
     budgets: list[int] | None = arg(None, "Budgets K, the full one always among them; by default those of training.")
     batch_sizes: list[int] = arg([1, 8], "Rows of a timed call.")

@@ -35,7 +35,7 @@ class EvaluateArguments:
     models: list[str] = field(metadata={"help": "Saved models: one, or several seeds of the same experiment."})
     task: str = field(metadata={"help": "A task that train/list_tasks.py names."})
     data_dir: str = arg("data", "Folder of the tasks' data.")
-    scale: str = arg("full", "'full' or 'small', as the models were trained.")
+    scale: str = arg("full", "'full', 'medium' or 'small', as the models were trained.")
     budgets: list[int] = arg([*BUDGETS], "Budgets K to evaluate.")
     output_dir: str | None = arg(None, "By default `evaluation` beside the first model.")
     trust_remote_code: bool = arg(False, TRUST_HELP)

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Every task as named arguments of a training script: where its data is, its shape, and two sizes of the run.
+"""Every task as named arguments of a training script: where its data is, its shape, and three sizes of the run.
 
     python train/list_tasks.py --data_dir data                 # all tasks, and which of their data is there
     python train/list_tasks.py smnist --data_dir data --scale small > smnist.yaml        # or my_task.yaml
@@ -11,8 +11,8 @@ Data is looked for in one or several folders, separated as in PATH; by default t
 ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from where, and where to put it.
 
 `full` is the official data at the size of hub_configs/; `small` is a few minutes on one CPU thread: shorter sequences,
-fewer updates, a narrower model. `note` says how the data differs from the official set. What is measured on other data
-must not be called by the official name.
+fewer updates, a narrower model; `medium` is about half an hour on two CPU cores. `note` says how the data differs from
+the official set. What is measured on other data must not be called by the official name.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from collections.abc import Sequence
 import yaml
 
 from essm_train.commands.errors import command
-from essm_train.tasks.catalog import TASKS, find_data, get_task, task_arguments
+from essm_train.tasks.catalog import SCALES, TASKS, find_data, get_task, task_arguments
 from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
 
 
 def table(data_dir: Folders = None) -> str:
     """All tasks with what is there, and what to do about the rest."""
     lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
-    lines.append(f"{'task':<11} {'full':<5} {'small':<6} {'metric':<10} {'script':<29} title")
+    lines.append(f"{'task':<11} {'full':<5} {'medium':<6} {'small':<6} {'metric':<10} {'script':<29} title")
     absent: list[str] = []
     for spec in map(get_task, TASKS):
         marks: list[str] = []
-        for scale in ("full", "small"):
+        for scale in SCALES:
             try:
                 find_data(spec, scale, data_dir)
                 marks.append("yes")
@@ -43,7 +43,8 @@ def table(data_dir: Folders = None) -> str:
                 if (text := str(error)) not in absent:
                     absent.append(text)
         script = f"train/{spec.script}.py"
-        lines.append(f"{spec.name:<11} {marks[0]:<5} {marks[1]:<6} {spec.metric:<10} {script:<29} {spec.title}")
+        found = f"{marks[0]:<5} {marks[1]:<6} {marks[2]:<6}"
+        lines.append(f"{spec.name:<11} {found} {spec.metric:<10} {script:<29} {spec.title}")
         lines.append(f"{'':<24} {spec.note}")
     return "\n".join([*lines, "", *absent])
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     task = "Print the arguments of this task as YAML instead: a name of the table, or a .yaml file of your own."
     parser.add_argument("task", nargs="?", default=argparse.SUPPRESS, help=task)
     parser.add_argument("--task", help="The same.")
-    parser.add_argument("--scale", choices=["full", "small"], default="full", help="The size of the run.")
+    parser.add_argument("--scale", choices=SCALES, default="full", help="The size of the run.")
     parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
     args = parser.parse_args(argv)
     if args.task is None:

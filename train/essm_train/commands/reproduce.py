@@ -2,6 +2,7 @@
 """The paper's tables, and our own questions, by one command each: variants x seeds, resumed where they stopped.
 
     python train/reproduce.py table4 --scale small --seeds 3 --data_dir data          # ablation on language modelling
+    python train/reproduce.py table1 --scale medium --seeds 1 --jobs 2 --data_dir data
     python train/reproduce.py exponents --scale small --seeds 3 --data_dir data
     python train/reproduce.py my_experiment.yaml                                       # see tasks/experiments.py
     python train/reproduce.py --list
@@ -13,9 +14,12 @@ collected into <experiment>-<scale>.json, .md and .png below --results_dir. A ba
 parameters as the ES-SSM of its task, to 5%, sees the same data in the same order, and has one budget. Rows whose data
 is absent are left out, and the output says what to fetch.
 
-Small scale is small: narrower models, shorter sequences and few updates, minutes per run on a CPU; the Markdown lists
-every argument in which it departs from full scale. The figures that the paper reports are not in this repository: put
-them into a JSON file, {"text": {"32": 0.9}, ..}, and `--paper_figures file` sets them beside ours.
+table1 to table6 are the paper's Tables 1 to 6; on data in the place of the paper's they have names of their own
+(table3_novels, table5_speech4, table6_speech4), but for table4, which is on novels. The figures that the paper reports
+stand below ours (recipes/paper_figures.json), or those of a JSON file {"text": {"32": 0.9}, ..}: `--paper_figures`.
+
+Small scale is small: narrower models, shorter sequences and few updates, minutes per run on a CPU; medium is about half
+an hour on two cores. The Markdown lists every argument in which they depart from full scale.
 """
 
 from __future__ import annotations
@@ -38,10 +42,12 @@ from transformers import HfArgumentParser
 from essm_train.arguments import RENAMED, arg
 from essm_train.commands.errors import command
 from essm_train.files import check_writable, write_figure, write_json, write_text
-from essm_train.measure.evaluation import Evaluation, draw_evaluations
-from essm_train.measure.tables import collect, departures, markdown, read_paper_figures
-from essm_train.tasks.catalog import get_task, published_folder, task_arguments
-from essm_train.tasks.experiments import EXPERIMENTS, Row, get_experiment
+from essm_train.measure.evaluation import Evaluation
+from essm_train.measure.paper import Figures, figures_of, read_paper_figures
+from essm_train.measure.plots import draw_panels
+from essm_train.measure.tables import collect, departures, markdown, panels_of
+from essm_train.tasks.catalog import get_task, published_folder, substitute_data, task_arguments
+from essm_train.tasks.experiments import EXPERIMENTS, Experiment, Row, get_experiment
 
 
 def command_of(row: Row, args: ReproduceArguments, output_dir: Path, seed: int) -> list[str]:
@@ -97,7 +103,7 @@ def perform(command: list[str], output_dir: Path) -> float:
 class ReproduceArguments:
     """Arguments of the script; the experiment's name comes first."""
 
-    scale: str = arg("small", "'full' or 'small'.")
+    scale: str = arg("small", "'full', 'medium' or 'small'.")
     seeds: int = arg(3, "Seeds 0, 1, .. of every row.")
     rows: list[str] | None = arg(None, "Only these rows.")
     data_dir: str = arg("data", "Folder of the tasks' data.")
@@ -106,25 +112,39 @@ class ReproduceArguments:
     jobs: int = arg(1, "Runs at a time.")
     cpu_threads: int = arg(1, "CPU threads of each run.")
     max_steps: int | None = arg(None, "Other than the task's number of updates.")
-    paper_figures: str | None = arg(None, "JSON file of the figures that the paper reports, to set beside ours.")
+    paper_figures: str | None = arg(None, "JSON file of figures to set beside ours in place of the paper's.")
+
+
+def check_results(experiment: Experiment, path: Path) -> None:
+    """Raises ValueError if that name meant another experiment before, and the file holds its figures."""
+    if not (experiment.formerly and path.exists()):
+        return
+    if foreign := [row for row in json.loads(path.read_text())["rows"] if row not in experiment.rows]:
+        raise ValueError(
+            f"{path} holds figures of another experiment, of the rows {', '.join(foreign)}. {experiment.formerly} "
+            f"Rename it, or choose another results_dir"
+        )
 
 
 def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     """Run and collect one experiment: one of EXPERIMENTS or a .yaml file.
 
     Raises:
-        ValueError: unknown experiment, row or scale, or as `get_experiment`. FileNotFoundError: every row's data is
-            absent. RuntimeError: a run failed.
+        ValueError: unknown experiment, row or scale, as `get_experiment`, or results_dir holds the figures of what that
+            name meant before. FileNotFoundError: every row's data is absent. RuntimeError: a run failed.
     """
     experiment = get_experiment(name)
+    if experiment.formerly:
+        print(experiment.formerly, flush=True)
     wanted = args.rows or list(experiment.rows)
     if unknown := sorted(set(wanted) - set(experiment.rows)):
         raise ValueError(f"rows of {experiment.name} must be among {tuple(experiment.rows)}, got {unknown}")
     if args.seeds < 1 or args.jobs < 1:
         raise ValueError(f"seeds and jobs must be at least 1, got {args.seeds} and {args.jobs}")
-    results_dir = Path(args.results_dir)
-    check_writable(results_dir)
-    paper = read_paper_figures(args.paper_figures or experiment.paper_figures, list(experiment.rows))
+    check_writable(Path(args.results_dir))
+    check_results(experiment, Path(args.results_dir) / f"{experiment.name}-{args.scale}.json")
+    figures = args.paper_figures or experiment.paper_figures
+    paper = read_paper_figures(figures, list(experiment.rows)) if figures else figures_of(experiment)
     folders = {row: [folder_of(experiment.rows[row], args, seed) for seed in range(args.seeds)] for row in wanted}
     jobs: list[tuple[list[str], Path]] = []
     absent: dict[str, str] = {}  # task to what to fetch
@@ -143,33 +163,46 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     with ThreadPoolExecutor(args.jobs) as pool:
         for (_, folder), seconds in zip(jobs, pool.map(lambda job: perform(*job), jobs)):
             print(f"{folder.name}: {seconds:.0f} s" if seconds else f"{folder.name}: done before", flush=True)
-    collected = {row: collect(folders[row]) for row in wanted}
+    return write_results(experiment, args, {row: collect(folders[row]) for row in wanted}, paper, sorted(absent))
+
+
+def write_results(
+    experiment: Experiment,
+    args: ReproduceArguments,
+    collected: dict[str, tuple[Evaluation, dict[str, Any]]],
+    paper: Figures,
+    absent: list[str],
+) -> dict[str, Any]:
+    """Print the table, write JSON, Markdown and picture to results_dir; the record of the JSON.
+
+    Args:
+        collected: of each row, its evaluation and how it was trained. absent: tasks that were left out.
+    """
     evaluations = {row: evaluation for row, (evaluation, _) in collected.items()}
-    parameters = {row: training["parameters"] for row, (_, training) in collected.items()}
-    text = markdown(experiment, evaluations, parameters, paper)
+    training = {row: trained for row, (_, trained) in collected.items()}
+    tasks = list(dict.fromkeys(experiment.rows[row].task for row in collected))
+    named = {Path(task).stem: substitute_data(task, args.scale, args.data_dir) for task in tasks}
+    substitutes = {task: meaning for task, meaning in named.items() if meaning}
+    text = markdown(experiment, evaluations, training, paper, substitutes)
     print("\n" + text)
     record = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale, "seeds": args.seeds}
-    record |= {"left out": sorted(absent)}
+    record |= {"left out": absent, "substitute data": substitutes}
     record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads}
     record["rows"] = {
         row: {"task": experiment.rows[row].task_name, "overrides": experiment.rows[row].arguments}
         | {k: v for k, v in evaluation.record().items() if k not in ("peak_bytes", "active_parameters")}
-        | {"training": training}
-        for row, (evaluation, training) in collected.items()
+        | {"training": trained}
+        for row, (evaluation, trained) in collected.items()
     }
-    stem = f"{experiment.name}-{args.scale}"
-    write_json(results_dir / f"{stem}.json", record)
-    tasks = list(dict.fromkeys(experiment.rows[row].task for row in wanted))
-    hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
-    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n{departures(tasks, args.scale)}"
+    stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
+    write_json(stem.with_suffix(".json"), record)
+    hardware = ", ".join(sorted({trained["hardware"] for trained in training.values()}))
+    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n"
+    text += departures(tasks, args.scale, substitutes)
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
-    write_text(results_dir / f"{stem}.md", text)
-    by_metric: dict[str, dict[str, Evaluation]] = {}
-    for row, evaluation in evaluations.items():
-        by_metric.setdefault(evaluation.metric.name, {})[row] = evaluation
-    for i, group in enumerate(by_metric.values()):
-        write_figure(results_dir / (f"{stem}.png" if i == 0 else f"{stem}-{i}.png"), draw_evaluations(group), dpi=120)
-    print(f"saved {results_dir / stem}.json, .md and .png")
+    write_text(stem.with_suffix(".md"), text)
+    write_figure(stem.with_suffix(".png"), draw_panels(*panels_of(experiment, evaluations, paper)), dpi=120)
+    print(f"saved {stem}.json, .md and .png")
     return record
 
 

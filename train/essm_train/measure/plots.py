@@ -6,11 +6,12 @@ Axes end at what is possible: the budget's at the capacity, a metric's at 0 and,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -66,35 +67,83 @@ def draw_sweep(curve: BudgetCurve) -> Figure:
 
 
 def draw_curves(curves: Mapping[str, BudgetCurve]) -> Figure:
-    """One curve per task or variant, in the form of the paper's Figure 2: errors as a band, star and triangle; one
-    budget is a dashed line."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for i, (label, curve) in enumerate(curves.items()):
-        color = f"C{i}"
-        if len(curve.budgets) == 1:
-            axes.axhline(curve.values[0], linestyle="--", color=color, label=label)
-            continue
-        axes.plot(curve.budgets, curve.values, "o-", color=color, markersize=4, label=label, clip_on=False)
-        low, high = ([v + sign * e for v, e in zip(curve.values, curve.errors)] for sign in (-1, 1))
-        axes.fill_between(curve.budgets, low, high, color=color, alpha=0.15)
-        for mark, marker in MARKERS.items():
-            if mark in curve.marks:
-                K, size = curve.marks[mark], 12 if marker == "^" else 15
-                value = curve.values[curve.budgets.index(K)]
-                style: dict[str, Any] = {"color": color, "markeredgecolor": "black", "markersize": size, "zorder": 3}
-                axes.plot(K, value, marker, clip_on=False, **style)
-    elastic = [curve for curve in curves.values() if len(curve.budgets) > 1]
-    budget_axis(axes, (K for curve in elastic for K in curve.budgets))
-    shapes = {"sweet spot": "star", "collapse boundary": "triangle"}
-    legend = [f"{shape}: {mark}" for mark, shape in shapes.items() if any(mark in curve.marks for curve in elastic)]
-    axes.set_xlabel("spectral budget K" + (f" ({', '.join(legend)})" if legend else ""))
-    first = next(iter(curves.values()))
-    axes.set_ylabel(first.title)
-    axes.grid(alpha=0.3)
-    metric_axis(axes, first.metric)
-    axes.legend()
+    """One curve per variant: errors as a band, star and triangle; one budget is a dashed line."""
+    return draw_panels({"": curves}, {})
+
+
+def draw_panels(
+    ours: Mapping[str, Mapping[str, BudgetCurve]], theirs: Mapping[str, Mapping[str, BudgetCurve]]
+) -> Figure:
+    """Quality over the budget in the form of the paper's Figures 2 and 3: a panel a task, at most three in a row.
+
+    Args:
+        ours: of panels, by title, the curves by name. A name has one colour in all panels.
+        theirs: the paper's, thin and dotted beside ours, and as ours in a panel that has none of ours.
+    """
+    panels = {title: (ours.get(title, {}), theirs.get(title, {})) for title in (*ours, *theirs)}
+    names = list(dict.fromkeys(name for curves in (*ours.values(), *theirs.values()) for name in curves))
+    colors = {name: f"C{i}" for i, name in enumerate(names)}
+    across = min(len(panels), 3)
+    down = -(-len(panels) // across)
+    figure = Figure(figsize=(7, 4.5) if len(panels) == 1 else (4.6 * across, 3.4 * down + 0.8), layout="constrained")
+    grid = figure.subplots(down, across, squeeze=False).flatten()
+    label = _budget_label([*ours.values(), *theirs.values()])
+    for axes, (title, (curves, papers)) in zip(grid, panels.items()):
+        _draw_panel(axes, curves or papers, colors)
+        for name, curve in papers.items() if curves else ():
+            _draw_curve(axes, curve, colors[name], "the paper's", linestyle=":", linewidth=1.2)
+            _draw_marks(axes, curve, "white", colors[name])
+        metric_axis(axes, next(iter((curves or papers).values())).metric)
+        axes.set_title(title)
+        axes.set_xlabel(label if len(panels) == 1 else "")
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels())}
+    if "the paper's" in handles:
+        handles["the paper's"] = Line2D([], [], linestyle=":", color="gray")
+    if len(panels) == 1:
+        figure.axes[0].legend(handles.values(), handles)
+    else:
+        figure.legend(handles.values(), handles, title=label, loc="outside lower center", ncols=5)
     return figure
+
+
+def _budget_label(panels: Sequence[Mapping[str, BudgetCurve]]) -> str:
+    """Of the x axis: the budget, and what the marks mean that are drawn."""
+    marks = {mark for curves in panels for curve in curves.values() if len(curve.budgets) > 1 for mark in curve.marks}
+    shapes = {"sweet spot": "star", "collapse boundary": "triangle"}
+    legend = [f"{shape}: {mark}" for mark, shape in shapes.items() if mark in marks]
+    return "spectral budget K" + (f" ({', '.join(legend)})" if legend else "")
+
+
+def _draw_curve(axes: Axes, curve: BudgetCurve, color: str, label: str, **style: Any) -> None:
+    if len(curve.budgets) == 1:
+        axes.axhline(curve.values[0], color=color, label=label, **{"linestyle": "--"} | style)
+    else:
+        axes.plot(curve.budgets, curve.values, color=color, label=label, clip_on=False, **style)
+
+
+def _draw_marks(axes: Axes, curve: BudgetCurve, face: str, edge: str) -> None:
+    for mark, marker in MARKERS.items() if len(curve.budgets) > 1 else ():
+        if mark in curve.marks:
+            K, size = curve.marks[mark], 12 if marker == "^" else 15
+            value = curve.values[curve.budgets.index(K)]
+            style: dict[str, Any] = {"color": face, "markeredgecolor": edge, "markersize": size, "zorder": 3}
+            axes.plot(K, value, marker, clip_on=False, **style)
+
+
+def _draw_panel(axes: Axes, curves: Mapping[str, BudgetCurve], colors: Mapping[str, str]) -> None:
+    """Curves with their error bands and marks."""
+    for name, curve in curves.items():
+        elastic = len(curve.budgets) > 1
+        _draw_curve(axes, curve, colors[name], name, **({"marker": "o", "markersize": 4} if elastic else {}))
+        if elastic and curve.errors:
+            low, high = ([v + sign * e for v, e in zip(curve.values, curve.errors)] for sign in (-1, 1))
+            axes.fill_between(curve.budgets, low, high, color=colors[name], alpha=0.15)
+        _draw_marks(axes, curve, colors[name], "black")
+    budget_axis(axes, (K for curve in curves.values() if len(curve.budgets) > 1 for K in curve.budgets))
+    axes.set_ylabel(next(iter(curves.values())).title)
+    axes.grid(alpha=0.3)
 
 
 def draw_profile(profile: BudgetProfile) -> Figure:

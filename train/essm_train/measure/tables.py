@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
+from essm_train.measure.paper import Figures, paper_curve
 from essm_train.tasks.catalog import ROOT, get_task
 from essm_train.tasks.experiments import Experiment
+from modeling_essm.budgets.curve import BudgetCurve
 
 # How often a run looks and saves, which changes no figure.
 _NO_DIFFERENCE = frozenset({"eval_steps", "save_steps"})
@@ -37,61 +41,119 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     }
 
 
+def series_of(experiment: Experiment, rows: dict[str, Evaluation]) -> dict[str, Evaluation]:
+    """Each series as one evaluation: at every K the model that was trained at K alone, seed by seed."""
+    found: dict[str, dict[int, Evaluation]] = {}
+    for name, evaluation in rows.items():
+        if series := experiment.rows[name].series:
+            found.setdefault(series, {})[evaluation.budgets[-1]] = evaluation
+    lines = {}
+    for series, models in found.items():
+        budgets = tuple(sorted(models))
+        values, speeds = (
+            tuple(zip(*([seed[-1] for seed in getattr(models[K], name)] for K in budgets)))
+            for name in ("values", "tokens_per_second")
+        )
+        zeros = (0,) * len(budgets)
+        lines[f"{series}, a model each"] = Evaluation(models[budgets[0]].metric, budgets, values, speeds, zeros, zeros)
+    return lines
+
+
 def markdown(
     experiment: Experiment,
     rows: dict[str, Evaluation],
-    parameters: dict[str, int | None],
-    paper: dict[str, dict[str, float]],
+    training: dict[str, dict[str, Any]],
+    paper: Figures,
+    substitutes: Collection[str] = (),
 ) -> str:
-    """Rows by budgets, mean ± deviation over seeds; the paper's figures below ours. A baseline's stands at the end."""
-    budgets = sorted({K for evaluation in rows.values() if len(evaluation.budgets) > 1 for K in evaluation.budgets})
+    """Rows by budgets, mean ± deviation over seeds; the paper's figures below ours. A baseline's stands at the end.
+
+    Args:
+        training: of each row, parameters and seconds. substitutes: tasks whose data is in the place of the official.
+    """
+    budgets = sorted({K for evaluation in rows.values() if _is_elastic(evaluation) for K in evaluation.budgets})
     columns = [f"K={K}" for K in budgets] or ["one budget"]
     lines = ["| | parameters | " + " | ".join(columns) + " | sweet spot | collapse | seeds |"]
     lines.append("|---" * (len(columns) + 5) + "|")
-    for name, evaluation in rows.items():
+    theirs = "the paper's" + (f" on {experiment.paper_data}" if experiment.paper_data else "")
+
+    def line(name: str, parameters: int | None, evaluation: Evaluation) -> str:
         spread = [f" ± {d:.4f}" if len(evaluation.values) > 1 else "" for d in evaluation.deviation]
         found = {K: f"{m:.4f}{d}" for K, m, d in zip(evaluation.budgets, evaluation.mean, spread)}
-        elastic = len(evaluation.budgets) > 1
+        elastic = _is_elastic(evaluation)
         cells = [found.get(K, "") for K in budgets] if elastic else [""] * (len(columns) - 1) + [*found.values()]
-        marks = [
-            evaluation.curve.marks.get(mark, "") if elastic else "" for mark in ("sweet spot", "collapse boundary")
-        ]
-        size = f"{parameters[name]:,}" if parameters.get(name) else ""
-        lines.append(f"| {name} | {size} | {' | '.join(cells)} | {marks[0]} | {marks[1]} | {len(evaluation.values)} |")
-        if paper.get(name):
-            cells = [f"{paper[name][str(K)]:g}" if str(K) in paper[name] else "" for K in budgets]
-            if not elastic:  # its one figure, whatever the budget it was written down under
-                figure = paper[name][max(paper[name], key=int)]
-                cells = [""] * (len(columns) - 1) + [f"{figure:g}"]
-            lines.append(f"| {name}, the paper's | | {' | '.join(cells)} | | | |")
+        shown = evaluation.curve.marks if len(found) > 1 else {}
+        marks = [str(shown.get(mark, "")) for mark in ("sweet spot", "collapse boundary")]
+        size = f"{parameters:,}" if parameters else ""
+        return f"| {name} | {size} | {' | '.join([*cells, *marks])} | {len(evaluation.values)} |"
+
+    for name, evaluation in rows.items():
+        task = experiment.rows[name].task_name
+        label = f"{name} (substitute data)" if task in substitutes else name
+        lines.append(line(label, training.get(name, {}).get("parameters"), evaluation))
+        if figures := paper.get(name):
+            cells = [str(figures.get(K, "")) for K in budgets]
+            if not _is_elastic(evaluation):  # its one figure, whatever the budget it was written down under
+                cells = [""] * (len(columns) - 1) + [str(figures[max(figures)])]
+            lines.append(f"| {name}, {theirs} | | {' | '.join(cells)} | | | |")
+    lines += [line(name, None, evaluation) for name, evaluation in series_of(experiment, rows).items()]
     heading = f"# {experiment.title}\n\n" if experiment.title else ""
-    return f"{heading}{experiment.question}\n\n" + "\n".join(lines) + "\n"
+    text = f"{heading}{experiment.question}\n\n" + "\n".join(lines) + "\n"
+    return text + _costs(experiment, list(rows), training)
 
 
-def departures(tasks: Sequence[str], scale: str) -> str:
-    """In what a run of each task at that scale departs from the official one, as a Markdown list."""
+def _is_elastic(evaluation: Evaluation) -> bool:
+    """Whether it is of a model with budgets, of which a baseline has the one that is called 1."""
+    return evaluation.budgets != (1,)
+
+
+def _costs(experiment: Experiment, rows: Sequence[str], training: dict[str, dict[str, Any]]) -> str:
+    """Where there are series: what their models cost together, and what the others cost."""
+    totals: dict[str, list[float]] = {}
+    for name in rows:
+        seconds = [value for value in training.get(name, {}).get("seconds", []) if value is not None]
+        if seconds:
+            totals.setdefault(experiment.rows[name].series or name, []).append(statistics.fmean(seconds))
+    if not any(experiment.rows[name].series for name in rows):
+        return ""
+    shown = (f"{name} {sum(costs):,.0f} ({len(costs)})" for name, costs in totals.items())
+    return f"\nSeconds of training (models), mean over seeds: {', '.join(shown)}.\n"
+
+
+def panels_of(
+    experiment: Experiment, rows: dict[str, Evaluation], paper: Figures
+) -> tuple[dict[str, dict[str, BudgetCurve]], dict[str, dict[str, BudgetCurve]]]:
+    """Curves of a panel a task, ours and the paper's of the same names; the paper's on other data in a panel alone."""
+    ours: dict[str, dict[str, BudgetCurve]] = {}
+    theirs: dict[str, dict[str, BudgetCurve]] = {}
+    lines = {name: rows[name] for name in rows if not experiment.rows[name].series} | series_of(experiment, rows)
+    for name, evaluation in lines.items():
+        task = experiment.rows[name].task_name if name in rows else next(iter(ours), experiment.task)
+        label = "ES-SSM" if name == task else name.removeprefix(f"{task}, ")
+        ours.setdefault(task, {})[label] = evaluation.curve
+        if curve := paper_curve(paper.get(name, {}), evaluation.curve):
+            panel = f"the paper, {experiment.paper_data}" if experiment.paper_data else task
+            theirs.setdefault(panel, {})[label] = curve
+    return ours, theirs
+
+
+def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """In what a run of each task at that scale departs from the official one, as a Markdown list.
+
+    Args:
+        substitutes: of tasks, by name, what the data in the place of the official is.
+    """
     lines = []
     for name in tasks:
         spec = get_task(name)
         lines.append(f"- {spec.name}: {spec.note}. Arguments of full scale: {spec.origin}.")
-        if scale == "small":
-            changed = {k: v for k, v in spec.small.items() if v != spec.full.get(k) and k not in _NO_DIFFERENCE}
+        if spec.name in substitutes:
+            lines.append(f"  Substitute data: {substitutes[spec.name]}.")
+        if scale != "full":
+            reduced = spec.sizes(scale)
+            changed = {k: v for k, v in reduced.items() if v != spec.full.get(k) and k not in _NO_DIFFERENCE}
             shown = ", ".join(
                 f"{k} {v}" + (f" for {spec.full[k]}" if k in spec.full else "") for k, v in changed.items()
             )
-            lines.append(f"  Small scale: {shown}.")
+            lines.append(f"  {scale.capitalize()} scale: {shown}.")
     return "\n".join(lines) + "\n"
-
-
-def read_paper_figures(path: str | None, rows: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Row to budget to figure. Raises ValueError if the file is not so, or names a row or budget that is none."""
-    if path is None:
-        return {}
-    try:
-        figures = json.loads(Path(path).read_text())
-        figures = {row: {str(int(K)): float(value) for K, value in row_.items()} for row, row_ in figures.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f'{path} must hold {{"row": {{"budget": figure}}}} as JSON: {error}') from error
-    if unknown := sorted(set(figures) - set(rows)):
-        raise ValueError(f"rows of {path} must be among {tuple(rows)}, got {unknown}")
-    return figures

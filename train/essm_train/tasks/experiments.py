@@ -23,10 +23,18 @@ EXPERIMENTS = recipe_names("experiments")
 
 @dataclass(frozen=True)
 class Row:
-    """A run of every seed: a task of TASKS or the path of a .yaml file, and arguments in place of the task's."""
+    """A run of every seed.
+
+    Attributes:
+        task: of TASKS, or the path of a .yaml file. arguments: in place of the task's.
+        paper: keys that lead to the paper's figure in the experiment's table of recipes/paper_figures.json.
+        series: rows of one series are models of one budget each, and together one more line, K by K.
+    """
 
     task: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
+    paper: list[str] = field(default_factory=list)
+    series: str = ""
 
     @property
     def task_name(self) -> str:
@@ -39,7 +47,9 @@ class Experiment:
 
     Attributes:
         name: that of the file. question: what it answers. rows: by name. task: of rows that name none.
-        title: heads the table. paper_figures: a JSON file beside this one, see `read_paper_figures`.
+        title: heads the table. formerly: what the name meant before, which every run says.
+        paper: a table of recipes/paper_figures.json. paper_data: what it was measured on, where that is not ours.
+        paper_figures: a JSON file beside this one with figures in place of those, see `read_paper_figures`.
     """
 
     name: str
@@ -47,6 +57,9 @@ class Experiment:
     rows: dict[str, Row]
     task: str = ""
     title: str = ""
+    formerly: str = ""
+    paper: str = ""
+    paper_data: str = ""
     paper_figures: str | None = None
 
     def __post_init__(self) -> None:

@@ -30,10 +30,14 @@ def _writable(folders: Sequence[Path]) -> Path:
 
 @dataclass(frozen=True)
 class Files:
-    """Files of a data folder, by split: a name, or a pattern for several. `how` says where they come from."""
+    """Files of a data folder, by split: a name, or a pattern for several. `how` says where they come from.
+
+    `substitute` says what they are where they stand in the place of the official data.
+    """
 
     files: dict[str, str]
     how: str
+    substitute: str = ""
 
     def __post_init__(self) -> None:
         if not {"train"} <= self.files.keys() <= set(SPLITS):
@@ -56,7 +60,7 @@ class Shards:
     """A folder of a data folder that a command of this repository fills, see shards.py.
 
     In the command, `{data}` is that data folder and `{raw}` the one that holds what the command reads, the file or
-    folder `raw`; `fetch` says where that comes from.
+    folder `raw`; `fetch` says where that comes from. `substitute` is as in `Files`.
     """
 
     folder: str
@@ -64,6 +68,7 @@ class Shards:
     command: str
     raw: str | None = None
     fetch: str = ""
+    substitute: str = ""
 
     def __post_init__(self) -> None:
         for text in (self.command, self.fetch):

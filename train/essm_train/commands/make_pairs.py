@@ -1,0 +1,70 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Pairs of passages of books, in the form of Long Range Arena's Retrieval and in the place of its absent files.
+
+    python train/make_pairs.py --books data/english_novels-train.parquet --output_dir data/novel_pairs
+
+Label 1 says that both passages come from one book. Training passages lie in the first 80% of every book, those of
+validation and test in the next 10% each. A number measured on such pairs must never be called one of Retrieval.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from essm_train.commands.errors import command
+from essm_train.files import write_text
+from essm_train.tasks.shards import SPLITS
+
+_PARTS = dict(zip(SPLITS, ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0))))  # of every book
+
+
+def pairs(books: Sequence[bytes], split: str, count: int, length: int, seed: int) -> Iterator[str]:
+    """Lines of a file of `tasks.retrieval`: label, two ids and two passages of `length` bytes between tabs.
+
+    Raises:
+        ValueError: fewer than two books have two passages of that length in this part of them.
+    """
+    start, stop = _PARTS[split]
+    parts = {i: (int(start * len(book)), int(stop * len(book)) - length) for i, book in enumerate(books)}
+    parts = {i: (first, last) for i, (first, last) in parts.items() if last - first >= 2 * length}
+    if len(parts) < 2:
+        raise ValueError(f"{split} needs two books with two passages of length {length}, got {len(parts)}")
+    rng, names = np.random.default_rng([seed, SPLITS.index(split)]), list(parts)
+    for _ in range(count):
+        label, (a, other) = int(rng.integers(2)), rng.choice(names, 2, replace=False)
+        b = a if label else other
+        at, to = (int(rng.integers(*parts[book])) for book in (a, b))
+        while a == b and abs(at - to) < length:  # passages of one book do not overlap
+            to = int(rng.integers(*parts[b]))
+        texts = (books[book][place : place + length] for book, place in ((a, at), (b, to)))
+        yield "\t".join([f"{label:.1f}", f"{a}:{at}", f"{b}:{to}", *map(repr, texts)])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--books", required=True, help="Parquet file with a column text, one book a row.")
+    parser.add_argument("--output_dir", default="data/novel_pairs", help="Where {train,validation,test}.tsv go.")
+    parser.add_argument("--length", type=int, default=1_000, help="Bytes of a passage.")
+    parser.add_argument("--seed", type=int, default=0, help="Same seed, same pairs.")
+    for split, size in zip(SPLITS, (20_000, 1_000, 2_000)):
+        parser.add_argument(f"--{split}_size", type=int, default=size, help=f"Pairs of {split}.")
+    args = parser.parse_args(argv)
+    books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        lines = pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)
+        write_text(folder / f"{split}.tsv", "\n".join(lines) + "\n")
+    print(f"{folder}: complete; train with train_retrieval.py --train_file {folder / 'train.tsv'}")
+
+
+run = command(main)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,96 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The figures that the paper reports, to set beside ours: recipes/paper_figures.json, or a JSON file of one's own.
+
+The paper's tables hold a figure at full capacity (a number, or mean and standard deviation), or one at every budget;
+shares are percent there and fractions here. "FAIL", as the paper has it, is not a number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from essm_train import recipes
+from essm_train.tasks.experiments import Experiment
+from modeling_essm.budgets.curve import BudgetCurve
+
+PAPER_FIGURES = Path(recipes.__file__).with_name("paper_figures.json")
+CAPACITY = 32  # the paper's, so what a single figure belongs to
+
+
+class Figure(NamedTuple):
+    """Mean and standard deviation over seeds; 0 where the paper gives none."""
+
+    mean: float
+    deviation: float = 0.0
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return "FAIL"
+        return f"{self.mean:g} ± {self.deviation:g}" if self.deviation else f"{self.mean:g}"
+
+
+Figures = dict[str, dict[int, Figure]]  # of rows, by budget
+
+
+def figures_of(experiment: Experiment) -> Figures:
+    """The paper's figures of an experiment's rows, from the table that it names.
+
+    Raises:
+        ValueError: the paper has no such table or row.
+    """
+    if not experiment.paper:
+        return {}
+    tables = json.loads(PAPER_FIGURES.read_text())["tables"]
+    table = _entry(tables, [experiment.paper], f"paper of {experiment.name}")
+    unit = 0.01 if table["unit"] == "percent" else 1.0
+    found = {row: (spec.paper, f"paper of {experiment.name}: {row}") for row, spec in experiment.rows.items()}
+    return {row: _figures(_entry(table["rows"], keys, where), unit) for row, (keys, where) in found.items() if keys}
+
+
+def _entry(entries: Any, keys: Sequence[str], where: str) -> Any:
+    for key in keys:
+        if not isinstance(entries, dict) or key not in entries:
+            known = tuple(entries) if isinstance(entries, dict) else ()
+            raise ValueError(f"{where} must be among {known}, got {key!r}")
+        entries = entries[key]
+    return entries
+
+
+def _figures(entry: Any, unit: float) -> dict[int, Figure]:
+    """By budget, from any of the forms above."""
+
+    def scaled(value: float) -> float:
+        return round(unit * value, 6)
+
+    if isinstance(entry, dict) and "mean" in entry:
+        return {CAPACITY: Figure(scaled(entry["mean"]), scaled(entry["std"]))}
+    if isinstance(entry, dict):
+        return {int(K): Figure(scaled(value)) for K, value in entry.items()}
+    return {CAPACITY: Figure(math.nan if entry == "FAIL" else scaled(entry))}
+
+
+def read_paper_figures(path: str, rows: Sequence[str]) -> Figures:
+    """Row to budget to figure. Raises ValueError if the file is not so, or names a row or budget that is none."""
+    try:
+        figures = json.loads(Path(path).read_text())
+        figures = {row: {int(K): Figure(float(value)) for K, value in row_.items()} for row, row_ in figures.items()}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f'{path} must hold {{"row": {{"budget": figure}}}} as JSON: {error}') from error
+    if unknown := sorted(set(figures) - set(rows)):
+        raise ValueError(f"rows of {path} must be among {tuple(rows)}, got {unknown}")
+    return figures
+
+
+def paper_curve(figures: dict[int, Figure], like: BudgetCurve) -> BudgetCurve | None:
+    """The figures as a curve of the metric of ours, `like`; None if there is none that is a number."""
+    kept = {K: figure for K, figure in sorted(figures.items()) if not math.isnan(figure.mean)}
+    if not kept:
+        return None
+    values, errors = zip(*kept.values())
+    budgets = (1,) if like.budgets == (1,) else tuple(kept)
+    values, errors = values[-len(budgets) :], errors[-len(budgets) :]
+    return BudgetCurve(like.metric, like.higher_is_better, budgets, values, errors=errors)
