@@ -3,8 +3,9 @@
 
 Arguments, data, model and optimizer are those of the row's own command, in full; the data is a handful of made-up rows
 of the official shape. The two updates read one sample of at most 128 positions instead of up to 64 of up to 16,384,
-which would take up to 160 GB (a Mamba of the novels), and nothing is validated, saved or swept: that is the same code
-at every size, and tested with small ones.
+which would take up to 160 GB (a Mamba of the novels); S4's kernel, always as long as the longest sequence (20 GB on
+Path-X), is of that length too. Nothing is validated, saved or swept: that is the same code at every size, and tested
+with small ones.
 """
 
 import ctypes
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from essm_train.arguments import parse_arguments
+from essm_train.baselines.s4 import S4Mixer
 from essm_train.commands import reproduce, train_classification, train_clm
 from essm_train.commands import train_retrieval as retrieval
 from essm_train.run import loop
@@ -121,6 +123,9 @@ def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
             for name, value in collate(samples[:1]).items()
             for rest in [2 if name == "input_features" else 1]
         }
+        for mixer in task.model.modules():
+            if isinstance(mixer, S4Mixer):
+                mixer.max_length = POSITIONS
         record = loop.train(accelerator, args, task, schedule)
         assert record["updates"] == 2 and len(list_checkpoints(tmp_path / "run")) == 0
         raise Started(task.model)
