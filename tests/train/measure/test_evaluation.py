@@ -169,7 +169,7 @@ def novels(tmp_path, monkeypatch):
     text.write_text("the spectral state of the spectral budget " * 100)
     tiny = {"train_file": [str(text)], "hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4}
     tiny |= {"filter_length": 512, "block_size": 64, "max_steps": 4, "warmup_steps": 1, "validation_blocks": 2}
-    tiny |= {"sweep_blocks": 2, "per_device_train_batch_size": 2}
+    tiny |= {"sweep_blocks": 2, "per_device_train_batch_size": 2, "block": "paper"}
     tiny |= {"tokenizer_name": str(ROOT / "hub_configs" / "essm-tiny")}
     monkeypatch.setattr(reproduce, "task_arguments", lambda name, data_dir, scale: tiny)
     folders = {"output_dir": str(tmp_path / "runs"), "results_dir": str(tmp_path / "results")}
@@ -195,7 +195,7 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
     assert reproduce.reproduce("table4", novels())["rows"] == rows
     assert capsys.readouterr().out.count("done before") == 4
-    with pytest.raises(RuntimeError, match="gating=none-seed0 holds the run of another command"):
+    with pytest.raises(RuntimeError, match="gating=none-match_parameters=True-seed0 holds the run of another command"):
         reproduce.reproduce("table4", novels(max_steps=5))
 
 
