@@ -178,6 +178,23 @@ def novels(tmp_path, monkeypatch):
     )
 
 
+def test_fixed_models_beside_an_elastic_one_are_costed(novels, tmp_path, monkeypatch):
+    """Rows "K=2" and "K=4": Appendix B's question is answered below the table."""
+    rows = "  K=2: {arguments: {num_spectral_channels: 2}}\n  K=4: {}\n  ES-SSM: {arguments: {gating: softmax}}\n"
+    (tmp_path / "fixed.yaml").write_text(f"question: Retrain or cut?\ntask: novels\nrows:\n{rows}")
+    one = Evaluation(Metric("bits_per_byte", False), (2, 4), ((3.0, 2.5),), ((1.0, 1.0),), (0, 0), (0, 0))
+    training = {"updates": 10, "tokens_per_update": 64, "seconds": [5.0], "parameters": 9, "hardware": "a cpu"}
+
+    def collect(folders):
+        return one, training | {"schedule": "discrete" if "gating" in folders[0].name else "full"}
+
+    monkeypatch.setattr(reproduce, "perform", lambda command, folder: 0.0)
+    monkeypatch.setattr(reproduce, "collect", collect)
+    reproduce.reproduce(str(tmp_path / "fixed.yaml"), novels(rows=None, seeds=1))
+    text = (tmp_path / "results" / "fixed-small.md").read_text()
+    assert text.index("| ES-SSM |") < text.index("| tokens of training | 640 | 640 | 1,280 | 640 | 1/2.0 |")
+
+
 @pytest.mark.slow
 def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypatch):
     record = reproduce.reproduce("table4", novels())
