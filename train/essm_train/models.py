@@ -130,8 +130,8 @@ class ModelArguments(SizeArguments):
     model_name_or_path: str | None = arg(None, "Weights to start from, instead of a new model.")
     match_parameters: bool = arg(
         False,
-        "Choose the width: as many parameters, to 3%, as an ES-SSM of these sizes has, with its gate and without "
-        "AR-STU's terms. For variants that lack weights or have more; a baseline always has as many.",
+        "Choose the width: as many parameters, to 3 percent, as an ES-SSM of these sizes has, with its gate and "
+        "without AR-STU's terms. For variants that lack weights or have more; a baseline always has as many.",
     )
 
     def __post_init__(self) -> None:
