@@ -68,6 +68,8 @@ def test_what_is_not_known_or_not_alike_is_left_out(rows):
     rows["K=2"], (other, training) = (evaluation, training), rows["K=8"]
     rows["K=8"] = replace(other, metric=Metric("accuracy", True)), training
     assert training_costs(rows) == []
+    rows["K=8"] = other, training
+    assert len(training_costs(rows)) == 1
     del rows["K=2"]
     assert training_costs(rows) == [] and cost_table(rows) == ""  # a single fixed model is no family
     assert training_costs({}) == []
