@@ -45,7 +45,7 @@ from essm_train.files import check_writable, write_figure, write_json, write_tex
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.paper import Figures, figures_of, read_paper_figures
 from essm_train.measure.plots import draw_panels
-from essm_train.measure.tables import collect, departures, markdown, panels_of
+from essm_train.measure.tables import collect, cost_tables, departures, markdown, panels_of
 from essm_train.tasks.catalog import get_task, published_folder, substitute_data, task_arguments
 from essm_train.tasks.experiments import EXPERIMENTS, Experiment, Row, get_experiment
 
@@ -183,7 +183,7 @@ def write_results(
     tasks = list(dict.fromkeys(experiment.rows[row].task for row in collected))
     named = {Path(task).stem: substitute_data(task, args.scale, args.data_dir) for task in tasks}
     substitutes = {task: meaning for task, meaning in named.items() if meaning}
-    text = markdown(experiment, evaluations, training, paper, substitutes)
+    text = markdown(experiment, evaluations, training, paper, substitutes) + cost_tables(experiment, collected)
     print("\n" + text)
     record = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale, "seeds": args.seeds}
     record |= {"left out": absent, "substitute data": substitutes}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +13,7 @@ from typing import Any
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.paper import Figures, paper_curve
+from essm_train.measure.training_cost import Collected, cost_table
 from essm_train.tasks.catalog import ROOT, get_task
 from essm_train.tasks.experiments import Experiment
 from modeling_essm.budgets.curve import BudgetCurve
@@ -69,7 +69,7 @@ def markdown(
     """Rows by budgets, mean ± deviation over seeds; the paper's figures below ours. A baseline's stands at the end.
 
     Args:
-        training: of each row, parameters and seconds. substitutes: tasks whose data is in the place of the official.
+        training: of each row; its parameters are shown. substitutes: tasks whose data is in the place of the official.
     """
     budgets = sorted({K for evaluation in rows.values() if _is_elastic(evaluation) for K in evaluation.budgets})
     columns = [f"K={K}" for K in budgets] or ["one budget"]
@@ -98,8 +98,7 @@ def markdown(
             lines.append(f"| {name}, {theirs} | | {' | '.join(cells)} | | | |")
     lines += [line(name, None, evaluation) for name, evaluation in series_of(experiment, rows).items()]
     heading = f"# {experiment.title}\n\n" if experiment.title else ""
-    text = f"{heading}{experiment.question}\n\n" + "\n".join(lines) + "\n"
-    return text + _costs(experiment, list(rows), training)
+    return f"{heading}{experiment.question}\n\n" + "\n".join(lines) + "\n"
 
 
 def _is_elastic(evaluation: Evaluation) -> bool:
@@ -107,17 +106,17 @@ def _is_elastic(evaluation: Evaluation) -> bool:
     return evaluation.budgets != (1,)
 
 
-def _costs(experiment: Experiment, rows: Sequence[str], training: dict[str, dict[str, Any]]) -> str:
-    """Where there are series: what their models cost together, and what the others cost."""
-    totals: dict[str, list[float]] = {}
-    for name in rows:
-        seconds = [value for value in training.get(name, {}).get("seconds", []) if value is not None]
-        if seconds:
-            totals.setdefault(experiment.rows[name].series or name, []).append(statistics.fmean(seconds))
-    if not any(experiment.rows[name].series for name in rows):
-        return ""
-    shown = (f"{name} {sum(costs):,.0f} ({len(costs)})" for name, costs in totals.items())
-    return f"\nSeconds of training (models), mean over seeds: {', '.join(shown)}.\n"
+def cost_tables(experiment: Experiment, collected: Collected) -> str:
+    """`cost_table` of the rows "K=2", "K=3", .., and of each series, whose rows end so, beside rows of none."""
+    text = cost_table(collected)
+    for series in dict.fromkeys(row.series for row in experiment.rows.values() if row.series):
+        rows = {}
+        for name, found in collected.items():
+            if (own := experiment.rows[name].series) in ("", series):
+                rows[name.rpartition(", ")[2] if own else name] = found
+        if table := cost_table(rows):
+            text += f"\n{series}:\n{table}"
+    return text
 
 
 def panels_of(
