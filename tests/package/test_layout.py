@@ -12,7 +12,7 @@ from helpers import random_model
 from transformers.dynamic_module_utils import get_imports
 
 import modeling_essm
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSequenceClassification, ESSMModel
 
 PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
@@ -36,7 +36,7 @@ def relative_imports(path):
     return [(node.level, node.module or "") for node in nodes if node.level]
 
 
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification])
 def test_a_checkpoint_carries_the_root(cls, tmp_path):
     random_model(cls).save_pretrained(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.py")} == set(ROOT)

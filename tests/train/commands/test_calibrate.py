@@ -277,7 +277,10 @@ BAD_ARGUMENTS = {
     "large": (["--text_files", "text.txt", "--budgets", "4", "40"], r"budgets must be in \[1, 32\], got 40"),
     "absent": (["--text_files", "absent.txt"], "cannot read text file 'absent.txt'"),
     "task": (["--task", "smnist"], "task 'smnist' is one of train_classification.py, and .* holds a language model"),
-    "retrieval": (["--task", "retrieval"], "evaluated by its own script"),
+    "retrieval": (
+        ["--task", "retrieval"],
+        "task 'retrieval' is one of train_retrieval.py, and .* holds a language model",
+    ),
     "no-task": (["--task", "mnist"], "'mnist'"),
 }
 
@@ -303,7 +306,7 @@ def test_bad_models(saved, tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     for content, message in (
         ("{", "config.json is not valid JSON"),
-        ('{"model_type": "gpt2"}', "model_type must be 'essm', which has budgets, got 'gpt2'"),
+        ('{"model_type": "gpt2"}', "model_type must be 'essm' or 'essm_two_tower', which has budgets, got 'gpt2'"),
         ('{"model_type": "essm", "architectures": ["ESSMModel"]}', "architecture must be .*, got 'ESSMModel'"),
     ):
         config.write_text(content)

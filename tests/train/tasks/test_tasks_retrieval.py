@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/train_retrieval.py: lines of the files, the head, a run that learns, saving, errors that name the line."""
+"""train/train_retrieval.py: lines of the files, arguments, runs that learn, baselines, errors that name the line."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, randomise
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
@@ -15,15 +14,13 @@ from essm_train.commands import train_retrieval as retrieval
 from essm_train.measure.scoring import Predictor
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.retrieval import (
-    Pair,
     PairFile,
     RetrievalArguments,
-    TwoTowerClassifier,
-    TwoTowerConfig,
     collate,
     load_retrieval,
     parse_line,
 )
+from modeling_essm import ESSMForPairClassification
 
 TINY = {
     "hidden_size": 16,
@@ -39,6 +36,12 @@ TINY = {
     "save_steps": 25,
     "cpu_threads": 1,  # more would wait for each other
 }
+
+
+# Another model's, or a configuration's: then no sizes are given.
+WEIGHTS = {"model_name_or_path": "x"} | dict.fromkeys(
+    ("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length")
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,70 +77,6 @@ def finished(tmp_path_factory, files) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     retrieval.main(arguments(folder, files))
     return folder
-
-
-def random_model(**fields) -> TwoTowerClassifier:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_spectral_channels": 8, "filter_length": 512}
-    return randomise(TwoTowerClassifier(TwoTowerConfig(**(sizes | {"head_hidden_size": 24} | fields)))).eval()
-
-
-def pairs(count: int, seed: int = 0) -> list[Pair]:
-    rng = np.random.default_rng(seed)
-    texts = [rng.integers(256, size=rng.integers(5, 30)).astype(np.uint8) for _ in range(2 * count)]
-    return [Pair(texts[2 * i], texts[2 * i + 1], i % 2) for i in range(count)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model.
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("K", [1, 3, 8])
-def test_logits_are_those_of_the_formula(K):
-    model, batch = random_model(), collate(pairs(3))
-    outputs = model(**batch, spectral_budget=K)
-    for row, pair in enumerate(pairs(3)):
-        texts = [torch.from_numpy(text.astype(np.int64))[None] for text in pair[:2]]
-        a, b = (model.model(text, spectral_budget=K).last_hidden_state.mean(1) for text in texts)
-        features = torch.cat([a, b, a * b, a - b], -1)
-        expected = model.score(torch.nn.functional.gelu(model.head(features)))
-        assert_close(outputs.logits[row : row + 1], expected)  # alone, without padding
-    expected = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
-    assert outputs.loss == expected and outputs.spectral_budget == (K, K)
-
-
-@torch.no_grad()
-def test_budgets():
-    model, batch = random_model(), collate(pairs(3))
-    rows = model(**batch, spectral_budget=torch.tensor([2, 5, 8]))
-    for row, K in enumerate((2, 5, 8)):
-        assert_close(rows.logits[row], model(**batch, spectral_budget=K).logits[row])
-    assert not torch.equal(rows.logits[0], model(**batch).logits[0])
-    with pytest.raises(ValueError, match=r"\[1, 8\]"):
-        model(**batch, spectral_budget=9)
-    with pytest.raises(TypeError, match="unknown argument 'budget'"):
-        model(**batch, budget=2)
-
-
-def test_wrong_shapes():
-    with pytest.raises(ValueError, match=r"shape \(B, 2, L\), .* got \(2, 5\)"):
-        random_model()(torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="head_hidden_size must be an integer >= 1, got 0"):
-        TwoTowerConfig(head_hidden_size=0)
-
-
-@torch.no_grad()
-def test_save_and_load(tmp_path):
-    model, batch = random_model(), collate(pairs(2))
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "essm_two_tower" and config["head_hidden_size"] == 24 and "auto_map" not in config
-    assert not list(tmp_path.glob("*.py"))  # the class is needed
-    loaded = TwoTowerClassifier.from_pretrained(tmp_path).eval()
-    assert torch.equal(loaded(**batch, spectral_budget=3).logits, model(**batch, spectral_budget=3).logits)
-    with pytest.raises(ValueError, match="essm_two_tower"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,8 +147,8 @@ def test_held_out_pairs(files, tmp_path):
         ({"train_file": None}, "give --train_file"),
         ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
         ({"test_samples": 0}, "test_samples must be at least 1, got 0"),
-        ({"push_to_hub": True, "hub_model_id": "a/b"}, "push_to_hub is not possible here"),
-        ({"architecture": "transformer"}, "not used by the HfArgumentParser: .*'--architecture', 'transformer'"),
+        ({"architecture": "mamba", "push_to_hub": True, "hub_model_id": "a/b"}, "'mamba' is there to compare with"),
+        (WEIGHTS | {"head_hidden_size": 8}, "head_hidden_size is part of model_name_or_path: leave it out, got 8"),
     ],
 )
 def test_bad_arguments(changes, message, files, tmp_path):
@@ -220,13 +159,13 @@ def test_bad_arguments(changes, message, files, tmp_path):
 def test_sizes_make_the_encoder(files, tmp_path):
     sizes = {"gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "dropout": 0.1, "stochastic_depth": 0.2}
     sizes["block"] = "paper"
-    model = retrieval.make_model(arguments(tmp_path, files, **sizes, head_hidden_size=24), (2, 8))
+    model = retrieval.build_model(arguments(tmp_path, files, **sizes, head_hidden_size=24))
     assert {name: getattr(model.config, name) for name in sizes} == sizes
-    assert (model.config.head_hidden_size, model.config.trained_budgets) == (24, [2, 8])
+    assert model.config.head_hidden_size == 24
     sizes = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
-    config = retrieval.make_model(arguments(tmp_path, files, **sizes, intermediate_size=20), (2, 8)).config
+    config = retrieval.build_model(arguments(tmp_path, files, **sizes, intermediate_size=20)).config
     assert {name: getattr(config, name) for name in sizes} == sizes and config.intermediate_size == 20
-    config = retrieval.make_model(arguments(tmp_path, files, filter_length=None), (2, 8)).config
+    config = retrieval.build_model(arguments(tmp_path, files, filter_length=None)).config
     assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
 
 
@@ -239,7 +178,8 @@ def test_a_run_learns_at_every_budget(finished, files):
     assert sweep["budgets"] == [2, 3, 4, 6, 8] and (sweep["split"], sweep["samples"]) == ("test", 60)
     # Chance is a half; the words of a document name its topic with more than nine chances in ten.
     assert min(sweep["values"]) >= 0.8
-    model = TwoTowerClassifier.from_pretrained(finished / "model").eval()
+    model = AutoModelForSequenceClassification.from_pretrained(finished / "model").eval()
+    assert type(model) is ESSMForPairClassification
     test = PairFile(files["test"], 64)
     for K, value in zip(sweep["budgets"], sweep["values"]):
         with torch.no_grad():
@@ -272,7 +212,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(finished, files, tmp_path
             retrieval.main(arguments(tmp_path, files))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000025"]
     retrieval.main(arguments(tmp_path, files))
-    first, second = (TwoTowerClassifier.from_pretrained(folder / "model") for folder in (finished, tmp_path))
+    first, second = (ESSMForPairClassification.from_pretrained(run / "model") for run in (finished, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     with pytest.raises(ValueError, match="sha256 of the training data was"):
         retrieval.main(arguments(tmp_path, files | {"train": files["test"]}))

@@ -14,9 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from essm_train.baselines.config import BaselineConfig
-from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
-
-ModelClass = type[BaselineForCausalLM] | type[BaselineForSequenceClassification]
+from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedModel
 
 
 def count_parameters(config: PreTrainedConfig, model_class: Callable[[Any], nn.Module]) -> int:
@@ -37,7 +35,7 @@ def matched_baseline(
     *,
     hidden_size: int = 256,
     num_hidden_layers: int = 8,
-    model_class: ModelClass = BaselineForCausalLM,
+    model_class: type[BaselinePreTrainedModel] = BaselineForCausalLM,
     tolerance: float = 0.05,
     **fields: Any,
 ) -> BaselineConfig:
@@ -49,9 +47,9 @@ def matched_baseline(
 
     Args:
         target_parameters: of the model to compare with, all of them.
-        model_class: what the parameters are counted of, `BaselineForCausalLM` or `BaselineForSequenceClassification`.
+        model_class: what the parameters are counted of, a baseline with a head.
         tolerance: largest relative difference.
-        fields: of `BaselineConfig`.
+        fields: of its configuration.
     Raises:
         ValueError: no such model, with the closest one named; or `fields` that cannot be.
     """
@@ -63,7 +61,7 @@ def matched_baseline(
         )
 
     def make(sizes: _Sizes) -> BaselineConfig:
-        return BaselineConfig(architecture=architecture, **fields, **sizes._asdict())
+        return model_class.config_class(architecture=architecture, **fields, **sizes._asdict())
 
     def count(sizes: _Sizes) -> int:
         return count_parameters(make(sizes), model_class)
