@@ -7,13 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers import ROOT, assert_close
+from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
 from essm_train.commands import train_retrieval as retrieval
 from essm_train.measure.scoring import Predictor
+from essm_train.publish.hub import check_folder
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.retrieval import (
+    Pair,
     PairFile,
     RetrievalArguments,
     collate,
@@ -38,10 +42,9 @@ TINY = {
 }
 
 
-# Another model's, or a configuration's: then no sizes are given.
-WEIGHTS = {"model_name_or_path": "x"} | dict.fromkeys(
-    ("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length")
-)
+# Which weights have.
+SIZES = ("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length")
+WEIGHTS = {"model_name_or_path": "x"} | dict.fromkeys(SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +172,21 @@ def test_sizes_make_the_encoder(files, tmp_path):
     assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
 
 
+def test_a_configuration_or_weights_make_the_model(finished, files, tmp_path):
+    values = dict.fromkeys(SIZES) | {"config_name": ROOT / "hub_configs" / "essm-lra-retrieval"}
+    sizes = {"num_hidden_layers": 1, "head_hidden_size": 9}
+    config = retrieval.build_model(arguments(tmp_path, files, **values | sizes)).config
+    assert (config.hidden_size, config.num_hidden_layers, config.head_hidden_size) == (256, 1, 9)
+    assert (config.block, config.filter_length) == ("paper", 4096)
+    with pytest.raises(ValueError, match=r"max_length must be in \[1, filter_length = 4096\], got 4097"):
+        retrieval.main(arguments(tmp_path, files, **values | {"max_length": 4097}))
+    with pytest.raises(ValueError, match=r"must hold .* model_type 'essm_two_tower', got model_type 'essm'"):
+        retrieval.main(arguments(tmp_path, files, **values | {"config_name": ROOT / "hub_configs" / "essm-tiny"}))
+    again = retrieval.build_model(arguments(tmp_path, files, **WEIGHTS | {"model_name_or_path": finished / "model"}))
+    saved = ESSMForPairClassification.from_pretrained(finished / "model")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), saved.parameters(), strict=True))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Whole runs.
 
@@ -216,3 +234,38 @@ def test_an_interrupted_run_ends_with_the_same_weights(finished, files, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     with pytest.raises(ValueError, match="sha256 of the training data was"):
         retrieval.main(arguments(tmp_path, files | {"train": files["test"]}))
+
+
+def test_a_finished_run_can_be_published(finished):
+    files = check_folder(finished / "model")
+    assert {"pair_essm.py", "modeling_essm.py", "README.md", "tokenizer.json"} <= set(files)
+    card = ModelCard((finished / "model" / "README.md").read_text())
+    assert card.data.pipeline_tag == "text-classification" and card.data.metrics == ["accuracy"]
+    assert "ESSMForPairClassification" in card.text and "two documents, shape (batch, 2, length)" in card.text
+    assert "reads one text" in card.text
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "mamba", "mamba2", "s4", "s4d", "cnn"])
+def test_a_baseline_of_as_many_parameters_trains(architecture, files, tmp_path):
+    values = {"hidden_size": 32, "num_hidden_layers": 2, "head_hidden_size": 40, "max_steps": 2, "warmup_steps": 1}
+    values |= {"per_device_train_batch_size": 2, "test_samples": 6, "validation_samples": 4}
+    elastic = retrieval.build_model(arguments(tmp_path, files, **values))
+    sweep = retrieval.main(arguments(tmp_path, files, **values, architecture=architecture))
+    assert sweep.budgets == (1,)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert type(model).__name__ == "BaselineForPairClassification" and model.config.architecture == architecture
+    assert abs(model.num_parameters() / elastic.num_parameters() - 1) <= 0.05
+    assert model.head.out_features == 40 and model.config.id2label == {0: "unrelated", 1: "related"}
+    assert not [*(tmp_path / "model").glob("*.py")]
+    batch = collate([Pair(np.arange(5), np.arange(9), 0), Pair(np.arange(7), np.arange(3), 1)])
+    with torch.no_grad():
+        outputs = model(**batch)
+        a, b = (model.model(text[None], None, None)[0].mean(1) for text in (torch.arange(5), torch.arange(9)))
+        hidden = torch.nn.functional.gelu(model.head(torch.cat([a, b, a * b, a - b], -1)))
+    assert_close(outputs.logits[:1], model.score(hidden))  # alone, without padding
+    assert outputs.loss == torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
+
+
+def test_a_baseline_that_reads_features_is_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="'tc_resnet' needs num_input_features"):
+        retrieval.build_model(arguments(tmp_path, files, architecture="tc_resnet"))

@@ -72,7 +72,7 @@ def hold_out_samples(reader: Reader, split: Split, batch_size: int, description:
 
 def hold_out_pairs(data: LabelledData, batch_size: int, description: str) -> HeldOut:
     """Hits among the held-out pairs of documents."""
-    predict, split = Predictor(data.collate, batch_size), data.held_out
+    predict, split = Predictor(lambda samples: data.collate(samples, None), batch_size), data.held_out
     length = max(len(text) for pair in split.samples for text in pair[:2])
     return _hits(predict, split, length, f"{description}; {split.name}")
 
