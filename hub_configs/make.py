@@ -22,8 +22,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Speech2TextFeatureExtractor
 
 import modeling_essm
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
-from modeling_essm.configuration_essm import AUTO_MAP
+from modeling_essm import (
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForPairClassification,
+    ESSMForSequenceClassification,
+    build_byte_tokenizer,
+)
 
 CODE = "code"  # the link in each folder
 PACKAGE = Path(modeling_essm.__file__).parent
@@ -57,7 +62,8 @@ class Published:
     """One folder.
 
     Attributes:
-        title, text: of the card. size: key of SIZES. fields: of ESSMConfig. labels: class names; none for language.
+        title, text: of the card. size: key of SIZES. fields: of its configuration. labels: class names; none for
+            language. pairs: whether it classifies pairs of documents.
         inputs: "bytes", "listops", "pixels" or "speech". example: text for the card's example.
         pipeline_tag, language: card metadata.
     """
@@ -68,6 +74,7 @@ class Published:
     fields: dict[str, Any]
     inputs: str
     labels: tuple[str, ...] = ()
+    pairs: bool = False
     example: str | None = None
     pipeline_tag: str = "text-classification"
     language: str | None = None
@@ -84,12 +91,14 @@ class Published:
         if self.labels:
             labels["id2label"] = dict(enumerate(self.labels))
             labels["label2id"] = {label: i for i, label in enumerate(self.labels)}
-        config = ESSMConfig(**ids, **labels, **self.fields)
+        config = self.model_class().config_class(**ids, **labels, **self.fields)
         config.architectures = [self.model_class().__name__]
         config.dtype = torch.float32
         return config
 
-    def model_class(self) -> type:
+    def model_class(self) -> Any:
+        if self.pairs:
+            return ESSMForPairClassification
         return ESSMForSequenceClassification if self.labels else ESSMForCausalLM
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
@@ -191,13 +200,14 @@ CONFIGURATIONS = {
     ),
     "essm-lra-retrieval": Published(
         "ES-SSM for Long Range Arena, Retrieval",
-        "One tower of the model that tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. "
-        "The two-tower head over [a, b, a * b, a - b] is not part of this configuration; `train/train_retrieval.py` "
-        "adds it.",
+        "Tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. One encoder reads both, and "
+        "a head of one hidden layer over [a, b, a * b, a - b] compares the means a and b of its outputs: two towers of "
+        "the same weights. It reads `input_ids` of shape (batch, 2, length); `train/train_retrieval.py` trains it.",
         "task",
         _SIZE | {"filter_length": 4096},
         "bytes",
         ("unrelated", "related"),
+        pairs=True,
         example="We propose a parser for free word order languages.",
         language="en",
     ),
@@ -259,7 +269,7 @@ def make(root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         config = published.config()
-        config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in AUTO_MAP.items()}
+        config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in config.auto_classes.items()}
         _write_json(folder / "config.json", config.to_json_string(use_diff=True))
         (folder / CODE).symlink_to(code, target_is_directory=True)
         if not published.labels:
@@ -308,7 +318,7 @@ def overview() -> str:
         origin = "ours" if published.size in ("own", "gated") else "paper"
         rows.append(
             f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {config.block} | {size} | "
-            f"{config.filter_length:,} | {published.inputs} | {origin} |"
+            f"{config.filter_length:,} | {'pairs of ' * published.pairs}{published.inputs} | {origin} |"
         )
     table = "\n".join(rows)
     return f"""# Published configurations
@@ -338,10 +348,11 @@ AutoTokenizer.from_pretrained(source, trust_remote_code=True).save_pretrained(fo
 python train/push_to_hub.py --run runs/mine --hub_model_id org/name --template hub_configs/essm-21m/README.md
 ```
 
-Inputs: `bytes` is the 259-symbol byte tokenizer; `listops` a word-level tokenizer of 15 symbols and padding; `pixels`
-are floats (batch, length, 1) in [-1, 1], row by row, and need no tokenizer; `speech` are log-mel frames, made from a
-waveform by the `Speech2TextFeatureExtractor` of preprocessor_config.json (numpy alone; with torchaudio installed the
-frames differ in the last digits).
+Inputs: `bytes` is the 259-symbol byte tokenizer, and pairs of bytes are two documents as it reads them, (batch, 2,
+length); `listops` a word-level tokenizer of 15 symbols and padding; `pixels` are floats (batch, length, 1) in [-1, 1],
+row by row, and need no tokenizer; `speech` are log-mel frames, made from a waveform by the
+`Speech2TextFeatureExtractor` of preprocessor_config.json (numpy alone; with torchaudio installed the frames differ in
+the last digits).
 """
 
 

@@ -108,7 +108,7 @@ _RULES: dict[str, _Rule] = {
     "num_hidden_layers": _integer(1, _MOST_LAYERS),
     **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length"), _WIDTH),
     **dict.fromkeys(("chunk_size", "gate_hidden_size", "num_input_features"), _optional(_WIDTH)),
-    **dict.fromkeys(("inner_size", "num_heads", "mixing_size"), _optional(_WIDTH)),
+    **dict.fromkeys(("inner_size", "num_heads", "mixing_size", "head_hidden_size"), _optional(_WIDTH)),
     "intermediate_size": _optional(_integer(0, _MOST_WIDTH)),
     "block": _one_of("paper", "gated"),
     "conv_kernel_size": _optional(_integer(0, 64)),
@@ -206,6 +206,7 @@ class ESSMConfig(PreTrainedConfig):
     """
 
     model_type = "essm"
+    auto_classes: ClassVar = AUTO_MAP
     attribute_map: ClassVar = {"max_position_embeddings": "filter_length"}
     keys_to_ignore_at_inference: ClassVar = ["past_key_values", "spectral_budget"]
 
@@ -272,7 +273,7 @@ class ESSMConfig(PreTrainedConfig):
         given = kwargs.get("auto_map") or {}
         if not isinstance(given, dict):
             raise ValueError(f"auto_map must be a dict of Auto classes and the classes they load, got {given!r}")
-        kwargs["auto_map"] = {**AUTO_MAP, **given}
+        kwargs["auto_map"] = {**self.auto_classes, **given}
         super().__post_init__(**kwargs)
 
     def _block_defaults(self) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from .channels import (
     spectral_mixers,
     truncate_channels,
 )
-from .configuration_essm import AUTO_MAP
 from .quantized_weights import INSTALL, dequantize, essm_quantization, is_quantized, register_formats, weight_bytes
 from .spectral_budget import SpectralBudget, of_each_layer
 
@@ -242,7 +241,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
             code = {}
             if getattr(self.config, "auto_map", None) is not None:  # who took it away asks for the class by import
                 code = self.companions.code(self)
-                self.config.auto_map = AUTO_MAP | _references_to(self.config.auto_map, code, save_directory)
+                references = _references_to(self.config.auto_map, code, save_directory)
+                self.config.auto_map = self.config.auto_classes | references
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         finally:
             self.__class__ = wrapped

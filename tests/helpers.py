@@ -27,10 +27,10 @@ VARIANTS = {
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
-def tiny_config(**fields) -> ESSMConfig:
+def tiny_config(cls=ESSMConfig, **fields) -> ESSMConfig:
     """Two layers of width 16 that still hold all 32 channels; fields override."""
     defaults = {"hidden_size": 16, "num_hidden_layers": 2, "filter_length": 512, "chunk_size": 8, "gate_hidden_size": 8}
-    return ESSMConfig(**(defaults | fields))
+    return cls(**(defaults | fields))
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
 def random_model(cls=ESSMForCausalLM, seed: int = 0, **fields):
     """A tiny model of class `cls` in eval mode with random weights."""
     torch.manual_seed(seed)
-    return randomise(cls(tiny_config(**fields)), seed).eval()
+    return randomise(cls(tiny_config(cls.config_class, **fields)), seed).eval()
 
 
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -16,6 +16,7 @@ from modeling_essm import (
     ESSMCache,
     ESSMConfig,
     ESSMForCausalLM,
+    ESSMForPairClassification,
     ESSMForSequenceClassification,
     ESSMModel,
     configuration_essm,
@@ -405,7 +406,7 @@ def test_a_shape_that_does_not_fit(tmp_path):
         ESSMForCausalLM.from_pretrained(tmp_path, num_spectral_channels=16)
 
 
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification])
 def test_an_unwritable_output_folder(cls, tmp_path):
     """Permission bits do not bind root, so the folder lies below a regular file."""
     (tmp_path / "file").write_text("in the way")

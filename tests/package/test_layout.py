@@ -12,7 +12,7 @@ from helpers import random_model
 from transformers.dynamic_module_utils import get_imports
 
 import modeling_essm
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSequenceClassification, ESSMModel
 
 PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
@@ -36,7 +36,7 @@ def relative_imports(path):
     return [(node.level, node.module or "") for node in nodes if node.level]
 
 
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification])
 def test_a_checkpoint_carries_the_root(cls, tmp_path):
     random_model(cls).save_pretrained(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.py")} == set(ROOT)
@@ -44,8 +44,8 @@ def test_a_checkpoint_carries_the_root(cls, tmp_path):
 
 def test_the_root_is_little_to_read():
     """Lines of the root but for __init__.py: of code alone, and of everything, with docstrings and blank lines."""
-    assert sum(map(code_lines, ROOT.values())) <= 2660
-    assert sum(len(path.read_text().splitlines()) for path in ROOT.values()) <= 4150
+    assert sum(map(code_lines, ROOT.values())) <= 2745
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.values()) <= 4280
     assert len(ROOT["modeling_essm"].read_text().splitlines()) <= 500
 
 

@@ -15,7 +15,14 @@ from helpers import (
     variants,
 )
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import (
+    ESSMCache,
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForPairClassification,
+    ESSMForSequenceClassification,
+    ESSMModel,
+)
 
 # --- torch.compile and torch.export
 
@@ -195,7 +202,7 @@ def test_default_budget_survives_saving(tmp_path):
     assert ESSMConfig.from_pretrained(tmp_path).spectral_budget is None
 
 
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification])
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
 def test_attention_implementations_are_refused(cls, name, tmp_path):
     random_model(cls).save_pretrained(tmp_path)

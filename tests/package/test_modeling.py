@@ -20,7 +20,13 @@ from helpers import (
     variants,
 )
 
-from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import (
+    ESSMCache,
+    ESSMForCausalLM,
+    ESSMForPairClassification,
+    ESSMForSequenceClassification,
+    ESSMModel,
+)
 from modeling_essm.spectral_basis import spectral_basis
 
 ALGORITHMS = ("chunked", "fft", "step", "naive")
@@ -86,6 +92,18 @@ FORMATS = {
         {"num_labels": 3},
         {"model.embed_tokens.weight": (259, 16), **IN_MODEL, "score.weight": (3, 16)},
     ),
+    "pairs": (
+        ESSMForPairClassification,
+        {"num_labels": 3, "head_hidden_size": 24},
+        {
+            "model.embed_tokens.weight": (259, 16),
+            **IN_MODEL,
+            "head.weight": (24, 64),
+            "head.bias": (24,),
+            "score.weight": (3, 24),
+            "score.bias": (3,),
+        },
+    ),
     "features": (
         ESSMForSequenceClassification,
         {"num_labels": 3, "num_input_features": 5},
@@ -104,7 +122,7 @@ FORMATS = {
 
 @pytest.mark.parametrize("cls, fields, expected", FORMATS.values(), ids=FORMATS.keys())
 def test_checkpoint_names_and_shapes_are_the_documented_format(cls, fields, expected):
-    state = cls(tiny_config(**fields)).state_dict()
+    state = cls(tiny_config(cls.config_class, **fields)).state_dict()
     assert {name: tuple(tensor.shape) for name, tensor in state.items()} == expected
 
 
@@ -162,13 +180,13 @@ def test_a_single_feature_keeps_its_size_from_the_start(block):
     assert (ESSMModel(tiny_config(num_input_features=2)).embed_features.bias == 0).all()
 
 
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification])
 @variants
 def test_every_missing_weight_is_initialised(cls, variant, tmp_path):
     """What transformers' own test_can_init_all_missing_weights asks: load a checkpoint that holds next to nothing."""
     from safetensors.torch import load_file, save_file
 
-    config = tiny_config(**variant)
+    config = tiny_config(cls.config_class, **variant)
     cls(config).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = next(name for name in weights if name.endswith("norm.weight"))

@@ -17,20 +17,24 @@ from modeling_essm import (
     ESSMCache,
     ESSMConfig,
     ESSMForCausalLM,
+    ESSMForPairClassification,
     ESSMForSequenceClassification,
     ESSMModel,
     loading_essm,
 )
 
 CAPACITIES = pytest.mark.parametrize("capacity", [1, 6, 31, 32, [3, 20]], ids=str)
-CLASSES = pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
+CLASSES = pytest.mark.parametrize(
+    "cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification]
+)
 
 
 @torch.no_grad()
 def outputs(model, budget=None, ids=None):
-    ids = random_ids(3, 40) if ids is None else ids
+    if ids is None:
+        ids = random_ids(*((3, 2, 40) if isinstance(model, ESSMForPairClassification) else (3, 40)))
     mask = torch.ones_like(ids)
-    mask[1, :7] = 0
+    mask[1, ..., :7] = 0
     return model(ids, attention_mask=mask, spectral_budget=budget)[0]
 
 

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoFeatureExtractor, AutoModelForSequenceC
 import modeling_essm
 from essm_train.publish.hub import check_folder
 from essm_train.publish.model_card import SECTIONS, check_template, write_model_card
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMPairConfig
 from modeling_essm.configuration_essm import AUTO_MAP
 
 FOLDER = Path(make.__file__).parent
@@ -61,7 +61,8 @@ def inputs_for(name: str) -> dict[str, torch.Tensor]:
         sound = [torch.randn(length).numpy() for length in (16000, 12000)]
         return dict(extractor(sound, sampling_rate=16000, padding=True, return_tensors="pt"))
     tokenizer = AutoTokenizer.from_pretrained(FOLDER / name)
-    return dict(tokenizer([published.example, published.example], return_tensors="pt"))
+    batch = tokenizer([published.example, published.example], return_tensors="pt")
+    return {name: value[:, None].expand(-1, 2, -1) if published.pairs else value for name, value in batch.items()}
 
 
 def test_committed_files_are_the_ones_made(tmp_path):
@@ -82,27 +83,37 @@ def test_the_folders_hold_no_code_but_a_link_to_it():
 
 FROM_A_CLONE = """
 import sys
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-config = AutoConfig.from_pretrained("hub_configs/essm-tiny", trust_remote_code=True, num_hidden_layers=1)
+import transformers
+from transformers import AutoConfig
+name, make, load = sys.argv[1:]
+config = AutoConfig.from_pretrained(f"hub_configs/{name}", trust_remote_code=True, num_hidden_layers=1)
 config.layer_types = None
-model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+model = getattr(transformers, make).from_config(config, trust_remote_code=True)
 assert "modeling_essm" not in sys.modules, "the package was imported"
 model.save_pretrained("saved")
 config.save_pretrained("saved_config")
-loaded = AutoModel.from_pretrained("saved", trust_remote_code=True)
-print(loaded.config.auto_map["AutoModel"], AutoConfig.from_pretrained("saved_config", trust_remote_code=True).auto_map)
+loaded = getattr(transformers, load).from_pretrained("saved", trust_remote_code=True)
+print(loaded.config.auto_map[load], AutoConfig.from_pretrained("saved_config", trust_remote_code=True).auto_map)
 """
 
 
-def test_a_clone_loads_by_auto_classes_without_the_package(tmp_path):
+@pytest.mark.parametrize(
+    "name, made, loaded, expected",
+    [
+        ("essm-tiny", "AutoModelForCausalLM", "AutoModel", "modeling_essm.ESSMModel"),
+        ("essm-lra-retrieval", *["AutoModelForSequenceClassification"] * 2, "pair_essm.ESSMForPairClassification"),
+    ],
+)
+def test_a_clone_loads_by_auto_classes_without_the_package(name, made, loaded, expected, tmp_path):
     """What is saved holds its own code and says so."""
     root = FOLDER.parent
-    for part in ("hub_configs/essm-tiny", "modeling_essm"):
+    for part in (f"hub_configs/{name}", "modeling_essm"):
         shutil.copytree(root / part, tmp_path / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    ran = subprocess.run([sys.executable, "-c", FROM_A_CLONE], cwd=tmp_path, env=env, capture_output=True, text=True)
+    command = [sys.executable, "-c", FROM_A_CLONE, name, made, loaded]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("modeling_essm.ESSMModel ") and f"{make.CODE}/" not in ran.stdout
+    assert ran.stdout.startswith(f"{expected} ") and f"{make.CODE}/" not in ran.stdout
 
 
 def test_a_model_saved_from_a_folder_names_the_files_beside_it(tmp_path):
@@ -118,7 +129,9 @@ def test_a_model_saved_from_a_folder_names_the_files_beside_it(tmp_path):
 def test_config_loads_and_runs_at_full_size(name):
     published = make.CONFIGURATIONS[name]
     config = AutoConfig.from_pretrained(FOLDER / name)
-    assert type(config) is ESSMConfig and config.auto_map["AutoConfig"] == "code/configuration_essm.ESSMConfig"
+    own = "pair_essm.ESSMPairConfig" if published.pairs else "configuration_essm.ESSMConfig"
+    assert type(config) is (ESSMPairConfig if published.pairs else ESSMConfig)
+    assert config.auto_map["AutoConfig"] == f"code/{own}"
     assert fields(config) == fields(published.config())
     assert config.filter_length >= LONGEST[name]
     model = published.model_class()(config).eval()
@@ -138,7 +151,7 @@ def test_the_21m_configuration_is_the_papers():
 def test_a_saved_model_with_its_card_can_be_published(name, tmp_path):
     """What README.md there tells to do, with a smaller model."""
     published, folder = make.CONFIGURATIONS[name], tmp_path / "model"
-    model = randomise(published.model_class()(ESSMConfig.from_pretrained(FOLDER / name, **SMALL))).eval()
+    model = randomise(published.model_class()(AutoConfig.from_pretrained(FOLDER / name, **SMALL))).eval()
     model.save_pretrained(folder)
     if published.tokenizer() is not None:
         AutoTokenizer.from_pretrained(FOLDER / name).save_pretrained(folder)

@@ -16,8 +16,14 @@ from essm_train.commands import train_classification, train_clm
 from essm_train.models import make_config, make_model
 from essm_train.tasks.catalog import get_task, published_folder
 from essm_train.tasks.experiments import get_experiment
-from essm_train.tasks.retrieval import TwoTowerClassifier, TwoTowerConfig
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import (
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForPairClassification,
+    ESSMForSequenceClassification,
+    ESSMModel,
+    ESSMPairConfig,
+)
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 3}
 GATED = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
@@ -263,7 +269,7 @@ def test_weights_that_cannot_be_read_are_refused(tmp_path):
 
 def test_what_is_no_configuration_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    TwoTowerClassifier(TwoTowerConfig(hidden_size=8, num_hidden_layers=1)).save_pretrained(tmp_path / "towers")
+    ESSMForPairClassification(ESSMPairConfig(hidden_size=8, num_hidden_layers=1)).save_pretrained(tmp_path / "towers")
     (tmp_path / "empty").mkdir()
     for folder, found in (("towers", "'essm_two_tower'"), ("empty", "None")):
         with pytest.raises(ValueError, match=f"{folder}' must hold .* model_type 'essm', got model_type {found}"):

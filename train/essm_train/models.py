@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from essm_train.arguments import RunArguments, arg
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
+from modeling_essm import (
+    ESSMConfig,
+    ESSMForCausalLM,
+    ESSMForPairClassification,
+    ESSMForSequenceClassification,
+    ESSMPairConfig,
+)
 
 # Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
 _SIZES = MappingProxyType(
@@ -38,9 +44,16 @@ _RECORDED = MappingProxyType(
     | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
 )
 # Fields that are 0 by default, or as configured.
-_RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")
+RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 _HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
+# Heads of saved models, by model_type; the last is what ESSMForPairClassification was called once.
+_SAVED = MappingProxyType(
+    {
+        ESSMConfig.model_type: ("ESSMForCausalLM", "ESSMForSequenceClassification"),
+        ESSMPairConfig.model_type: ("ESSMForPairClassification", "TwoTowerClassifier"),
+    }
+)
 
 
 def _size(name: str, help: str) -> Any:
@@ -111,7 +124,7 @@ class SizeArguments(RunArguments):
 
     def given(self) -> dict[str, Any]:
         """The fields of ESSMConfig that the arguments name."""
-        values = {name: getattr(self, name) for name in (*_SIZES, *_RATES)}
+        values = {name: getattr(self, name) for name in (*_SIZES, *RATES)}
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -150,7 +163,7 @@ class ModelArguments(SizeArguments):
                 if (value := getattr(self, name)) is not None:
                     raise ValueError(f"{name} is part of model_name_or_path: leave it out, got {value!r}")
         if self.source is None:
-            for name in _RATES:
+            for name in RATES:
                 setattr(self, name, getattr(self, name) or 0.0)
 
     @property
@@ -171,26 +184,27 @@ class ModelArguments(SizeArguments):
         return values
 
 
-def make_config(args: ModelArguments, **fields: Any) -> ESSMConfig:
+def make_config(args: ModelArguments, cls: type[ESSMConfig] = ESSMConfig, **fields: Any) -> ESSMConfig:
     """The configuration that the arguments name, or make from sizes.
 
     Args:
+        cls: ESSMConfig or ESSMPairConfig.
         fields: of the configuration, which override it, as do the sizes and rates that the arguments name.
     Raises:
-        ValueError: sizes or rates that cannot be, or no ES-SSM's configuration where the arguments look for one.
+        ValueError: sizes or rates that cannot be, or no such configuration where the arguments look for one.
     """
     if args.source is None:
-        return ESSMConfig(**args.given(), **fields)
+        return cls(**args.given(), **fields)
     try:
-        values, _ = ESSMConfig.get_config_dict(args.source)
+        values, _ = cls.get_config_dict(args.source)
     except OSError as error:
         raise ValueError(f"cannot read the configuration of {args.source!r}: {error}") from error
-    if values.get("model_type") != ESSMConfig.model_type:
+    if values.get("model_type") != cls.model_type:
         raise ValueError(
-            f"{args.source!r} must hold the config.json of an ES-SSM, model_type {ESSMConfig.model_type!r}, "
+            f"{args.source!r} must hold the config.json of an ES-SSM, model_type {cls.model_type!r}, "
             f"got model_type {values.get('model_type')!r}"
         )
-    return ESSMConfig.from_dict(values | fields, **args.given())
+    return cls.from_dict(values | fields, **args.given())
 
 
 def load_model(auto: Any, name: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -238,13 +252,13 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
     """A new model in fp32, or one that starts from weights; their head is new if it is not that of `cls`.
 
     Args:
-        cls: ESSMForCausalLM or ESSMForSequenceClassification, or which of the two a baseline stands for.
+        cls: the class of an ES-SSM with a head, or which of them a baseline stands for.
         fields: of the config, that the data asks for.
     Raises:
         ValueError: as `make_config`; an unknown architecture; no model of as many parameters; or weights that cannot be
             read or are not all there.
     """
-    config = make_config(args, **fields)
+    config = make_config(args, cls.config_class, **fields)
     if args.model_name_or_path:
         return _load_weights(args.model_name_or_path, cls, config)
     if not args.is_baseline:
@@ -253,10 +267,21 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
 
             config = matched_variant(config, cls)
         return cls(config).float()
-    from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
+    from essm_train.baselines.models import (
+        BaselineForCausalLM,
+        BaselineForPairClassification,
+        BaselineForSequenceClassification,
+    )
     from essm_train.baselines.sizes import count_parameters, matched_baseline
 
-    baseline = BaselineForSequenceClassification if cls is ESSMForSequenceClassification else BaselineForCausalLM
+    if isinstance(config, ESSMPairConfig):
+        fields |= {"head_hidden_size": config.head_hidden_size}
+    baselines = {
+        ESSMForCausalLM: BaselineForCausalLM,
+        ESSMForPairClassification: BaselineForPairClassification,
+        ESSMForSequenceClassification: BaselineForSequenceClassification,
+    }
+    baseline = baselines[cls]
     return baseline(
         matched_baseline(
             args.architecture,
@@ -273,7 +298,7 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
 
 def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> PreTrainedModel:
     """Saved weights in fp32. Raises ValueError if they cannot be read, or lack more than a head of another class."""
-    may_lack = set() if holds_head(config, cls) else {_HEADS[cls]}
+    may_lack = set() if holds_head(config, cls) else {_HEADS.get(cls)}
     try:
         model, found = cls.from_pretrained(name, config=config, output_loading_info=True)
     except OSError as error:
@@ -294,8 +319,12 @@ def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int) ->
     return model(**batch, use_cache=False, **({"spectral_budget": budget} if elastic else {}))
 
 
-def read_saved_config(folder: Path) -> dict[str, Any]:
-    """config.json of a saved model. Raises ValueError if it is absent, damaged, or not an ES-SSM's with a head."""
+def read_saved_config(folder: Path, pairs: bool = False) -> dict[str, Any]:
+    """config.json of a saved model. Raises ValueError if it is absent, damaged, or not an ES-SSM's with a head.
+
+    Args:
+        pairs: whether a classifier of pairs is welcome too.
+    """
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -303,14 +332,20 @@ def read_saved_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"model must be the folder of a saved model, got {str(folder)!r}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if config.get("model_type") != "essm":
-        raise ValueError(f"{path}: model_type must be 'essm', which has budgets, got {config.get('model_type')!r}")
+    types = [*_SAVED] if pairs else [ESSMConfig.model_type]
+    if (model_type := config.get("model_type")) not in types:
+        legal = " or ".join(map(repr, types))
+        raise ValueError(f"{path}: model_type must be {legal}, which has budgets, got {model_type!r}")
     architecture = (config.get("architectures") or [None])[0]
-    if architecture not in ("ESSMForCausalLM", "ESSMForSequenceClassification"):
-        raise ValueError(
-            f"{path}: the architecture must be ESSMForCausalLM or ESSMForSequenceClassification, got {architecture!r}"
-        )
+    if architecture not in _SAVED[model_type]:
+        legal = " or ".join(_SAVED[model_type])
+        raise ValueError(f"{path}: the architecture must be {legal}, got {architecture!r}")
     return config
+
+
+def is_pairs(config: dict[str, Any]) -> bool:
+    """Whether such a configuration is that of a classifier of pairs."""
+    return config["model_type"] == ESSMPairConfig.model_type
 
 
 def is_causal(config: dict[str, Any]) -> bool:

@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from allocations import text, white
-from helpers import random_ids, random_model, randomise
+from helpers import random_ids, random_model
 
-from modeling_essm import ESSMForSequenceClassification, ESSMModel
+from modeling_essm import ESSMForPairClassification, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.budgets import allocation as budget_allocation
 from modeling_essm.budgets.allocation import (
     allocate_spectral_budget,
@@ -81,10 +81,7 @@ def test_classifiers_of_features(method):
 
 @pytest.mark.parametrize("method", budget_allocation.METHODS)
 def test_pairs_of_documents(method, monkeypatch):
-    from essm_train.tasks.retrieval import TwoTowerClassifier, TwoTowerConfig
-
-    config = TwoTowerConfig(hidden_size=16, num_hidden_layers=2, filter_length=512, chunk_size=8, num_labels=2)
-    model, ids = randomise(TwoTowerClassifier(config)).eval(), random_ids(3, 2, 20)
+    model, ids = random_model(ESSMForPairClassification, num_labels=2), random_ids(3, 2, 20)
     mask = (torch.arange(20) < torch.tensor([[20, 5], [9, 20], [20, 20]])[..., None]).long()
     for inputs in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
         batch = [inputs | {"labels": torch.tensor([0, 1, 1])}]

@@ -25,7 +25,8 @@ from essm_train.measure import calibration
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.plots import draw_profile
 from essm_train.models import read_saved_config
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
+from essm_train.tasks.retrieval import PairFile, collate
+from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSequenceClassification
 from modeling_essm.budgets import choose_budget, read_profile
 from modeling_essm.loading_essm import PROFILE_NAME
 
@@ -200,6 +201,32 @@ def test_a_classifier_is_calibrated(tmp_path):
     assert choose_budget(model, max_latency_ms=1e9) in (2, 32)
 
 
+def test_a_classifier_of_pairs_is_calibrated(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 12), ("eval", 5), ("test", 9)):
+        texts = ["".join(rng.choice(list("abc"), rng.integers(5, 40))) for _ in range(2 * count)]
+        lines = [f"{i % 2:.1f}\tP{i}\tQ{i}\t{texts[2 * i]}\t{texts[2 * i + 1]}\n" for i in range(count)]
+        (tmp_path / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
+    folder = tmp_path / "model"
+    random_model(ESSMForPairClassification).save_pretrained(folder)
+    line = ["--model", str(folder), "--data_dir", str(tmp_path), "--scale", "small"]
+    found = calibrate.main([*line, "--task", "retrieval", "--budgets", "2", "--eval_batch_size", "4", *QUICK])
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    assert read_profile(folder, model) == found and model.config.budget_presets == found.presets()
+    test = PairFile(tmp_path / "new_aan_pairs.test.tsv", 512)
+    with torch.no_grad():
+        expected = [model(**collate(list(test)), spectral_budget=K).logits.argmax(-1) == test.labels for K in (2, 32)]
+    assert found.quality.values == pytest.approx([float(hits.double().mean()) for hits in expected])
+    assert (found.quality.samples, found.quality.length) == (9, int(test.lengths.max()))
+    row = found.devices[HERE].rows[0]
+    both = 2 * row.batch_size * found.devices[HERE].prompt_length  # positions of both documents
+    assert row.tokens_per_second == pytest.approx(both / row.median_ms * 1e3)
+    with pytest.raises(ValueError, match=r"task 'smnist' is one of train_classification\.py, and .* of pairs"):
+        calibrate.main([*line, "--task", "smnist"])
+    with pytest.raises(ValueError, match="hold single sequences; a classifier of pairs needs task"):
+        calibrate.main([*line, "--test_file", "a.csv", "--text_column", "a"])
+
+
 def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
     """Numbers are scaled as features.json says, whatever their type, and text as labels means the model's classes."""
     values = np.random.default_rng(0).integers(0, 256, (9, 24)) * np.arange(9)[:, None] // 8
@@ -277,7 +304,10 @@ BAD_ARGUMENTS = {
     "large": (["--text_files", "text.txt", "--budgets", "4", "40"], r"budgets must be in \[1, 32\], got 40"),
     "absent": (["--text_files", "absent.txt"], "cannot read text file 'absent.txt'"),
     "task": (["--task", "smnist"], "task 'smnist' is one of train_classification.py, and .* holds a language model"),
-    "retrieval": (["--task", "retrieval"], "evaluated by its own script"),
+    "retrieval": (
+        ["--task", "retrieval"],
+        "task 'retrieval' is one of train_retrieval.py, and .* holds a language model",
+    ),
     "no-task": (["--task", "mnist"], "'mnist'"),
 }
 
@@ -303,7 +333,7 @@ def test_bad_models(saved, tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     for content, message in (
         ("{", "config.json is not valid JSON"),
-        ('{"model_type": "gpt2"}', "model_type must be 'essm', which has budgets, got 'gpt2'"),
+        ('{"model_type": "gpt2"}', "model_type must be 'essm' or 'essm_two_tower', which has budgets, got 'gpt2'"),
         ('{"model_type": "essm", "architectures": ["ESSMModel"]}', "architecture must be .*, got 'ESSMModel'"),
     ):
         config.write_text(content)

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/train_retrieval.py: lines of the files, the head, a run that learns, saving, errors that name the line."""
+"""train/train_retrieval.py: lines of the files, arguments, runs that learn, baselines, errors that name the line."""
 
 import json
 from pathlib import Path
@@ -7,23 +7,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import assert_close, randomise
+from helpers import ROOT, assert_close
+from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
 from essm_train.commands import train_retrieval as retrieval
 from essm_train.measure.scoring import Predictor
+from essm_train.publish.hub import check_folder
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.retrieval import (
     Pair,
     PairFile,
     RetrievalArguments,
-    TwoTowerClassifier,
-    TwoTowerConfig,
     collate,
     load_retrieval,
     parse_line,
 )
+from modeling_essm import ESSMForPairClassification
 
 TINY = {
     "hidden_size": 16,
@@ -39,6 +40,11 @@ TINY = {
     "save_steps": 25,
     "cpu_threads": 1,  # more would wait for each other
 }
+
+
+# Which weights have.
+SIZES = ("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length")
+WEIGHTS = {"model_name_or_path": "x"} | dict.fromkeys(SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -74,70 +80,6 @@ def finished(tmp_path_factory, files) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     retrieval.main(arguments(folder, files))
     return folder
-
-
-def random_model(**fields) -> TwoTowerClassifier:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_spectral_channels": 8, "filter_length": 512}
-    return randomise(TwoTowerClassifier(TwoTowerConfig(**(sizes | {"head_hidden_size": 24} | fields)))).eval()
-
-
-def pairs(count: int, seed: int = 0) -> list[Pair]:
-    rng = np.random.default_rng(seed)
-    texts = [rng.integers(256, size=rng.integers(5, 30)).astype(np.uint8) for _ in range(2 * count)]
-    return [Pair(texts[2 * i], texts[2 * i + 1], i % 2) for i in range(count)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The model.
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("K", [1, 3, 8])
-def test_logits_are_those_of_the_formula(K):
-    model, batch = random_model(), collate(pairs(3))
-    outputs = model(**batch, spectral_budget=K)
-    for row, pair in enumerate(pairs(3)):
-        texts = [torch.from_numpy(text.astype(np.int64))[None] for text in pair[:2]]
-        a, b = (model.model(text, spectral_budget=K).last_hidden_state.mean(1) for text in texts)
-        features = torch.cat([a, b, a * b, a - b], -1)
-        expected = model.score(torch.nn.functional.gelu(model.head(features)))
-        assert_close(outputs.logits[row : row + 1], expected)  # alone, without padding
-    expected = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
-    assert outputs.loss == expected and outputs.spectral_budget == (K, K)
-
-
-@torch.no_grad()
-def test_budgets():
-    model, batch = random_model(), collate(pairs(3))
-    rows = model(**batch, spectral_budget=torch.tensor([2, 5, 8]))
-    for row, K in enumerate((2, 5, 8)):
-        assert_close(rows.logits[row], model(**batch, spectral_budget=K).logits[row])
-    assert not torch.equal(rows.logits[0], model(**batch).logits[0])
-    with pytest.raises(ValueError, match=r"\[1, 8\]"):
-        model(**batch, spectral_budget=9)
-    with pytest.raises(TypeError, match="unknown argument 'budget'"):
-        model(**batch, budget=2)
-
-
-def test_wrong_shapes():
-    with pytest.raises(ValueError, match=r"shape \(B, 2, L\), .* got \(2, 5\)"):
-        random_model()(torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(ValueError, match="head_hidden_size must be an integer >= 1, got 0"):
-        TwoTowerConfig(head_hidden_size=0)
-
-
-@torch.no_grad()
-def test_save_and_load(tmp_path):
-    model, batch = random_model(), collate(pairs(2))
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "essm_two_tower" and config["head_hidden_size"] == 24 and "auto_map" not in config
-    assert not list(tmp_path.glob("*.py"))  # the class is needed
-    loaded = TwoTowerClassifier.from_pretrained(tmp_path).eval()
-    assert torch.equal(loaded(**batch, spectral_budget=3).logits, model(**batch, spectral_budget=3).logits)
-    with pytest.raises(ValueError, match="essm_two_tower"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -208,8 +150,8 @@ def test_held_out_pairs(files, tmp_path):
         ({"train_file": None}, "give --train_file"),
         ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
         ({"test_samples": 0}, "test_samples must be at least 1, got 0"),
-        ({"push_to_hub": True, "hub_model_id": "a/b"}, "push_to_hub is not possible here"),
-        ({"architecture": "transformer"}, "not used by the HfArgumentParser: .*'--architecture', 'transformer'"),
+        ({"architecture": "mamba", "push_to_hub": True, "hub_model_id": "a/b"}, "'mamba' is there to compare with"),
+        (WEIGHTS | {"head_hidden_size": 8}, "head_hidden_size is part of model_name_or_path: leave it out, got 8"),
     ],
 )
 def test_bad_arguments(changes, message, files, tmp_path):
@@ -220,14 +162,29 @@ def test_bad_arguments(changes, message, files, tmp_path):
 def test_sizes_make_the_encoder(files, tmp_path):
     sizes = {"gating": "none", "ar_order": 2, "scaling_exponent": 0.0, "dropout": 0.1, "stochastic_depth": 0.2}
     sizes["block"] = "paper"
-    model = retrieval.make_model(arguments(tmp_path, files, **sizes, head_hidden_size=24), (2, 8))
+    model = retrieval.build_model(arguments(tmp_path, files, **sizes, head_hidden_size=24))
     assert {name: getattr(model.config, name) for name in sizes} == sizes
-    assert (model.config.head_hidden_size, model.config.trained_budgets) == (24, [2, 8])
+    assert model.config.head_hidden_size == 24
     sizes = {"block": "gated", "inner_size": 24, "num_heads": 3, "mixing_size": 4, "conv_kernel_size": 3}
-    config = retrieval.make_model(arguments(tmp_path, files, **sizes, intermediate_size=20), (2, 8)).config
+    config = retrieval.build_model(arguments(tmp_path, files, **sizes, intermediate_size=20)).config
     assert {name: getattr(config, name) for name in sizes} == sizes and config.intermediate_size == 20
-    config = retrieval.make_model(arguments(tmp_path, files, filter_length=None), (2, 8)).config
+    config = retrieval.build_model(arguments(tmp_path, files, filter_length=None)).config
     assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
+
+
+def test_a_configuration_or_weights_make_the_model(finished, files, tmp_path):
+    values = dict.fromkeys(SIZES) | {"config_name": ROOT / "hub_configs" / "essm-lra-retrieval"}
+    sizes = {"num_hidden_layers": 1, "head_hidden_size": 9}
+    config = retrieval.build_model(arguments(tmp_path, files, **values | sizes)).config
+    assert (config.hidden_size, config.num_hidden_layers, config.head_hidden_size) == (256, 1, 9)
+    assert (config.block, config.filter_length) == ("paper", 4096)
+    with pytest.raises(ValueError, match=r"max_length must be in \[1, filter_length = 4096\], got 4097"):
+        retrieval.main(arguments(tmp_path, files, **values | {"max_length": 4097}))
+    with pytest.raises(ValueError, match=r"must hold .* model_type 'essm_two_tower', got model_type 'essm'"):
+        retrieval.main(arguments(tmp_path, files, **values | {"config_name": ROOT / "hub_configs" / "essm-tiny"}))
+    again = retrieval.build_model(arguments(tmp_path, files, **WEIGHTS | {"model_name_or_path": finished / "model"}))
+    saved = ESSMForPairClassification.from_pretrained(finished / "model")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), saved.parameters(), strict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -239,7 +196,8 @@ def test_a_run_learns_at_every_budget(finished, files):
     assert sweep["budgets"] == [2, 3, 4, 6, 8] and (sweep["split"], sweep["samples"]) == ("test", 60)
     # Chance is a half; the words of a document name its topic with more than nine chances in ten.
     assert min(sweep["values"]) >= 0.8
-    model = TwoTowerClassifier.from_pretrained(finished / "model").eval()
+    model = AutoModelForSequenceClassification.from_pretrained(finished / "model").eval()
+    assert type(model) is ESSMForPairClassification
     test = PairFile(files["test"], 64)
     for K, value in zip(sweep["budgets"], sweep["values"]):
         with torch.no_grad():
@@ -272,7 +230,42 @@ def test_an_interrupted_run_ends_with_the_same_weights(finished, files, tmp_path
             retrieval.main(arguments(tmp_path, files))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000025"]
     retrieval.main(arguments(tmp_path, files))
-    first, second = (TwoTowerClassifier.from_pretrained(folder / "model") for folder in (finished, tmp_path))
+    first, second = (ESSMForPairClassification.from_pretrained(run / "model") for run in (finished, tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     with pytest.raises(ValueError, match="sha256 of the training data was"):
         retrieval.main(arguments(tmp_path, files | {"train": files["test"]}))
+
+
+def test_a_finished_run_can_be_published(finished):
+    files = check_folder(finished / "model")
+    assert {"pair_essm.py", "modeling_essm.py", "README.md", "tokenizer.json"} <= set(files)
+    card = ModelCard((finished / "model" / "README.md").read_text())
+    assert card.data.pipeline_tag == "text-classification" and card.data.metrics == ["accuracy"]
+    assert "ESSMForPairClassification" in card.text and "two documents, shape (batch, 2, length)" in card.text
+    assert "reads one text" in card.text
+
+
+@pytest.mark.parametrize("architecture", ["transformer", "mamba", "mamba2", "s4", "s4d", "cnn"])
+def test_a_baseline_of_as_many_parameters_trains(architecture, files, tmp_path):
+    values = {"hidden_size": 32, "num_hidden_layers": 2, "head_hidden_size": 40, "max_steps": 2, "warmup_steps": 1}
+    values |= {"per_device_train_batch_size": 2, "test_samples": 6, "validation_samples": 4}
+    elastic = retrieval.build_model(arguments(tmp_path, files, **values))
+    sweep = retrieval.main(arguments(tmp_path, files, **values, architecture=architecture))
+    assert sweep.budgets == (1,)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "model").eval()
+    assert type(model).__name__ == "BaselineForPairClassification" and model.config.architecture == architecture
+    assert abs(model.num_parameters() / elastic.num_parameters() - 1) <= 0.05
+    assert model.head.out_features == 40 and model.config.id2label == {0: "unrelated", 1: "related"}
+    assert not [*(tmp_path / "model").glob("*.py")]
+    batch = collate([Pair(np.arange(5), np.arange(9), 0), Pair(np.arange(7), np.arange(3), 1)])
+    with torch.no_grad():
+        outputs = model(**batch)
+        a, b = (model.model(text[None], None, None)[0].mean(1) for text in (torch.arange(5), torch.arange(9)))
+        hidden = torch.nn.functional.gelu(model.head(torch.cat([a, b, a * b, a - b], -1)))
+    assert_close(outputs.logits[:1], model.score(hidden))  # alone, without padding
+    assert outputs.loss == torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
+
+
+def test_a_baseline_that_reads_features_is_refused(files, tmp_path):
+    with pytest.raises(ValueError, match="'tc_resnet' needs num_input_features"):
+        retrieval.build_model(arguments(tmp_path, files, architecture="tc_resnet"))

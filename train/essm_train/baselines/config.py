@@ -111,3 +111,22 @@ class BaselineConfig(PreTrainedConfig):
     def inner_step(self) -> int:
         """What inner widths are multiples of, by choice: whole heads, or 8 for the matrix units of accelerators."""
         return self.head_dim if self.architecture == "mamba2" else 8
+
+
+class BaselinePairConfig(BaselineConfig):
+    r"""
+    Configuration of a baseline that reads both documents of a pair.
+
+    Args:
+        head_hidden_size (`int`, *optional*): width of the hidden layer of the head, `hidden_size` by default.
+    """
+
+    model_type = "essm_baseline_pair"
+
+    head_hidden_size: int = None  # type: ignore[assignment]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.head_hidden_size is None:
+            self.head_hidden_size = self.hidden_size
+        self._check_integers({"head_hidden_size": 1})

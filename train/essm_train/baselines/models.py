@@ -23,10 +23,11 @@ from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutp
 from transformers.utils.generic import can_return_tuple
 
 from essm_train.baselines.backbones import make_backbone
-from essm_train.baselines.config import CAUSAL, BaselineConfig
+from essm_train.baselines.config import CAUSAL, BaselineConfig, BaselinePairConfig
 from essm_train.baselines.convolutions import TemporalConv
 from essm_train.baselines.s4d import StateSpaceMixer
 from modeling_essm.packing import pool
+from modeling_essm.pair_essm import both_documents, compare_documents
 
 
 class BaselineEncoder(nn.Module):
@@ -178,6 +179,39 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
+class BaselineForPairClassification(BaselinePreTrainedModel):
+    """A baseline with the head of `ESSMForPairClassification`; reads token ids."""
+
+    config_class = BaselinePairConfig
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: BaselinePairConfig):
+        if config.num_input_features is not None:
+            raise ValueError(f"pairs are token ids: num_input_features must be None, got {config.num_input_features}")
+        super().__init__(config, causal=False)
+        self.num_labels = config.num_labels
+        self.head = nn.Linear(4 * config.hidden_size, config.head_hidden_size)
+        self.score = nn.Linear(config.head_hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """As `ESSMForPairClassification.forward`: (B, 2, L) ids and mask, labels (B,), to logits (B, num_labels)."""
+        documents, mask = both_documents(input_ids, attention_mask)
+        hidden_states, real = self.model(documents, None, mask, use_cache)
+        codes = pool(hidden_states, real, self.config.classifier_pooling)
+        loss, logits = compare_documents(codes, self.head, self.score, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
 AutoConfig.register(BaselineConfig.model_type, BaselineConfig, exist_ok=True)
 AutoModelForCausalLM.register(BaselineConfig, BaselineForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(BaselineConfig, BaselineForSequenceClassification, exist_ok=True)
+AutoConfig.register(BaselinePairConfig.model_type, BaselinePairConfig, exist_ok=True)
+AutoModelForSequenceClassification.register(BaselinePairConfig, BaselineForPairClassification, exist_ok=True)

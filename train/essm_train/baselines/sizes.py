@@ -14,13 +14,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from essm_train.baselines.config import BaselineConfig
-from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
+from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedModel
 from modeling_essm import ESSMConfig
 
 # What an ES-SSM has and its variants lack or have more of.
 _OF_ES_SSM = {"gating": "softmax", "ar_order": 0, "ar_negative_filters": True, "ar_feature_shift": 0}
-
-ModelClass = type[BaselineForCausalLM] | type[BaselineForSequenceClassification]
 
 
 def count_parameters(config: PreTrainedConfig, model_class: Callable[[Any], nn.Module]) -> int:
@@ -41,7 +39,7 @@ def matched_baseline(
     *,
     hidden_size: int = 256,
     num_hidden_layers: int = 8,
-    model_class: ModelClass = BaselineForCausalLM,
+    model_class: type[BaselinePreTrainedModel] = BaselineForCausalLM,
     tolerance: float = 0.05,
     **fields: Any,
 ) -> BaselineConfig:
@@ -53,9 +51,9 @@ def matched_baseline(
 
     Args:
         target_parameters: of the model to compare with, all of them.
-        model_class: what the parameters are counted of, `BaselineForCausalLM` or `BaselineForSequenceClassification`.
+        model_class: what the parameters are counted of, a baseline with a head.
         tolerance: largest relative difference.
-        fields: of `BaselineConfig`.
+        fields: of its configuration.
     Raises:
         ValueError: no such model, with the closest one named; or `fields` that cannot be.
     """
@@ -67,7 +65,7 @@ def matched_baseline(
         )
 
     def make(sizes: _Sizes) -> BaselineConfig:
-        return BaselineConfig(architecture=architecture, **fields, **sizes._asdict())
+        return model_class.config_class(architecture=architecture, **fields, **sizes._asdict())
 
     def count(sizes: _Sizes) -> int:
         return count_parameters(make(sizes), model_class)

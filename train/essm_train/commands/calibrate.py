@@ -4,6 +4,7 @@
     python train/calibrate.py --model runs/x/model --text_files held_out.txt             # a language model
     python train/calibrate.py --model runs/y/model --test_file test.csv --features_column "t*"      # a classifier
     python train/calibrate.py --model runs/y/model --task smnist --data_dir data         # of train/list_tasks.py
+    python train/calibrate.py --model runs/z/model --task retrieval --data_dir data      # of pairs of documents
     python train/calibrate.py --model runs/x/model --timing_only                         # the same on another device
 
 Left in the model's folder: budget_profile.json, with which `choose_budget` answers; the presets "sweet-spot",
@@ -40,14 +41,16 @@ from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.calibration import (
     HeldOut,
     hold_out_blocks,
+    hold_out_pairs,
     hold_out_samples,
     measure_device,
     measure_quality,
 )
 from essm_train.measure.plots import draw_profile
 from essm_train.measure.timing import pick_device, threads
-from essm_train.models import TRUST_HELP, is_causal, load_model, read_saved_config
+from essm_train.models import TRUST_HELP, is_causal, is_pairs, load_model, read_saved_config
 from essm_train.tasks.catalog import get_task, make_arguments
+from essm_train.tasks.retrieval import load_retrieval
 from modeling_essm import ESSMConfig
 from modeling_essm.budgets.fingerprint import fingerprint
 from modeling_essm.budgets.profile import BudgetProfile
@@ -159,16 +162,20 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
             raise ValueError(
                 "test_file and dataset_name measure classifiers; a language model needs text_files or task"
             )
+        if is_pairs(config):
+            raise ValueError("test_file and dataset_name hold single sequences; a classifier of pairs needs task")
         return open_samples(args)
 
     spec = get_task(args.task)
-    if spec.script == "train_retrieval":
-        raise ValueError(f"task {args.task!r} is evaluated by its own script, train/train_retrieval.py")
-    if causal != (spec.script == "train_clm"):
-        kind = "a language model" if causal else "a classifier"
+    kinds = {"train_clm": "a language model", "train_retrieval": "a classifier of pairs"}
+    script = "train_clm" if causal else "train_retrieval" if is_pairs(config) else "train_classification"
+    if script != spec.script:
+        kind = kinds.get(script, "a classifier")
         raise ValueError(f"task {args.task!r} is one of {spec.script}.py, and {args.model} holds {kind}")
     arguments = make_arguments(args.task, args.data_dir, args.scale)
     title = f"{spec.title} ({args.scale} scale)"
+    if is_pairs(config):
+        return hold_out_pairs(load_retrieval(arguments), batch_size, title)
     if not causal:
         data = load_classification(arguments)
         return hold_out_samples(data.reader, data.held_out, batch_size, title)
@@ -226,7 +233,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
         FileNotFoundError: the task's data, or with timing_only the profile, is absent.
     """
     folder = Path(args.model)
-    config = read_saved_config(folder)
+    config = read_saved_config(folder, pairs=True)
     longest = check_lengths(args, config)
     check_writable(folder)
     device = pick_device(args.device)

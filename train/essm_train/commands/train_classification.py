@@ -20,14 +20,11 @@ training.json, budget_sweep.json and budget_sweep.png.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for microseconds, then sleep
 
-import torch
-from accelerate.utils import DistributedType, set_seed
-from torch import Tensor
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from accelerate.utils import set_seed
+from transformers import PreTrainedModel
 
 from essm_train.arguments import parse_arguments
 from essm_train.commands.errors import command
@@ -35,10 +32,10 @@ from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import ClassificationData, load_classification
 from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
 from essm_train.models import make_config, make_model
-from essm_train.publish.run_card import write_card_and_push
-from essm_train.run.accelerator import open_run, say
+from essm_train.run.accelerator import open_run
 from essm_train.run.loop import make_schedule, train_and_record
-from essm_train.run.task import classification_task, make_predictor, report_accuracy
+from essm_train.run.saved import report_saved
+from essm_train.run.task import classification_task, make_predictor
 from modeling_essm import ESSMForSequenceClassification
 
 
@@ -89,44 +86,8 @@ def main(args: ClassificationArguments) -> None:
         task = classification_task(model, data, predict)
         train_and_record(accelerator, args, task, schedule, script=__file__, data=data.description)
 
-        # From here on only what was saved counts.
-        folder, held_out = Path(args.output_dir) / "model", data.held_out
-        sharded = accelerator.distributed_type == DistributedType.FSDP
-        trained = not (args.load_best_model_at_end or args.ema_decay or sharded)
-        cls = next(c for c in type(model).__mro__ if not c.__module__.startswith("torch."))
-        with accelerator.local_main_process_first():  # or processes copy the model's code at the same time
-            batch = {name: value.to(accelerator.device) for name, value in predict.batch(held_out.samples).items()}
-            loaded = load_and_check(folder, batch, cls, model if trained else None)
-        say(accelerator, f"the reloaded {folder} gives the same logits")
-        shown = f"{len(held_out.samples):,} samples: {held_out.name}"
-        report_accuracy(accelerator, args, loaded, data, predict, shown)
-        if accelerator.is_main_process and not args.is_baseline:  # which has no remote code
-            write_card_and_push(args)
-
-
-def load_and_check(
-    folder: Path, batch: dict[str, Tensor], cls: type[PreTrainedModel], trained: PreTrainedModel | None
-) -> PreTrainedModel:
-    """The saved model as a user gets it, on the device of `batch`, a batch of inputs.
-
-    Args:
-        cls: the model's class. trained: the model in memory that was saved, if there is one.
-    Raises:
-        RuntimeError: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
-    """
-    device = next(iter(batch.values())).device
-    loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False).to(device).eval()
-    direct = cls.from_pretrained(folder).to(device).eval()
-    with torch.no_grad():
-        expected, got = (model(**batch).logits for model in (direct, loaded))
-    if not torch.equal(expected, got):
-        raise RuntimeError(f"{folder}: the reloaded model's logits differ by {(expected - got).abs().max().item():.3g}")
-    if trained is not None:
-        state = loaded.state_dict()
-        for name, value in trained.state_dict().items():
-            if not torch.equal(value.to(device), state[name]):
-                raise RuntimeError(f"{folder}: the reloaded {name} is not the trained one")
-    return loaded
+        shown = f"{len(data.held_out.samples):,} samples: {data.held_out.name}"
+        report_saved(accelerator, args, model, data, predict, shown)
 
 
 run = command(lambda: main(parse_arguments(ClassificationArguments)))

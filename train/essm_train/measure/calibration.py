@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from essm_train.data.blocks import text_labels
 from essm_train.data.readers import Reader
-from essm_train.data.rows import Split, collate
+from essm_train.data.rows import LabelledData, Split, collate
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.measure.scoring import Predictor, block_nats
 from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory
+from modeling_essm import ESSMPairConfig
 from modeling_essm.budgets.profile import DeviceProfile, Measurement, Quality, device_name
 
 Case = tuple[int, int]  # batch size, budget
@@ -64,15 +65,25 @@ def hold_out_blocks(
 
 def hold_out_samples(reader: Reader, split: Split, batch_size: int, description: str) -> HeldOut:
     """Hits among the samples of a split."""
-
     predict = Predictor(lambda samples: collate(reader, samples), batch_size)
+    length = max(len(sample.values) for sample in split.samples)
+    return _hits(predict, split, length, f"{description}; {len(split.samples):,} samples: {split.name}")
+
+
+def hold_out_pairs(data: LabelledData, batch_size: int, description: str) -> HeldOut:
+    """Hits among the held-out pairs of documents."""
+    predict, split = Predictor(lambda samples: data.collate(samples, None), batch_size), data.held_out
+    length = max(len(text) for pair in split.samples for text in pair[:2])
+    return _hits(predict, split, length, f"{description}; {split.name}")
+
+
+def _hits(predict: Predictor, split: Split, length: int, description: str) -> HeldOut:
 
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
         hits = (predict(model, split.samples, K) == split.labels).double()
         return hits, torch.ones_like(hits)
 
-    length = max(len(sample.values) for sample in split.samples)
-    return HeldOut(ACCURACY, score, length, f"{description}; {len(split.samples):,} samples: {split.name}")
+    return HeldOut(ACCURACY, score, length, description)
 
 
 def measure_quality(model: PreTrainedModel, held_out: HeldOut, budgets: Sequence[int]) -> Quality:
@@ -123,7 +134,8 @@ def measure_device(
     print(f"time and memory: prefill at batch sizes {list(batch_sizes)}", flush=True)
     prefills = {(size, K): functools.partial(model, **inputs[size], **keep, spectral_budget=K) for size, K in cases}
     caches = {case: prefills[case]().past_key_values for case in cases} if causal else {}
-    rows = _measure("prefill", prefills, prefills, caches, prompt_length, 1, model.device, rounds)
+    positions = prompt_length * (2 if isinstance(model.config, ESSMPairConfig) else 1)  # of a sample
+    rows = _measure("prefill", prefills, prefills, caches, positions, 1, model.device, rounds)
     if causal:
         print(f"time and memory: decode at batch sizes {list(batch_sizes)}", flush=True)
         token = {size: inputs[size]["input_ids"][:, -1:] for size in batch_sizes}
@@ -146,12 +158,13 @@ def measure_device(
 
 
 def random_inputs(model: PreTrainedModel, batch_size: int, length: int) -> dict[str, Tensor]:
-    """What the model reads, (B, L) ids or (B, L, F) features."""
+    """What the model reads: (B, L) ids, (B, 2, L) of pairs of documents, or (B, L, F) features."""
     config, generator = model.config, torch.Generator().manual_seed(0)
     if config.num_input_features is not None:
         features = torch.rand(batch_size, length, config.num_input_features, generator=generator) * 2 - 1
         return {"input_features": features.to(model.device, model.dtype)}
-    ids = torch.randint(0, min(256, config.vocab_size), (batch_size, length), generator=generator)
+    shape = (batch_size, 2, length) if isinstance(config, ESSMPairConfig) else (batch_size, length)
+    ids = torch.randint(0, min(256, config.vocab_size), shape, generator=generator)
     return {"input_ids": ids.to(model.device)}
 
 

@@ -30,7 +30,7 @@ from essm_train.measure.scoring import Predictor, num_scored
 from essm_train.measure.timing import peak_memory
 from essm_train.models import capacity_of, load_model, run_at_budget
 from essm_train.tasks.catalog import get_task, make_arguments
-from essm_train.tasks.retrieval import TwoTowerClassifier, load_retrieval
+from essm_train.tasks.retrieval import load_retrieval
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
@@ -158,9 +158,7 @@ def open_task(name: str, data_dir: str, scale: str) -> TaskData:
     spec, args = get_task(name), make_arguments(name, data_dir, scale)
     if spec.script == "train_clm":
         return open_language_task(args, spec.title)
-    if spec.script == "train_retrieval":
-        return open_labelled_task(load_retrieval(args), TwoTowerClassifier, args.eval_batch_size, spec.title)
-    data = load_classification(args)
+    data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args)
     return open_labelled_task(data, AutoModelForSequenceClassification, args.eval_batch_size, spec.title)
 
 

@@ -74,6 +74,7 @@ def write_model_card(
         architecture=_architecture(config),
         causal=causal,
         tokens=tokens,
+        pairs=_reads_pairs(config),
         auto="AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification",
         sampling_rate=read_json(extractor, _ADVICE)["sampling_rate"] if not tokens and extractor.exists() else None,
         example=json.dumps(data["widget"][0]["text"] if data.get("widget") else "def main(", ensure_ascii=False),
@@ -144,11 +145,15 @@ def _architecture(config: dict[str, Any]) -> str:
     return (config.get("architectures") or [""])[0]
 
 
+def _reads_pairs(config: dict[str, Any]) -> bool:
+    return "PairClassification" in _architecture(config)
+
+
 def _pipeline_tag(folder: Path, config: dict[str, Any]) -> str | None:
     """The Hub's name of the task, where the folder tells."""
     if "CausalLM" in _architecture(config):
         return "text-generation"
-    if "SequenceClassification" not in _architecture(config):
+    if not ("SequenceClassification" in _architecture(config) or _reads_pairs(config)):
         return None
     if config.get("num_input_features") is None:
         return "text-classification"

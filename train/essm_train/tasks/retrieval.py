@@ -1,16 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The pairs of Long Range Arena's Retrieval, and the model that classifies them: one encoder, a head over both codes.
+"""The pairs of Long Range Arena's Retrieval, which `modeling_essm.ESSMForPairClassification` classifies.
 
 A line of the files is label, id1, id2, text1 and text2 between tabs, without a header and without quoting; the label is
 written as a float (0.0 or 1.0), and a text as the literal of a Python bytes object (b'...'), in which every line break
 and non-ASCII byte is an escape. As in LRA's own pipeline, the tokens are the bytes of that field as it stands in the
 file, cut at 4,000 each.
-
-    a, b = mean of the encoder's outputs over the real positions of each document
-    logits = MLP([a, b, a * b, a - b])
-
-The head stands here, not in the code that a checkpoint carries. So a saved folder holds weights and config and is
-loaded through the class: `TwoTowerClassifier.from_pretrained(folder)`; the Auto classes do not know it.
 """
 
 from __future__ import annotations
@@ -19,105 +13,22 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, Subset
-from transformers.utils.generic import can_return_tuple
 
 from essm_train.arguments import RunArguments, arg, check_at_least
 from essm_train.data.rows import LabelledData, Split
 from essm_train.data.samples import MapSamples, at_most, hold_out
-from essm_train.models import SizeArguments
-from modeling_essm import ESSMConfig, ESSMModel, build_byte_tokenizer
-from modeling_essm.modeling_essm import ESSMPreTrainedModel, ESSMSequenceClassifierOutput
-from modeling_essm.packing import pool
-from modeling_essm.spectral_budget import SpectralBudget
+from essm_train.models import RATES, ModelArguments
+from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
-
-
-class TwoTowerConfig(ESSMConfig):
-    """An `ESSMConfig` for the encoder, and the head's width.
-
-    Args:
-        head_hidden_size (`int`, *optional*): width of the hidden layer of the head, hidden_size by default.
-    """
-
-    model_type = "essm_two_tower"
-    _auto_class: ClassVar = None  # saved folders carry no code, see above
-
-    head_hidden_size: int = None  # type: ignore[assignment]
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)
-        del self.auto_map  # of the classes that a folder with code would name
-        if self.head_hidden_size is None:
-            self.head_hidden_size = self.hidden_size
-        if type(self.head_hidden_size) is not int or self.head_hidden_size < 1:
-            raise ValueError(f"head_hidden_size must be an integer >= 1, got {self.head_hidden_size!r}")
-
-
-class TwoTowerClassifier(ESSMPreTrainedModel):
-    """One ES-SSM encoder for both documents and an MLP over [a, b, a * b, a - b]."""
-
-    config_class = TwoTowerConfig
-    accepts_loss_kwargs = False
-    _auto_class: ClassVar = None
-
-    def __init__(self, config: TwoTowerConfig):
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.model = ESSMModel(config)
-        self.head = nn.Linear(4 * config.hidden_size, config.head_hidden_size)
-        self.score = nn.Linear(config.head_hidden_size, config.num_labels)
-        self.post_init()
-
-    def encode(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        spectral_budget: SpectralBudget = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """(B, L) ids -> (B, D), the mean over real positions; arguments as in `ESSMModel.forward`."""
-        outputs = self.model(input_ids, attention_mask, use_cache=False, spectral_budget=spectral_budget, **kwargs)
-        return pool(outputs.last_hidden_state, attention_mask, "mean")
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        spectral_budget: SpectralBudget = None,
-        use_cache: bool = False,
-        **kwargs: Any,
-    ) -> ESSMSequenceClassifierOutput:
-        """
-        Args:
-            input_ids: (B, 2, L) int64, both documents of each pair. attention_mask: (B, 2, L), 1 for real positions.
-            labels: (B,) int64 classes.
-            spectral_budget: as in `ESSMModel.forward`; budgets (B,) per pair count for both documents.
-        Returns:
-            ESSMSequenceClassifierOutput, logits (B, num_labels).
-        Raises:
-            ValueError: ids of another shape, and as `ESSMModel.forward`.
-        """
-        if input_ids.ndim != 3 or input_ids.shape[1] != 2:
-            raise ValueError(f"input_ids must have shape (B, 2, L), the pairs' documents, got {tuple(input_ids.shape)}")
-        if isinstance(spectral_budget, Tensor) and spectral_budget.ndim == 1:
-            spectral_budget = spectral_budget.repeat_interleave(2)
-        mask = None if attention_mask is None else attention_mask.flatten(0, 1)
-        a, b = self.encode(input_ids.flatten(0, 1), mask, spectral_budget, **kwargs).unflatten(0, (-1, 2)).unbind(1)
-        logits = self.score(F.gelu(self.head(torch.cat([a, b, a * b, a - b], -1))))
-        loss = None if labels is None else F.cross_entropy(logits.float(), labels.to(logits.device))
-        budget = self.config.resolve_budget(spectral_budget, batch_size=2 * len(input_ids)).report()
-        return ESSMSequenceClassifierOutput(loss=loss, logits=logits, spectral_budget=budget)
+LABELS = ("unrelated", "related")
 
 
 class Pair(NamedTuple):
@@ -207,8 +118,8 @@ def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tenso
 
 
 @dataclass
-class RetrievalArguments(SizeArguments):
-    """Pairs and head; the encoder is in models.SizeArguments, how to train in arguments.RunArguments."""
+class RetrievalArguments(ModelArguments):
+    """Pairs and head; the encoder is in models.ModelArguments, how to train in arguments.RunArguments."""
 
     output_dir: str = arg("runs/retrieval", "Where everything goes; a run found there is continued.")
 
@@ -221,20 +132,33 @@ class RetrievalArguments(SizeArguments):
     eval_batch_size: int = arg(16, "Pairs per process and forward pass of validation and sweep.")
 
     per_device_train_batch_size: int = arg(8, "Pairs per process and forward pass.")
-    filter_length: int = arg(4096, "Longest document the filters cover; longer costs nothing.")
-    head_hidden_size: int | None = arg(None, "Width of the head; hidden_size by default.")
+    filter_length: int | None = arg(
+        None, "Longest document the filters cover; longer costs nothing. By default 4096, or as configured."
+    )
+    head_hidden_size: int | None = arg(None, "Width of the head; by default hidden_size, or as configured.")
 
     RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
 
     def __post_init__(self) -> None:
+        if self.source is None and self.filter_length is None:
+            self.filter_length = 4096
+        rates = {name: getattr(self, name) for name in RATES}
         super().__post_init__()
+        self.__dict__.update(rates)  # as runs have always recorded them here
+        if self.model_name_or_path and self.head_hidden_size is not None:
+            raise ValueError(
+                f"head_hidden_size is part of model_name_or_path: leave it out, got {self.head_hidden_size}"
+            )
         if self.train_file is None:
             raise ValueError("no pairs to train on: give --train_file data/new_aan_pairs.train.tsv")
         check_at_least(self, 1, "eval_batch_size", "validation_samples", "test_samples")
-        if not 1 <= self.max_length <= self.filter_length:
-            raise ValueError(f"max_length must be in [1, filter_length = {self.filter_length}], got {self.max_length}")
-        if self.push_to_hub:
-            raise ValueError("push_to_hub is not possible here: the pair head is not part of the code that is pushed")
+        if self.filter_length is not None:
+            self.check_max_length(self.filter_length)
+
+    def check_max_length(self, filter_length: int) -> None:
+        """Raises ValueError unless filters of that length cover what is read of a document."""
+        if not 1 <= self.max_length <= filter_length:
+            raise ValueError(f"max_length must be in [1, filter_length = {filter_length}], got {self.max_length}")
 
 
 def load_retrieval(args: RetrievalArguments) -> LabelledData:
