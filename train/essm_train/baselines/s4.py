@@ -11,7 +11,7 @@ of its generating function at the L roots of unity z, where Woodbury's identity 
           = 2 / (1 + z) (S_CB - S_CP S_PB / (1 + S_PP)),        g = 2 / dt (1 - z) / (1 + z)
 
 C~ is what is trained, as in the paper, so L is a constant of the model. A* = A^- in conjugate pairs; one of each pair
-is kept. Letters: H width, N state, L longest sequence.
+is kept. Letters: H width, N state, L longest sequence, F frequencies.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 
 from essm_train.baselines.s4d import StateSpaceMixer
+
+_FREQUENCIES = 1024  # at a time: at H = 256 and N = 64 some 300 MB
 
 
 def hippo_legs(state_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,24 +92,28 @@ class S4Mixer(StateSpaceMixer):
         return A_bar, B_bar, C
 
     def kernel(self, length: int, dtype: torch.dtype) -> Tensor:
-        """(H, length) K of `dtype`.
+        """(H, length) K of `dtype`; what it takes of each frequency is computed again for the gradient, not kept."""
+        L = self.max_length
+        if length > L:
+            raise ValueError(f"this S4 model reads at most {L} positions (max_position_embeddings), got {length}")
+        theta = 2 * math.pi / L * torch.arange(L // 2 + 1, device=self.P.device, dtype=torch.float64)
+        parts = [checkpoint(self.spectrum, part, dtype, use_reentrant=False) for part in theta.split(_FREQUENCIES)]
+        return torch.fft.irfft(torch.cat(parts, 1), L)[:, :length]
+
+    def spectrum(self, theta: Tensor, dtype: torch.dtype) -> Tensor:
+        """The transform of K at frequencies theta (F,) fp64: (H, F), complex, each part of `dtype`.
 
         With z = exp(-i theta), g = i (2 / dt) s / c for s, c = sin, cos of theta / 2. A pair's two terms of a sum have
         one denominator, and so that c = 0 is no exception, all is multiplied by c: S_ab = c q_ab.
         """
-        L = self.max_length
-        if length > L:
-            raise ValueError(f"this S4 model reads at most {L} positions (max_position_embeddings), got {length}")
         Lambda = torch.complex(-self.log_A_real.to(dtype).exp(), self.A_imag.to(dtype))
         P, B, C = (torch.view_as_complex(x.to(dtype)) for x in (self.P, self.B, self.C))
-        theta = 2 * math.pi / L * torch.arange(L // 2 + 1, device=P.device, dtype=torch.float64)
         s, c = (theta / 2).sin().to(dtype), (theta / 2).cos().to(dtype)
-        frequency = (2 / self.log_dt.to(dtype).exp())[:, None] * s  # (H, L/2+1): g = i frequency / c
-        squares = (Lambda.abs() ** 2)[..., None] * c**2 - frequency[:, None] ** 2  # (H, N/2, L/2+1)
+        frequency = (2 / self.log_dt.to(dtype).exp())[:, None] * s  # (H, F): g = i frequency / c
+        squares = (Lambda.abs() ** 2)[..., None] * c**2 - frequency[:, None] ** 2  # (H, N/2, F)
         denominator = torch.complex(squares, -2 * Lambda.real[..., None] * (frequency * c)[:, None])
         pairs = torch.stack([C * B, C * P, P.conj() * B, P.conj() * P], 1)  # (H, 4, N/2)
         numerators = torch.cat([2 * pairs.real, -2 * (pairs * Lambda.conj()[:, None]).real], 1)  # of g and of 1
-        sums = numerators.to(denominator.dtype) @ denominator.reciprocal()  # (H, 8, L/2+1)
+        sums = numerators.to(denominator.dtype) @ denominator.reciprocal()  # (H, 8, F)
         CB, CP, PB, PP = (1j * frequency[:, None] * sums[:, :4] + c * sums[:, 4:]).unbind(1)
-        spectrum = torch.polar(torch.ones_like(c), (theta / 2).to(dtype)) * (CB - c * CP * PB / (1 + c * PP))
-        return torch.fft.irfft(spectrum, L)[:, :length]
+        return torch.polar(torch.ones_like(c), (theta / 2).to(dtype)) * (CB - c * CP * PB / (1 + c * PP))
