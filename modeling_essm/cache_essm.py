@@ -27,6 +27,7 @@ from .spectral_ops import SpectralOperator
 # What states mean depends on these alone; in files of the paper's block only the first are named.
 _SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
 _SHAPE_OF_GATED = (*_SHAPE, "inner_size", "conv_kernel_size")
+_SHAPE_OF_AR_STU = {"ar_negative_filters": True, "ar_feature_shift": 0}  # named where they differ from what they were
 PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
 
 
@@ -38,7 +39,8 @@ def recent_inputs(config: Any) -> dict[str, int]:
 
 def state_names(config: Any) -> tuple[str, ...]:
     """Names of a layer's tensors, in the order in which the mixer makes them."""
-    return ("features", *(("negative",) if config.ar_order else ()), *recent_inputs(config))
+    negative = config.ar_order and getattr(config, "ar_negative_filters", True)
+    return ("features", *(("negative",) if negative else ()), *recent_inputs(config))
 
 
 class ESSMCacheLayer(CacheLayerMixin):
@@ -276,7 +278,9 @@ class ElasticCache(Cache):
     def model_shape(self) -> dict[str, int]:
         """What two models must share for one to read the other's states."""
         names = _SHAPE if self.config.block == "paper" else _SHAPE_OF_GATED
-        return {name: getattr(self.config, name) for name in names}
+        shape = {name: getattr(self.config, name) for name in names}
+        others = {name: getattr(self.config, name, default) for name, default in _SHAPE_OF_AR_STU.items()}
+        return shape | {name: value for name, value in others.items() if value != _SHAPE_OF_AR_STU[name]}
 
 
 class ESSMCache(ElasticCache, DynamicCache):
@@ -370,8 +374,8 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     num_layers = config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
-    for name in _SHAPE_OF_GATED:
-        made_for, here = getattr(cache.config, name), getattr(config, name)
+    for name, default in (dict.fromkeys(_SHAPE_OF_GATED) | _SHAPE_OF_AR_STU).items():
+        made_for, here = getattr(cache.config, name, default), getattr(config, name, default)
         if made_for != here:
             raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {here}")
     if cache.batch_size not in (None, batch_size):

@@ -113,7 +113,7 @@ _RULES: dict[str, _Rule] = {
     "block": _one_of("paper", "gated"),
     "conv_kernel_size": _optional(_integer(0, 64)),
     **dict.fromkeys(("state_margin", "chunk_size_feed_forward"), _integer(0, _MOST_WIDTH)),
-    "ar_order": _one_of(0, 2),
+    **dict.fromkeys(("ar_order", "ar_feature_shift"), _one_of(0, 2)),
     "hidden_act": _one_of(*ACT2FN),
     "spectral_algorithm": _one_of(*ALGORITHMS),
     "gating": _one_of("softmax", "none"),
@@ -123,6 +123,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("initializer_range", "layer_norm_eps"), _POSITIVE),
     **dict.fromkeys(("scaling_exponent", "embedding_initializer_range"), _optional(_POSITIVE)),
     **dict.fromkeys(("tie_word_embeddings", "use_cache", "is_encoder_decoder", "stochastic_depth_ramp"), _FLAG),
+    "ar_negative_filters": _FLAG,
     **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
     "eos_token_id": _optional(_or_list(_TOKEN_ID, _MOST_BUDGETS)),
@@ -179,6 +180,9 @@ class ESSMConfig(PreTrainedConfig):
         gate_hidden_size (`int`, *optional*): width D_g inside the gate, D // 4 by default.
         gating (`str`): "softmax" for Eq. (8) or "none" for Eq. (6).
         ar_order (`int`): 0, or 2 for the autoregressive and negative-filter terms of AR-STU (Agarwal et al. 2023).
+        ar_negative_filters (`bool`): with `ar_order=2`, whether there are negative filters (-1)^tau phi_k, with M_k of
+            their own; the code that its authors released has none.
+        ar_feature_shift (`int`): with `ar_order=2`, steps by which the features lag: 0, or 2 as in paper and code.
         spectral_budget (`int`, `list[int]` or `str`, *optional*): default budget K of every call; None is the capacity.
         trained_budgets (`list[int]`, *optional*): budgets seen in training; others warn once.
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
@@ -226,6 +230,8 @@ class ESSMConfig(PreTrainedConfig):
     gate_hidden_size: int = None  # type: ignore[assignment]
     gating: str = "softmax"
     ar_order: int = 0
+    ar_negative_filters: bool = True
+    ar_feature_shift: int = 0
     spectral_budget: int | list[int] | str | None = None
     trained_budgets: list[int] | None = None
     budget_presets: dict[str, Any] | None = None
@@ -297,6 +303,10 @@ class ESSMConfig(PreTrainedConfig):
                 )
         elif self.ar_order:
             raise ValueError(f'ar_order must be 0 with block="gated", got {self.ar_order}')
+        if not self.ar_order:
+            for name, value in {"ar_negative_filters": True, "ar_feature_shift": 0}.items():
+                if getattr(self, name) != value:
+                    raise ValueError(f"{name} must be {value} with ar_order=0, got {getattr(self, name)}")
         if self.inner_size % self.num_heads or (self.inner_size // self.num_heads) % self.mixing_size:
             raise ValueError(
                 f"num_heads must divide inner_size {self.inner_size}, and mixing_size the width of a head, "

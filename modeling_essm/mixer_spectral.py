@@ -19,7 +19,7 @@ from .configuration_essm import ESSMConfig
 from .quantized_weights import dequantize, is_quantized
 from .short_convolution import short_convolution
 from .spectral_constants import state_dtype
-from .spectral_feedback import autoregression, last_steps
+from .spectral_feedback import autoregression, delayed, last_steps, negative_filters
 
 _GATE_EPS = 1e-6  # eps of Eq. (8)
 
@@ -63,7 +63,8 @@ class ESSMSpectralMixer(nn.Module):
     """Eq. (7-8): y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t); channels > K are not read.
 
     With `gating="none"` alpha is 1, Eq. (6). With `ar_order=2` the terms of AR-STU (Agarwal et al. 2023) are added:
-    negative filters (-1)^tau phi_k, direct terms in u(t-0..2) and feedback of y(t-1), y(t-2).
+    negative filters (-1)^tau phi_k, direct terms in u(t-0..2) and feedback of y(t-1), y(t-2). `ar_negative_filters`
+    leaves out the first, and `ar_feature_shift=2` puts (phi_k * u)(t-2) in place of (phi_k * u)(t), both signs.
 
     In the gated block u is SiLU of a short causal convolution of the input, the matrix D is diagonal, M_k consists of
     blocks of `mixing_size` on the diagonal, and each of `num_heads` groups of the width has an alpha of its own.
@@ -75,6 +76,7 @@ class ESSMSpectralMixer(nn.Module):
         self.operator = operator_of(config)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
         self.gated, self.ar_order = config.gating == "softmax", config.ar_order
+        self.negative, self.shift = bool(self.ar_order) and config.ar_negative_filters, config.ar_feature_shift
         self.gate_bias = config.gate_bias  # 0 would amplify noise to unit scale
         self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
         self.skip = nn.Linear(D, D, bias=False) if config.block == "paper" else ESSMScale(D)
@@ -86,8 +88,9 @@ class ESSMSpectralMixer(nn.Module):
             self.gate_in = nn.Linear(D, D_g) if config.block == "paper" else at_unit_scale(nn.Linear(D, D_g))
             self.gate_out = ESSMPrefixLinear(D_g, K, self.num_heads)
             self.gate_act = ACT2FN[config.hidden_act]
-        if self.ar_order:
+        if self.negative:
             self.channel_mixing_negative = nn.Parameter(torch.empty(K, D, D))
+        if self.ar_order:
             self.input_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # u(t-1), u(t-2); u(t) is the skip term
             self.output_mixing = nn.Parameter(torch.empty(self.ar_order, D, D))  # y(t-1), y(t-2)
 
@@ -103,8 +106,9 @@ class ESSMSpectralMixer(nn.Module):
             unit = getattr(self.gate_in, "starts_at_unit_scale", False)
             init.normal_(self.gate_out.weight, mean=0.0, std=self.gate_in.out_features**-0.5 if unit else std)
             init.constant_(self.gate_out.bias, self.gate_bias)
-        if self.ar_order:
+        if self.negative:
             init.normal_(self.channel_mixing_negative, mean=0.0, std=1e-3)
+        if self.ar_order:
             init.normal_(self.input_mixing, mean=0.0, std=std)
             init.zeros_(self.output_mixing)
 
@@ -160,18 +164,22 @@ class ESSMSpectralMixer(nn.Module):
             if is_quantized(mixing):
                 mixing = dequantize(mixing, budget, u.dtype)
             mixing = mixing.unflatten(1, self.mixing_heads)
-        y, features = self.operator(u, gates, mixing, past.get("features"), lengths, self.algorithm, num_states)
+        x = delayed(u, past.get("inputs"), self.shift) if self.shift else u
+
+        def filtered(x: Tensor, M: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+            return self.operator(x, gates, M, state, lengths, self.algorithm, num_states)
+
+        y, features = filtered(x, mixing, past.get("features"))
         y = y + self.skip(u)
         state = {"features": features} | convolved
+        if self.negative:
+            M, before = self.channel_mixing_negative, past.get("negative")
+            negative, state["negative"] = negative_filters(x, lambda signed: filtered(signed, M, before), lengths)
+            y = y + negative
         if self.ar_order:
-            M, negative = self.channel_mixing_negative, past.get("negative")
-
-            def filtered(x: Tensor) -> tuple[Tensor, Tensor]:
-                return self.operator(x, gates, M, negative, lengths, self.algorithm, num_states)
-
             feedback = self.input_mixing, self.output_mixing
-            y, more = autoregression(u, y, filtered, *feedback, past, lengths, self.operator.filter_length)
-            state |= more
+            y, recent = autoregression(u, y, *feedback, past, lengths, self.operator.filter_length)
+            state |= recent
         if cache is not None:
             cache.update(**state)
         return y

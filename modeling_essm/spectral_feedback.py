@@ -1,7 +1,14 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What AR-STU (Agarwal et al. 2023) adds to Eq. (7): negative filters, direct terms in u, and feedback of y.
+"""What AR-STU (Agarwal et al. 2023, "Spectral State Space Models") adds to Eq. (7).
 
-Letters: B batch, L sequence, D width, p = 2 the order.
+    y(t) = sum_{i=1..2} M^y_i y(t-i)  +  sum_{i=1..3} M^u_i u(t+1-i)                                   feedback, direct
+         + sum_k M^{phi+}_k sigma_k^{1/4} U+_k(t-s)  +  sum_k M^{phi-}_k sigma_k^{1/4} U-_k(t-s)       features
+
+with U+_k(t) = sum_j phi_k(j) u(t-j) and U-_k(t) = sum_j (-1)^j phi_k(j) u(t-j), the negative filters. M^u_1 is the
+skip term of Eq. (7). Their STU has s = 2, which leaves u(t) and u(t-1) to the direct terms, and M^y = (0, I); AR-STU
+learns M^y. The released code (google-deepmind/spectral_ssm) learns M^y too, shifts by two, and has no negative filters.
+
+Letters: B batch, L sequence, D width, p = 2 the order, s = 0 or 2 the shift of the features.
 """
 
 from __future__ import annotations
@@ -16,42 +23,57 @@ from torch import Tensor
 def autoregression(
     u: Tensor,
     y: Tensor,
-    filtered: Callable[[Tensor], tuple[Tensor, Tensor]],
     input_mixing: Tensor,
     output_mixing: Tensor,
     past: Mapping[str, Tensor],
     lengths: Tensor | None,
     longest: int,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """y(t) + negative terms + sum_i u(t-i) input_mixing[i-1] + sum_i y(t-i) output_mixing[i-1].
-
-    The filters (-1)^tau phi_k are phi_k on an input modulated by (-1)^t.
+    """y(t) + sum_i u(t-i) input_mixing[i-1] + sum_i y(t-i) output_mixing[i-1].
 
     Args:
-        u, y: (B, L, D) inputs, and outputs of Eq. (7).
-        filtered: `SpectralOperator` with everything given but its input: to outputs (B, L, D) and features (B, N, D).
-        input_mixing, output_mixing: (p, D, D) weights.
+        u, y: (B, L, D) inputs, and outputs of the filters, with the skip term.
+        input_mixing, output_mixing: (p, D, D) weights, M^u_2, M^u_3 and M^y, as they multiply rows from the right.
         past: states "inputs" and "outputs", (B, p, D) each, zeros where absent.
         lengths: (B,) steps after which each row's state is taken, or None. longest: bound of a symbolic L.
     Returns:
-        outputs (B, L, D), and the states "negative", "inputs" and "outputs".
+        outputs (B, L, D), and the states "inputs" and "outputs".
     """
     L, p = u.shape[1], len(input_mixing)
-    sign = 1.0 - 2.0 * (torch.arange(1, L + 1, device=u.device, dtype=u.dtype)[:, None] % 2)  # (-1)^{t+1}, (L, 1)
-    negative, features = filtered(u * sign)
-    last = torch.full((u.shape[0],), L, device=u.device) if lengths is None else lengths
-    features = features * torch.where(last % 2 == 1, -1.0, 1.0).to(features.dtype)[:, None, None]
     u_past = past.get("inputs", u.new_zeros(u.shape[0], p, u.shape[2]))
     u_all = torch.cat([u_past, u], 1)  # u(t - i) stands at index t + p - i
-    y = y + negative * sign
     for i in range(1, p + 1):
         y = y + u_all[:, p - i : p - i + L] @ input_mixing[i - 1]
     y_past = past.get("outputs", y.new_zeros(y.shape[0], p, y.shape[2]))
     # A symbolic length cannot bound a loop; an export covers every length up to the longest instead.
     symbolic = torch.compiler.is_exporting() and not isinstance(L, int)
     y_all = linear_feedback(y, y_past, output_mixing, longest if symbolic else L)
-    recent = {"inputs": last_steps(u_all, p, lengths), "outputs": last_steps(y_all, p, lengths)}
-    return y_all[:, p:], {"negative": features} | recent
+    return y_all[:, p:], {"inputs": last_steps(u_all, p, lengths), "outputs": last_steps(y_all, p, lengths)}
+
+
+def negative_filters(
+    x: Tensor, filtered: Callable[[Tensor], tuple[Tensor, Tensor]], lengths: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs (B, L, D) and features (B, N, D) of the filters (-1)^j phi_k: phi_k on an input modulated by (-1)^t.
+
+    Args:
+        x: (B, L, D). lengths: as in `autoregression`.
+        filtered: `SpectralOperator` with everything given but its input: to outputs (B, L, D) and features (B, N, D).
+    """
+    L = x.shape[1]
+    sign = 1.0 - 2.0 * (torch.arange(1, L + 1, device=x.device, dtype=x.dtype)[:, None] % 2)  # (-1)^{t+1}, (L, 1)
+    outputs, features = filtered(x * sign)
+    last = torch.full((x.shape[0],), L, device=x.device) if lengths is None else lengths
+    return outputs * sign, features * torch.where(last % 2 == 1, -1.0, 1.0).to(features.dtype)[:, None, None]
+
+
+def delayed(u: Tensor, past: Tensor | None, steps: int) -> Tensor:
+    """u(t - steps), (B, L, D), where `past` (B, steps, D) came before u, or silence did.
+
+    The features of a delayed input are U_k(t - steps), also in the state, so that a shift of them needs no other.
+    """
+    past = u.new_zeros(u.shape[0], steps, u.shape[2]) if past is None else past.to(u.dtype)
+    return torch.cat([past, u], 1)[:, : u.shape[1]]
 
 
 def linear_feedback(v: Tensor, past: Tensor, mixing: Tensor, reach: int) -> Tensor:

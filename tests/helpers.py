@@ -19,6 +19,8 @@ VARIANTS = {
     "paper": {},
     "no-gate": {"gating": "none"},
     "ar": {"ar_order": 2},
+    "ar-shift": {"ar_order": 2, "ar_feature_shift": 2},
+    "ar-released": {"ar_order": 2, "ar_feature_shift": 2, "ar_negative_filters": False, "gating": "none"},
     "gated": {"block": "gated", "inner_size": 16, "mixing_size": 2, "intermediate_size": 24},
     "gated-diagonal": {"block": "gated", "mixing_size": 1, "inner_size": 24, "conv_kernel_size": 3},
 }

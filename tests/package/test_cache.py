@@ -211,6 +211,8 @@ def test_a_saved_cache_of_another_model_is_refused(tmp_path):
         ({"filter_length": 512}, {"filter_length": 1024}),
         ({}, {"ar_order": 2}),
         ({"ar_order": 2}, {"ar_order": 0}),
+        ({"ar_order": 2}, {"ar_order": 2, "ar_feature_shift": 2}),
+        ({"ar_order": 2, "ar_negative_filters": False}, {"ar_order": 2, "ar_negative_filters": True}),
     ],
     ids=str,
 )
@@ -218,12 +220,25 @@ def test_a_running_cache_of_another_model_is_refused(made, own):
     model, other = random_model(**made), random_model(**own)
     cache = filled(model, random_ids(2, 9), 5)
     before = [t.clone() for t in states(cache)]
-    ((name, value),) = own.items()
+    name, value = list(own.items())[-1]
     was = getattr(model.config, name)
     with pytest.raises(ValueError, match=f"of a model of {name} {was}, but this one has {value}"):
         step(other, cache, random_ids(2, 1), 5)
     assert all(torch.equal(a, b) for a, b in zip(states(cache), before))
     step(random_model(state_margin=10, **made), cache, random_ids(2, 1), 5)  # more states than it needs: as good
+
+
+@pytest.mark.parametrize("field", [{"ar_feature_shift": 2}, {"ar_negative_filters": False}], ids=str)
+def test_a_file_says_which_ar_stu_made_it(field, tmp_path):
+    """And one of today's default says what those from before the fields could be said say."""
+    path, plain, other = tmp_path / "cache", random_model(ar_order=2), random_model(ar_order=2, **field)
+    for model, refused in ((plain, other), (other, plain)):
+        save_cache(filled(model, random_ids(2, 9), 5), path, model)
+        load_cache(path, model)
+        with pytest.raises(ValueError, match=rf"of another model.*{next(iter(field))}"):
+            load_cache(path, refused)
+    shape = {"num_hidden_layers": 2, "hidden_size": 16, "filter_length": 512, "ar_order": 2}
+    assert filled(plain, random_ids(2, 9), 5).model_shape() == shape
 
 
 def test_damaged_files(tmp_path):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from essm_train.arguments import parse_arguments
 from essm_train.commands import train_classification, train_clm
 from essm_train.models import make_config, make_model
+from essm_train.tasks.catalog import get_task, published_folder
+from essm_train.tasks.experiments import get_experiment
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
@@ -38,10 +40,11 @@ def command_line(**values) -> list[str]:
     [
         {"gating": "none"},
         {"block": "paper", "gating": "none", "ar_order": 2, "budget_schedule": "full"},
+        {"block": "paper", "ar_order": 2, "ar_negative_filters": False, "ar_feature_shift": 2},
         {"block": "paper", "scaling_exponent": 0.0},
         GATED | {"scaling_exponent": 0.0625, "embedding_initializer_range": 0.1},
     ],
-    ids=["dropout only", "AR-STU", "exponent 0", "gated"],
+    ids=["dropout only", "AR-STU", "AR-STU as released", "exponent 0", "gated"],
 )
 def test_variants_train(changes, tmp_path, capsys):
     text = tmp_path / "text.txt"
@@ -97,6 +100,72 @@ def parse(script=train_clm.CLMArguments, **values):
     return parse_arguments(script, command_line(**CLASSES[script], **values))
 
 
+AR_STU = {"gating": "none", "ar_order": 2}
+MATCHED = {
+    "no gate": {"gating": "none"},
+    "AR-STU": AR_STU,
+    "AR-STU with gate, shift": {"ar_order": 2, "ar_feature_shift": 2},
+    "AR-STU, no negative filters": AR_STU | {"ar_negative_filters": False},
+    "nothing to match": {},
+}
+
+
+def count(args, cls=ESSMForCausalLM, **fields) -> int:
+    with torch.device("meta"):
+        return make_model(args, cls, **fields).num_parameters()
+
+
+@scripts
+@pytest.mark.parametrize("changes", MATCHED.values(), ids=MATCHED)
+@pytest.mark.parametrize("width", [16, 96])
+def test_a_variant_has_as_many_parameters_as_es_ssm(script, changes, width):
+    sizes = {"block": "paper", "hidden_size": width, "num_hidden_layers": 3, "gate_hidden_size": width // 3}
+    cls = ESSMForCausalLM if script is train_clm.CLMArguments else ESSMForSequenceClassification
+    target = count(parse(script, **sizes), cls)
+    args = parse(script, **sizes, **changes, match_parameters=True)
+    assert abs(count(args, cls) / target - 1) <= 0.03 and (
+        abs(count(parse(script, **sizes, **changes), cls) / target - 1) > 1e-4 or not changes
+    )
+    with torch.device("meta"):
+        config = make_model(args, cls).config
+    assert all(getattr(config, name) == value for name, value in changes.items())
+    assert config.num_hidden_layers == 3 and config.num_spectral_channels == 32
+    if width == 96:  # fewer weights, or a few more, are made up for by the feed-forward layer
+        assert (config.hidden_size < width) == ("ar_order" in changes)
+    assert abs(config.gate_hidden_size - config.hidden_size / 3) <= 1
+
+
+@pytest.mark.parametrize("inner", [None, 192], ids=["2 D", "other"])
+def test_a_gated_block_without_feed_forward_layer_is_matched_by_its_widths(inner):
+    sizes = {"hidden_size": 128} | ({} if inner is None else {"inner_size": inner})
+    target, args = count(parse(**sizes)), parse(**sizes, gating="none", match_parameters=True)
+    with torch.device("meta"):
+        model = make_model(args, ESSMForCausalLM)
+    assert abs(model.num_parameters() / target - 1) <= 0.03 and model.config.intermediate_size == 0
+    assert model.config.hidden_size > 128 and model.config.inner_size > (inner or 256)
+
+
+def test_what_cannot_be_matched_is_refused():
+    for others in ({"architecture": "s4d"}, {"model_name_or_path": "x"}):
+        with pytest.raises(ValueError, match="match_parameters is for a new ES-SSM"):
+            parse(match_parameters=True, **others)
+    tiny = {"hidden_size": 2, "num_hidden_layers": 1, "gating": "none", "match_parameters": True}
+    with pytest.raises(ValueError, match=r"no such model has 671 parameters within 3.0%; the closest has \d+: hidden"):
+        make_model(parse(**tiny), ESSMForCausalLM)
+
+
+@pytest.mark.parametrize("scale", ["small", "full"])
+def test_no_row_of_the_ablation_is_larger(scale):
+    """Table 4: every model has the parameters of ES-SSM."""
+    experiment, sizes = get_experiment("table4"), {}
+    for name, row in experiment.rows.items():
+        spec = get_task(row.task)
+        values = spec.arguments | getattr(spec, scale) | row.arguments
+        values = {key: published_folder(value, "novels") for key, value in values.items() if value is not None}
+        sizes[name] = count(train_clm.CLMArguments(train_file=["a.txt"], **values), vocab_size=259)
+    assert len(sizes) >= 8 and all(abs(n / sizes["ES-SSM"] - 1) <= 0.03 for n in sizes.values()), sizes
+
+
 @scripts
 def test_a_configuration_is_read_and_rates_override_it(script, tmp_path):
     fields = {"hidden_size": 16, "num_spectral_channels": 4, "filter_length": 512}
@@ -142,6 +211,10 @@ def test_what_overrides_a_configuration_is_part_of_the_run(script):
     sizes = parse(script, hidden_size=16).identity()
     assert sizes["hidden_size"] == 16 and sizes["num_hidden_layers"] == 8 and "config_overrides" not in sizes
     assert (sizes["block"], sizes["inner_size"], sizes["scaling_exponent"]) == ("gated", None, 0.0)
+    later = {"gate_bias": 1.0, "stochastic_depth_ramp": False, "ar_negative_filters": True, "ar_feature_shift": 0}
+    assert not later.keys() & {*sizes, *parse(script, **later).identity(), *plain}  # runs of before do not name them
+    own = {"block": "paper", "ar_order": 2, "ar_feature_shift": 2, "gate_bias": 0.5}
+    assert own.items() <= parse(script, **own).identity().items()
     sizes = parse(script, block="paper", hidden_size=16).identity()
     assert (sizes["block"], sizes["hidden_size"], sizes["num_hidden_layers"]) == ("paper", 16, 4)
     assert (sizes["scaling_exponent"], sizes["num_spectral_channels"]) == (0.25, 32)

@@ -31,7 +31,10 @@ _SIZES = MappingProxyType(
     | {"scaling_exponent": 0.0, "gating": "softmax", "ar_order": 0, "block": "gated"}
     | dict.fromkeys(("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"))
     | {"embedding_initializer_range": None, "gate_hidden_size": None, "gate_bias": 1.0, "stochastic_depth_ramp": False}
+    | {"ar_negative_filters": True, "ar_feature_shift": 0}
 )
+# Sizes that runs of earlier versions do not name, and have as they are by default.
+_LATER = ("gate_bias", "stochastic_depth_ramp", "ar_negative_filters", "ar_feature_shift")
 # Other defaults of the paper's block.
 _PAPER = MappingProxyType({"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25})
 # What runs beside a configuration recorded before its sizes could be overridden: the defaults of that time.
@@ -72,6 +75,8 @@ class SizeArguments(RunArguments):
     filter_length: int | None = _size("filter_length", "Longest sequence the filters cover; longer costs nothing.")
     gating: str | None = _size("gating", "The gate: 'softmax' (Eq. 8), or 'none' (Eq. 6).")
     ar_order: int | None = _size("ar_order", "2 adds the autoregressive and negative-filter terms of AR-STU.")
+    ar_negative_filters: bool | None = _size("ar_negative_filters", "With ar_order 2: filters of alternating sign too.")
+    ar_feature_shift: int | None = _size("ar_feature_shift", "With ar_order 2: steps by which features lag, 0 or 2.")
     scaling_exponent: float | None = _size("scaling_exponent", "Power of sigma_k in Eq. (7).")
     block: str | None = _size(
         "block", "The residual block: 'gated', with convolution, heads and output gate, or 'paper'."
@@ -111,6 +116,12 @@ class SizeArguments(RunArguments):
         """The folder or Hub name that holds the model's shape; None if the arguments do."""
         return None
 
+    def identity(self) -> dict[str, Any]:
+        """As of any run, without sizes that say nothing which a run of an earlier version did not mean."""
+        values = super().identity()
+        silent = {name for name in _LATER if values[name] in (None, _SIZES[name])}
+        return {name: value for name, value in values.items() if name not in silent}
+
     def given(self) -> dict[str, Any]:
         """The fields of ESSMConfig that the arguments name."""
         values = {name: getattr(self, name) for name in (*_SIZES, *RATES)}
@@ -130,6 +141,11 @@ class ModelArguments(SizeArguments):
         None, "Folder or Hub name of a configuration; sizes that are given beside it take the place of its own."
     )
     model_name_or_path: str | None = arg(None, "Weights to start from, instead of a new model.")
+    match_parameters: bool = arg(
+        False,
+        "Choose the width: as many parameters, to 3 percent, as an ES-SSM of these sizes has, with its gate and "
+        "without AR-STU's terms. For variants that lack weights or have more; a baseline always has as many.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,6 +154,8 @@ class ModelArguments(SizeArguments):
                 f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
                 "from model_name_or_path, and cannot be pushed"
             )
+        if self.match_parameters and (self.is_baseline or self.model_name_or_path):
+            raise ValueError("match_parameters is for a new ES-SSM: leave it out with a baseline or model_name_or_path")
         if self.config_name and self.model_name_or_path:
             raise ValueError("give config_name or model_name_or_path, not both")
         if self.model_name_or_path:
@@ -161,7 +179,8 @@ class ModelArguments(SizeArguments):
         values = super().identity()
         if self.source is not None:
             overrides = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
-            values |= _RECORDED | {"config_overrides": overrides or None}
+            recorded = {name: value for name, value in _RECORDED.items() if name not in _LATER}
+            values |= recorded | {"config_overrides": overrides or None}
         return values
 
 
@@ -236,12 +255,17 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
         cls: the class of an ES-SSM with a head, or which of them a baseline stands for.
         fields: of the config, that the data asks for.
     Raises:
-        ValueError: as `make_config`; an unknown architecture; or weights that cannot be read or are not all there.
+        ValueError: as `make_config`; an unknown architecture; no model of as many parameters; or weights that cannot be
+            read or are not all there.
     """
     config = make_config(args, cls.config_class, **fields)
     if args.model_name_or_path:
         return _load_weights(args.model_name_or_path, cls, config)
     if not args.is_baseline:
+        if args.match_parameters:
+            from essm_train.baselines.sizes import matched_variant
+
+            config = matched_variant(config, cls)
         return cls(config).float()
     from essm_train.baselines.models import (
         BaselineForCausalLM,

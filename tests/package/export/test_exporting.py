@@ -31,6 +31,7 @@ CASES = {
         6,
         ((1, 1), (2, 13), (1, 160)),
     ),
+    "ar-released": (VARIANTS["ar-released"] | ONE | {"chunk_size": 64}, 6, ((1, 1), (2, 2), (3, 70))),
     "gated": (VARIANTS["gated"] | ONE | {"chunk_size": 64}, 6, ((1, 1), (2, 2), (3, 70))),  # diagonal in `onnx_folder`
 }
 _INTEGERS = (6, 7, 9)  # int32, int64 and bool of onnx.TensorProto
@@ -472,7 +473,7 @@ def test_script_exports_classifiers(classifier_folder, tmp_path):
     assert_close(torch.from_numpy(logits), expected)
 
 
-@pytest.mark.parametrize("fields", [{}, {"ar_order": 2}, VARIANTS["gated"]], ids=["plain", "ar", "gated"])
+@pytest.mark.parametrize("fields", [VARIANTS[name] for name in ("paper", "ar", "ar-shift", "gated")], ids=str)
 def test_executorch(fields, tmp_path):
     """The script compares every program with the model by itself."""
     pytest.importorskip("executorch.exir")

@@ -70,34 +70,52 @@ def test_no_layer_amplifies_beyond_its_bound(name):
 
 def test_the_cost_model_counts_the_products():
     # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 32, D_g = 8: skip, gate, weights and mixing; then
-    # features, and states with 6 levels.
+    # features, and states of 64 chunks, between which a scan takes 63 + 31 + 15 + 7 + 3 + 1 steps.
     mixer = spectral_mixers(random_model(ESSMModel, hidden_size=32, filter_length=4096, chunk_size=64))[0]
     cost, fixed = layer_cost(mixer, 4, 4096), 32**2 + 32 * 8 + 8 * 4 + 4 + 4 * 32 + 4 * 32**2
-    assert cost["chunked"] == fixed + 4 * 80 * 32 + (16 + 256 / 64 * 6) * 32
+    assert cost["chunked"] == fixed + 4 * 80 * 32 + (16 * 64 * 64 + 256 * (120 + 1)) * 32 / 4096
     assert cost["step"] == fixed + 16 * 17 * 32
     assert cost["fft"] == fixed + 5 * 2.5 * 13 * 32 + 16 * 32
     mixer = spectral_mixers(random_model(ESSMModel, hidden_size=32, filter_length=4096, gating="none"))[0]
     assert cost["step"] - layer_cost(mixer, 4, 4096)["step"] == 32 * 8 + 8 * 4 + 4
 
 
+LENGTHS = {"step": (1, 5), "chunked": (5, 8, 64, 512)}  # of whole chunks, or of less than one
+
+
 @variants
-@pytest.mark.parametrize("length", [1, 5])
-def test_the_cost_model_counts_what_a_layer_computes(variant, length):
+@pytest.mark.parametrize("algorithm, length", [(name, L) for name, lengths in LENGTHS.items() for L in lengths])
+def test_the_cost_model_counts_what_a_layer_computes(variant, algorithm, length, monkeypatch):
     """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u.
 
     Of the gated block also convolution and skip, and a diagonal M_k.
     """
-    part = parts_of(random_model(ESSMModel, spectral_algorithm="step", **variant))[0]
+    module = sys.modules[ESSMModel.__module__.rpartition(".")[0] + ".spectral_chunked"]
+    monkeypatch.setattr(module, "_chunked_forward", module._chunked_forward._init_fn)  # or torch sees one opaque call
+    part = parts_of(random_model(ESSMModel, spectral_algorithm=algorithm, **variant))[0]
     mixer = spectral_mixers(part)[0]
     D, G, d = mixer.skip.weight.shape[-1], mixer.num_heads, mixer.channel_mixing.shape[2]
+    operators = 2 if mixer.negative else 1
     for K in (1, 6, 32):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             part(torch.randn(1, length, 16), K)
-        elements = (K + mixer.operator.num_states(K)) * D * (2 if mixer.ar_order else 1) + (G * K if mixer.gated else 0)
+        N = mixer.operator.num_states(K)
+        elements = operators * (K + (N if algorithm == "step" else 0)) * D + (G * K if mixer.gated else 0)
         elements += (mixer.taps + 1) * D if part is not mixer else 0
         elements += K * D if d == 1 else 0
-        products = layer_cost(part, K, length)["step"] - elements
+        products = layer_cost(part, K, length)[algorithm] - elements
         assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
+
+
+def test_what_ar_stu_costs():
+    """Written out for D = 16, L = 64, K = 5, step by step: negative filters are as much again, the shift is free."""
+    cost = {}
+    for name in ("no-gate", "ar", "ar-shift", "ar-released"):
+        fields = VARIANTS[name] | {"gating": "none"}
+        cost[name] = layer_cost(spectral_mixers(random_model(ESSMModel, **fields))[0], 5, 64)["step"]
+    feedback = 7 * (32**2 * 65 + 32**3) / 64
+    assert cost["ar-released"] == cost["no-gate"] + 2 * 16**2 + feedback
+    assert cost["ar"] == cost["ar-shift"] == cost["ar-released"] + cost["no-gate"] - 16**2
 
 
 @variants

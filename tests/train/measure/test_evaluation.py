@@ -174,13 +174,30 @@ def novels(tmp_path, monkeypatch):
     text.write_text("the spectral state of the spectral budget " * 100)
     tiny = {"train_file": [str(text)], "hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4}
     tiny |= {"filter_length": 512, "block_size": 64, "max_steps": 4, "warmup_steps": 1, "validation_blocks": 2}
-    tiny |= {"sweep_blocks": 2, "per_device_train_batch_size": 2}
+    tiny |= {"sweep_blocks": 2, "per_device_train_batch_size": 2, "block": "paper"}
     tiny |= {"tokenizer_name": str(ROOT / "hub_configs" / "essm-tiny")}
     monkeypatch.setattr(reproduce, "task_arguments", lambda name, data_dir, scale: tiny)
     folders = {"output_dir": str(tmp_path / "runs"), "results_dir": str(tmp_path / "results")}
     return lambda **changes: reproduce.ReproduceArguments(
         **({"seeds": 2, "rows": ["base", "ES-SSM"]} | folders | changes)
     )
+
+
+def test_fixed_models_beside_an_elastic_one_are_costed(novels, tmp_path, monkeypatch):
+    """Rows "K=2" and "K=4": Appendix B's question is answered below the table."""
+    rows = "  K=2: {arguments: {num_spectral_channels: 2}}\n  K=4: {}\n  ES-SSM: {arguments: {gating: softmax}}\n"
+    (tmp_path / "fixed.yaml").write_text(f"question: Retrain or cut?\ntask: novels\nrows:\n{rows}")
+    one = Evaluation(Metric("bits_per_byte", False), (2, 4), ((3.0, 2.5),), ((1.0, 1.0),), (0, 0), (0, 0))
+    training = {"updates": 10, "tokens_per_update": 64, "seconds": [5.0], "parameters": 9, "hardware": "a cpu"}
+
+    def collect(folders):
+        return one, training | {"schedule": "discrete" if "gating" in folders[0].name else "full"}
+
+    monkeypatch.setattr(reproduce, "perform", lambda command, folder: 0.0)
+    monkeypatch.setattr(reproduce, "collect", collect)
+    reproduce.reproduce(str(tmp_path / "fixed.yaml"), novels(rows=None, seeds=1))
+    text = (tmp_path / "results" / "fixed-small.md").read_text()
+    assert text.index("| ES-SSM |") < text.index("| tokens of training | 640 | 640 | 1,280 | 640 | 1/2.0 |")
 
 
 @pytest.mark.slow
@@ -200,7 +217,7 @@ def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypa
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
     assert reproduce.reproduce("table4", novels())["rows"] == rows
     assert capsys.readouterr().out.count("done before") == 4
-    with pytest.raises(RuntimeError, match="gating=none-seed0 holds the run of another command"):
+    with pytest.raises(RuntimeError, match="gating=none-match_parameters=True-seed0 holds the run of another command"):
         reproduce.reproduce("table4", novels(max_steps=5))
 
 

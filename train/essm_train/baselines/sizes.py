@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Baselines with as many parameters as the model that they are compared with."""
+"""Baselines, and variants of the model itself, with as many parameters as the model that they are compared with."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ from transformers import PreTrainedConfig
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedModel
+from modeling_essm import ESSMConfig
+
+# What an ES-SSM has and its variants lack or have more of.
+_OF_ES_SSM = {"gating": "softmax", "ar_order": 0, "ar_negative_filters": True, "ar_feature_shift": 0}
 
 
 def count_parameters(config: PreTrainedConfig, model_class: Callable[[Any], nn.Module]) -> int:
@@ -141,3 +145,46 @@ def _three_sizes(
         lowest, highest = math.ceil(published / 2 / step), 2 * published // step
         inner = step * min(max(round(wanted / step), lowest), highest)
         yield fixed + layers * (per_layer + per_inner * inner), _Sizes(D, layers, inner)
+
+
+def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module], tolerance: float = 0.03) -> ESSMConfig:
+    """That variant of ES-SSM with as many parameters as ES-SSM itself, of the config's sizes with gate, not AR-STU.
+
+    The model width becomes the even number whose model is nearest in size, with all other widths in proportion; the
+    feed-forward layer, if there is one, then takes up the difference, between half and twice its proportion to D.
+
+    Args:
+        model_class: what the parameters are counted of, an ES-SSM with its head.
+        tolerance: largest relative difference.
+    Raises:
+        ValueError: no such model, with the closest one named.
+    """
+    D, fields = config.hidden_size, config.to_dict()
+    target = count_parameters(type(config).from_dict(fields, **_OF_ES_SSM), model_class)
+
+    def make(width: int) -> ESSMConfig:
+        sizes = {name: getattr(config, name) for name in ("gate_hidden_size", "intermediate_size")}
+        sizes = {name: size and max(1, round(size * width / D)) for name, size in sizes.items()}
+        if config.block == "gated":
+            step = config.num_heads * config.mixing_size
+            sizes["inner_size"] = step * max(1, round(config.inner_size * width / D / step))
+        return type(config).from_dict(fields, hidden_size=width, **sizes)
+
+    def count(candidate: ESSMConfig) -> int:
+        return count_parameters(candidate, model_class)
+
+    widths = range(2, 2 * D + 1, 2)
+    i = bisect_left(widths, target, key=lambda width: count(make(width)))
+    best = min(map(make, widths[max(0, i - 1) : i + 1]), key=lambda candidate: abs(count(candidate) - target))
+    if published := best.intermediate_size:
+        parameters = count(best)
+        wider = type(config).from_dict(best.to_dict(), intermediate_size=published + 1)
+        wanted = published + round((target - parameters) / (count(wider) - parameters))
+        inner = min(max(wanted, math.ceil(published / 2)), 2 * published)
+        best = type(config).from_dict(best.to_dict(), intermediate_size=inner)
+    if abs(count(best) / target - 1) > tolerance:
+        raise ValueError(
+            f"no such model has {target:,} parameters within {tolerance:.1%}; the closest has {count(best):,}: "
+            f"hidden_size {best.hidden_size}, intermediate_size {best.intermediate_size}"
+        )
+    return best

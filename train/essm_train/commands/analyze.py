@@ -136,13 +136,14 @@ def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     many gates, K D d to mix the features in blocks of size d, and its projections in and out and those of its
     feed-forward layer, if any. The features themselves:
 
-    chunked  K (C + N) D, and (N + (N^2/C) log2(L/C)) D for the states.
+    chunked  K (C + N) D, and (n C + (s + 1) N) N D / L for the states before each of n = L/C chunks and after the last,
+             which a scan of s < 2 n products by N x N matrices connects.
     fft      the paper's algorithm, O(K L log L D): a real FFT of u and K inverse ones of length n = 2 L, each counted
              as 1.25 n log2 n, and K complex products.
     step     N (N + 1) D for the recurrence.
 
-    AR-STU (`ar_order=2`) has features, weights and mixing twice, 2 D^2 for past inputs, and about
-    log2(L) products by 2D x 2D matrices for the feedback.
+    AR-STU (`ar_order=2`) has 2 D^2 for past inputs, log2(L) + 1 products by 2D x 2D matrices for the feedback, which
+    are squared as often, and with negative filters features, weights and mixing twice. A shift of the features is free.
     """
     mixer = getattr(part, "mixer", part)
     (capacity, D, d), operator = mixer.channel_mixing.shape, mixer.operator
@@ -154,14 +155,15 @@ def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     inside = {id(module) for module in mixer.modules()}
     linear = [x for x in part.modules() if isinstance(x, nn.Linear) and id(x) not in inside]
     fixed = skip + sum(x.weight.numel() for x in linear) + gate + mixer.ar_order * D * D + feedback
-    levels = max(0, math.ceil(math.log2(max(1, length / C))))
+    n = math.ceil(length / C)
+    scan = sum((n >> level) - 1 for level in range(n.bit_length()))
     transform = 1.25 * 2 * math.log2(2 * length)
     features = {
-        "chunked": K * (C + N) * D + (N + N * N / C * levels) * D,
+        "chunked": K * (C + N) * D + (n * C + (scan + 1) * N) * N * D / length,
         "fft": (1 + K) * transform * D + 4 * K * D,
         "step": N * (N + 1) * D,
     }
-    operators = 2 if mixer.ar_order else 1
+    operators = 2 if hasattr(mixer, "channel_mixing_negative") else 1
     return {name: fixed + operators * (count + K * D + K * D * d) for name, count in features.items()}
 
 

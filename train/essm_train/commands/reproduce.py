@@ -40,6 +40,7 @@ from essm_train.commands.errors import command
 from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.evaluation import Evaluation, draw_evaluations
 from essm_train.measure.tables import collect, departures, markdown, read_paper_figures
+from essm_train.measure.training_cost import cost_table
 from essm_train.tasks.catalog import get_task, published_folder, task_arguments
 from essm_train.tasks.experiments import EXPERIMENTS, Row, get_experiment
 
@@ -146,7 +147,7 @@ def reproduce(name: str, args: ReproduceArguments) -> dict[str, Any]:
     collected = {row: collect(folders[row]) for row in wanted}
     evaluations = {row: evaluation for row, (evaluation, _) in collected.items()}
     parameters = {row: training["parameters"] for row, (_, training) in collected.items()}
-    text = markdown(experiment, evaluations, parameters, paper)
+    text = markdown(experiment, evaluations, parameters, paper) + cost_table(collected)
     print("\n" + text)
     record = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale, "seeds": args.seeds}
     record |= {"left out": sorted(absent)}
