@@ -24,7 +24,7 @@ from essm_train.tasks.retrieval import (
     load_retrieval,
     parse_line,
 )
-from modeling_essm import ESSMForPairClassification
+from modeling_essm import ESSMForPairClassification, ESSMPairConfig
 
 TINY = {
     "hidden_size": 16,
@@ -185,6 +185,15 @@ def test_a_configuration_or_weights_make_the_model(finished, files, tmp_path):
     again = retrieval.build_model(arguments(tmp_path, files, **WEIGHTS | {"model_name_or_path": finished / "model"}))
     saved = ESSMForPairClassification.from_pretrained(finished / "model")
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), saved.parameters(), strict=True))
+
+
+def test_a_variant_of_as_many_parameters_keeps_its_head(files, tmp_path):
+    values = {"hidden_size": 32, "num_hidden_layers": 2, "head_hidden_size": 40, "block": "paper"}
+    whole = retrieval.build_model(arguments(tmp_path, files, **values))
+    variant = retrieval.build_model(arguments(tmp_path, files, **values, gating="none", match_parameters=True))
+    assert type(variant.config) is ESSMPairConfig and variant.head.out_features == 40
+    assert abs(variant.num_parameters() / whole.num_parameters() - 1) <= 0.03
+    assert variant.config.intermediate_size > 4 * 32  # in the place of the gate
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module],
         ValueError: no such model, with the closest one named.
     """
     D, fields = config.hidden_size, config.to_dict()
-    target = count_parameters(ESSMConfig.from_dict(fields, **_OF_ES_SSM), model_class)
+    target = count_parameters(type(config).from_dict(fields, **_OF_ES_SSM), model_class)
 
     def make(width: int) -> ESSMConfig:
         sizes = {name: getattr(config, name) for name in ("gate_hidden_size", "intermediate_size")}
@@ -168,7 +168,7 @@ def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module],
         if config.block == "gated":
             step = config.num_heads * config.mixing_size
             sizes["inner_size"] = step * max(1, round(config.inner_size * width / D / step))
-        return ESSMConfig.from_dict(fields, hidden_size=width, **sizes)
+        return type(config).from_dict(fields, hidden_size=width, **sizes)
 
     def count(candidate: ESSMConfig) -> int:
         return count_parameters(candidate, model_class)
@@ -178,10 +178,10 @@ def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module],
     best = min(map(make, widths[max(0, i - 1) : i + 1]), key=lambda candidate: abs(count(candidate) - target))
     if published := best.intermediate_size:
         parameters = count(best)
-        wider = ESSMConfig.from_dict(best.to_dict(), intermediate_size=published + 1)
+        wider = type(config).from_dict(best.to_dict(), intermediate_size=published + 1)
         wanted = published + round((target - parameters) / (count(wider) - parameters))
         inner = min(max(wanted, math.ceil(published / 2)), 2 * published)
-        best = ESSMConfig.from_dict(best.to_dict(), intermediate_size=inner)
+        best = type(config).from_dict(best.to_dict(), intermediate_size=inner)
     if abs(count(best) / target - 1) > tolerance:
         raise ValueError(
             f"no such model has {target:,} parameters within {tolerance:.1%}; the closest has {count(best):,}: "
