@@ -172,14 +172,21 @@ def test_sizes_make_the_encoder(files, tmp_path):
     assert (config.filter_length, config.dropout, config.head_hidden_size) == (4096, 0.0, 16)
 
 
+def test_rates_that_are_not_given_are_recorded_as_before(files, tmp_path):
+    """Or a run started before baselines and configurations could be named here would not continue."""
+    identity = arguments(tmp_path, files, dropout=0.0).identity()
+    assert identity["dropout"] == 0.0 and identity["stochastic_depth"] is None
+
+
 def test_a_configuration_or_weights_make_the_model(finished, files, tmp_path):
     values = dict.fromkeys(SIZES) | {"config_name": ROOT / "hub_configs" / "essm-lra-retrieval"}
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "max_steps": 1}
     sizes = {"num_hidden_layers": 1, "head_hidden_size": 9}
     config = retrieval.build_model(arguments(tmp_path, files, **values | sizes)).config
     assert (config.hidden_size, config.num_hidden_layers, config.head_hidden_size) == (256, 1, 9)
     assert (config.block, config.filter_length) == ("paper", 4096)
     with pytest.raises(ValueError, match=r"max_length must be in \[1, filter_length = 4096\], got 4097"):
-        retrieval.main(arguments(tmp_path, files, **values | {"max_length": 4097}))
+        retrieval.main(arguments(tmp_path, files, **values | small | {"max_length": 4097}))
     with pytest.raises(ValueError, match=r"must hold .* model_type 'essm_two_tower', got model_type 'essm'"):
         retrieval.main(arguments(tmp_path, files, **values | {"config_name": ROOT / "hub_configs" / "essm-tiny"}))
     again = retrieval.build_model(arguments(tmp_path, files, **WEIGHTS | {"model_name_or_path": finished / "model"}))
@@ -273,6 +280,15 @@ def test_a_baseline_of_as_many_parameters_trains(architecture, files, tmp_path):
         hidden = torch.nn.functional.gelu(model.head(torch.cat([a, b, a * b, a - b], -1)))
     assert_close(outputs.logits[:1], model.score(hidden))  # alone, without padding
     assert outputs.loss == torch.nn.functional.cross_entropy(outputs.logits, batch["labels"])
+
+
+def test_a_baseline_of_full_size_has_the_same_head(files, tmp_path):
+    values = dict.fromkeys(SIZES) | {"config_name": ROOT / "hub_configs" / "essm-lra-retrieval"}
+    elastic, baseline = (
+        retrieval.build_model(arguments(tmp_path, files, **values, architecture=name)) for name in ("essm", "s4d")
+    )
+    assert baseline.config.hidden_size != 256 == baseline.head.out_features
+    assert abs(baseline.num_parameters() / elastic.num_parameters() - 1) <= 0.05
 
 
 def test_a_baseline_that_reads_features_is_refused(files, tmp_path):
