@@ -270,12 +270,12 @@ def make(root: Path) -> None:
         folder.mkdir(parents=True)
         config = published.config()
         config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in config.auto_classes.items()}
-        _write_json(folder / "config.json", config.to_json_string(use_diff=True))
+        write_config_file(folder / "config.json", config.to_json_string(use_diff=True))
         (folder / CODE).symlink_to(code, target_is_directory=True)
         if not published.labels:
             with torch.device("meta"):
                 generation_config = published.model_class()(config).generation_config
-            _write_json(folder / "generation_config.json", generation_config.to_json_string())
+            write_config_file(folder / "generation_config.json", generation_config.to_json_string())
         tokenizer = published.tokenizer()
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -285,7 +285,7 @@ def make(root: Path) -> None:
     (root / "README.md").write_text(overview(), encoding="utf-8")
 
 
-def _write_json(path: Path, text: str) -> None:
+def write_config_file(path: Path, text: str) -> None:
     """Without the library's version, which would change the file at every upgrade and means nothing to a loader."""
     record = {key: value for key, value in json.loads(text).items() if key != "transformers_version"}
     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,185 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Make a trained run a folder of this one that loads from a clone, weights and all.
+
+    python hub_configs/release.py --run runs/release/essm-novels-6m --name essm-novels-6m --text_files heldout.txt \\
+        --peers runs/release/essm-8mb runs/release/llama-8mb runs/release/mamba2-8mb --prompts "It was" "My dear"
+
+Written: weights in bf16, config, generation config and tokenizer, the budget profile of the run's model if it has one,
+the curves of the peers, and a card: quality at every budget of what is published, samples, file sizes, training. `code`
+is a link to the package, as in the other folders. The folder is replaced when all of it stands.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from make import CODE, PACKAGE, write_config_file
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from essm_train.arguments import arg
+from essm_train.commands.errors import command
+from essm_train.data.blocks import text_labels
+from essm_train.data.text import read_blocks
+from essm_train.data.tokens import ByteEncoder
+from essm_train.files import publish, temporary_folder, write_figure
+from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
+from essm_train.measure.scoring import num_scored, total_nats
+from essm_train.publish.hub import read_json
+from essm_train.publish.model_card import write_model_card
+from modeling_essm.training.budget_dropout import BUDGETS
+
+SAMPLE_BUDGETS = (2, 4)
+FORMATS = {"bf16": {"dtype": torch.bfloat16}, "int8": {"quantization_config": "int8"}}
+FORMATS["int4"] = {"quantization_config": "int4"}
+
+
+@dataclass
+class ReleaseArguments:
+    """Arguments of the script."""
+
+    run_dir: str = field(metadata={"aliases": ["--run"], "help": "Folder of a finished run of train_clm.py."})
+    name: str = field(metadata={"help": "Of the folder to write, beside this file."})
+    text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
+    text: str = arg("A byte-level language model.", "What it is, for the card.")
+    peers: list[str] | None = arg(None, "Runs on the same first updates, for the curves.")
+    prompts: list[str] = arg(["It was", "My dear"], "What the samples begin with.")
+    block_size: int = arg(1024, "Tokens per held-out block.")
+    max_blocks: int = arg(256, "Held-out blocks, spread evenly over the text.")
+
+
+def sample(model: Any, tokenizer: Any, prompt: str, budget: int) -> str:
+    """120 bytes at temperature 0.7, seed 0; the prompt in bold."""
+    torch.manual_seed(0)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    ids = model.generate(ids, spectral_budget=budget, max_new_tokens=120, do_sample=True, temperature=0.7)[0]
+    written = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(prompt)
+    return f"**{prompt}**{' '.join(written.split(chr(10)))}"
+
+
+def size_rows(source: Path, capacity: int, blocks: Tensor, work: Path) -> list[str]:
+    """File size and bits per byte of every format, and of prefixes in bf16, as rows of a Markdown table."""
+    labels, rows = text_labels(blocks), []
+    for name, options in FORMATS.items():
+        for K in (*SAMPLE_BUDGETS, capacity) if name == "bf16" else (capacity,):
+            model = AutoModelForCausalLM.from_pretrained(source, spectral_capacity=K, **options)
+            model.save_pretrained(work / f"{name}-{K}")
+            size = (work / f"{name}-{K}" / "model.safetensors").stat().st_size
+            model = model.float() if name == "bf16" else model
+            bits = total_nats(model, blocks, labels, K, 8) / num_scored(labels) / math.log(2)
+            rows.append(f"| {name} | {K} | {size / 1e6:.2f} | {bits:.4f} |")
+    return rows
+
+
+def draw_peers(runs: list[Path]) -> Figure:
+    """Bits per byte of the full budget, or of the only one, against the bytes that were read."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        training = read_json(run / "training.json", "")
+        points = []
+        for line in map(json.loads, (run / "log.jsonl").read_text().splitlines()):
+            found = [value for key, value in line.items() if key.startswith("validation bits/byte K=")]
+            points += [(line["update"] * training["tokens_per_update"] / 1e6, found[-1])] if found else []
+        axes.plot(*zip(*points), marker=".", label=f"{run.name}, {training['parameters'] / 1e6:.2f}M parameters")
+    axes.set(xlabel="megabytes of text", ylabel="bits per byte, held out")
+    axes.legend()
+    return figure
+
+
+def template(args: ReleaseArguments, samples: list[str], sizes: list[str]) -> str:
+    """The card with the markers that `write_model_card` fills."""
+    curves = "\n## Beside its peers\n\n![bits per byte against bytes read](peers.png)\n" if args.peers else ""
+    return f"""---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [essm, state-space-model, elastic-inference]
+---
+
+# {args.name}
+
+{args.text} Trained once, it runs with any number of its spectral channels, chosen per call with `spectral_budget`
+([Song and Wang](https://arxiv.org/abs/2601.22488)).
+
+<!-- model -->
+
+<!-- results -->
+{curves}
+## What it writes
+
+Temperature 0.7, seed 0, 120 bytes; the first of one draw each, none was chosen.
+
+{chr(10).join(samples)}
+
+## File sizes
+
+| weights | channels | MB | bits per byte |
+|---|---|---|---|
+{chr(10).join(sizes)}
+
+<!-- training -->
+
+<!-- loading -->
+
+<!-- limits -->
+"""
+
+
+def release(args: ReleaseArguments, root: Path) -> Path:
+    """Write `root`/`args.name`; the folder.
+
+    Raises:
+        ValueError: the run has not ended. OSError: no such text, or the run has no model.
+    """
+    run, folder = Path(args.run_dir), root / args.name
+    source, training = run / "model", read_json(run / "training.json", "; the run has not ended")
+    blocks, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16),
+        AutoTokenizer.from_pretrained(source),
+    )
+    new = temporary_folder(folder)
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    for path in new.glob("*.py"):
+        path.unlink()
+    (new / CODE).symlink_to(os.path.relpath(PACKAGE, root.resolve() / "name"), target_is_directory=True)
+    model.config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in model.config.auto_classes.items()}
+    write_config_file(new / "config.json", model.config.to_json_string(use_diff=True))
+    write_config_file(new / "generation_config.json", model.generation_config.to_json_string())
+    model = model.float()  # the rounded weights in the arithmetic of a CPU
+    sweep = sweep_budgets(model, blocks, text_labels(blocks), budgets=BUDGETS)
+    save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size)
+    if args.peers:
+        write_figure(new / "peers.png", draw_peers([Path(peer) for peer in args.peers]))
+    capacity = model.config.num_spectral_channels
+    budgets = dict.fromkeys((*(K for K in SAMPLE_BUDGETS if capacity > K), capacity))
+    samples = [f"- K = {K}: {sample(model, tokenizer, prompt, K)}" for prompt in args.prompts for K in budgets]
+    with tempfile.TemporaryDirectory() as work:
+        card = Path(work) / "template.md"
+        card.write_text(template(args, samples, size_rows(source, capacity, blocks[:64], Path(work))))
+        record = read_json(new / "budget_sweep.json", "")
+        picture = new / "budget_sweep.png"
+        write_model_card(new, sweep=record, training=training, hub_model_id=args.name, template=card, picture=picture)
+    publish(new, folder)
+    return folder
+
+
+def main(args: ReleaseArguments) -> None:
+    """Release a run from the command line."""
+    folder = release(args, Path(__file__).resolve().parent)
+    size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    print(f"wrote {folder}, {size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    command(main, ReleaseArguments)()
