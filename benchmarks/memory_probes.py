@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from essm_train.baselines.config import BaselineConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
 
 from . import common, sweep_tables, sweeps
@@ -82,6 +83,8 @@ class Settings:
 
 class Regressor(nn.Module):
     """A number for every position, from (B, L, 2): the signal and a constant one, so that every encoder has a bias."""
+
+    config_class = BaselineConfig  # of the peers
 
     def __init__(self, config: Any):
         super().__init__()

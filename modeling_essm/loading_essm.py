@@ -22,6 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from .channels import (
@@ -54,9 +55,10 @@ class Companions:
         return None
 
     def code(self, model: Any) -> dict[str, str]:
-        """By name, the text of every file with code of the model: those of this folder."""
-        files = (path for path in Path(__file__).parent.glob("*.py") if path.stem != "__init__")
-        return {path.name: path.read_text(encoding="utf-8") for path in files}
+        """By name, the text of the files that hold the model's classes, and of what these import from beside them."""
+        classes = {Path(__file__).with_name(f"{name.split('.')[0]}.py") for name in model.config.auto_classes.values()}
+        files = classes.union(*(map(Path, get_relative_import_files(path)) for path in classes))
+        return {path.name: path.read_text(encoding="utf-8") for path in sorted(files)}
 
     def profile(self, model: Any) -> str | None:
         """The text of the budget profile, as it is; None without one. Raises ValueError for one not to be saved."""
