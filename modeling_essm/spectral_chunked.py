@@ -2,14 +2,16 @@
 """(R) unrolled over chunks of C steps, so that everything is a matrix product; the default algorithm.
 
 The state before every chunk comes from a scan over chunks, x_{c+1} = carry x_c + inject u_c, as a tree: n products in
-log2(n) levels. `spectral_groups` does the work inside the chunks. One opaque operator forward and one backward, so that
-torch.compile neither unrolls the loop over groups nor stores features; torch.export, torch.func and forward-mode AD get
-plain tensor operations instead. Shapes as in `SpectralOperator.__call__`.
+log2(n) levels. The work inside the chunks is that of `spectral_groups`, or of `spectral_folded` on an accelerator. One
+opaque operator forward and one backward, so that torch.compile neither unrolls the loop over groups nor stores
+features; torch.export, torch.func and forward-mode AD get plain tensor operations instead. Shapes as in
+`SpectralOperator.__call__`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .spectral_constants import Realization, channel_readout, chunk_constants, feature_dtype, state_dtype, state_matmul
+from .spectral_folded import mix_dense_folded, unmix_dense_folded
 from .spectral_groups import mix_dense, mix_heads, unmix_dense, unmix_heads
 from .tracing import is_transformed
 
@@ -85,6 +88,13 @@ def _cut(u: Tensor, gates: Tensor, C: int) -> tuple[Tensor, Tensor]:
     return _pad_length(u, n * C).view(B, n, C, D), chunk_gates
 
 
+def _inside_chunks(M: Tensor) -> tuple[Callable, Callable]:
+    """What computes y of all chunks with these weights where they lie, and what computes the gradients."""
+    if M.ndim == 4:
+        return mix_heads, unmix_heads
+    return (mix_dense, unmix_dense) if M.device.type == "cpu" else (mix_dense_folded, unmix_dense_folded)
+
+
 # Each copy of this module registers its own operators: the package and remote code may live in one process.
 _NAMESPACE = "essm_" + hashlib.sha1(__name__.encode()).hexdigest()[:8]
 
@@ -99,7 +109,7 @@ def _chunked_forward(
     readout, powers = chunk_constants(basis, u)
     chunks, chunk_gates = _cut(u, gates, C)
     x = _states_before_chunks(chunks, x0, readout, powers)
-    mix = mix_heads if M.ndim == 4 else mix_dense
+    mix, _ = _inside_chunks(M)
     y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
@@ -140,7 +150,7 @@ def _chunked_backward(
     n, R = chunks.shape[1], chunk_gates.shape[1]
     # 1. Inside the chunks.
     dy = _pad_length(dy, n * R).reshape(B * n, R, dy.shape[2])
-    unmix = unmix_heads if M.ndim == 4 else unmix_dense
+    _, unmix = _inside_chunks(M)
     dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)

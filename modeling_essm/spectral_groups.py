@@ -35,7 +35,7 @@ def _chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
     return max(1, _GROUP_BYTES_ACCELERATOR // chunk_bytes)
 
 
-def _groups(chunks: Tensor, x: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+def groups(chunks: Tensor, x: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Group by group its place among the m chunks, and [u; x] (size, C + N, D) of chunks (m, C, D) and x (m, N, D)."""
     for a in range(0, len(chunks), size):
         g = slice(a, a + size)
@@ -58,7 +58,7 @@ def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     y = chunks.new_empty(m, R, M.shape[2])
     group = _chunks_per_group((R, K, D), chunks)
     buffer = W.new_empty(min(group, m), R * K, D)
-    for g, inputs in _groups(chunks, x, group, W.dtype):
+    for g, inputs in groups(chunks, x, group, W.dtype):
         features = torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=buffer[: len(inputs)])
         features.view(-1, R, K, D).mul_(gates[g])
         torch.mm(features.view(-1, K * D).to(y.dtype), M_flat, out=y[g].view(-1, M.shape[2]))
@@ -83,7 +83,7 @@ def unmix_dense(
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
     group = _chunks_per_group((R, K, D), chunks)
     buffers = W.new_empty(3, min(group, m), R * K, D)
-    for g, inputs in _groups(chunks, x, group, W.dtype):
+    for g, inputs in groups(chunks, x, group, W.dtype):
         features, dgated, product = buffers[:, : len(inputs)]
         dy_rows, gate = dy[g].reshape(-1, dy.shape[2]), gates[g].reshape(-1, R * K, 1)  # gates may be expanded
         torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=features)
@@ -113,7 +113,7 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     y = chunks.new_empty(m, R, h * e)
     group = _chunks_per_group((D, K, R), chunks)
     buffer = W.new_empty(min(group, m), D, K * R)
-    for g, inputs in _groups(chunks, x, group, W.dtype):
+    for g, inputs in groups(chunks, x, group, W.dtype):
         features = torch.bmm(inputs.mT, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
         gated = features.view(-1, G, D // G, K, R).mul_(gates[g]).view(-1, h, d * K, R).to(y.dtype)
         if d == e == 1 and K * R < _SMALL_PRODUCT:
@@ -138,7 +138,7 @@ def unmix_heads(
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
     group = _chunks_per_group((D, K, R), chunks)
     buffers = W.new_empty(3, min(group, m), D, K * R)
-    for g, inputs in _groups(chunks, x, group, W.dtype):
+    for g, inputs in groups(chunks, x, group, W.dtype):
         count = len(inputs)
         features, dgated, product = buffers[:, :count]
         torch.bmm(inputs.mT, W.expand(count, -1, -1), out=features)

@@ -5,7 +5,8 @@ import pytest
 import torch
 from operators import TOLERANCE, H, make_inputs, reachable_state, relative_error, run
 
-from modeling_essm import spectral_basis, spectral_constants
+from modeling_essm import spectral_basis, spectral_chunked, spectral_constants, spectral_folded
+from modeling_essm.spectral_folded import mix_dense_folded, unmix_dense_folded
 from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator
 
 
@@ -27,6 +28,34 @@ def test_agrees_with_the_definition(dtype, algorithm, padded, B, L, K):
     for name in expected:
         error = relative_error(actual[name], expected[name])
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("B", "L", "K"), [(2, 63, 3), (3, 200, 32), (2, 321, 2), (1, 7, 1)])
+@pytest.mark.parametrize("chunks_per_group", [1, 4])
+def test_what_an_accelerator_runs_agrees_with_the_definition(dtype, B, L, K, chunks_per_group, monkeypatch):
+    """With the gates folded into W, in groups of all sizes."""
+    monkeypatch.setattr(spectral_chunked, "_inside_chunks", lambda M: (mix_dense_folded, unmix_dense_folded))
+    monkeypatch.setattr(spectral_folded, "_group_size", lambda *shape: chunks_per_group)
+    operator = SpectralOperator(H)
+    u, gates, M = make_inputs(B, L, K, dtype=dtype)
+    M = torch.cat([M, torch.ones_like(M[:1])])  # beyond the budget
+    x0 = reachable_state(operator, K, u.shape[-1], B, dtype)
+    expected = run(operator, "naive", u, gates, M, x0, None)
+    actual = run(operator, "chunked", u, gates, M, x0, None)
+    assert not actual["dM"][K:].any()
+    for name in expected:
+        error = relative_error(actual[name], expected[name])
+        assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+def test_groups_of_an_accelerator_are_a_fixed_size_or_part_of_its_memory(monkeypatch):
+    u = torch.empty(0, dtype=torch.bfloat16)
+    monkeypatch.setattr(spectral_folded, "_memory", lambda device: 80 << 30)
+    assert spectral_folded._group_size(64, 8, 1024, u) == (35 << 20) * 8 // (64 * 8 * 1024 * 2)
+    monkeypatch.setattr(spectral_folded, "_memory", lambda device: 4 << 30)
+    assert spectral_folded._group_size(64, 8, 1024, u) == (4 << 30) // 32 // (64 * 8 * 1024 * 2)
+    assert spectral_folded._group_size(512, 32, 1 << 16, u) == 1
 
 
 HEADS = {  # D, heads h, widths d and e, gates a channel G
