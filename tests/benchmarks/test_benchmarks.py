@@ -26,6 +26,7 @@ TINY = {  # report: arguments
     "prefix_loading": [],
     "quantization": [],
     "speculative": ["--tokens", "8"],
+    "serving": ["--loads", "0.5"],
     "training_step": ["--table", "models", "--length", "64"],
     "training_step_essm": ["--table", "essm", "--lengths", "64", "32", "--batches", "1", "2"],
     "training_step_dropout": ["--table", "dropout", "--length", "64"],

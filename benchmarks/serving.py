@@ -1,0 +1,161 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What do users wait for when requests arrive by themselves, and how many tokens a second does a batch serve?
+
+    python -m benchmarks.serving --model hub_configs/essm-novels-6m
+    python -m benchmarks.serving --config hub_configs/essm-gated-20m --loads 0.5 0.9
+
+An open loop: requests arrive at random times (Poisson), whether or not the earlier ones are answered, with prompts of
+16 to 512 bytes, 16 to 128 new tokens and a budget of 2, 4 or the capacity; all drawn once, the same for every server.
+`modeling_essm.decoding.ContinuousBatch` serves them, then the same with one row at a time. A load is the share of what
+the batch serves when all requests are there at once, which is measured first. Waiting is told from arrival: to the
+first token, between tokens, to the last; median, 90% and 99%. The share of requests that both servers answer with the
+same tokens is told: other sizes of a batch round otherwise, which shows where two tokens are nearly as likely. Weights
+are random without --model. fp32 on the CPU, one thread; bf16 on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from modeling_essm import ESSMForCausalLM
+from modeling_essm.decoding import ContinuousBatch
+
+from . import common
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass
+class Arrival:
+    """A request, and when things happened to it, in seconds from the start."""
+
+    at: float
+    prompt: list[int]
+    new: int
+    budget: int
+    times: list[float] = field(default_factory=list)  # of its tokens
+    tokens: list[int] = field(default_factory=list)
+
+
+def draw_requests(count: int, capacity: int, args: argparse.Namespace) -> list[Arrival]:
+    """Without times of arrival."""
+    rng = np.random.default_rng(0)
+    longest, new = (24, 6) if args.quick else (512, 128)
+    budgets = sorted({min(K, capacity) for K in (2, 4, capacity)})
+    requests = []
+    for _ in range(count):
+        length = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
+        prompt = rng.integers(32, 127, length).tolist()
+        requests.append(Arrival(0.0, prompt, int(rng.integers(min(16, new), new + 1)), int(rng.choice(budgets))))
+    return requests
+
+
+def serve(model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, rows: int) -> tuple[list[Arrival], float]:
+    """Answers of all requests, arriving at that many a second (None: all at once), and seconds to the last token."""
+    rng = np.random.default_rng(1)
+    at = np.zeros(len(drawn)) if rate is None else np.cumsum(rng.exponential(1 / rate, len(drawn)))
+    arrivals = [Arrival(float(t), one.prompt, one.new, one.budget) for t, one in zip(at, drawn)]
+    batch = ContinuousBatch(model, max_state_bytes=1 << 34, max_rows=rows, prefill_chunk_size=128)
+    start, coming, requests = time.perf_counter(), list(arrivals), []
+    now = lambda: time.perf_counter() - start  # noqa: E731
+    while coming or batch:
+        while coming and coming[0].at <= now():
+            one = coming.pop(0)
+            arrived = lambda token, one=one: (one.times.append(now()), one.tokens.append(token))  # noqa: E731
+            requests.append(batch.submit(one.prompt, one.new, one.budget, eos_token_id=[], on_token=arrived))
+        if batch:
+            batch.step()
+        elif coming:
+            time.sleep(max(0.0, min(0.01, coming[0].at - now())))
+    failed = [request.error for request in requests if request.status != "finished"]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(requests)} requests failed, the first with: {failed[0]!r}")
+    return arrivals, now()
+
+
+def waiting(arrivals: list[Arrival]) -> dict[str, dict[str, float]]:
+    """Percentiles of what requests waited, in seconds."""
+    samples = {
+        "first token": [one.times[0] - one.at for one in arrivals],
+        "between tokens": [gap for one in arrivals for gap in np.diff(one.times)],
+        "last token": [one.times[-1] - one.at for one in arrivals],
+    }
+    return {what: {f"p{p}": float(np.percentile(values, p)) for p in PERCENTILES} for what, values in samples.items()}
+
+
+def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespace) -> dict[str, Any]:
+    """Throughput of both servers, and waiting under every load."""
+    tokens = sum(one.new for one in drawn)
+    serve(model, drawn[:2], None, args.rows)  # warm-up
+    throughput: dict[str, list[float]] = {"batch": [], "one at a time": []}
+    given: dict[str, list[list[int]]] = {}
+    for _ in range(args.rounds):
+        for name, rows in (("batch", args.rows), ("one at a time", 1)):
+            answers, seconds = serve(model, drawn, None, rows)
+            throughput[name].append(tokens / seconds)
+            given[name] = [one.tokens for one in answers]
+    same = sum(a == b for a, b in zip(*given.values())) / len(drawn)
+    result: dict[str, Any] = {"equal_answers": same}
+    result |= {"tokens_per_second": {name: common.spread(v) for name, v in throughput.items()}}
+    result["batch_over_one"] = common.ratio(throughput["batch"], throughput["one at a time"])
+    most = result["tokens_per_second"]["batch"]["median"] * len(drawn) / tokens  # requests a second
+    result["results"] = []
+    for load in args.loads:
+        for name, rows in (("batch", args.rows), ("one at a time", 1)):
+            answers, seconds = serve(model, drawn, load * most, rows)
+            row = {"server": name, "load": load, "requests_per_second": load * most}
+            row |= {"tokens_per_second": tokens / seconds, "seconds": waiting(answers)}
+            result["results"].append(row)
+    return result
+
+
+def main(argv: list[str] | None = None) -> dict:
+    p = common.parser(__doc__)
+    common.add_config(p)
+    p.add_argument("--model", type=Path, help="saved language model; else one of --config with random weights")
+    p.add_argument("--rows", type=int, default=16, help="requests that run at once")
+    p.add_argument("--requests", type=int, default=None)
+    p.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    p.set_defaults(rounds=3)
+    args = p.parse_args(argv)
+    if not all(load > 0 for load in args.loads):
+        p.error(f"--loads must be positive, got {args.loads}")
+    torch.manual_seed(0)
+    if args.model is not None:
+        model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    else:
+        model = ESSMForCausalLM(common.configuration(args, **({"num_hidden_layers": 2} if args.quick else {})))
+    config = model.config
+    count = args.requests or (6 if args.quick else 96)
+    settings = {"rows": args.rows, "requests": count, "threads": 1, **common.model_settings(args, config)}
+    if args.model is not None:
+        settings["config"] = args.model.name
+    device, report = common.start("serving", args, **settings)
+    model = model.eval().to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    with common.threads(1):
+        report |= measure(model, draw_requests(count, config.num_spectral_channels, args), args)
+    speed = report["tokens_per_second"]
+    print(f"{report['equal_answers']:.0%} of requests are answered alike")
+    print(", ".join(f"{name}: {speed[name]['median']:.0f} tokens/s" for name in speed))
+    rows = []
+    for r in report["results"]:
+        cells = [r["server"].replace(" ", "_"), r["load"], r["tokens_per_second"]]
+        rows.append(cells + [r["seconds"][what][f"p{p}"] * 1e3 for what in r["seconds"] for p in PERCENTILES])
+    header = "server load tokens/s " + " ".join(
+        f"{what}_p{p}_ms" for what in ("first", "between", "last") for p in PERCENTILES
+    )
+    common.table(header, rows)
+    most = report["batch_over_one"]["median"]
+    report["targets"] = [common.target("tokens/s of the batch over one request at a time", most, least=1.0)]
+    return common.finish(report, args, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Continuous batching: requests of different lengths and budgets share one running batch, and come and go at any step.
+
+    batch = ContinuousBatch(model, max_state_bytes=1 << 30)
+    request = batch.submit(input_ids, max_new_tokens=100, spectral_budget=6)
+    while batch:
+        batch.step()  # request.tokens grows
+    request.status    # "finished"
+
+Every step reads one piece of one prompt and decodes one token of every running row, so a long prompt delays the others
+by a piece at a time. A row's state has a size that is known before it is read, so a request waits until there is room
+for it and never has to be put out again. Rows are computed each by itself: what one asks for, and how it ends, changes
+no other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from ..cache_essm import ESSMCache
+
+WAITING, READING, RUNNING, FINISHED, CANCELLED, FAILED = STATUS = (
+    "waiting",
+    "reading",
+    "running",
+    "finished",
+    "cancelled",
+    "failed",
+)
+
+
+class Request:
+    """What was asked for, and what has come of it.
+
+    Attributes:
+        tokens: new ids so far, those of eos_token_id included. status: one of STATUS. error: why it failed, or None.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        max_new_tokens: int,
+        budget: int,
+        ends: frozenset[int],
+        processor: LogitsProcessorList | None,
+        generator: torch.Generator | None,
+        on_token: Callable[[int], None] | None,
+    ):
+        self.input_ids, self.max_new_tokens, self.budget, self.ends = input_ids, max_new_tokens, budget, ends
+        self.processor, self.generator, self.on_token = processor, generator, on_token
+        self.tokens: list[int] = []
+        self.status = WAITING
+        self.error: Exception | None = None
+        self._cache: ESSMCache | None = None  # while it is being read
+        self._read = 0
+
+    @property
+    def over(self) -> bool:
+        return self.status in (FINISHED, CANCELLED, FAILED)
+
+    def fail(self, error: Exception) -> None:
+        self.status, self.error = FAILED, error
+
+    def take(self, logits: Tensor, likeliest: int, finite: bool) -> None:
+        """Choose the next token and see whether it was the last; what goes wrong ends this request alone.
+
+        Args:
+            logits: (V,) of its row. likeliest: their argmax. finite: whether all are.
+        """
+        if self.over:  # ended by another one's on_token
+            return
+        try:
+            if not finite:
+                raise FloatingPointError("the model's logits are not finite")
+            token = likeliest
+            if self.processor is not None:
+                ids = torch.cat([self.input_ids, self.input_ids.new_tensor([self.tokens])], 1)
+                logits = self.processor(ids, logits[None].float())[0]
+                token = int(logits.argmax())
+            if self.generator is not None:
+                token = int(torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=self.generator))
+            self.tokens.append(token)
+            if self.on_token is not None:
+                self.on_token(token)
+        except Exception as error:  # a caller's function may raise anything
+            self.fail(error)
+        else:
+            if not self.over and (token in self.ends or len(self.tokens) == self.max_new_tokens):
+                self.status = FINISHED
+
+
+class ContinuousBatch:
+    """A running batch over one model, driven by calls of `step`; not for several threads at once.
+
+    Args:
+        model: ESSMForCausalLM in evaluation mode, with spectral layers only.
+        max_state_bytes: that all states together may take (and twice that for the moment in which rows join or leave);
+            decides how many requests run at once.
+        max_rows: the most requests that run at once, or None. prefill_chunk_size: prompt tokens of one piece.
+    Raises:
+        ValueError: a model in training, or a limit below 1.
+    """
+
+    def __init__(
+        self, model: Any, max_state_bytes: int, max_rows: int | None = None, prefill_chunk_size: int = 512
+    ) -> None:
+        limits = {"max_state_bytes": max_state_bytes, "prefill_chunk_size": prefill_chunk_size}
+        for name, value in (limits | ({} if max_rows is None else {"max_rows": max_rows})).items():
+            _require_positive(name, value)
+        if model.training:
+            raise ValueError("requests are served in evaluation mode: call model.eval() first")
+        self.model, self.max_state_bytes = model, max_state_bytes
+        self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
+        self._waiting: deque[Request] = deque()
+        self._reading: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._cache: ESSMCache | None = None  # of the running rows, in their order
+        self._row_bytes: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        """Whether any request is not over."""
+        return bool(self._waiting or self._reading or self._running)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a state."""
+        return len(self._running) + len(self._reading)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all states held now."""
+        caches = [self._cache, *(request._cache for request in self._reading)]
+        return sum(cache.num_bytes for cache in caches if cache is not None)
+
+    def submit(
+        self,
+        input_ids: Tensor | Sequence[int],
+        max_new_tokens: int,
+        spectral_budget: int | str | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        generator: torch.Generator | None = None,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Request:
+        """Queue a request; `step` works on it.
+
+        Args:
+            input_ids: (L,) or (1, L) prompt, L >= 1. spectral_budget: one budget for all layers.
+            eos_token_id: ids that end it; by default those of the model's generation_config.
+            logits_processor: applied to (1, V) logits before a token is chosen. generator: on the CPU; draws from the
+                probabilities, where without one the likeliest token is taken.
+            on_token: called with every new token; if it raises, the request fails.
+        Raises:
+            ValueError: an empty prompt, ids out of range, a bad budget, or a state larger than max_state_bytes.
+        """
+        ids = torch.as_tensor(input_ids, dtype=torch.int64).reshape(1, -1).to(self.model.device)
+        vocabulary = self.model.config.vocab_size
+        if ids.shape[1] == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise ValueError(f"input_ids must be at least one id in [0, {vocabulary - 1}], got {ids[0].tolist()[:20]}")
+        _require_positive("max_new_tokens", max_new_tokens)
+        resolved = self.model.config.resolve_budget(spectral_budget, batch_size=1)
+        budget = max(resolved.layers)  # layers of less capacity run at theirs
+        if resolved.rows is not None or resolved.layers != self.model.config.resolve_budget(budget).layers:
+            raise ValueError(f"a request has one spectral_budget for all layers, got {spectral_budget!r}")
+        if (needed := self._bytes_of(budget)) > self.max_state_bytes:
+            raise ValueError(
+                f"spectral_budget {budget} takes {needed} bytes of state a row, more than max_state_bytes "
+                f"{self.max_state_bytes}"
+            )
+        if eos_token_id is None:
+            eos_token_id = self.model.generation_config.eos_token_id
+        ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
+        request = Request(ids, max_new_tokens, budget, frozenset(ends), logits_processor, generator, on_token)
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End a request now, wherever it stands, and free its state; one that is over stays as it is."""
+        if not request.over:
+            request.status = CANCELLED
+            self._drop_those_over()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what there is room for, read one piece of one prompt, decode one token of every running row."""
+        while self._waiting and self._has_room(self._waiting[0]):
+            request = self._waiting.popleft()
+            request.status = READING
+            self._reading.append(request)
+        if self._running:
+            self._decode()
+        if self._reading:
+            self._read(self._reading[0])
+        self._drop_those_over()
+
+    def _has_room(self, request: Request) -> bool:
+        held = [*self._reading, *self._running]
+        if self.max_rows is not None and len(held) >= self.max_rows:
+            return False
+        widest = max(self._bytes_of(other.budget) for other in [*held, request])  # rows of a batch are as wide
+        return (len(held) + 1) * widest <= self.max_state_bytes
+
+    def _bytes_of(self, budget: int) -> int:
+        """State of one row, from a look at one."""
+        if budget not in self._row_bytes:
+            with torch.inference_mode():
+                one = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
+                cache = self.model(one, use_cache=True, spectral_budget=budget).past_key_values
+            self._row_bytes[budget] = cache.num_bytes
+        return self._row_bytes[budget]
+
+    def _read(self, request: Request) -> None:
+        piece = request.input_ids[:, request._read : request._read + self.prefill_chunk_size]
+        try:
+            out = self.model(
+                piece,
+                past_key_values=request._cache,
+                use_cache=True,
+                spectral_budget=request.budget,
+                logits_to_keep=1,
+            )
+        except Exception as error:  # such as no memory for the piece
+            request.fail(error)
+            return
+        request._cache, request._read = out.past_key_values, request._read + piece.shape[1]
+        if request._read < request.input_ids.shape[1]:
+            return
+        self._reading.popleft()
+        state, request._cache, request.status = out.past_key_values, None, RUNNING
+        _take_each([request], out.logits[:, -1])
+        if not request.over:
+            self._cache = state if self._cache is None else ESSMCache.merge([self._cache, state])
+            self._running.append(request)
+
+    def _decode(self) -> None:
+        budgets = [request.budget for request in self._running]
+        tokens = torch.tensor([[request.tokens[-1]] for request in self._running], device=self.model.device)
+        same = len(set(budgets)) == 1  # then a compiled step fits
+        budget = budgets[0] if same else torch.tensor(budgets)
+        try:
+            out = self.model(tokens, past_key_values=self._cache, use_cache=True, spectral_budget=budget)
+        except Exception as error:  # some layers' states have advanced, and others have not
+            for request in self._running:
+                request.fail(error)
+            return
+        _take_each(self._running, out.logits[:, -1])
+
+    def _drop_those_over(self) -> None:
+        for request in self._reading:
+            request._cache = None if request.over else request._cache
+        self._waiting = deque(request for request in self._waiting if not request.over)
+        self._reading = deque(request for request in self._reading if not request.over)
+        stay = [i for i, request in enumerate(self._running) if not request.over]
+        if len(stay) < len(self._running):
+            self._running = [self._running[i] for i in stay]
+            self._cache = self._cache.select(stay) if stay and self._cache is not None else None
+
+
+def _take_each(requests: list[Request], logits: Tensor) -> None:
+    """Give every request its row of logits (B, V); the device is waited for once."""
+    likeliest, finite = logits.argmax(-1).tolist(), logits.isfinite().all(-1).tolist()
+    for row in zip(requests, logits, likeliest, finite):
+        row[0].take(*row[1:])
+
+
+def _require_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
