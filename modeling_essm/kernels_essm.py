@@ -43,7 +43,7 @@ def _jit(function: Any) -> Any:
 _INTERPRETED = triton is not None and tl.constexpr(triton.knobs.runtime.interpret)
 
 _MOST_STATES, _STEPS = 64, (16, 64)
-_HEAD_WIDTHS = (16, 128)
+_HEAD_WIDTHS = {torch.bfloat16: (16, 128), torch.float32: (16, 64)}  # wider tiles do not fit the shared memory
 _SMS = 132  # of an H100
 _FEW_CHUNKS = 256  # one program takes them one by one, however few programs there are
 _SHORTEST_SEGMENT = 64
@@ -68,11 +68,11 @@ def use_kernels(
             return False
     elif torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    if dtype not in (torch.float32, torch.bfloat16) or N > _MOST_STATES or not _STEPS[0] <= C <= _STEPS[1]:
+    if dtype not in _HEAD_WIDTHS or N > _MOST_STATES or not _STEPS[0] <= C <= _STEPS[1]:
         return False
     if mixing is None or mixing[0] == D:
         return True
-    smallest, largest = _HEAD_WIDTHS
+    smallest, largest = _HEAD_WIDTHS[dtype]
     if mixing == (1, 1):
         return smallest <= D // G
     return smallest <= min(mixing) and max(mixing) <= largest
@@ -372,13 +372,19 @@ def _padded(size: int, least: int = 16) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
-def _paddings(basis: Realization) -> dict[str, int]:
-    return {"C_P": _padded(basis.C), "N_P": _padded(basis.N, 32)}
+def _options(basis: Realization) -> dict[str, int]:
+    """Those of all kernels but the scans. More stages would spill registers, here as in `_heads_forward`."""
+    return {"C_P": _padded(basis.C), "N_P": _padded(basis.N, 32), "num_warps": 8, "num_stages": 2}
 
 
-def _columns(width: int) -> int:
-    """Columns of a tile: 128, or fewer where that pads less."""
-    return 128 if width % 128 == 0 else min(128, max(32, width & -width), _padded(width))
+def _readout(basis: Realization, K: int, like: Tensor, options: dict[str, int]) -> Tensor:
+    return padded_readout(basis, K, like, options["C_P"], options["N_P"])
+
+
+def _columns(width: int, like: Tensor, most: int = 128) -> int:
+    """Columns of a tile: at most that many, in fp32 32 since registers would spill, and fewer where that pads less."""
+    most = most if like.dtype == torch.bfloat16 else 32
+    return most if width % most == 0 else min(most, max(32, width & -width), _padded(width))
 
 
 def _segment(programs: int, n: int) -> int:
@@ -447,16 +453,16 @@ def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     chunks, x, gates = chunks.contiguous(), x.contiguous(), gates.contiguous()
     m, C, D = chunks.shape
     R, K = gates.shape[1:]
-    sizes = _paddings(basis) | {"COLUMNS": _columns(D)}
-    W, M_flat = padded_readout(basis, K, chunks, sizes["C_P"], sizes["N_P"]), M[:K].reshape(K * D, -1)
+    options = _options(basis) | {"COLUMNS": _columns(D, chunks)}
+    W, M_flat = _readout(basis, K, chunks, options), M[:K].reshape(K * D, -1)
     y = chunks.new_empty(m, R, M.shape[2])
     group = max(1, _GROUP_OUTPUTS // (R * max(D, M.shape[2])))
     buffer = chunks.new_empty(min(group, m), R, K * D)
     for a in range(0, m, group):
         g = slice(a, a + group)
         features = buffer[: len(y[g])]
-        args = W, chunks[g], x[g], gates[g], features, R, K, C, basis.N, D
-        _launch(_dense_forward, (len(features), _ceil_div(D, sizes["COLUMNS"])), *args, **sizes, num_warps=8)
+        grid = len(features), _ceil_div(D, options["COLUMNS"])
+        _launch(_dense_forward, grid, W, chunks[g], x[g], gates[g], features, R, K, C, basis.N, D, **options)
         torch.mm(features.view(-1, K * D), M_flat, out=y[g].view(-1, M.shape[2]))
     return y
 
@@ -468,22 +474,22 @@ def unmix_dense(
     dy, chunks, x, gates = dy.contiguous(), chunks.contiguous(), x.contiguous(), gates.contiguous()
     m, C, D = chunks.shape
     R, K = gates.shape[1:]
-    sizes = _paddings(basis) | {"COLUMNS": _columns(D)}
-    W, M_flat = padded_readout(basis, K, chunks, sizes["C_P"], sizes["N_P"]), M[:K].reshape(K * D, -1)
+    options = _options(basis) | {"COLUMNS": _columns(D, chunks)}
+    W, M_flat = _readout(basis, K, chunks, options), M[:K].reshape(K * D, -1)
     dM = torch.zeros(M.shape, dtype=torch.float32, device=M.device)
     dM_flat = dM[:K].view(K * D, -1)
     dchunks, dx, dgates = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x), x.new_empty(m, R, K)
     group = max(1, _GROUP_OUTPUTS // (R * max(D, M.shape[2])))
     buffer = chunks.new_empty(min(group, m), R, K * D)
-    partial = x.new_empty(_ceil_div(D, sizes["COLUMNS"]), min(group, m), R, K)
     for a in range(0, m, group):
         g = slice(a, a + group)
         rows = dy[g].view(-1, dy.shape[2])
         features = buffer[: len(dy[g])]
-        by_block = partial.view(-1)[: len(partial) * features.shape[0] * R * K].view(len(partial), -1, R, K)
         torch.mm(rows, M_flat.T, out=features.view(-1, K * D))
-        args = W, chunks[g], x[g], gates[g], features, dchunks[g], dx[g], by_block, R, K, C, basis.N, D
-        _launch(_dense_backward, (len(features), len(partial)), *args, **sizes, num_warps=8)
+        grid = len(features), _ceil_div(D, options["COLUMNS"])
+        by_block = x.new_empty(grid[1], grid[0], R, K)
+        tensors = W, chunks[g], x[g], gates[g], features, dchunks[g], dx[g], by_block
+        _launch(_dense_backward, grid, *tensors, R, K, C, basis.N, D, **options)
         torch.sum(by_block, 0, out=dgates[g])
         _add_product(dM_flat, features.view(-1, K * D).T, rows)
     return dchunks, dx, dgates, dM
@@ -499,54 +505,19 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """As `spectral_groups.mix_heads`."""
-    chunks, x, gates = chunks.contiguous(), x.contiguous(), gates.contiguous()
+    chunks, x, gates = chunks.contiguous(), x.to(M.dtype).contiguous(), gates.contiguous()
     m, C, D = chunks.shape
     R, K, G = gates.shape[1:]
     h, d, e = M.shape[1:]
-    M, sizes = M[:K].contiguous(), _paddings(basis)
-    y = chunks.new_empty(m, R, h * e)
+    options, y = _options(basis), chunks.new_empty(m, R, h * e)
+    tensors = _readout(basis, K, chunks, options), chunks, x, gates, M[:K].contiguous(), y
     if d == e == 1:
-        D_G = D // G
-        sizes |= {"COLUMNS": _columns(D_G)}
-        blocks = _ceil_div(D_G, sizes["COLUMNS"])
-        args = (
-            padded_readout(basis, K, chunks, sizes["C_P"], sizes["N_P"]),
-            chunks,
-            x,
-            gates,
-            M,
-            y,
-            blocks,
-            R,
-            K,
-            C,
-            basis.N,
-            D,
-            G,
-            D_G,
-        )
-        _launch(_diagonal_forward, (m, G * blocks), *args, **sizes, num_warps=8)
+        options |= {"COLUMNS": _columns(D // G, chunks, min(128, 4096 // options["C_P"]))}
+        blocks = _ceil_div(D // G, options["COLUMNS"])
+        _launch(_diagonal_forward, (m, G * blocks), *tensors, blocks, R, K, C, basis.N, D, G, D // G, **options)
     else:
-        sizes |= {"D_P": _padded(d), "E_P": _padded(e)}
-        args = (
-            padded_readout(basis, K, chunks, sizes["C_P"], sizes["N_P"]),
-            chunks,
-            x,
-            gates,
-            M,
-            y,
-            m,
-            R,
-            K,
-            C,
-            basis.N,
-            D,
-            G,
-            h,
-            d,
-            e,
-        )
-        _launch(_heads_forward, (_ceil_div(m, 2), h), *args, **sizes, num_warps=8)
+        options |= {"D_P": _padded(d), "E_P": _padded(e), "num_stages": 2 if max(d, e) <= 64 else 1}  # registers
+        _launch(_heads_forward, (_ceil_div(m, 2), h), *tensors, m, R, K, C, basis.N, D, G, h, d, e, **options)
     return y
 
 
@@ -554,49 +525,28 @@ def unmix_heads(
     basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `spectral_groups.unmix_heads`."""
-    dy, chunks, x, gates = dy.contiguous(), chunks.contiguous(), x.contiguous(), gates.contiguous()
+    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    dM = torch.zeros(M.shape, dtype=torch.float32, device=M.device)
+    dy, chunks, x, gates = dy.contiguous(), chunks.contiguous(), x.to(M.dtype).contiguous(), gates.contiguous()
     m, C, D = chunks.shape
     R, K, G = gates.shape[1:]
     h, d, e = M.shape[1:]
-    M_K, sizes = M[:K].contiguous(), _paddings(basis)
-    dM = torch.zeros(M.shape, dtype=torch.float32, device=M.device)
-    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    options = _options(basis)
+    inputs = _readout(basis, K, chunks, options), chunks, x, gates
     if d == e == 1:
-        D_G = D // G
-        sizes |= {"COLUMNS": _columns(D_G)}
-        blocks = _ceil_div(D_G, sizes["COLUMNS"])
-        dgates, by_chunk = x.new_empty(G, blocks, m, R, K), x.new_empty(m, K, h, 1, 1)
-        args = (
-            padded_readout(basis, K, chunks, sizes["C_P"], sizes["N_P"]),
-            chunks,
-            x,
-            gates,
-            M_K,
-            dy,
-            dchunks,
-            dx,
-            dgates,
-            by_chunk,
-            blocks,
-        )
-        _launch(_diagonal_backward, (m, G * blocks), *args, R, K, C, basis.N, D, G, D_G, **sizes, num_warps=8)
-        torch.sum(by_chunk, 0, out=dM[:K])
+        options |= {"COLUMNS": _columns(D // G, chunks, min(128, 4096 // options["C_P"]))}
+        blocks = _ceil_div(D // G, options["COLUMNS"])
+        dgates, parts = dx.new_empty(G, blocks, m, R, K), dx.new_empty(m, K, h, d, e)
+        tensors = *inputs, M[:K].contiguous(), dy, dchunks, dx, dgates, parts
+        _launch(_diagonal_backward, (m, G * blocks), *tensors, blocks, R, K, C, basis.N, D, G, D // G, **options)
     else:
-        sizes |= {"D_P": _padded(d), "E_P": _padded(e)}
-        W = padded_readout(basis, K, chunks, sizes["C_P"], sizes["N_P"])
-        dgates = x.new_empty(G, h // G, m, R, K)
-        widths = R, K, C, basis.N, D, G, h, d, e
-        _launch(
-            _heads_backward, (m, h), W, chunks, x, gates, M_K, dy, dchunks, dx, dgates, *widths, **sizes, num_warps=8
-        )
-        span = _ceil_div(m, min(m, _ceil_div(2 * _SMS, h * K)))
-        parts = _ceil_div(m, span)
-        by_part = x.new_empty(parts, K, h, d, e)
-        _launch(
-            _heads_mixing_gradient, (h, K, parts), W, chunks, x, gates, dy, by_part, m, span, *widths, **sizes,
-            num_warps=8,
-        )  # fmt: skip
-        torch.sum(by_part, 0, out=dM[:K])
+        options |= {"D_P": _padded(d), "E_P": _padded(e)}
+        span = _ceil_div(m, _ceil_div(2 * _SMS, h * K))
+        dgates, parts = dx.new_empty(G, h // G, m, R, K), dx.new_empty(_ceil_div(m, span), K, h, d, e)
+        tensors, sizes = (*inputs, M[:K].contiguous(), dy, dchunks, dx, dgates), (R, K, C, basis.N, D, G, h, d, e)
+        _launch(_heads_backward, (m, h), *tensors, *sizes, **options)
+        _launch(_heads_mixing_gradient, (h, K, len(parts)), *inputs, dy, parts, m, span, *sizes, **options)
+    torch.sum(parts, 0, out=dM[:K])
     return dchunks, dx, dgates.sum(1).permute(1, 2, 3, 0), dM
 
 

@@ -70,9 +70,12 @@ def assert_as_good(actual, plain, exact):
 @dtypes
 @pytest.mark.parametrize("starts", [False, True], ids=["zero", "state"])
 @pytest.mark.parametrize(
-    ("B", "n", "C", "D", "N"), [(1, 1, 5, 3, 18), (3, 4, 16, 40, 33), (1, 7, 64, 32, 48), (1, 261, 2, 33, 21)]
+    ("B", "n", "C", "D", "N", "segmented"),
+    [(1, 1, 5, 3, 18, False), (3, 4, 16, 40, 33, False), (1, 3, 64, 32, 48, False), (2, 7, 2, 33, 21, True)],
 )
-def test_scan(B, n, C, D, N, starts, dtype, launches):
+def test_scan(B, n, C, D, N, segmented, starts, dtype, launches, monkeypatch):
+    if segmented:
+        monkeypatch.setattr(kernels_essm, "_segment", lambda programs, n: 2)
     chunks = random(B, n, C, D, dtype=dtype)
     x0 = random(B, N, D, seed=1) if starts else None
     gradients = random(B, n, C, D, seed=2), random(B, n, N, D, seed=3)
@@ -86,7 +89,7 @@ def test_scan(B, n, C, D, N, starts, dtype, launches):
         return x, derivatives(*down, *constants, *combine), down[0]
 
     actual = scans(*kernels_essm.SCAN, False, spectral_chunked._scan)
-    assert launches == ["_scan_forward", "_scan_backward"] if n <= 256 else len(launches) == 4
+    assert launches == ["_scan_forward"] * (1 + segmented) + ["_scan_backward"] * (1 + segmented)
     plain = spectral_chunked._states_before_chunks, spectral_chunked._scan_gradients
     assert_as_good(actual, scans(*plain, False), scans(*plain, True))
 
