@@ -428,7 +428,7 @@ def scan_gradients(dchunks: Tensor, dx: Tensor, readout: Tensor, powers: Tensor,
     """The same backwards, as `spectral_chunked._scan_gradients`: adds to dchunks and returns the gradient of x0.
 
     Args:
-        dchunks: (B, n, C, D) and dx (B, n, N, D), fp32 and contiguous: gradients by what is inside the chunks.
+        dchunks: (B, n, C, D) and dx (B, n, N, D), fp32: gradients by what is inside the chunks.
     """
     B, n, C, D = dchunks.shape
     N = dx.shape[2]
@@ -438,13 +438,16 @@ def scan_gradients(dchunks: Tensor, dx: Tensor, readout: Tensor, powers: Tensor,
     starts, ends = dx.new_zeros(B, grid[2], N, D), dx.new_empty(B, grid[2], N, D)
     carry, inject = powers[0].T.contiguous(), readout[-1, :, :C].T.contiguous()
     sizes = dict(C_P=_padded(C), N_P=_padded(N, 32), COLUMNS=32, num_warps=4)
-    args = dx, dchunks, starts, ends, carry, inject, n, segment, C, N, D
+    summed = dchunks.contiguous()
+    args = dx.contiguous(), summed, starts, ends, carry, inject, n, segment, C, N, D
     if grid[2] > 1:
         _launch(_scan_backward, grid, *args, ADD=False, **sizes)
         downwards = torch.cat([starts[:, -1:], ends[:, 1:].flip(1)], 1)
         combine(downwards, powers[segment.bit_length() - 1 :].mT)
         starts.copy_(downwards.flip(1))
     _launch(_scan_backward, grid, *args, ADD=True, **sizes)
+    if summed is not dchunks:
+        dchunks.copy_(summed)
     return ends[:, 0].clone()
 
 
@@ -478,7 +481,7 @@ def unmix_dense(
     W, M_flat = _readout(basis, K, chunks, options), M[:K].reshape(K * D, -1)
     dM = torch.zeros(M.shape, dtype=torch.float32, device=M.device)
     dM_flat = dM[:K].view(K * D, -1)
-    dchunks, dx, dgates = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x), x.new_empty(m, R, K)
+    dchunks, dx, dgates = x.new_empty(chunks.shape), x.new_empty(x.shape), x.new_empty(m, R, K)
     group = max(1, _GROUP_OUTPUTS // (R * max(D, M.shape[2])))
     buffer = chunks.new_empty(min(group, m), R, K * D)
     for a in range(0, m, group):
@@ -525,7 +528,7 @@ def unmix_heads(
     basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `spectral_groups.unmix_heads`."""
-    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    dchunks, dx = x.new_empty(chunks.shape), x.new_empty(x.shape)
     dM = torch.zeros(M.shape, dtype=torch.float32, device=M.device)
     dy, chunks, x, gates = dy.contiguous(), chunks.contiguous(), x.to(M.dtype).contiguous(), gates.contiguous()
     m, C, D = chunks.shape

@@ -78,7 +78,7 @@ def test_scan(B, n, C, D, N, segmented, starts, dtype, launches, monkeypatch):
         monkeypatch.setattr(kernels_essm, "_segment", lambda programs, n: 2)
     chunks = random(B, n, C, D, dtype=dtype)
     x0 = random(B, N, D, seed=1) if starts else None
-    gradients = random(B, n, C, D, seed=2), random(B, n, N, D, seed=3)
+    gradients = random(B, n, D, C, seed=2).mT, random(B, n, D, N, seed=3).mT
 
     def scans(states, derivatives, double, *combine):
         inputs, down = (chunks, x0), [t.clone() for t in gradients]
@@ -95,8 +95,12 @@ def test_scan(B, n, C, D, N, segmented, starts, dtype, launches, monkeypatch):
 
 
 def compare(functions, names, basis, chunks, x, gates, M, dy):
-    """Forward and backward against the functions of these names; matrices beyond the budget are not read."""
+    """Forward and backward against the functions of these names; matrices beyond the budget are not read.
+
+    Inputs have strides that are not those of the kernels.
+    """
     K = gates.shape[2]
+    chunks, x, dy = (t.mT.contiguous().mT for t in (chunks, x, dy))
     M[K:] = float("nan")
 
     def both(functions, *tensors):
