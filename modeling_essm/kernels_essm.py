@@ -43,7 +43,7 @@ def _jit(function: Any) -> Any:
 _INTERPRETED = triton is not None and tl.constexpr(triton.knobs.runtime.interpret)
 
 _MOST_STATES, _STEPS = 64, (16, 64)
-_HEAD_WIDTHS = {torch.bfloat16: (16, 128), torch.float32: (16, 64)}  # wider tiles do not fit the shared memory
+_HEAD_WIDTHS = (16, 128)
 _SMS = 132  # of an H100
 _FEW_CHUNKS = 256  # one program takes them one by one, however few programs there are
 _SHORTEST_SEGMENT = 64
@@ -68,11 +68,15 @@ def use_kernels(
             return False
     elif torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return False
-    if dtype not in _HEAD_WIDTHS or N > _MOST_STATES or not _STEPS[0] <= C <= _STEPS[1]:
+    if dtype not in (torch.float32, torch.bfloat16) or N > _MOST_STATES or not _STEPS[0] <= C <= _STEPS[1]:
         return False
-    if mixing is None or mixing[0] == D:
+    if mixing is None:
         return True
-    smallest, largest = _HEAD_WIDTHS[dtype]
+    if dtype == torch.float32 and device.type == "cuda":  # these tiles are made to fit an H100 in bf16
+        return False
+    if mixing[0] == D:
+        return True
+    smallest, largest = _HEAD_WIDTHS
     if mixing == (1, 1):
         return smallest <= D // G
     return smallest <= min(mixing) and max(mixing) <= largest
@@ -381,9 +385,8 @@ def _readout(basis: Realization, K: int, like: Tensor, options: dict[str, int]) 
     return padded_readout(basis, K, like, options["C_P"], options["N_P"])
 
 
-def _columns(width: int, like: Tensor, most: int = 128) -> int:
-    """Columns of a tile: at most that many, in fp32 32 since registers would spill, and fewer where that pads less."""
-    most = most if like.dtype == torch.bfloat16 else 32
+def _columns(width: int, most: int = 128) -> int:
+    """Columns of a tile: at most that many, and fewer where that pads less."""
     return most if width % most == 0 else min(most, max(32, width & -width), _padded(width))
 
 
@@ -456,7 +459,7 @@ def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     chunks, x, gates = chunks.contiguous(), x.contiguous(), gates.contiguous()
     m, C, D = chunks.shape
     R, K = gates.shape[1:]
-    options = _options(basis) | {"COLUMNS": _columns(D, chunks)}
+    options = _options(basis) | {"COLUMNS": _columns(D)}
     W, M_flat = _readout(basis, K, chunks, options), M[:K].reshape(K * D, -1)
     y = chunks.new_empty(m, R, M.shape[2])
     group = max(1, _GROUP_OUTPUTS // (R * max(D, M.shape[2])))
@@ -477,7 +480,7 @@ def unmix_dense(
     dy, chunks, x, gates = dy.contiguous(), chunks.contiguous(), x.contiguous(), gates.contiguous()
     m, C, D = chunks.shape
     R, K = gates.shape[1:]
-    options = _options(basis) | {"COLUMNS": _columns(D, chunks)}
+    options = _options(basis) | {"COLUMNS": _columns(D)}
     W, M_flat = _readout(basis, K, chunks, options), M[:K].reshape(K * D, -1)
     dM = torch.zeros(M.shape, dtype=torch.float32, device=M.device)
     dM_flat = dM[:K].view(K * D, -1)
@@ -515,7 +518,7 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     options, y = _options(basis), chunks.new_empty(m, R, h * e)
     tensors = _readout(basis, K, chunks, options), chunks, x, gates, M[:K].contiguous(), y
     if d == e == 1:
-        options |= {"COLUMNS": _columns(D // G, chunks, min(128, 4096 // options["C_P"]))}
+        options |= {"COLUMNS": _columns(D // G, min(128, 4096 // options["C_P"]))}
         blocks = _ceil_div(D // G, options["COLUMNS"])
         _launch(_diagonal_forward, (m, G * blocks), *tensors, blocks, R, K, C, basis.N, D, G, D // G, **options)
     else:
@@ -537,7 +540,7 @@ def unmix_heads(
     options = _options(basis)
     inputs = _readout(basis, K, chunks, options), chunks, x, gates
     if d == e == 1:
-        options |= {"COLUMNS": _columns(D // G, chunks, min(128, 4096 // options["C_P"]))}
+        options |= {"COLUMNS": _columns(D // G, min(128, 4096 // options["C_P"]))}
         blocks = _ceil_div(D // G, options["COLUMNS"])
         dgates, parts = dx.new_empty(G, blocks, m, R, K), dx.new_empty(m, K, h, d, e)
         tensors = *inputs, M[:K].contiguous(), dy, dchunks, dx, dgates, parts
