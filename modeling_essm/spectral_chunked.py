@@ -11,7 +11,9 @@ features; torch.export, torch.func and forward-mode AD get plain tensor operatio
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,11 +70,36 @@ def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, po
     return x
 
 
+def _scan_gradients(dchunks: Tensor, dx: Tensor, readout: Tensor, powers: Tensor) -> Tensor:
+    """That backwards: adds to dchunks (B, n, C, D) what comes through dx (B, n, N, D); returns x0's (B, N, D)."""
+    dx = dx.flip(1)
+    _scan(dx, powers.mT)
+    dx = dx.flip(1)
+    if dx.shape[1] > 1:
+        dchunks[:, :-1] += state_matmul(readout[-1, :, : dchunks.shape[2]].T, dx[:, 1:])
+    return dx[:, 0].clone()
+
+
 def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Any, Tensor]:
     """Where each row's last step lies: row and chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
     if lengths is None:
         return (slice(None), (L - 1) // C), readout[(L - 1) % C]
     return (torch.arange(len(lengths), device=readout.device), (lengths - 1) // C), readout[(lengths - 1) % C]
+
+
+def _functions(basis: Realization, u: Tensor, gates: Tensor, M: Tensor) -> tuple[Callable, ...]:
+    """Scan, its gradients, mixing and its gradients: of torch, or kernels where there are any for that shape."""
+    scan: tuple[Callable, ...] = _states_before_chunks, _scan_gradients
+    mix = _inside_chunks(M)
+    if u.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # elsewhere Triton is not even imported
+        from .kernels_essm import DENSE, HEADS, SCAN, use_kernels
+
+        shape = u.device, u.dtype, basis.N, basis.C, u.shape[2], gates.shape[3] if gates.ndim == 4 else 1
+        if use_kernels(*shape):
+            scan = tuple(partial(function, combine=_scan) for function in SCAN)
+        if use_kernels(*shape, mixing=(M.shape[-2], M.shape[-1])):
+            mix = HEADS if M.ndim == 4 else DENSE
+    return *scan, *mix
 
 
 def _pad_length(t: Tensor, length: int) -> Tensor:
@@ -89,7 +116,7 @@ def _cut(u: Tensor, gates: Tensor, C: int) -> tuple[Tensor, Tensor]:
 
 
 def _inside_chunks(M: Tensor) -> tuple[Callable, Callable]:
-    """What computes y of all chunks with these weights where they lie, and what computes the gradients."""
+    """The torch functions that compute y of all chunks with these weights where they lie, and the gradients."""
     if M.ndim == 4:
         return mix_heads, unmix_heads
     return (mix_dense, unmix_dense) if M.device.type == "cpu" else (mix_dense_folded, unmix_dense_folded)
@@ -108,8 +135,8 @@ def _chunked_forward(
     basis = Realization(H, N, C)
     readout, powers = chunk_constants(basis, u)
     chunks, chunk_gates = _cut(u, gates, C)
-    x = _states_before_chunks(chunks, x0, readout, powers)
-    mix, _ = _inside_chunks(M)
+    scan, _, mix, _ = _functions(basis, u, gates, M)
+    x = scan(chunks, x0, readout, powers)
     y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
@@ -150,7 +177,7 @@ def _chunked_backward(
     n, R = chunks.shape[1], chunk_gates.shape[1]
     # 1. Inside the chunks.
     dy = _pad_length(dy, n * R).reshape(B * n, R, dy.shape[2])
-    _, unmix = _inside_chunks(M)
+    _, scan_gradients, _, unmix = _functions(basis, u, gates, M)
     dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)
@@ -159,14 +186,10 @@ def _chunked_backward(
     dchunks[last] += dlast[:, :C]
     dx[last] += dlast[:, C:]
     # 3. The scan over chunks, backwards.
-    dx = dx.flip(1)
-    _scan(dx, powers.mT)
-    dx = dx.flip(1)
-    if n > 1:
-        dchunks[:, :-1] += state_matmul(readout[-1, :, :C].T, dx[:, 1:])
+    dx0 = scan_gradients(dchunks, dx, readout, powers)
     du = dchunks.flatten(1, 2)[:, :L].to(u.dtype).contiguous()
     dgates = dgates.reshape(B, n * R, *gates.shape[2:])[:, :L].to(gates.dtype).contiguous()
-    return du, dgates, dM.to(M.dtype), dx[:, 0].clone()
+    return du, dgates, dM.to(M.dtype), dx0
 
 
 @_chunked_backward.register_fake

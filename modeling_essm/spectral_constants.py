@@ -113,6 +113,14 @@ def _readout_by_channel(H: int, N: int, C: int, K: int, device: str, dtype: torc
     return _to_device(chunk_operators(H, N, C).readout[:, :K].transpose(2, 1, 0).copy(), device, dtype)
 
 
+@functools.lru_cache(maxsize=1024)
+def _padded_readout(H: int, N: int, C: int, K: int, steps: int, states: int, device: str, dtype: torch.dtype) -> Tensor:
+    readout = chunk_operators(H, N, C).readout[:, :K].swapaxes(0, 1)
+    padded = np.zeros((K, steps, steps + states))
+    padded[:, :C, :C], padded[:, :C, steps : steps + N] = readout[..., :C], readout[..., C:]
+    return _to_device(padded, device, dtype)
+
+
 def chunk_constants(basis: Realization, like: Tensor) -> tuple[Tensor, Tensor]:
     """readout (C, N, C + N) and carry^(2^j) (24, N, N) in the state's dtype, see `ChunkOperators`; where `like` is."""
     return _chunk_constants(*basis, str(like.device), state_dtype(like.dtype))
@@ -126,3 +134,8 @@ def channel_readout(basis: Realization, K: int, like: Tensor) -> Tensor:
 def readout_by_channel(basis: Realization, K: int, like: Tensor) -> Tensor:
     """The same transposed, (C + N, K, C): for each channel all steps of a chunk."""
     return _readout_by_channel(*basis, K, str(like.device), feature_dtype(like.dtype))
+
+
+def padded_readout(basis: Realization, K: int, like: Tensor, steps: int, states: int) -> Tensor:
+    """The same by channel, (K, steps, steps + states): columns of inputs, then of states, zero beyond C and N."""
+    return _padded_readout(*basis, K, steps, states, str(like.device), feature_dtype(like.dtype))

@@ -38,8 +38,8 @@ def run(operator, algorithm, u, gates, M, x0, lengths):
     y, state = operator(*leaves, x0, lengths, algorithm=algorithm)
     K = gates.shape[2]
     generator = torch.Generator().manual_seed(2)
-    wy = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-    ws = torch.randn(state[:, :K].shape, generator=generator, dtype=torch.float64)
+    wy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device)
+    ws = torch.randn(state[:, :K].shape, generator=generator, dtype=torch.float64).to(y.device)
     ((y.double() * wy).sum() + (state[:, :K].double() * ws).sum()).backward()
     results = {"y": y.detach(), "state": state[:, :K].detach()}
     results |= {name: leaf.grad for name, leaf in zip(("du", "dgates", "dM"), leaves)}
