@@ -38,7 +38,7 @@ def gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def segments_in_order(order: Order, R: int, halves: int = 2) -> list[tuple[int, int]]:
-    """(process, place on it) of every segment: process r has neighbours ("plain"), or r and 2 R - 1 - r ("head_tail")."""
+    """(process, place on it) of every segment; process r has neighbours, in "head_tail" order r and 2 R - 1 - r."""
     if order == "plain":
         return [(r, i) for r in range(R) for i in range(halves)]
     return [(r, 0) for r in range(R)] + [(r, 1) for r in reversed(range(R))]

@@ -57,7 +57,7 @@ class SequenceShard:
         seen = gather(torch.tensor([B, L, *agree], device=position_ids.device), group).tolist()
         if any(row != seen[0] for row in seen):
             raise ValueError(f"processes that share sequences must agree on shape{what}, got {seen}")
-        halves = position_ids.view(B, 2 if L % 2 == 0 else 1, -1)
+        halves = position_ids.reshape(B, 2 if L % 2 == 0 else 1, -1)
         broken = (halves[..., 1:] != halves[..., :-1] + 1).any(2)
         facts = torch.stack([halves[..., 0], halves[..., -1], broken.long(), halves.amax(2)], 2)
         first, last, inside, top = gather(facts, group).cpu().unbind(3)  # (R, B, h) each
@@ -73,7 +73,7 @@ class SequenceShard:
         self.segments = Segments(group, tuple(places), *masks)
         self.S, self.packing, self.current = len(places) // group.size(), None, None
         if not bool(whole[self.segments.own].all()):
-            starts = position_ids.view(B * self.S, -1)
+            starts = position_ids.reshape(B * self.S, -1)
             starts = F.pad(starts[:, 1:] != starts[:, :-1] + 1, (1, 0))
             self.packing = Packing(starts)
             later = starts.long().flip(1).cumsum(1).flip(1) - starts.long()

@@ -142,3 +142,15 @@ def test_bad_orders():
         find_order(ends[0][..., :1], ends[1][..., 1:], "head_tail")
     with pytest.raises(ValueError, match="multiple of 4 positions for 2 processes, got 6"):
         shard_positions(6, 0, 2, "head_tail")
+
+
+def test_what_the_docs_say_of_accelerate():
+    """It refuses recurrent layers by their names alone."""
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    if not hasattr(big_modeling, "_attach_context_parallel_hooks"):
+        pytest.skip("this version of accelerate prepares models for context parallelism by other means")
+    model = random_model()
+    with pytest.raises(ValueError, match="linear_attention"):
+        big_modeling._attach_context_parallel_hooks(model)
+    model.config.layer_types = None
+    big_modeling._attach_context_parallel_hooks(model)
