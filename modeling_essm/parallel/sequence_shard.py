@@ -37,7 +37,7 @@ class SequenceShard:
     there before the state that the convolution's outputs leave behind can be computed, so they travel by themselves.)
 
     Args:
-        position_ids: (B, L) or (1, L), this process's. A document begins where they do not go on by one, in the order
+        position_ids: (B, L), this process's. A document begins where they do not go on by one, in the order
             of the whole sequence.
         group: ProcessGroup, or DeviceMesh of one dimension.
         order: "plain" (process r holds the r-th part), "head_tail" (parts r and 2 R - 1 - r of 2 R), or None to read
