@@ -138,9 +138,18 @@ class ESSMSpectralMixer(nn.Module):
             s = s.masked_fill(inactive, -math.inf)
         return s.softmax(2).to(u.dtype) * scale
 
+    def mixing_matrices(self, budget: int, dtype: torch.dtype) -> Tensor:
+        """M_k as `SpectralOperator` takes them: (>= K, D, D), which may be quantised, or (>= K, h, d, d)."""
+        mixing: Tensor = self.channel_mixing
+        if self.mixing_heads is None:
+            return mixing
+        if is_quantized(mixing):
+            mixing = dequantize(mixing, budget, dtype)
+        return mixing.unflatten(1, self.mixing_heads)
+
     def operator_inputs(self, u: Tensor) -> Tensor:
         """What gates and operator read of a whole sequence (B, L, D): in the gated block its convolution."""
-        return self._convolve(u, None, None)[0] if self.taps else u
+        return self.convolve(u, None, None)[0] if self.taps else u
 
     def forward(
         self,
@@ -154,16 +163,12 @@ class ESSMSpectralMixer(nn.Module):
         past = {} if cache is None else {name: t.to(u.device) for name, t in cache.tensors.items()}
         convolved = {}
         if self.taps:
-            u, convolved["convolution"] = self._convolve(u, past.get("convolution"), lengths)
+            u, convolved["convolution"] = self.convolve(u, past.get("convolution"), lengths)
         gates = self.gates(u, budget, rows)
         num_states = None
         if cache is not None:
             num_states = cache.num_states or self.operator.num_states(max(budget, cache.state_budget or 0))
-        mixing: Tensor = self.channel_mixing
-        if self.mixing_heads is not None:
-            if is_quantized(mixing):
-                mixing = dequantize(mixing, budget, u.dtype)
-            mixing = mixing.unflatten(1, self.mixing_heads)
+        mixing = self.mixing_matrices(budget, u.dtype)
         x = delayed(u, past.get("inputs"), self.shift) if self.shift else u
 
         def filtered(x: Tensor, M: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -184,7 +189,7 @@ class ESSMSpectralMixer(nn.Module):
             cache.update(**state)
         return y
 
-    def _convolve(self, u: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    def convolve(self, u: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         """SiLU of the causal convolution of each channel, and the last taps - 1 inputs (B, taps - 1, D).
 
         There is no bias: silence stays silence, so that left padding changes nothing.

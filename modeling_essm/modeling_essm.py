@@ -235,6 +235,7 @@ class ESSMModel(ESSMPreTrainedModel):
             state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
                 say it, see `read_packing`; each is computed as if it were alone, without a cache.
+            packing: the same as a `Packing`, or what does its work where rows are spread over processes.
         Returns:
             ESSMModelOutput.
         Raises:
@@ -254,7 +255,7 @@ class ESSMModel(ESSMPreTrainedModel):
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
-        packing = read_packing(kwargs, B, L, mask) if kwargs else None
+        packing = kwargs.get("packing") or (read_packing(kwargs, B, L, mask) if kwargs else None)
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states

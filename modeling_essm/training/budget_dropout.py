@@ -150,6 +150,7 @@ def budget_losses(
     labels: Tensor | None = None,
     distillation_weight: float = 0.0,
     num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """One loss per budget, in their order; their sum, the mean over budgets, is the objective of an update.
 
@@ -165,6 +166,7 @@ def budget_losses(
             t + 1. Positions labelled -100 are left out. (B,), or None with logits (B, C): every row is scored.
         distillation_weight: w in [0, 1].
         num_items_in_batch: what the model divides its summed loss by, if not the number of scored positions.
+        shift_labels: (B, L) instead of labels, where logits at t are scored against those at t.
     Raises:
         ValueError: w out of range, no budgets, the largest not first; no loss; or labels that cannot be distilled.
     """
@@ -174,6 +176,8 @@ def budget_losses(
         raise ValueError("budgets must hold at least one budget, got none")
     if distillation_weight and budgets[0] != max(budgets):
         raise ValueError(f"distillation needs the largest budget first, got {budgets}")
+    if shift_labels is not None:
+        labels = F.pad(shift_labels, (1, 0), value=-100)
     return _losses(forward, budgets, labels, distillation_weight, num_items_in_batch)
 
 
@@ -212,7 +216,9 @@ def _divergence(teacher: Tensor, logits: Tensor, labels: Tensor | None, num_item
         raise ValueError(f"distillation needs class labels of an integer type, got {labels.dtype}")
     else:
         labels = labels.to(logits.device)
-        scored = (F.pad(labels[:, 1:], (0, 1), value=-100) if logits.ndim == 3 else labels.flatten()) != -100
+        if logits.ndim == 3:
+            labels = F.pad(labels[:, 1:], (0, logits.shape[1] + 1 - labels.shape[1]), value=-100)
+        scored = (labels if logits.ndim == 3 else labels.flatten()) != -100
     expected, got = (x.float().log_softmax(-1) for x in (teacher, logits))
     divergence = F.kl_div(got, expected, reduction="none", log_target=True).sum(-1)
     return divergence.masked_fill(~scored, 0.0).sum() / (scored.sum() if num_items is None else num_items)
@@ -333,6 +339,7 @@ class BudgetDropoutCallback(TrainerCallback):
             labels=kwargs.get("labels"),
             distillation_weight=self.distillation_weight,
             num_items_in_batch=kwargs.get("num_items_in_batch"),
+            shift_labels=kwargs.get("shift_labels"),
         )
         output.loss = torch.stack(tuple(losses)).sum()
         if fused:  # SFTTrainer sums these itself: every scored position stands for the mean over all of them

@@ -16,7 +16,7 @@ from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSeq
 
 PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-SUBPACKAGES = ("budgets", "checkpoints", "decoding", "export", "training")
+SUBPACKAGES = ("budgets", "checkpoints", "decoding", "export", "parallel", "training")
 
 
 def code_lines(path):
@@ -53,8 +53,8 @@ def test_a_checkpoint_carries_the_root(cls, others, tmp_path):
 
 def test_the_root_is_little_to_read():
     """Lines of the root but for __init__.py: of code alone, and of everything, with docstrings and blank lines."""
-    assert sum(map(code_lines, ROOT.values())) <= 3214
-    assert sum(len(path.read_text().splitlines()) for path in ROOT.values()) <= 4965
+    assert sum(map(code_lines, ROOT.values())) <= 3217
+    assert sum(len(path.read_text().splitlines()) for path in ROOT.values()) <= 4971
     assert len(ROOT["modeling_essm"].read_text().splitlines()) <= 500
 
 

@@ -112,6 +112,11 @@ class RunArguments:
     ema_decay: float = arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")
     seed: int = arg(0, "Seed of weights, data order, budgets and dropout.")
     gradient_checkpointing: bool = arg(False, "Recompute activations in the backward pass: less memory, more time.")
+    context_parallel: int = arg(
+        1,
+        "Processes that share each sequence, of language models: each computes a part of its positions, so that "
+        "sequences may be so many times longer; a divisor of the number of processes and of block_size.",
+    )
     torch_compile: bool = arg(False, "Compile the model; each budget is compiled when it first runs.")
     full_determinism: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
 
@@ -148,7 +153,7 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-        check_at_least(self, 1, "eval_steps", "save_steps", "save_total_limit", "logging_steps")
+        check_at_least(self, 1, "context_parallel", "eval_steps", "save_steps", "save_total_limit", "logging_steps")
         check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
         limits = {"ema_decay": 1, "adam_beta2": 1, "learning_rate": math.inf, "weight_decay": math.inf}
         limits |= {"early_stopping_threshold": math.inf}
@@ -178,6 +183,8 @@ class RunArguments:
         ways = ("extend", "overwrite_output_dir", "resume_from_checkpoint")
         if len(given := [name for name in ways if getattr(self, name)]) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")
+        if self.context_parallel > 1 and self.torch_compile:
+            raise ValueError(f"torch_compile needs context_parallel 1, got {self.context_parallel}")
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
 

@@ -176,6 +176,23 @@ def test_losses_of_a_language_model(weight, num_items):
         torch.testing.assert_close(gradient, one_by_one[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
+def test_labels_may_be_shifted_before():
+    model, ids = random_model(), random_ids(2, 9)
+    labels = ids.masked_fill(torch.arange(9) == 3, -100)
+    shifted = {"labels": labels, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=-100)}
+
+    def losses(**inputs):
+        parts = budget_losses(
+            lambda K: model(ids, **inputs, use_cache=False, spectral_budget=K),
+            (8, 3),
+            distillation_weight=0.5,
+            **inputs,
+        )
+        return [part.item() for part in parts]
+
+    assert losses(**shifted) == losses(labels=labels)
+
+
 def test_losses_of_a_classifier():
     model, budgets = random_model(ESSMForSequenceClassification, num_labels=5), (32, 4)
     ids, labels = random_ids(3, 8), torch.tensor([0, 4, 2])

@@ -59,6 +59,10 @@ class CLMArguments(ModelArguments):
             raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
         if self.validation_file and not (self.train_file or self.dataset_name):
             raise ValueError("validation_file needs train_file or dataset_name")
+        if self.block_size % self.context_parallel:
+            raise ValueError(
+                f"block_size must be a multiple of context_parallel = {self.context_parallel}, got {self.block_size}"
+            )
         if self.source is None and self.filter_length is not None:
             self.check_block_size(self.filter_length)
 

@@ -37,7 +37,7 @@ from essm_train.data.samples import Prefetch, share_of
 from essm_train.files import write_json
 from essm_train.measure.metric import Metric
 from essm_train.models import capacity_of, run_at_budget
-from essm_train.run.accelerator import hardware, say
+from essm_train.run.accelerator import context_group, hardware, say
 from essm_train.run.average import WeightAverage
 from essm_train.run.checkpoints import last_good, load_checkpoint, read_run_state, save_checkpoint
 from essm_train.run.finiteness import non_finite
@@ -45,6 +45,8 @@ from essm_train.run.identity import find_run, model_identity
 from essm_train.run.learning_rate import apply_plan, make_scheduler, parameter_groups
 from essm_train.run.saving import copy_model, save_model
 from essm_train.run.task import Task
+from modeling_essm.parallel.batches import shard_batch
+from modeling_essm.parallel.model_context import check_context_parallel, context_parallel
 from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
 
 
@@ -137,9 +139,11 @@ class _Run:
     def __init__(self, accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule):
         self.accelerator, self.args, self.task, self.schedule = accelerator, args, task, schedule
         self.output_dir, self.progress = Path(args.output_dir), Progress()
-        self.samples_per_update = (
-            args.per_device_train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
-        )
+        self.context = context_group(accelerator, args.context_parallel)
+        if self.context is not None:
+            check_context_parallel(task.model)
+        self.replicas = accelerator.num_processes // args.context_parallel  # that read different samples
+        self.samples_per_update = args.per_device_train_batch_size * self.replicas * args.gradient_accumulation_steps
         self.validated = eval_budgets(args, schedule, capacity_of(task.model))
         self.max_steps = self._num_updates()
         self.identity = self._identity()
@@ -264,20 +268,24 @@ class _Run:
         return update % every == 0 or update == self.max_steps or self.progress.stopped_early
 
     def _fetch(self) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-        """This process's batches of the next update, and the place in the data after it."""
-        args, accelerator, source = self.args, self.accelerator, self.task.source
+        """This process's batches of the next update, or its parts of them, and the place in the data after it."""
+        args, source = self.args, self.task.source
         drawn = source.draw(self.samples_per_update)
-        place = accelerator.process_index, accelerator.num_processes
+        place = self.accelerator.process_index // args.context_parallel, self.replicas
         shares = [
             share_of(drawn, *place, micro_step, args.per_device_train_batch_size)
             for micro_step in range(args.gradient_accumulation_steps)
         ]
-        return [self.task.collate(source.load(share)) for share in shares], source.state_dict()
+        batches = [self.task.collate(source.load(share)) for share in shares]
+        if self.context is not None:
+            batches = [shard_batch(batch, self.context) for batch in batches]
+        return batches, source.state_dict()
 
     def _update(self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...]) -> dict[str, Any]:
         """One step of the optimizer; what log.jsonl says of it. Raises FloatingPointError, before the step."""
         accelerator, args, update = self.accelerator, self.args, self.progress.update + 1
-        loss, figure = _accumulate(accelerator, self.model, self.task, batches, budgets, args.distillation_weight)
+        with self._sequences():
+            loss, figure = _accumulate(accelerator, self.model, self.task, batches, budgets, args.distillation_weight)
         norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded under FSDP2
         means = accelerator.reduce(torch.stack([loss, figure]), "mean")
@@ -332,6 +340,10 @@ class _Run:
             progress.stopped_early = True
             say(self.accelerator, f"stopped early: no new best since update {progress.best_update}")
         return {f"validation {metric.name} K={K}": value for K, value in figures.items()}
+
+    def _sequences(self) -> Any:
+        """A context in which the model's calls are on what `_fetch` gives: whole sequences or parts."""
+        return nullcontext() if self.context is None else context_parallel(self.model, self.context)
 
     def _weights(self) -> Any:
         """A context in which the model has the weights that count."""
@@ -397,7 +409,10 @@ def _accumulate(
                 first.append(task.training_figure(outputs, batch).detach())
             return outputs
 
-        losses = budget_losses(forward, budgets, labels=batch["labels"], distillation_weight=distillation_weight)
+        parts = {name: batch.get(name) for name in ("num_items_in_batch", "shift_labels")}  # there in parts alone
+        losses = budget_losses(
+            forward, budgets, labels=batch["labels"], distillation_weight=distillation_weight, **parts
+        )
         for i in range(len(budgets)):
             is_last = i == len(budgets) - 1 and micro_step == len(batches) - 1
             with nullcontext() if is_last else accelerator.no_sync(model):
