@@ -61,7 +61,7 @@ def attention_call(
     B, L, _ = x.shape
     first = {kind: config.layer_types.index(kind) for kind in {*config.layer_types} - {SPECTRAL_LAYER}}
     masks = {kind: _mask(config, kind, x, caches[i], packing) for kind, i in first.items()}
-    cache, options = caches[min(first.values())], {}
+    cache, options = caches[min(first.values())], dict[str, Any]()
     positions = torch.arange(L, device=x.device)[None]
     if cache is not None and cache.tensors:
         positions = positions + cache.tensors["lengths"].to(x.device)[:, None]
@@ -85,7 +85,7 @@ def _mask(config: Any, kind: str, x: Tensor, cache: Any, packing: Packing | None
             places = torch.arange(held, device=x.device) - held
             real = F.pad(places >= -cache.tensors["lengths"].to(x.device)[:, None], (0, L), value=True)
     function, window = causal_mask_function, None
-    if kind == "sliding_attention" and (torch.compiler.is_compiling() or T > config.sliding_window):
+    if kind == "sliding_attention" and (torch.compiler.is_compiling() or config.sliding_window < T):
         window = config.sliding_window
         function = sliding_window_causal_mask_function(window)
     if packing is not None:

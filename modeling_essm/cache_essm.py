@@ -1,9 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The recurrent-state cache: for each layer the spectral features at the last step, an (N, D) state per row.
 
-Its size depends on the budget and never on the context, except for the keys and values of a hybrid's attention layers. The first forward pass stamps it: N states are kept from
-then on, so that the budget may fall and rise again up to that one. Ask for more room when the cache is made, with
-`ESSMCache(config, state_budget=K)`; give room back with `cache.shrink(K)`.
+Its size depends on the budget and never on the context; only the attention layers of a hybrid hold keys and values,
+which grow. The first forward pass stamps it: N states are kept from then on, so that the budget may fall and rise again
+up to that one. Ask for more room when the cache is made, with `ESSMCache(config, state_budget=K)`; give room back with
+`cache.shrink(K)`.
 
 A server takes rows out with `cache.select` and puts rows together with `ESSMCache.merge`, whatever their budgets: each
 row keeps its own stamp.
@@ -97,7 +98,7 @@ class ESSMCacheLayer(CacheLayerMixin):
         if self.filled is not None:
             self.shrink(max(self.filled))
 
-    def join(self, parts: Sequence[ESSMCacheLayer]) -> None:
+    def join(self, parts: Sequence[Any]) -> None:
         """Become the rows of all parts, on the first one's device."""
         filled = [n for part in parts for n in part.filled or [part.num_states] * len(part.tensors["features"])]
         N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
@@ -136,13 +137,15 @@ class ESSMCacheLayer(CacheLayerMixin):
 
 
 class ESSMAttentionCacheLayer(ESSMCacheLayer):
-    """Rotated "keys" and "values" (B, H, T, d) of an attention layer, and "lengths" (B,), tokens that each row has read.
+    """Rotated "keys" and "values" (B, H, T, d) of an attention layer, and "lengths" (B,), tokens read by each row.
 
     Rows end together: before the keys of a row that has read fewer than T tokens stand others, which mean nothing.
     Attributes:
         is_ragged: whether there may be such rows.
     """
 
+    keys: Any
+    values: Any
     is_sliding = False  # to the library: masks and windows are made by attention_essm
     _ragged: bool | None = None
 
@@ -199,7 +202,7 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
         cut = {name: self.tensors[name][:, :, start:].clone() for name in ("keys", "values")}
         self.update(**(self.tensors | cut))
 
-    def join(self, parts: Sequence[ESSMCacheLayer]) -> None:
+    def join(self, parts: Sequence[Any]) -> None:
         device = parts[0].tensors["keys"].device
         self.update(**joined_rows([{name: t.to(device) for name, t in part.tensors.items()} for part in parts]))
 
@@ -250,9 +253,9 @@ class ElasticCache(Cache):
         spectral = spectral_layers(config)
         budgets = None if state_budget is None else config.resolve_budget(state_budget).layers
         room = dict(zip(spectral, budgets or (None,) * len(spectral)))
+        self.config = config
         kinds = range(config.num_hidden_layers)
         Cache.__init__(self, layers=[self._layer_class(room[i]) if i in room else self._attention(i) for i in kinds])
-        self.config = config
         self._seen_tokens: int | Tensor = 0
 
     def _attention(self, layer: int) -> ESSMCacheLayer:

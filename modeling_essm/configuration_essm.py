@@ -323,7 +323,7 @@ class ESSMConfig(PreTrainedConfig):
                 f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
                 f"got {self.num_key_value_heads}"
             )
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+        if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
             raise ValueError('sliding_window must be an integer of at least 2 for "sliding_attention", got None')
 
     def _block_defaults(self) -> dict[str, Any]:
@@ -414,7 +414,9 @@ class ESSMConfig(PreTrainedConfig):
                 f"got {len(self.layer_types)}"
             )
         if not (spectral := len(spectral_layers(self))):
-            raise ValueError(f"layer_types must hold {SPECTRAL_LAYER!r}: budgets act on spectral layers, and there are none")
+            raise ValueError(
+                f"layer_types must hold {SPECTRAL_LAYER!r}: budgets act on spectral layers, and there are none"
+            )
         text = f"{spectral} integers in [1, num_spectral_channels = {channels}], the largest of them {channels}"
         _, is_list = _list(_integer(1, channels), spectral)
         capacities: _Rule = (text, lambda x: x is None or (is_list(x) and len(x) == spectral and max(x) == channels))

@@ -21,7 +21,7 @@ class Fingerprint:
     """Which model: its sizes and a few of its weights.
 
     Attributes:
-        hidden_size: D. capacities: channels that each spectral layer holds, which may be fewer in a model truncated later.
+        hidden_size: D. capacities: channels of each spectral layer, which may be fewer in a model truncated later.
         samples: values of the norms, of the first spectral channel and of the embedding, by these names. Truncation to
             fewer channels leaves them all as they are, a cast moves them by less than training does.
     """
