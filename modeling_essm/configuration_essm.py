@@ -150,6 +150,11 @@ _RULES: dict[str, _Rule] = {
 }
 
 
+def _head_dim(hidden_size: int, heads: int) -> int:
+    """The largest even width of a head, of which so many fit."""
+    return hidden_size // heads // 2 * 2
+
+
 def _checked(name: str, value: Any, rule: _Rule) -> Any:
     text, is_legal = rule
     plain = _plain(value)
@@ -205,7 +210,7 @@ class ESSMConfig(PreTrainedConfig):
             "sliding_attention" or "full_attention" in a hybrid. One at least is spectral; an attention layer has the
             norms and the feed-forward layer of the block.
         num_attention_heads, num_key_value_heads, head_dim (`int`, *optional*): of attention layers. By default heads of
-            about 64 and keys and values for each; `head_dim` is even, and D / heads where it is not given.
+            about 64 and keys and values for each; `head_dim` is even, and about D / heads where it is not given.
         sliding_window (`int`, *optional*): positions, its own included, that one sees in "sliding_attention".
         rope_parameters (`dict`, *optional*): of their rotary embedding as in transformers, by default "rope_type"
             "default" with "rope_theta" 10,000; "linear", "llama3" and "yarn" are the others.
@@ -315,7 +320,7 @@ class ESSMConfig(PreTrainedConfig):
         """Fill in the fields of attention layers. Raises ValueError for sizes that do not fit each other."""
         self.num_attention_heads = self.num_attention_heads or max(1, self.hidden_size // 64)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.head_dim = self.head_dim or _head_dim(self.hidden_size, self.num_attention_heads)
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even and at least 2, as rotary positions need, got {self.head_dim}")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -384,7 +389,7 @@ class ESSMConfig(PreTrainedConfig):
         if "hidden_size" not in given or type(hidden) is not int:
             return set()
         heads, head_dim = fields.get("num_attention_heads"), fields.get("head_dim")
-        stale = {"head_dim"} if heads and head_dim == hidden // heads else set()
+        stale = {"head_dim"} if type(heads) is int and heads > 0 and head_dim == _head_dim(hidden, heads) else set()
         if block == "paper":
             return stale | {"inner_size", "mixing_size"}
         return stale | ({"inner_size"} if inner == 2 * hidden else set())
