@@ -88,7 +88,7 @@ class ESSMCacheLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int | None:
-        return len(next(iter(self.tensors.values()))) if self.tensors else None
+        return next(iter(self.tensors.values())).shape[0] if self.tensors else None
 
     def take(self, other: ESSMCacheLayer, rows: Tensor) -> None:
         """Become these rows of another layer, and no larger than they need."""

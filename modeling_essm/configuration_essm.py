@@ -36,6 +36,11 @@ _BLOCK_FIELDS = (
     *("embedding_initializer_range", "chunk_size"),
 )
 
+# Fields that only attention layers read.
+_ATTENTION_FIELDS = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters"),
+    "attention_dropout",
+)
 LAYER_TYPES = (SPECTRAL_LAYER, "sliding_attention", "full_attention")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose rotation of a position never changes, as cached keys need
 
@@ -398,6 +403,11 @@ class ESSMConfig(PreTrainedConfig):
         """As in transformers; ValueError for a field that was set to what could not be loaded again."""
         self._validate()
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in transformers, without the fields of attention layers where there are none."""
+        fields = super().to_diff_dict()
+        return fields if is_hybrid(self) else {k: v for k, v in fields.items() if k not in _ATTENTION_FIELDS}
 
     def _validate(self) -> None:
         """Check every field, and turn integers of NumPy, tuples and the like into what a JSON file holds."""
