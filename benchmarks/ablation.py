@@ -49,6 +49,7 @@ def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, *
 _BASE, _CAPACITY_8 = _gated(), _gated(num_spectral_channels=8)
 _FFN = _gated(layers=3, feed_forward=8 / 3, num_spectral_channels=8)
 _MATRICES = _gated(expansion=1.0, mixing_size=None)
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 _LLAMA = Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES)
 # The library's own scale of new weights for Mamba-2.
@@ -84,6 +85,8 @@ ROWS: dict[str, Row] = {
     "gated, capacity 8, no budget dropout": dataclasses.replace(_CAPACITY_8, full_share=1.0),
     "gated, capacity 8, FFN": _FFN,
     "gated, capacity 8, 4 blocks, FFN 4/3": _gated(layers=4, feed_forward=4 / 3, num_spectral_channels=8),
+    "gated, attention 1 in 6": dataclasses.replace(_gated(**_HEADS), attention_every=6),
+    "gated, attention 1 in 3": dataclasses.replace(_gated(**_HEADS), attention_every=3),
     "llama": _LLAMA,
     "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),

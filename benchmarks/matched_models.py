@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from essm_train.models import hybrid_layers
 from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.spectral_budget import SPECTRAL_LAYER
 
 TOLERANCE = 0.03  # of the number of parameters
 
@@ -30,6 +32,7 @@ class Row:
         updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
         schedule: of the budgets of the others.
+        attention_every: one in so many layers attends; then the depth is a multiple of it.
     """
 
     layers: int
@@ -42,6 +45,7 @@ class Row:
     updates: float = 1.0
     full_share: float = 0.0
     schedule: str = "discrete"
+    attention_every: int | None = None
 
 
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
@@ -61,24 +65,31 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
         model_class = model_class or BaselineForCausalLM
         sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
         return matched_baseline(row.peer, target, tolerance=TOLERANCE, model_class=model_class, **sizes, **row.fields)
-    gated = row.fields.get("block") == "gated"
+    gated, every = row.fields.get("block") == "gated", row.attention_every
     step = math.lcm(2, row.fields["num_heads"] * (row.fields["mixing_size"] or 1)) if gated else 2
 
-    def make(hidden: int, inner: int, layers: int) -> ESSMConfig:
+    def make(hidden: int, inner: int, layers: int, layer_types: list[str] | None = None) -> ESSMConfig:
         sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
         if gated:
             sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
             sizes["mixing_size"] = row.fields["mixing_size"] or inner // row.fields["num_heads"]
+        if every:
+            sizes["layer_types"] = layer_types or hybrid_layers(layers, every)
         return ESSMConfig(**row.fields | sizes)
 
     @functools.cache
-    def law(hidden: int, inner: int) -> tuple[int, int]:
-        one, two = (count_parameters(make(hidden, inner, layers), model_class) for layers in (1, 2))
-        return 2 * one - two, two - one  # of all layers together, of each
+    def law(hidden: int, inner: int) -> tuple[int, int, int]:
+        def parameters(*layer_types: str) -> int:
+            return count_parameters(make(hidden, inner, len(layer_types), list(layer_types)), model_class)
+
+        one, two = parameters(SPECTRAL_LAYER), parameters(SPECTRAL_LAYER, SPECTRAL_LAYER)
+        attending = parameters(SPECTRAL_LAYER, "full_attention") - one if every else 0
+        return 2 * one - two, two - one, attending  # of all layers together, of each, of each that attends
 
     def count(hidden: int, inner: int, layers: int) -> int:
-        fixed, each = law(hidden, inner)
-        return fixed + layers * each
+        fixed, each, attending = law(hidden, inner)
+        n = layers // every if every else 0
+        return fixed + (layers - n) * each + n * attending
 
     def first(reaches: Callable[[int], bool]) -> int:
         """The first even number for which a monotone condition holds."""
@@ -94,7 +105,7 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
         return max(step, round(row.expansion * hidden / step) * step) if gated else hidden
 
     found: list[tuple[float, int, int, int]] = []  # distance, then sizes
-    depths = range(1, 2 * row.layers + 1)
+    depths = range(every or 1, 2 * row.layers + 1, every or 1)
     for layers in sorted(depths, key=lambda n: abs(math.log(n / row.layers))):
         depth = math.log(layers / row.layers) ** 2
         if found and depth >= min(found)[0]:
@@ -120,8 +131,9 @@ def count_parameters(config: ESSMConfig, model_class: Any = None) -> int:
 
 
 def definition_of(row: Row) -> dict[str, Any]:
-    """What makes a row, but for its rates, as JSON gives it back."""
-    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(row).items() if k != "rates"}))
+    """What makes a row, but for its rates, as JSON gives it back; runs of before there were hybrids know of none."""
+    silent = {"rates"} | ({"attention_every"} if row.attention_every is None else set())
+    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(row).items() if k not in silent}))
 
 
 def sizes_of(config: Any) -> dict[str, Any]:

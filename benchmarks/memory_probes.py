@@ -43,11 +43,14 @@ HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of tr
 METRIC = "error"
 
 _GATED = {"block": "gated", "num_heads": 4, "embedding_initializer_range": 0.1}
+_HYBRID = _GATED | {"mixing_size": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _RATES, _PEER_RATES = (3e-3, 1e-2), (2e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 32}, rates=_RATES),
     "gated": Row(3, _GATED | {"mixing_size": 1}, expansion=2.0, rates=_RATES),
     "gated, inner D, d D/4": Row(3, _GATED | {"mixing_size": None}, rates=_RATES),
+    "gated, attention 1 in 6": Row(6, _HYBRID, expansion=2.0, rates=_RATES, attention_every=6),
+    "gated, attention 1 in 3": Row(3, _HYBRID, expansion=2.0, rates=_RATES, attention_every=3),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=96, rates=_PEER_RATES),
     "s4d": Row(3, peer="s4d", hidden_size=64, rates=_PEER_RATES),

@@ -1,9 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The recurrent-state cache: for each layer the spectral features at the last step, an (N, D) state per row.
 
-Its size depends on the budget and never on the context. The first forward pass stamps it: N states are kept from
-then on, so that the budget may fall and rise again up to that one. Ask for more room when the cache is made, with
-`ESSMCache(config, state_budget=K)`; give room back with `cache.shrink(K)`.
+Its size depends on the budget and never on the context; only the attention layers of a hybrid hold keys and values,
+which grow. The first forward pass stamps it: N states are kept from then on, so that the budget may fall and rise again
+up to that one. Ask for more room when the cache is made, with `ESSMCache(config, state_budget=K)`; give room back with
+`cache.shrink(K)`.
 
 A server takes rows out with `cache.select` and puts rows together with `ESSMCache.merge`, whatever their budgets: each
 row keeps its own stamp.
@@ -21,13 +22,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .spectral_budget import SpectralBudget
+from .spectral_budget import SpectralBudget, is_hybrid, spectral_layers
 from .spectral_ops import SpectralOperator
 
 # What states mean depends on these alone; in files of the paper's block only the first are named.
 _SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
 _SHAPE_OF_GATED = (*_SHAPE, "inner_size", "conv_kernel_size")
+_SHAPE_OF_HYBRID = ("layer_types", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters")
 _SHAPE_OF_AR_STU = {"ar_negative_filters": True, "ar_feature_shift": 0}  # named where they differ from what they were
+ATTENTION_STATES = ("keys", "values", "lengths")  # (B, H, T, d) twice, and (B,) int64
 PER_STATE = ("features", "negative")  # tensors (B, N, D), of which a smaller budget reads the first rows
 
 
@@ -81,8 +84,27 @@ class ESSMCacheLayer(CacheLayerMixin):
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.tensors.get("features", ())))
-        self.reorder_cache(rows.repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self.batch_size or 0).repeat_interleave(repeats))
+
+    @property
+    def batch_size(self) -> int | None:
+        return next(iter(self.tensors.values())).shape[0] if self.tensors else None
+
+    def take(self, other: ESSMCacheLayer, rows: Tensor) -> None:
+        """Become these rows of another layer, and no larger than they need."""
+        self.update(**other.tensors)
+        self.filled = other.filled
+        self.batch_select_indices(rows)
+        if self.filled is not None:
+            self.shrink(max(self.filled))
+
+    def join(self, parts: Sequence[Any]) -> None:
+        """Become the rows of all parts, on the first one's device."""
+        filled = [n for part in parts for n in part.filled or [part.num_states] * len(part.tensors["features"])]
+        N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
+        tensors = {name: [part.tensors[name].to(device) for part in parts] for name in parts[0].tensors}
+        self.update(**{name: torch.cat([_widened(name, t, N) for t in rows]) for name, rows in tensors.items()})
+        self.filled = None if min(filled) == N else filled
 
     def shrink(self, num_states: int) -> None:
         """Keep the first states only, and free the others."""
@@ -114,6 +136,94 @@ class ESSMCacheLayer(CacheLayerMixin):
         return -1
 
 
+class ESSMAttentionCacheLayer(ESSMCacheLayer):
+    """Rotated "keys" and "values" (B, H, T, d) of an attention layer, and "lengths" (B,), tokens read by each row.
+
+    Rows end together: before the keys of a row that has read fewer than T tokens stand others, which mean nothing.
+    Attributes:
+        is_ragged: whether there may be such rows.
+    """
+
+    keys: Any
+    values: Any
+    is_sliding = False  # to the library: masks and windows are made by attention_essm
+    _ragged: bool | None = None
+
+    def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
+        super().update(**tensors)
+        self.keys, self.values, self._ragged = self.tensors["keys"], self.tensors["values"], None
+
+    @property
+    def is_ragged(self) -> bool:
+        if self._ragged is None:
+            self._ragged = bool((self.tensors["lengths"] < self.tensors["keys"].shape[2]).any())
+        return self._ragged
+
+    def extend(self, keys: Tensor, values: Tensor, read: Tensor | None, window: int | None) -> tuple[Tensor, Tensor]:
+        """All keys and values that a call of L positions attends to: (B, H, T, d) those held, then (B, H, L, d) new.
+
+        Args:
+            read: (B,) int64, how many of the new ones are kept of each row, the first; None for all.
+            window: positions that a query sees, its own included; None for all.
+        """
+        B, _, L, _ = keys.shape
+        ragged, lengths = False, torch.zeros(B, dtype=torch.int64, device=keys.device)
+        if self.tensors:
+            ragged = self.is_ragged
+            past = {name: tensor.to(keys.device) for name, tensor in self.tensors.items()}
+            keys, values = torch.cat([past["keys"], keys], 2), torch.cat([past["values"], values], 2)
+            lengths = past["lengths"]
+        T = most = keys.shape[2]
+        held = keys, values
+        if read is None:
+            lengths = lengths + L
+        else:
+            read = read.to(keys.device)
+            lengths = lengths + read
+            source = torch.arange(T, device=keys.device) - (L - read)[:, None]
+            held = ends_together(keys, source), ends_together(values, source)
+            most = int(lengths.max()) if B else 0
+        if window is not None:
+            most = min(most, window - 1)
+        if most < T:
+            held = held[0][:, :, T - most :].clone(), held[1][:, :, T - most :].clone()
+        self.update(keys=held[0], values=held[1], lengths=lengths)
+        self._ragged = None if read is not None else ragged
+        return keys, values
+
+    def reset(self) -> None:
+        super().reset()
+        self.keys = self.values = None
+
+    def take(self, other: ESSMCacheLayer, rows: Tensor) -> None:
+        super().take(other, rows)
+        most = min(self.tensors["keys"].shape[2], int(self.tensors["lengths"].max()))
+        start = self.tensors["keys"].shape[2] - most
+        cut = {name: self.tensors[name][:, :, start:].clone() for name in ("keys", "values")}
+        self.update(**(self.tensors | cut))
+
+    def join(self, parts: Sequence[Any]) -> None:
+        device = parts[0].tensors["keys"].device
+        self.update(**joined_rows([{name: t.to(device) for name, t in part.tensors.items()} for part in parts]))
+
+    def shrink(self, num_states: int) -> None: ...
+
+
+def ends_together(x: Tensor, source: Tensor) -> Tensor:
+    """(B, H, T, d) with the position that source (B, T) names at each place; below 0 it does not matter which."""
+    return x.gather(2, source.clamp(min=0)[:, None, :, None].expand_as(x))
+
+
+def joined_rows(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of all parts, each the tensors of an attention layer; in front of shorter ones stand zeros."""
+    T = max(part["keys"].shape[2] for part in parts)
+    padded = [
+        {name: t if t.ndim == 1 else torch.nn.functional.pad(t, (0, 0, T - t.shape[2], 0)) for name, t in part.items()}
+        for part in parts
+    ]
+    return {name: torch.cat([part[name] for part in padded]) for name in parts[0]}
+
+
 class ESSMStaticCacheLayer(ESSMCacheLayer):
     """The same, written in place once it is filled: compiled steps and CUDA graphs find states where they were."""
 
@@ -140,11 +250,21 @@ class ElasticCache(Cache):
     _layer_class: type[ESSMCacheLayer] = ESSMCacheLayer
 
     def __init__(self, config: Any, state_budget: SpectralBudget = None):
-        unknown = (None,) * config.num_hidden_layers
-        budgets = unknown if state_budget is None else config.resolve_budget(state_budget).layers
-        Cache.__init__(self, layers=[self._layer_class(budget) for budget in budgets])
+        spectral = spectral_layers(config)
+        budgets = None if state_budget is None else config.resolve_budget(state_budget).layers
+        room = dict(zip(spectral, budgets or (None,) * len(spectral)))
         self.config = config
+        kinds = range(config.num_hidden_layers)
+        Cache.__init__(self, layers=[self._layer_class(room[i]) if i in room else self._attention(i) for i in kinds])
         self._seen_tokens: int | Tensor = 0
+
+    def _attention(self, layer: int) -> ESSMCacheLayer:
+        """The cache of an attention layer."""
+        return ESSMAttentionCacheLayer()
+
+    @property
+    def spectral_layers(self) -> list[ESSMCacheLayer]:
+        return [self.layers[i] for i in spectral_layers(self.config)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self._seen_tokens)
@@ -173,8 +293,7 @@ class ElasticCache(Cache):
 
     @property
     def batch_size(self) -> int | None:
-        tensors = self.layers[0].tensors
-        return tensors["features"].shape[0] if tensors else None
+        return self.layers[0].batch_size
 
     def reset(self) -> None:
         super().reset()
@@ -214,11 +333,7 @@ class ElasticCache(Cache):
         indices = indices.long()
         selected = self._like(self.get_seq_length())
         for new, old in zip(selected.layers, self.layers):
-            new.update(**old.tensors)
-            new.filled = old.filled
-            new.batch_select_indices(indices)
-            if new.filled is not None:
-                new.shrink(max(new.filled))
+            new.take(old, indices)
         return selected
 
     @staticmethod
@@ -240,12 +355,7 @@ class ElasticCache(Cache):
                 )
         merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
-            parts = [cache.layers[i] for cache in caches]
-            filled = [n for part in parts for n in part.filled or [part.num_states] * len(part.tensors["features"])]
-            N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
-            tensors = {name: [part.tensors[name].to(device) for part in parts] for name in parts[0].tensors}
-            new.update(**{name: torch.cat([_widened(name, t, N) for t in rows]) for name, rows in tensors.items()})
-            new.filled = None if min(filled) == N else filled
+            new.join([cache.layers[i] for cache in caches])
         return merged
 
     def shrink(self, spectral_budget: SpectralBudget) -> ESSMCache:
@@ -256,7 +366,7 @@ class ElasticCache(Cache):
         """
         budgets = self.config.resolve_budget(spectral_budget).layers
         operator = operator_of(self.config)
-        for layer, K in zip(self.layers, budgets):
+        for layer, K in zip(self.spectral_layers, budgets):
             if layer.state_budget is not None:
                 layer.state_budget = min(layer.state_budget, K)
             layer.shrink(operator.num_states(K))
@@ -275,10 +385,12 @@ class ElasticCache(Cache):
             new.state_budget = old.state_budget
         return cache
 
-    def model_shape(self) -> dict[str, int]:
+    def model_shape(self) -> dict[str, Any]:
         """What two models must share for one to read the other's states."""
         names = _SHAPE if self.config.block == "paper" else _SHAPE_OF_GATED
         shape = {name: getattr(self.config, name) for name in names}
+        if is_hybrid(self.config):
+            shape |= {name: getattr(self.config, name) for name in _SHAPE_OF_HYBRID}
         others = {name: getattr(self.config, name, default) for name, default in _SHAPE_OF_AR_STU.items()}
         return shape | {name: value for name, value in others.items() if value != _SHAPE_OF_AR_STU[name]}
 
@@ -299,10 +411,17 @@ class ESSMStaticCache(ElasticCache):
     """An `ESSMCache` whose tensors stay where they are, for torch.compile: what `cache_implementation="static"` makes.
 
     `generate` compiles its steps by itself with such a cache, on accelerators or as its compile_config says. One batch
-    size; `select`, `merge` and `load` give ordinary caches. Arguments and errors as of `ESSMCache`.
+    size; `select`, `merge` and `load` give ordinary caches. Arguments and errors as of `ESSMCache`; ValueError for a
+    hybrid, whose keys grow with the text.
     """
 
     _layer_class = ESSMStaticCacheLayer
+
+    def _attention(self, layer: int) -> ESSMCacheLayer:
+        raise ValueError(
+            f"a static cache holds states of constant size, but layer {layer} is {self.config.layer_types[layer]!r}, "
+            'whose keys grow: leave out cache_implementation="static"'
+        )
 
     def advance(self, num_tokens: int) -> None:
         if not isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
@@ -316,11 +435,14 @@ def states_of(layers: Sequence[ESSMCacheLayer]) -> dict[str, Tensor]:
     return {f"{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.tensors.items()}
 
 
-def layers_with(states: Mapping[str, Tensor], budgets: Sequence[int]) -> list[ESSMCacheLayer]:
+def layers_with(states: Mapping[str, Tensor], budgets: Sequence[int], config: Any) -> list[ESSMCacheLayer]:
     """Layers that hold these states, for a call at these budgets."""
-    layers = [ESSMCacheLayer(K) for K in budgets]
+    room = dict(zip(spectral_layers(config), budgets))
+    kinds = range(config.num_hidden_layers)
+    layers = [ESSMCacheLayer(room[i]) if i in room else ESSMAttentionCacheLayer() for i in kinds]
     for layer, tensors in zip(layers, _by_layer(states, len(layers))):
-        layer.update(**tensors)
+        if tensors:  # an attention layer begins without
+            layer.update(**tensors)
     return layers
 
 
@@ -352,7 +474,8 @@ def check_room(cache: ESSMCache, budgets: Sequence[int], rows: Tensor | None, op
     """
     differ = any(layer.filled is not None for layer in cache.layers)
     budget_of_row = rows.tolist() if rows is not None and differ else None
-    for i, (layer, budget) in enumerate(zip(cache.layers, budgets)):
+    for i, budget in zip(spectral_layers(cache.config), budgets):
+        layer = cache.layers[i]
         filled, asked = [layer.num_states], [budget]
         if layer.filled is not None:
             filled = layer.filled
@@ -374,7 +497,8 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     num_layers = config.num_hidden_layers
     if len(cache.layers) != num_layers:
         raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
-    for name, default in (dict.fromkeys(_SHAPE_OF_GATED) | _SHAPE_OF_AR_STU).items():
+    compared = _SHAPE_OF_GATED + (_SHAPE_OF_HYBRID if is_hybrid(config) else ())
+    for name, default in (dict.fromkeys(compared) | _SHAPE_OF_AR_STU).items():
         made_for, here = getattr(cache.config, name, default), getattr(config, name, default)
         if made_for != here:
             raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {here}")

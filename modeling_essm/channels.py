@@ -7,7 +7,7 @@ The channel is the first dimension, so a budget is a prefix, in memory and in a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -46,8 +46,12 @@ def truncate_channels(mixer: nn.Module, capacity: int) -> None:
         setattr(module, name, nn.Parameter(kept, requires_grad=value.requires_grad))
 
 
-def channel_capacity(name: str, capacities: Sequence[int]) -> int | None:
-    """How many slices of the tensor of that name in a file stay; None for one that is not divided into channels."""
+def channel_capacity(name: str, capacities: Sequence[int] | Mapping[int, int]) -> int | None:
+    """How many slices of the tensor of that name in a file stay; None for one that is not divided into channels.
+
+    Args:
+        capacities: by layer.
+    """
     parts = name.split(".")
     if "mixer" not in parts:
         return None

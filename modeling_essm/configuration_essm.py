@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .spectral_basis import max_spectral_channels
-from .spectral_budget import resolve_budget, stored_budget
+from .spectral_budget import SPECTRAL_LAYER, is_hybrid, resolve_budget, spectral_layers, stored_budget
 from .spectral_ops import ALGORITHMS
 
 # Which class each Auto class loads, from the files beside the weights.
@@ -35,6 +35,14 @@ _BLOCK_FIELDS = (
     *("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size", "scaling_exponent"),
     *("embedding_initializer_range", "chunk_size"),
 )
+
+# Fields that only attention layers read.
+_ATTENTION_FIELDS = (
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters"),
+    "attention_dropout",
+)
+LAYER_TYPES = (SPECTRAL_LAYER, "sliding_attention", "full_attention")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose rotation of a position never changes, as cached keys need
 
 _Rule = tuple[str, Callable[[Any], bool]]  # what is legal, in words and as a test of what `_plain` gives
 
@@ -94,6 +102,10 @@ def _is_nonzero(x: Any) -> bool:
     return type(x) in (int, float) and x != 0 and abs(x) <= sys.float_info.max
 
 
+def _is_rope(x: Any) -> bool:
+    return isinstance(x, dict) and x.get("rope_type", "default") in ROPE_TYPES
+
+
 def _is_dtype(x: Any) -> bool:
     return isinstance(getattr(torch, x, None) if isinstance(x, str) else x, torch.dtype)
 
@@ -109,6 +121,9 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("hidden_size", "num_spectral_channels", "filter_length"), _WIDTH),
     **dict.fromkeys(("chunk_size", "gate_hidden_size", "num_input_features"), _optional(_WIDTH)),
     **dict.fromkeys(("inner_size", "num_heads", "mixing_size", "head_hidden_size"), _optional(_WIDTH)),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _optional(_WIDTH)),
+    **dict.fromkeys(("head_dim", "sliding_window"), _optional(_integer(2, _MOST_WIDTH))),
+    "rope_parameters": _optional((f"a dict whose rope_type is one of {ROPE_TYPES}", _is_rope)),
     "intermediate_size": _optional(_integer(0, _MOST_WIDTH)),
     "block": _one_of("paper", "gated"),
     "conv_kernel_size": _optional(_integer(0, 64)),
@@ -119,6 +134,7 @@ _RULES: dict[str, _Rule] = {
     "gating": _one_of("softmax", "none"),
     "classifier_pooling": _one_of("mean", "last"),
     **dict.fromkeys(("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"), _number(1.0)),
+    "attention_dropout": _number(1.0),
     "gate_bias": ("a finite number other than 0", _is_nonzero),
     **dict.fromkeys(("initializer_range", "layer_norm_eps"), _POSITIVE),
     **dict.fromkeys(("scaling_exponent", "embedding_initializer_range"), _optional(_POSITIVE)),
@@ -127,7 +143,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("output_hidden_states", "return_dict"), _optional(_FLAG)),
     **dict.fromkeys(("pad_token_id", "bos_token_id"), _optional(_TOKEN_ID)),
     "eos_token_id": _optional(_or_list(_TOKEN_ID, _MOST_BUDGETS)),
-    "layer_types": _optional(_list(_one_of("linear_attention"), _MOST_LAYERS)),
+    "layer_types": _optional(_list(_one_of(*LAYER_TYPES), _MOST_LAYERS)),
     "budget_presets": _optional((f"a dict of at most {_MOST_BUDGETS} names and budgets", _are_presets)),
     "architectures": _optional(_list(_TEXT, _MOST_BUDGETS)),
     "transformers_version": _optional(_TEXT),
@@ -137,6 +153,11 @@ _RULES: dict[str, _Rule] = {
     "id2label": _optional(_labels("numbers and their names", lambda key: type(key) is int or key.isdecimal())),
     "label2id": _optional(_labels("names and numbers", lambda key: True)),
 }
+
+
+def _head_dim(hidden_size: int, heads: int) -> int:
+    """The largest even width of a head, of which so many fit."""
+    return hidden_size // heads // 2 * 2
 
 
 def _checked(name: str, value: Any, rule: _Rule) -> Any:
@@ -167,7 +188,7 @@ class ESSMConfig(PreTrainedConfig):
             gated block, for none.
         hidden_act (`str`): activation of feed-forward layer and gate; "gelu" is the exact GELU of the paper.
         num_spectral_channels (`int`): channel capacity, the largest budget that the weights can run.
-        spectral_capacities (`list[int]`, *optional*): capacity of each layer where they differ; the largest is
+        spectral_capacities (`list[int]`, *optional*): capacity of each spectral layer where they differ; the largest is
             `num_spectral_channels`.
         filter_length (`int`): H, size of the Hankel matrix and the longest sequence on which the recurrence equals the
             convolution. It costs nothing, so choose it at least as long as any sequence you will see;
@@ -190,6 +211,15 @@ class ESSMConfig(PreTrainedConfig):
             write to the residual stream, others start at 1 / sqrt(their inputs).
         embedding_initializer_range (`float`, *optional*): that of new embeddings of token ids, `initializer_range` by
             default, 0.1 in the gated block.
+        layer_types (`list[str]`, *optional*): for each layer "linear_attention", spectral, which all are by default, or
+            "sliding_attention" or "full_attention" in a hybrid. One at least is spectral; an attention layer has the
+            norms and the feed-forward layer of the block.
+        num_attention_heads, num_key_value_heads, head_dim (`int`, *optional*): of attention layers. By default heads of
+            about 64 and keys and values for each; `head_dim` is even, and about D / heads where it is not given.
+        sliding_window (`int`, *optional*): positions, its own included, that one sees in "sliding_attention".
+        rope_parameters (`dict`, *optional*): of their rotary embedding as in transformers, by default "rope_type"
+            "default" with "rope_theta" 10,000; "linear", "llama3" and "yarn" are the others.
+        attention_dropout (`float`): rate on attention weights.
         gate_bias (`float`): what the gate's output biases start at; any but 0 starts the gate at equal weights, and a
             larger one changes them more slowly.
         dropout, embedding_dropout, activation_dropout (`float`): rates after each sub-layer, on the embedding, and
@@ -236,6 +266,12 @@ class ESSMConfig(PreTrainedConfig):
     trained_budgets: list[int] | None = None
     budget_presets: dict[str, Any] | None = None
     layer_types: list[str] | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    sliding_window: int | None = None
+    rope_parameters: dict[str, Any] | None = None
+    attention_dropout: float = 0.0
     gate_bias: float = 1.0
     dropout: float = 0.0
     embedding_dropout: float = 0.0
@@ -267,7 +303,9 @@ class ESSMConfig(PreTrainedConfig):
         if self.gate_hidden_size is None:
             self.gate_hidden_size = max(1, self.hidden_size // 4)
         if self.layer_types is None:
-            self.layer_types = ["linear_attention"] * self.num_hidden_layers  # caches of transformers read it
+            self.layer_types = [SPECTRAL_LAYER] * self.num_hidden_layers  # caches of transformers read it
+        if is_hybrid(self):
+            self._set_attention()
         # save_pretrained would name only the saved class; every folder should load through every Auto class. What a
         # folder says of its own classes holds.
         given = kwargs.get("auto_map") or {}
@@ -275,6 +313,28 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError(f"auto_map must be a dict of Auto classes and the classes they load, got {given!r}")
         kwargs["auto_map"] = {**self.auto_classes, **given}
         super().__post_init__(**kwargs)
+        if not is_hybrid(self):
+            self.rope_parameters = None  # transformers fills it in
+            return
+        try:
+            self.validate_rope()
+        except KeyError as error:
+            raise ValueError(f"rope_parameters: {error.args[0]}, got {self.rope_parameters}") from None
+
+    def _set_attention(self) -> None:
+        """Fill in the fields of attention layers. Raises ValueError for sizes that do not fit each other."""
+        self.num_attention_heads = self.num_attention_heads or max(1, self.hidden_size // 64)
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.head_dim = self.head_dim or _head_dim(self.hidden_size, self.num_attention_heads)
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim must be even and at least 2, as rotary positions need, got {self.head_dim}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
+                f"got {self.num_key_value_heads}"
+            )
+        if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
+            raise ValueError('sliding_window must be an integer of at least 2 for "sliding_attention", got None')
 
     def _block_defaults(self) -> dict[str, Any]:
         """Fields that a block gives a value when they are None."""
@@ -319,7 +379,7 @@ class ESSMConfig(PreTrainedConfig):
         names = {field.name: field.name for field in dataclasses.fields(cls)} | cls.attribute_map
         names.pop("dtype", None)  # which may be "auto" there
         given = {names[name]: kwargs.pop(name) for name in names.keys() & kwargs.keys()}
-        if "num_hidden_layers" in given:
+        if "num_hidden_layers" in given and set(config_dict.get("layer_types") or ()) <= {SPECTRAL_LAYER}:
             given.setdefault("layer_types", None)
         stale = cls._derived_otherwise(config_dict, given)
         return super().from_dict({k: v for k, v in config_dict.items() if k not in stale} | given, **kwargs)
@@ -333,14 +393,21 @@ class ESSMConfig(PreTrainedConfig):
         hidden, inner = fields.get("hidden_size"), fields.get("inner_size")
         if "hidden_size" not in given or type(hidden) is not int:
             return set()
+        heads, head_dim = fields.get("num_attention_heads"), fields.get("head_dim")
+        stale = {"head_dim"} if type(heads) is int and heads > 0 and head_dim == _head_dim(hidden, heads) else set()
         if block == "paper":
-            return {"inner_size", "mixing_size"}
-        return {"inner_size"} if inner == 2 * hidden else set()
+            return stale | {"inner_size", "mixing_size"}
+        return stale | ({"inner_size"} if inner == 2 * hidden else set())
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """As in transformers; ValueError for a field that was set to what could not be loaded again."""
         self._validate()
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """As in transformers, without the fields of attention layers where there are none."""
+        fields = super().to_diff_dict()
+        return fields if is_hybrid(self) else {k: v for k, v in fields.items() if k not in _ATTENTION_FIELDS}
 
     def _validate(self) -> None:
         """Check every field, and turn integers of NumPy, tuples and the like into what a JSON file holds."""
@@ -356,14 +423,19 @@ class ESSMConfig(PreTrainedConfig):
                 f"filter_length {self.filter_length} resolves at most {resolved} spectral channels, "
                 f"got num_spectral_channels={channels}; use a longer filter (512 resolves 32)"
             )
-        text = f"{layers} integers in [1, num_spectral_channels = {channels}], the largest of them {channels}"
-        _, is_list = _list(_integer(1, channels), layers)
-        capacities: _Rule = (text, lambda x: x is None or (is_list(x) and len(x) == layers and max(x) == channels))
-        self.spectral_capacities = _checked("spectral_capacities", self.spectral_capacities, capacities)
         if self.layer_types is not None and len(self.layer_types) != layers:
             raise ValueError(
-                f"layer_types must name 'linear_attention' for each of the {layers} layers, got {len(self.layer_types)}"
+                f"layer_types must name one of {LAYER_TYPES} for each of the {layers} layers, "
+                f"got {len(self.layer_types)}"
             )
+        if not (spectral := len(spectral_layers(self))):
+            raise ValueError(
+                f"layer_types must hold {SPECTRAL_LAYER!r}: budgets act on spectral layers, and there are none"
+            )
+        text = f"{spectral} integers in [1, num_spectral_channels = {channels}], the largest of them {channels}"
+        _, is_list = _list(_integer(1, channels), spectral)
+        capacities: _Rule = (text, lambda x: x is None or (is_list(x) and len(x) == spectral and max(x) == channels))
+        self.spectral_capacities = _checked("spectral_capacities", self.spectral_capacities, capacities)
         self._validate_budgets()
 
     def _validate_budgets(self) -> None:
@@ -384,8 +456,8 @@ class ESSMConfig(PreTrainedConfig):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """Channels that each layer holds."""
-        return tuple(self.spectral_capacities or (self.num_spectral_channels,) * self.num_hidden_layers)
+        """Channels that each spectral layer holds."""
+        return tuple(self.spectral_capacities or (self.num_spectral_channels,) * len(spectral_layers(self)))
 
     def resolve_budget(self, value: Any = None, batch_size: int | None = None):
         """The `ResolvedBudget` that `value` means for this model; see `spectral_budget.resolve_budget`."""

@@ -129,7 +129,7 @@ class ElasticGenerationMixin(GenerationMixin):
             check_left_padding("prefill_chunk_size", model_kwargs.get("attention_mask"))
         kind = generation_config.cache_implementation
         if kind not in (None, "static"):
-            logger.warning_once(f"cache_implementation={kind!r} is ignored: the state of an ES-SSM has a constant size")
+            logger.warning_once(f"cache_implementation={kind!r} is ignored: the cache of an ES-SSM is an ESSMCache")
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             steps = model_kwargs.get("step_budgets")
             cache_class = ESSMStaticCache if kind == "static" else ESSMCache
@@ -137,7 +137,7 @@ class ElasticGenerationMixin(GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-        """The (B, L) mask itself: there is no attention to make a 4-D one for."""
+        """The (B, L) mask itself, of which the model makes what its layers need."""
         return attention_mask
 
 

@@ -33,7 +33,7 @@ from .channels import (
     truncate_channels,
 )
 from .quantized_weights import INSTALL, dequantize, essm_quantization, is_quantized, register_formats, weight_bytes
-from .spectral_budget import SpectralBudget, of_each_layer
+from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_layers
 
 logger = logging.get_logger(__name__)
 
@@ -147,7 +147,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
         capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
-        weights, metadata = read_prefix(source, capacities, where | {"variant": kwargs.pop("variant", None)})
+        held = dict(zip(spectral_layers(config), capacities))
+        weights, metadata = read_prefix(source, held, where | {"variant": kwargs.pop("variant", None)})
         config = truncated_config(config, capacities)
         if getattr(config, "quantization_config", None) is None:
             loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
@@ -165,10 +166,12 @@ class ElasticPreTrainedModel(PreTrainedModel):
         return loaded
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if is_hybrid(self.config):
+            return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
         if attn_implementation not in (None, "eager"):
             raise ValueError(
-                f"attn_implementation must be None or 'eager', got {attn_implementation!r}: ES-SSM has no attention. "
-                "How its convolution is computed is config.spectral_algorithm"
+                f"attn_implementation must be None or 'eager', got {attn_implementation!r}: this model has no "
+                "attention layers. How its convolution is computed is config.spectral_algorithm"
             )
         return "eager"
 
@@ -291,9 +294,9 @@ def budget_fits(budget: Any, config: Any) -> bool:
 
 
 def read_prefix(
-    source: Any, capacities: Sequence[int], where: Mapping[str, Any]
+    source: Any, capacities: Mapping[int, int], where: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights of a checkpoint, of channels only the first `capacities`; nothing else is read.
+    """The weights of a checkpoint, of channels only the first `capacities`, by layer; nothing else is read.
 
     Args:
         source: folder or Hub name of a safetensors checkpoint, in one file or in shards.

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""ES-SSM for transformers: blocks around the mixer, model, language-model and classification heads.
+"""ES-SSM for transformers: blocks around mixer or attention, model, language-model and classification heads.
 
 One set of weights runs at any spectral budget K, chosen per call. The mixer of Eq. (7-8) lives in `mixer_spectral`, the
 numerics in `spectral_ops`; what a budget means in `spectral_budget`; what is kept between calls in `cache_essm`.
@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
+from .attention_essm import AttentionCall, ESSMAttention, attention_call
 from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, operator_of, states_of
 from .configuration_essm import ESSMConfig
 from .generation_essm import ElasticGenerationMixin
@@ -35,7 +36,7 @@ from .loading_essm import ElasticPreTrainedModel
 from .mixer_spectral import ESSMScale, ESSMSpectralMixer, at_unit_scale
 from .outputs_essm import ESSMCausalLMOutput, ESSMModelOutput, ESSMSequenceClassifierOutput
 from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
-from .spectral_budget import SpectralBudget
+from .spectral_budget import SPECTRAL_LAYER, SpectralBudget, is_hybrid, spectral_layers
 
 
 class ESSMFeatureEmbedding(nn.Linear):
@@ -75,7 +76,7 @@ class ESSMGatedFeedForward(nn.Module):
 
 
 class _Block(GradientCheckpointingLayer):
-    """What the two blocks share: how their mixer is run, and dropout."""
+    """What the blocks share: how their mixer is run, and dropout."""
 
     mixer: ESSMSpectralMixer
 
@@ -154,10 +155,39 @@ class ESSMLayer(_Block):
         return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
 
 
+class ESSMAttentionLayer(_Block):
+    """Residual block of a hybrid around attention, with the norms and the feed-forward layer of the spectral ones.
+
+    x + attention(norm(x)); then, if they have one, x + ffn(norm(x)).
+    """
+
+    def __init__(self, config: ESSMConfig, kind: str):
+        super().__init__(config)
+        paper = config.block == "paper"
+        norm = nn.LayerNorm if paper else nn.RMSNorm
+        self.input_norm = norm(config.hidden_size, eps=config.layer_norm_eps)
+        self.self_attn = ESSMAttention(config, kind)
+        if not paper:
+            for projection in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
+                at_unit_scale(projection)
+        if config.intermediate_size:
+            self.ffn_norm = norm(config.hidden_size, eps=config.layer_norm_eps)
+            self.ffn = ESSMFeedForward(config) if paper else ESSMGatedFeedForward(config)
+
+    def forward(self, hidden_states: Tensor, call: AttentionCall, cache: Any) -> Tensor:
+        hidden_states = hidden_states + self._drop(self.self_attn(self.input_norm(hidden_states), call, cache))
+        if not hasattr(self, "ffn"):
+            return hidden_states
+        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+
+
 class ESSMPreTrainedModel(ElasticPreTrainedModel):
     config_class = ESSMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_sdpa = True  # of a hybrid's attention layers
+    _supports_flash_attn = True
+    _supports_attention_backend = True
     _is_stateful = True
     _can_compile_fullgraph = True
 
@@ -192,14 +222,17 @@ class ESSMModel(ESSMPreTrainedModel):
         else:
             self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
         block = ESSMLayer if config.block == "paper" else ESSMGatedLayer
-        self._no_split_modules = [block.__name__]  # sharding looks for each that is named
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         layers: list[_Block] = [block(config, capacity) for capacity in config.capacities]
+        for i, kind in enumerate(config.layer_types or ()):
+            if kind != SPECTRAL_LAYER:
+                layers.insert(i, ESSMAttentionLayer(config, kind))
+        self._no_split_modules = sorted({type(layer).__name__ for layer in layers})  # sharding looks for each of them
         if config.stochastic_depth_ramp:
             for i, layer in enumerate(layers):
                 layer.stochastic_depth *= i / max(1, len(layers) - 1)
         self.layers = nn.ModuleList(layers)
-        self.operator = operator_of(config)
+        self.operator, self.is_hybrid = operator_of(config), is_hybrid(config)
         norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
         self.norm = norm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
@@ -231,7 +264,7 @@ class ESSMModel(ESSMPreTrainedModel):
                 where there is none, it means nothing. What is said of cached positions is not read: a state does not
                 forget them.
             past_key_values: ESSMCache to continue from; updated in place.
-            spectral_budget: K: int in [1, capacity], one int per layer, a (B,) integer tensor or a preset name.
+            spectral_budget: K: int in [1, capacity], one int per spectral layer, a (B,) integer tensor or a preset.
             state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
                 say it, see `read_packing`; each is computed as if it were alone, without a cache.
@@ -255,7 +288,9 @@ class ESSMModel(ESSMPreTrainedModel):
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
-        packing = kwargs.get("packing") or (read_packing(kwargs, B, L, mask) if kwargs else None)
+        packing = kwargs.get("packing")
+        if packing is None and kwargs:
+            packing = read_packing(kwargs, B, L, mask, not self.is_hybrid)
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
@@ -268,7 +303,8 @@ class ESSMModel(ESSMPreTrainedModel):
         padding, lengths, place = None, None, None
         if mask is not None:
             fresh, real = cache is None or cache.batch_size is None, mask.to(hidden_states.device)
-            hidden_states, padding, lengths, place = closed_rows(hidden_states, real, keep_leading=fresh)
+            keep_leading = fresh and not self.is_hybrid  # attention wants real positions first
+            hidden_states, padding, lengths, place = closed_rows(hidden_states, real, keep_leading)
             lengths = None if cache is None else lengths
         if state_lengths is not None:
             check_state_lengths(state_lengths, B, L, cache, attention_mask)
@@ -316,13 +352,18 @@ class ESSMModel(ESSMPreTrainedModel):
         """Blocks and final norm with everything resolved: (B, L, D) -> (B, L, D).
 
         Args:
-            budgets: K of each layer. caches: the state of each, updated in place, or None.
+            budgets: K of each spectral layer. caches: the state of each layer, updated in place, or None.
             rows: (B,) K of each row, or None. padding: (B, L, 1) bool, or None. lengths: (B,) as in `SpectralOperator`.
             each: takes the outputs of all blocks but the last.
         """
-        for i, (layer, K, cache) in enumerate(zip(self.layers, budgets, caches)):
-            held = rows if rows is None or self.config.spectral_capacities is None else rows.clamp(max=K)
-            hidden_states = layer(hidden_states, K, held, padding, lengths, cache, packing)
+        call = attention_call(self.config, hidden_states, caches, lengths, packing) if self.is_hybrid else None
+        budget_of = dict(zip(spectral_layers(self.config), budgets))
+        for i, (layer, cache) in enumerate(zip(self.layers, caches)):
+            if (K := budget_of.get(i)) is None:
+                hidden_states = layer(hidden_states, call, cache)
+            else:
+                held = rows if rows is None or self.config.spectral_capacities is None else rows.clamp(max=K)
+                hidden_states = layer(hidden_states, K, held, padding, lengths, cache, packing)
             if each is not None and i + 1 < len(self.layers):
                 each.append(hidden_states)
         return self.norm(hidden_states)
@@ -409,11 +450,11 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         """One token as a function of tensors alone, for compiled and exported programs.
 
         Args:
-            input_ids: (B, 1). budgets: K of each layer. states: as `ESSMCache.states`.
+            input_ids: (B, 1). budgets: K of each spectral layer. states: as `ESSMCache.states`.
         Returns:
             logits (B, vocab_size), and the states after the token.
         """
-        caches = layers_with(states, budgets)
+        caches = layers_with(states, budgets, self.config)
         hidden_states = self.model.run_layers(self.model.embed_tokens(input_ids), budgets, caches)
         return self.lm_head(hidden_states[:, 0]), states_of(caches)
 

@@ -45,14 +45,14 @@ class Packing:
     Args:
         starts: (B, L) bool, true at the first position of every sequence; column 0 is taken to be.
     Attributes:
-        longest: positions of the longest sequence.
+        longest: positions of the longest sequence. first: (n,) int64 on the CPU, the first position of each among B L.
     """
 
     def __init__(self, starts: Tensor):
         B, L = starts.shape
         starts = starts.clone()
         starts[:, 0] = True
-        first = starts.flatten().nonzero().flatten().cpu()
+        self.first = first = starts.flatten().nonzero().flatten().cpu()
         length = torch.diff(first, append=first.new_tensor([B * L]))
         self.longest = int(length.max())
         size_class = length.double().log2().floor()  # 1, 2-3, 4-7, ..: less than half is padding
@@ -66,6 +66,14 @@ class Packing:
         place = found.new_empty(B * L + 1)  # the last is that of no position
         place[found] = torch.arange(len(found), device=found.device)
         self.place = place[:-1]
+
+    def sequences(self, B: int, L: int) -> Tensor:
+        """(B, L) int64 on the CPU: which sequence each position belongs to."""
+        return torch.searchsorted(self.first, torch.arange(B * L), right=True).view(B, L) - 1
+
+    def positions(self, B: int, L: int) -> Tensor:
+        """(B, L) int64 on the CPU: of each position its place in its sequence."""
+        return torch.arange(B * L).view(B, L) - self.first[self.sequences(B, L)]
 
     def apply(self, mixer: Callable[..., Tensor], u: Tensor, budget: int, rows: Tensor | None) -> Tensor:
         """mixer(u, budget, rows) of every sequence by itself: (B, L, D) -> (B, L, D); rows (B,) or None."""
@@ -115,7 +123,9 @@ def reorder(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
 
-def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | None) -> Packing | None:
+def read_packing(
+    arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | None, keep_leading: bool = True
+) -> Packing | None:
     """The packing that a collator's arguments describe; None where every row is one sequence.
 
     Args:
@@ -123,13 +133,14 @@ def read_packing(arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | No
             by one; seq_idx (B, L), where they change; cu_seqlens or cu_seq_lens_q (n + 1,), offsets in the one row.
         mask: (B, L) bool, true at real positions, or None. Between real positions with masked ones in between, a
             sequence begins where position_ids do not rise; next to other padding they mean nothing.
+        keep_leading: as in `close_up`.
     Returns:
         Where sequences begin once `close_up` has moved the real positions together.
     Raises:
         ValueError: a bad shape, offsets that are not ascending from 0 to L, or descriptions that disagree.
     """
     found: dict[str, Tensor] = {}
-    closed = None if mask is None else close_up(mask, keep_leading=True)
+    closed = None if mask is None else close_up(mask, keep_leading)
     for name, step in (("position_ids", 1), ("seq_idx", 0)):
         value = arguments.get(name)
         if value is None:

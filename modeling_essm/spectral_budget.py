@@ -4,7 +4,7 @@
 None means the config's default, then the full capacity. An int holds for every layer, a list names one budget per
 layer, a (B,) integer tensor one per row of the batch, a str a preset of the config. Where layers differ in capacity, an
 int or a row's budget means all that a layer has if it has less. Everything else is refused with the value and the legal
-range, before any compute.
+range, before any compute. Layers are those with spectral channels: what attends has no budget, and no place in a list.
 """
 
 from __future__ import annotations
@@ -12,12 +12,24 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Union
+from typing import Any, Union
 
 import numpy as np
 import torch
 
 SpectralBudget = Union[None, int, str, Sequence[int], torch.Tensor]
+SPECTRAL_LAYER = "linear_attention"  # what the library's `layer_types` calls one
+
+
+def spectral_layers(config: Any) -> tuple[int, ...]:
+    """Which of a model's layers are spectral, in order; the others attend. Budgets and capacities are of these."""
+    attending = {i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind != SPECTRAL_LAYER}
+    return tuple(i for i in range(config.num_hidden_layers) if i not in attending)
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether some of a model's layers attend."""
+    return len(spectral_layers(config)) < config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,7 @@ def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectra
         return tuple(min(K, held) for held in capacities)
     if len(value) != len(capacities):
         raise ValueError(
-            f"{name} as a list needs one integer for each of the {len(capacities)} layers, "
+            f"{name} as a list needs one integer for each of the {len(capacities)} spectral layers, "
             f"got {len(value)}: {reprlib.repr(list(value))}"
         )
     return tuple(_check(K, held, name, f" for layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))

@@ -21,7 +21,7 @@ class Fingerprint:
     """Which model: its sizes and a few of its weights.
 
     Attributes:
-        hidden_size: D. capacities: channels that each layer holds, which may be fewer in a model truncated later.
+        hidden_size: D. capacities: channels of each spectral layer, which may be fewer in a model truncated later.
         samples: values of the norms, of the first spectral channel and of the embedding, by these names. Truncation to
             fewer channels leaves them all as they are, a cast moves them by less than training does.
     """
@@ -52,8 +52,9 @@ def fingerprint(model: Any) -> Fingerprint:
     base, config = model.base_model, model.config
     names = ("input_norm", "mixer_norm", "ffn_norm")
     norms = [getattr(layer, name) for layer in base.layers for name in names if hasattr(layer, name)] + [base.norm]
-    layers = [base.layers[i] for i in sorted({0, len(base.layers) // 2, len(base.layers) - 1})]
-    mixings = [getattr(layer.mixer, "channel_mixing", None) for layer in layers]
+    mixers = [layer.mixer for layer in base.layers if hasattr(layer, "mixer")]
+    mixers = [mixers[i] for i in sorted({0, len(mixers) // 2, len(mixers) - 1})]
+    mixings = [getattr(mixer, "channel_mixing", None) for mixer in mixers]
     embedding = getattr(base, "embed_tokens", None) or getattr(base, "embed_features", None)
     parts = {
         "the norms": ([tensor for norm in norms for tensor in norm.parameters()], 32),

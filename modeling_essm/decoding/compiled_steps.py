@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..cache_essm import ESSMCache, check_cache
 from ..inputs_essm import check_token_ids, warn_once_of
 from ..outputs_essm import ESSMCausalLMOutput
-from ..spectral_budget import ResolvedBudget, SpectralBudget
+from ..spectral_budget import ResolvedBudget, SpectralBudget, is_hybrid
 
 logger = logging.get_logger(__name__)
 
@@ -49,7 +49,7 @@ def compile_decoding(
     Returns:
         the model.
     Raises:
-        ValueError: a bad budget, batch size or backend, or quantised weights. RuntimeError: no C++ compiler.
+        ValueError: a bad budget, batch size or backend, a hybrid or quantised weights. RuntimeError: no C++ compiler.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
@@ -58,6 +58,11 @@ def compile_decoding(
     resolved = [model.config.resolve_budget(budget) for budget in budgets]
     if any(budget.rows is not None for budget in resolved):
         raise ValueError("a compiled step has one budget for all rows: compile those that rows differ in eagerly")
+    if is_hybrid(model.config):
+        raise ValueError(
+            "a hybrid is not compiled ahead: the keys of its attention layers grow with every token, and each length "
+            "would need a step of its own; it decodes eagerly"
+        )
     if getattr(model, "is_quantized", False):
         raise ValueError("quantised weights are not compiled: a quantised model decodes eagerly")
     if model.training:

@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from ..cache_essm import ESSMCache
+from ..spectral_budget import SPECTRAL_LAYER, is_hybrid
 
 WAITING, READING, RUNNING, FINISHED, CANCELLED, FAILED = STATUS = (
     "waiting",
@@ -104,7 +105,7 @@ class ContinuousBatch:
             decides how many requests run at once.
         max_rows: the most requests that run at once, or None. prefill_chunk_size: prompt tokens of one piece.
     Raises:
-        ValueError: a model in training, or a limit below 1.
+        ValueError: a model in training or with attention layers, or a limit below 1.
     """
 
     def __init__(
@@ -113,6 +114,11 @@ class ContinuousBatch:
         limits = {"max_state_bytes": max_state_bytes, "prefill_chunk_size": prefill_chunk_size}
         for name, value in (limits | ({} if max_rows is None else {"max_rows": max_rows})).items():
             _require_positive(name, value)
+        if is_hybrid(model.config):
+            raise ValueError(
+                "requests are admitted by the constant size of their states, and this model has attention layers, "
+                f"whose keys grow: layer_types must all be {SPECTRAL_LAYER!r}"
+            )
         if model.training:
             raise ValueError("requests are served in evaluation mode: call model.eval() first")
         self.model, self.max_state_bytes = model, max_state_bytes

@@ -238,8 +238,10 @@ def _return_to(cache: ESSMCache, states: list[dict[str, Tensor]], steps: list[in
     if len(set(steps)) == 1:
         cache.set_states(states[steps[0]])
     elif states[steps[0]]:
-        rows = {name: [states[step][name][row] for row, step in enumerate(steps)] for name in states[-1]}
-        cache.set_states({name: torch.stack(tensors) for name, tensors in rows.items()})
+        caches = {step: ESSMCache(cache.config) for step in {*steps}}
+        for step, there in caches.items():
+            there.set_states(states[step])
+        cache.set_states(ESSMCache.merge([caches[step].select([row]) for row, step in enumerate(steps)]).states)
 
 
 def _pad_token(generation_config: Any) -> int:

@@ -21,8 +21,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..budgets.fingerprint import Fingerprint, fingerprint
-from ..cache_essm import PER_STATE, ESSMCache, ESSMCacheLayer, check_cache, operator_of, recent_inputs, state_names
+from ..cache_essm import (
+    ATTENTION_STATES,
+    PER_STATE,
+    ESSMCache,
+    ESSMCacheLayer,
+    check_cache,
+    operator_of,
+    recent_inputs,
+    state_names,
+)
 from ..loading_essm import replacing
+from ..spectral_budget import spectral_layers
 
 _FORMAT, _FORMAT_WITHOUT_CHECKSUM = "essm-cache-2", "essm-cache-1"
 
@@ -94,10 +104,11 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
 
 def _fill(cache: ESSMCache, layers: Any, tensors: dict[str, Tensor]) -> None:
     """Take over what a file holds. Raises ValueError for a record or names of tensors of another structure."""
-    num_layers, names = len(cache.layers), state_names(cache.config)
+    num_layers, names, spectral = len(cache.layers), state_names(cache.config), spectral_layers(cache.config)
     if not isinstance(layers, list) or len(layers) != num_layers:
         raise ValueError(f"its record must describe {num_layers} layers, got {layers!r:.100}")
-    expected = [f"{i}.{name}" for i in range(num_layers) for name in names]
+    held = [names if i in spectral else ATTENTION_STATES for i in range(num_layers)]
+    expected = [f"{i}.{name}" for i in range(num_layers) for name in held[i]]
     if tensors.keys() != set(expected):
         raise ValueError(f"tensors missing or not expected: {sorted(tensors.keys() ^ set(expected))[:10]}")
     for i, (layer, described) in enumerate(zip(cache.layers, layers)):
@@ -131,6 +142,9 @@ def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
     operator = operator_of(config)
     least, most = operator.num_states(1), operator.num_states(config.filter_length)
     for i, layer in enumerate(layers):
+        if i not in spectral_layers(config):
+            B = _check_keys(layer, i, config, B)
+            continue
         features = layer.tensors.get("features")
         if features is None or features.ndim != 3 or not least <= features.shape[1] <= most or not len(features):
             got = "none" if features is None else tuple(features.shape)
@@ -159,3 +173,30 @@ def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
             or any(type(held) is not int or not least <= held <= N for held in filled)
         ):
             raise ValueError(f"filled of layer {i} must be None or {B} integers in [{least}, {N}], got {filled!r:.100}")
+
+
+def _check_keys(layer: ESSMCacheLayer, i: int, config: Any, B: int) -> int:
+    """B, which is 0 where it is not known yet. Raises ValueError for what an attention layer cannot hold."""
+    keys, values, lengths = (layer.tensors.get(name) for name in ATTENTION_STATES)
+    heads, d = config.num_key_value_heads, config.head_dim
+    if keys is None or values is None or lengths is None:
+        raise ValueError(f"layer {i} must hold {ATTENTION_STATES}, got {[*layer.tensors]}")
+    B = B or len(lengths)
+    if lengths.dtype != torch.int64 or lengths.shape != (B,) or not B or bool((lengths < 0).any()):
+        raise ValueError(
+            f"lengths of layer {i} must be {B} int64 of at least 0, got {lengths.dtype} {lengths.tolist()!r:.100}"
+        )
+    least = most = int(lengths.max())
+    if config.layer_types[i] == "sliding_attention":
+        least, most = min(least, config.sliding_window - 1), config.sliding_window - 1
+    for name, tensor in (("keys", keys), ("values", values)):
+        shape = tuple(tensor.shape)
+        if len(shape) != 4 or shape != (B, heads, shape[2], d) or not least <= shape[2] <= max(most, keys.shape[2]):
+            raise ValueError(f"{name} of layer {i} must have shape ({B}, {heads}, T >= {least}, {d}), got {shape}")
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} of layer {i} must be finite floating-point numbers, got {tensor.dtype}")
+    if values.shape != keys.shape:
+        raise ValueError(f"values of layer {i} must have the shape of its keys, {tuple(keys.shape)}")
+    if [layer.state_budget, layer.filled] != [None, None]:
+        raise ValueError(f"layer {i} attends and has no state budget, got {[layer.state_budget, layer.filled]!r:.100}")
+    return B

@@ -20,7 +20,7 @@ from torch.export import Dim, ExportedProgram
 from ..cache_essm import ESSMCache
 from ..channels import spectral_mixers
 from ..packing import pool
-from ..spectral_budget import SpectralBudget
+from ..spectral_budget import SpectralBudget, is_hybrid
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,17 @@ def export_programs(
     Returns:
         {"prefill": .., "step": ..} or {"classify": ..}.
     Raises:
-        ValueError: a bad budget, max_length or batch_size, quantised weights, or another kind of
-            model; before any work.
+        ValueError: a bad budget, max_length or batch_size, a hybrid language model, quantised weights, or another kind
+            of model; before any work.
     """
     causal = hasattr(model, "lm_head")
     if not causal and not hasattr(model, "score"):
         raise ValueError(f"model must be ESSMForCausalLM or ESSMForSequenceClassification, got {type(model).__name__}")
+    if causal and is_hybrid(model.config):
+        raise ValueError(
+            "a hybrid language model cannot be exported: a program's states have one size, and the keys of attention "
+            "layers grow with the text; export a model whose layers are all spectral, or a classifier"
+        )
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantised model cannot be exported: export it in full precision")
     budget, longest = model.config.resolve_budget(spectral_budget), model.config.filter_length

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..packing import PACKING_ARGUMENTS
+from ..spectral_budget import SPECTRAL_LAYER
 from .segments import ORDERS, Order, group_of
 from .sequence_shard import SequenceShard
 
@@ -62,6 +63,11 @@ def check_context_parallel(model: nn.Module) -> Any:
         raise ValueError(
             f"ar_order must be 0 where sequences are spread over processes, got {base.config.ar_order}: AR-STU feeds "
             "outputs back, whose effect on later positions is no fixed matrix"
+        )
+    if base.is_hybrid:
+        raise ValueError(
+            f"layer_types must all be {SPECTRAL_LAYER!r} where sequences are spread over processes: attention layers "
+            f"read keys that lie on others, got {sorted({*base.config.layer_types})}"
         )
     return base
 

@@ -355,6 +355,8 @@ def test_ablation_rows_are_what_their_names_say(benchmark_module):
         parts = name.split(", ")
         assert any(part.startswith("FFN") for part in parts) == (row.feed_forward > 0), name
         assert row.full_share == {"half full": 0.5, "no budget dropout": 1.0}.get(parts[-1], 0.0), name
+        attending = next((int(part.split()[-1]) for part in parts if part.startswith("attention")), None)
+        assert row.attention_every == attending, name
         if parts[0] == "gated":
             capacity = next((int(part.split()[1]) for part in parts if part.startswith("capacity")), 16)
             assert row.fields["num_spectral_channels"] == capacity, name
@@ -364,7 +366,10 @@ def test_ablation_rows_are_what_their_names_say(benchmark_module):
             assert row.updates == 1, name
 
 
-@pytest.mark.parametrize("name", ["paper", "gated", "gated, d 16", "gated, inner D, d D/4", "gated, FFN", "mamba2"])
+NAMES = ["paper", "gated", "gated, d 16", "gated, inner D, d D/4", "gated, FFN", "gated, attention 1 in 3", "mamba2"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_ablation_models_have_as_many_parameters(benchmark_module, name):
     module = benchmark_module("ablation")
     row = module.ROWS[name]
@@ -376,6 +381,7 @@ def test_ablation_models_have_as_many_parameters(benchmark_module, name):
     if row.peer is None:
         assert abs(config.inner_size / config.hidden_size - row.expansion) <= 0.25
         assert abs(config.num_hidden_layers - row.layers) <= 2
+        assert config.layer_types.count("full_attention") == (2 if "attention" in name else 0)
     with pytest.raises(ValueError, match="has 500 parameters"):
         module.matched_config(row, 500)
 

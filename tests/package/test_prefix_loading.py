@@ -267,7 +267,7 @@ BAD = {
     "bool": (True, r"\[1, 32\], got True"),
     "float": (6.0, r"\[1, 32\], got 6.0"),
     "text": ("6", r"\[1, 32\], got '6'"),
-    "short": ([6], r"one integer for each of the 2 layers, got 1: \[6\]"),
+    "short": ([6], r"one integer for each of the 2 spectral layers, got 1: \[6\]"),
     "layer": ([6, 40], r"\[1, 32\], got 40 for layer 1"),
 }
 

@@ -145,6 +145,32 @@ def test_a_gated_block_without_feed_forward_layer_is_matched_by_its_widths(inner
     assert model.config.hidden_size > 128 and model.config.inner_size > (inner or 256)
 
 
+def test_hybrids():
+    """The middle layer of every so many attends; matched, they have the parameters of the model without."""
+    sizes = {"hidden_size": 128, "num_hidden_layers": 6}
+    full, spectral = "full_attention", "linear_attention"
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = make_config(parse(**sizes, **heads, attention_every=3))
+    assert config.layer_types == [spectral, full, spectral] * 2
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    windowed = make_config(parse(**sizes, attention_every=6, sliding_window=64))
+    assert windowed.layer_types.index("sliding_attention") == 3 and windowed.sliding_window == 64
+    named = parse_arguments(train_clm.CLMArguments, ["--num_hidden_layers", "2", "--layer_types", full, spectral])
+    assert make_config(named).layer_types == [full, spectral]
+    target = count(parse(**sizes))
+    assert abs(count(parse(**sizes, **heads, attention_every=3)) / target - 1) > 0.03
+    matched = parse(**sizes, **heads, attention_every=3, match_parameters=True)
+    assert abs(count(matched) / target - 1) <= 0.03 and parse(**sizes).identity().keys() < matched.identity().keys()
+    for every, message in ((1, r"\[2, num_hidden_layers = 6\], got 1"), (7, "got 7")):
+        with pytest.raises(ValueError, match=message):
+            parse(**sizes, attention_every=every)
+    with pytest.raises(ValueError, match="not both"):
+        parse_arguments(
+            train_clm.CLMArguments,
+            ["--num_hidden_layers", "2", "--attention_every", "2", "--layer_types", full, spectral],
+        )
+
+
 def test_what_cannot_be_matched_is_refused():
     for others in ({"architecture": "s4d"}, {"model_name_or_path": "x"}):
         with pytest.raises(ValueError, match="match_parameters is for a new ES-SSM"):

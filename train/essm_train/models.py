@@ -24,6 +24,7 @@ from modeling_essm import (
     ESSMForSequenceClassification,
     ESSMPairConfig,
 )
+from modeling_essm.spectral_budget import SPECTRAL_LAYER
 
 # Fields of ESSMConfig that the arguments hold, as they are where neither a command nor a configuration names them.
 _SIZES = MappingProxyType(
@@ -32,9 +33,13 @@ _SIZES = MappingProxyType(
     | dict.fromkeys(("inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"))
     | {"embedding_initializer_range": None, "gate_hidden_size": None, "gate_bias": 1.0, "stochastic_depth_ramp": False}
     | {"ar_negative_filters": True, "ar_feature_shift": 0}
+    | dict.fromkeys(("layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"))
 )
 # Sizes that runs of earlier versions do not name, and have as they are by default.
-_LATER = ("gate_bias", "stochastic_depth_ramp", "ar_negative_filters", "ar_feature_shift")
+_LATER = (
+    *("gate_bias", "stochastic_depth_ramp", "ar_negative_filters", "ar_feature_shift"),
+    *("layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window"),
+)
 # Other defaults of the paper's block.
 _PAPER = MappingProxyType({"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25})
 # What runs beside a configuration recorded before its sizes could be overridden: the defaults of that time.
@@ -61,6 +66,17 @@ def _size(name: str, help: str) -> Any:
     default = "what ESSMConfig makes of the others" if _SIZES[name] is None else _SIZES[name]
     paper = f" ({_PAPER[name]} with the paper's block)" if name in _PAPER else ""
     return arg(None, f"{help} By default {default}{paper}, or as configured.")
+
+
+def hybrid_layers(num_layers: int, attention_every: int, kind: str = "full_attention") -> list[str]:
+    """`layer_types` of which the middle one of every so many attends.
+
+    Raises:
+        ValueError: that is no layer, or every one.
+    """
+    if not 2 <= attention_every <= num_layers:
+        raise ValueError(f"attention_every must be in [2, num_hidden_layers = {num_layers}], got {attention_every}")
+    return [kind if i % attention_every == attention_every // 2 else SPECTRAL_LAYER for i in range(num_layers)]
 
 
 @dataclass
@@ -103,6 +119,17 @@ class SizeArguments(RunArguments):
         "stochastic_depth_ramp", "Whether that rate rises linearly over the blocks, from 0 in the first."
     )
 
+    attention_every: int | None = arg(
+        None, "One in so many layers attends, in a window if sliding_window is given; else layer_types says which."
+    )
+    layer_types: list[str] | None = arg(
+        None, "Of each layer: linear_attention (spectral, the default), sliding_attention or full_attention."
+    )
+    num_attention_heads: int | None = _size("num_attention_heads", "Heads of attention layers.")
+    num_key_value_heads: int | None = _size("num_key_value_heads", "Heads of their keys and values.")
+    head_dim: int | None = _size("head_dim", "Width of a head, even.")
+    sliding_window: int | None = _size("sliding_window", "Positions that sliding_attention sees.")
+
     EARLIER = MappingProxyType({"block": "paper"})
 
     def __post_init__(self) -> None:
@@ -110,6 +137,14 @@ class SizeArguments(RunArguments):
         if self.source is None:
             for name, default in (_SIZES | (_PAPER if self.block == "paper" else {})).items():
                 setattr(self, name, default if getattr(self, name) is None else getattr(self, name))
+        if self.attention_every is None:
+            return
+        if self.source is not None or self.layer_types is not None:
+            raise ValueError(
+                "attention_every is for a model of the sizes given here: beside a configuration give layer_types, and "
+                f"not both, got attention_every={self.attention_every}"
+            )
+        hybrid_layers(self.num_hidden_layers or 0, self.attention_every)
 
     @property
     def source(self) -> str | None:
@@ -120,11 +155,15 @@ class SizeArguments(RunArguments):
         """As of any run, without sizes that say nothing which a run of an earlier version did not mean."""
         values = super().identity()
         silent = {name for name in _LATER if values[name] in (None, _SIZES[name])}
+        silent |= {"attention_every"} if self.attention_every is None else set()
         return {name: value for name, value in values.items() if name not in silent}
 
     def given(self) -> dict[str, Any]:
         """The fields of ESSMConfig that the arguments name."""
         values = {name: getattr(self, name) for name in (*_SIZES, *RATES)}
+        if self.attention_every is not None and self.num_hidden_layers is not None:
+            kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+            values["layer_types"] = hybrid_layers(self.num_hidden_layers, self.attention_every, kind)
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -144,7 +183,8 @@ class ModelArguments(SizeArguments):
     match_parameters: bool = arg(
         False,
         "Choose the width: as many parameters, to 3 percent, as an ES-SSM of these sizes has, with its gate and "
-        "without AR-STU's terms. For variants that lack weights or have more; a baseline always has as many.",
+        "without AR-STU's terms and attention layers. For variants that lack weights or have more; a baseline always "
+        "has as many.",
     )
 
     def __post_init__(self) -> None:

@@ -235,3 +235,6 @@ def test_bad_limits_are_refused(model, name):
         ContinuousBatch(model, **({"max_state_bytes": ROOM} | {name: 0}))
     with pytest.raises(ValueError, match="evaluation mode"):
         ContinuousBatch(random_model(ESSMForCausalLM).train(), ROOM)
+    hybrid = random_model(ESSMForCausalLM, layer_types=["linear_attention", "full_attention"])
+    with pytest.raises(ValueError, match="has attention layers, whose keys grow"):
+        ContinuousBatch(hybrid, ROOM)

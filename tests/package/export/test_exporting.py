@@ -427,7 +427,7 @@ def test_a_wrong_program_is_not_published(classifier_folder, tmp_path, monkeypat
     [
         (("--format", "tflite"), r"format must be one of \['onnx', 'torch', 'executorch'\], got 'tflite'"),
         (("--format", "torch", "--spectral_budget", "9"), r"integer in \[1, 8\], got 9"),
-        (("--format", "torch", "--spectral_budget", "2", "2"), "one integer for each of the 1 layers, got 2"),
+        (("--format", "torch", "--spectral_budget", "2", "2"), "one integer for each of the 1 spectral layers, got 2"),
         (("--format", "torch", "--spectral_budget", "slow"), "unknown spectral_budget preset 'slow'"),
         (("--format", "torch", "--max_length", "161"), r"max_length must be in \[2, 160\]"),
     ],

@@ -107,6 +107,9 @@ def test_models_that_cannot_be_spread_are_refused():
         context_parallel(random_model(ESSMForSequenceClassification), None),
     ):
         pass
+    hybrid = random_model(layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(ValueError, match="keys that lie on others"), context_parallel(hybrid, None):
+        pass
     with pytest.raises(ValueError, match="ar_order must be 0"), context_parallel(random_model(ar_order=2), None):
         pass
     with pytest.raises(ValueError, match="got Linear"), context_parallel(torch.nn.Linear(2, 2), None):

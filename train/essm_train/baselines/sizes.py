@@ -18,7 +18,8 @@ from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedM
 from modeling_essm import ESSMConfig
 
 # What an ES-SSM has and its variants lack or have more of.
-_OF_ES_SSM = {"gating": "softmax", "ar_order": 0, "ar_negative_filters": True, "ar_feature_shift": 0}
+_OF_ES_SSM: dict[str, Any] = {"gating": "softmax", "ar_order": 0, "ar_negative_filters": True, "ar_feature_shift": 0}
+_OF_ES_SSM |= {"layer_types": None}
 
 
 def count_parameters(config: PreTrainedConfig, model_class: Callable[[Any], nn.Module]) -> int:
@@ -148,7 +149,8 @@ def _three_sizes(
 
 
 def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module], tolerance: float = 0.03) -> ESSMConfig:
-    """That variant of ES-SSM with as many parameters as ES-SSM itself, of the config's sizes with gate, not AR-STU.
+    """That variant of ES-SSM with as many parameters as ES-SSM itself, of the config's sizes with gate, not AR-STU, and
+    without attention layers, whose heads keep their width.
 
     The model width becomes the even number whose model is nearest in size, with all other widths in proportion; the
     feed-forward layer, if there is one, then takes up the difference, between half and twice its proportion to D.
@@ -165,6 +167,7 @@ def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module],
     def make(width: int) -> ESSMConfig:
         sizes = {name: getattr(config, name) for name in ("gate_hidden_size", "intermediate_size")}
         sizes = {name: size and max(1, round(size * width / D)) for name, size in sizes.items()}
+        sizes["head_dim"] = config.head_dim
         if config.block == "gated":
             step = config.num_heads * config.mixing_size
             sizes["inner_size"] = step * max(1, round(config.inner_size * width / D / step))
