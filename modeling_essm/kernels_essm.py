@@ -32,7 +32,7 @@ try:
 except ImportError:
     triton = None
 
-_SIZES = ["B", "m", "n", "R", "K", "C", "N", "G", "h", "segment", "span", "blocks"]
+_SIZES = ["m", "n", "R", "K", "C", "N", "G", "h", "segment", "span", "blocks"]
 
 
 def _jit(function: Any) -> Any:
@@ -543,8 +543,8 @@ def unmix_heads(
         options |= {"COLUMNS": _columns(D // G, min(128, 4096 // options["C_P"]))}
         blocks = _ceil_div(D // G, options["COLUMNS"])
         dgates, parts = dx.new_empty(G, blocks, m, R, K), dx.new_empty(m, K, h, d, e)
-        tensors = *inputs, M[:K].contiguous(), dy, dchunks, dx, dgates, parts
-        _launch(_diagonal_backward, (m, G * blocks), *tensors, blocks, R, K, C, basis.N, D, G, D // G, **options)
+        tensors = *inputs, M[:K].contiguous(), dy, dchunks, dx, dgates
+        _launch(_diagonal_backward, (m, G * blocks), *tensors, parts, blocks, R, K, C, basis.N, D, G, D // G, **options)
     else:
         options |= {"D_P": _padded(d), "E_P": _padded(e)}
         span = _ceil_div(m, _ceil_div(2 * _SMS, h * K))

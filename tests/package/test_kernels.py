@@ -88,9 +88,9 @@ def test_the_choice(monkeypatch):
     capability = (8, 0)
     assert not chosen()
     capability = (9, 0)
+    assert chosen() and not kernels_essm.use_kernels(torch.device("cpu"), torch.bfloat16, 48, 64, 1024)
     monkeypatch.setenv("ESSM_TRITON", "0")
     assert not chosen()
-    assert not kernels_essm.use_kernels(torch.device("cpu"), torch.float32, 48, 64, 1024)
 
 
 @pytest.mark.parametrize(
