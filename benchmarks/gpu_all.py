@@ -9,7 +9,8 @@ Parts run one after the other, each in a process of its own, so that a crash of 
 
 tests       what is marked `gpu`: fp32, bf16 and with TF32 allowed, against the definition in fp64
 layers      operator and whole blocks against floor, FFT, plain torch, simple GLA and Mamba-2 (benchmarks.gpu_layers)
-step        a training step beside Llama and Mamba-2 of the same size: time and memory (benchmarks.training_step)
+step        a training step beside Llama and Mamba-2 of the same size: time and memory (benchmarks.training_step);
+            again with our Triton kernels
 limit       decoding with CUDA graphs against the reading of the weights (benchmarks.decoding --table limit)
 contexts    decoding after short and long contexts, batches of 1 and 16 (benchmarks.decoding)
 quantized   weights of 8 and 4 bits: quality, memory, decoding; of --model (benchmarks.quantization)
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -53,16 +55,19 @@ class Part:
     seconds: float
     needs_model: str = ""  # the argument that takes --model
     reports: bool = True
+    kernels: bool = False  # run with our Triton kernels
 
 
-def _benchmark(name: str, seconds: float, *arguments: str, needs_model: str = "") -> Part:
-    return Part(("-m", f"benchmarks.{name}", *arguments), seconds, needs_model)
+def _benchmark(name: str, seconds: float, *arguments: str, needs_model: str = "", kernels: bool = False) -> Part:
+    return Part(("-m", f"benchmarks.{name}", *arguments), seconds, needs_model, kernels=kernels)
 
 
+_STEP = ("--table", "models", *GATED, "--length", "4096", "--batch", "8")
 PARTS = {
     "tests": Part(("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/package"), 120, reports=False),
     "layers": _benchmark("gpu_layers", 170, "--rounds", "5"),
-    "step": _benchmark("training_step", 80, "--table", "models", *GATED, "--length", "4096", "--batch", "8"),
+    "step": _benchmark("training_step", 70, *_STEP),
+    "step, kernels": _benchmark("training_step", 60, *_STEP, kernels=True),
     "limit": _benchmark("decoding", 70, "--table", "limit", *GATED),
     "contexts": _benchmark("decoding", 60, *GATED, "--contexts", "1024", "65536", "--rounds", "3"),
     "quantized": _benchmark("quantization", 60, needs_model="--models"),
@@ -77,7 +82,13 @@ def run_part(part: Part, options: Sequence[str], seconds: float) -> Iterator[dic
         command = [*part.command, *options, *(("--out", str(out)) if part.reports else ())]
         start = time.perf_counter()
         with log.open("w") as output:
-            process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                env=os.environ | {"ESSM_TRITON": "1" if part.kernels else "0"},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
         try:
             code: int | None = None
             while code is None:

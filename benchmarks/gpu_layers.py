@@ -12,8 +12,8 @@ blocks     Whole blocks of 6 D^2 parameters: the gated block at each K by our op
            GLA (`benchmarks.gpu_peers`; left out, with the reason, where their packages are not installed).
 
 Our operator is checked against the FFT in fp32 before it is timed. bf16 on a GPU, fp32 on a CPU. "torch" is our
-operator without its kernels, the same thing where there is no Triton. The report is written after every row, so that a
-run may be stopped at any time.
+operator without its kernels; where there is no Triton both are the same. The report is written after every row, so
+that a run may be stopped at any time.
 """
 
 from __future__ import annotations
@@ -42,20 +42,23 @@ HEADS = 4
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # as in `spectral_layer`
 
 
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with our operator in plain torch, forward and backward."""
+def with_triton(value: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with ESSM_TRITON at that value: "1" for our kernels, "0" for plain torch, forward and backward."""
 
     @functools.wraps(function)
-    def without_kernels(*args: Any) -> Any:
+    def run(*args: Any) -> Any:
         before = os.environ.get("ESSM_TRITON")
-        os.environ["ESSM_TRITON"] = "0"
+        os.environ["ESSM_TRITON"] = value
         try:
             return function(*args)
         finally:
             del os.environ["ESSM_TRITON"]
             os.environ |= {} if before is None else {"ESSM_TRITON": before}
 
-    return without_kernels
+    return run
+
+
+plain, kernels = functools.partial(with_triton, "0"), functools.partial(with_triton, "1")
 
 
 def ceilings(device: torch.device, dtype: torch.dtype, quick: bool) -> dict[str, float]:
@@ -111,9 +114,8 @@ def check_operator(ours: Callable[..., Tensor], fft: Callable[..., Tensor], inpu
     """Largest relative error of outputs and gradients against the FFT in fp32; raises RuntimeError if it is large."""
     dy, exact, errors = torch.randn_like(inputs[0]), [t.float() for t in inputs], {}
     expected = (fft(*exact), *both_passes(fft, exact, dy.float())())
-    for name, layer in (("kernels", ours), ("torch", plain(ours))):
-        backward = both_passes(ours, inputs, dy)
-        actual = (layer(*inputs), *(backward if name == "kernels" else plain(backward))())
+    for name, setting in (("kernels", kernels), ("torch", plain)):
+        actual = (setting(ours)(*inputs), *setting(both_passes(ours, inputs, dy))())
         errors[name] = max(
             common.require_close(f"{name} {what}", a, e, TOLERANCE[dy.dtype])
             for what, a, e in zip(("y", "du", "dgates", "dM"), actual, expected)
@@ -134,11 +136,11 @@ def operator_rows(
     dy = torch.randn_like(inputs[0])
     for passes in (1, 3):
         if passes == 1:
-            layers = {"kernels": ours, "torch": plain(ours), "fft": fft}
+            layers = {"kernels": kernels(ours), "torch": plain(ours), "fft": fft}
             calls = {name: functools.partial(torch.no_grad()(layer), *inputs) for name, layer in layers.items()}
         else:
             backward = both_passes(ours, inputs, dy)
-            calls = {"kernels": backward, "torch": plain(backward)}
+            calls = {"kernels": kernels(backward), "torch": plain(backward)}
         seconds = common.paired(calls, device, args.rounds, limit_seconds=3.0)
         floor = operator_floor(op, B, L, D, K, diagonal, passes, limits)
         row = {"batch": B, "length": L, "width": D, "budget": K, "mixing": "diagonal" if diagonal else "dense"}
@@ -185,13 +187,15 @@ def block_calls(made: dict[str, nn.Module], budgets: list[int], u: Tensor, passe
         runs: dict[str, Callable[[Tensor], Tensor]] = {name: block}
         if name == "ES-SSM":
             runs = {f"{name}, K={K}": functools.partial(block, budget=K) for K in budgets}
+            runs |= {f"{name}, kernels, K={K}": functools.partial(block, budget=K) for K in budgets}
         elif name == "ES-SSM, fft":
             runs = {f"{name}, K={budgets[-1]}": functools.partial(block, budget=budgets[-1])}
         for label, run in runs.items():
+            setting = kernels if ", kernels" in label else plain
             if passes == 1:
-                calls[label] = functools.partial(torch.no_grad()(run), u)
+                calls[label] = setting(functools.partial(torch.no_grad()(run), u))
             elif name != "ES-SSM, fft":  # which keeps K D floats a token for the backward pass
-                calls[label] = both_passes_of(run, [u.detach().requires_grad_(), *block.parameters()], u)
+                calls[label] = setting(both_passes_of(run, [u.detach().requires_grad_(), *block.parameters()], u))
     return calls
 
 

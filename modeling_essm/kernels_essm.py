@@ -55,18 +55,20 @@ def use_kernels(
 ) -> bool:
     """Whether the kernels run that shape there: scans if `mixing` is None, else the work inside chunks.
 
-    They run on GPUs of compute capability 9.0, for which their tests compile them, and on a CPU under Triton's
-    interpreter (TRITON_INTERPRET=1). The environment variable ESSM_TRITON=0 turns them off.
+    They run on GPUs of compute capability 9.0, for which their tests compile them, and there only if the environment
+    variable ESSM_TRITON is 1, since no GPU has run them yet; and on a CPU under Triton's interpreter
+    (TRITON_INTERPRET=1), unless it is 0.
 
     Args:
         mixing: (d, e) of M_k with heads, (D, E) of dense ones.
     """
-    if device.type not in ("cuda", "cpu") or triton is None or os.environ.get("ESSM_TRITON") == "0":
+    wanted = os.environ.get("ESSM_TRITON")
+    if device.type not in ("cuda", "cpu") or triton is None or wanted == "0":
         return False
     if device.type == "cpu":
         if not _INTERPRETED:
             return False
-    elif torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+    elif wanted != "1" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     if dtype not in (torch.float32, torch.bfloat16) or N > _MOST_STATES or not _STEPS[0] <= C <= _STEPS[1]:
         return False

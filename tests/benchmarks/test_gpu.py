@@ -34,7 +34,7 @@ def run(parts, tmp_path, monkeypatch, *arguments):
 def test_a_part_that_fails_costs_the_others_nothing(tmp_path, monkeypatch):
     parts = {
         "fails": part("print('why'); raise SystemExit(3)"),
-        "writes": part(WRITES + "print(sys.argv[1:])"),
+        "writes": part(WRITES + "import os; print(sys.argv[1:], os.environ['ESSM_TRITON'])", kernels=True),
         "is killed": part("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", reports=False),
         "needs a model": part("", needs_model="--model"),
     }
@@ -47,7 +47,8 @@ def test_a_part_that_fails_costs_the_others_nothing(tmp_path, monkeypatch):
     }
     assert results["fails"]["output"] == "why\n" and "report" not in results["fails"]
     assert results["writes"]["report"] == {"rows": [1]}
-    assert "'--device', 'cpu', '--quick', '--out'" in results["writes"]["output"]
+    output = results["writes"]["output"]
+    assert "'--device', 'cpu', '--quick', '--out'" in output and output.endswith("1\n")
 
 
 def test_a_part_that_takes_too_long_is_stopped_and_what_it_wrote_is_kept(tmp_path, monkeypatch):
@@ -92,8 +93,8 @@ def test_layers_on_a_cpu(tmp_path):
         (mixing, K, passes) for mixing in ("dense", "diagonal") for K in (2, 4) for passes in (1, 3)
     }
     forward, both = report["blocks"]
-    assert set(forward["seconds"]) == {"ES-SSM, K=2", "ES-SSM, K=4", "ES-SSM, fft, K=4"}
-    assert set(both["seconds"]) == {"ES-SSM, K=2", "ES-SSM, K=4"}
+    ours = {f"ES-SSM{kernels}, K={K}" for K in (2, 4) for kernels in ("", ", kernels")}
+    assert set(forward["seconds"]) == ours | {"ES-SSM, fft, K=4"} and set(both["seconds"]) == ours
     assert set(forward["missing"]) == {"Mamba-2", "simple GLA"}
 
 
@@ -107,12 +108,13 @@ def test_the_floor_counts_operations_and_bytes():
     assert gpu_layers.operator_floor(op, B, L, D, K, False, 3, limits)["flops"] == 3 * floor["flops"]
 
 
-def test_plain_torch_is_asked_for_only_inside(monkeypatch):
+@pytest.mark.parametrize(("setting", "value"), [(gpu_layers.plain, "0"), (gpu_layers.kernels, "1")])
+def test_kernels_are_chosen_only_inside(setting, value, monkeypatch):
     monkeypatch.delenv("ESSM_TRITON", raising=False)
-    read = gpu_layers.plain(lambda: gpu_layers.os.environ.get("ESSM_TRITON"))
-    assert read() == "0" and "ESSM_TRITON" not in gpu_layers.os.environ
-    monkeypatch.setenv("ESSM_TRITON", "1")
-    assert read() == "0" and gpu_layers.os.environ["ESSM_TRITON"] == "1"
+    read = setting(lambda: gpu_layers.os.environ.get("ESSM_TRITON"))
+    assert read() == value and "ESSM_TRITON" not in gpu_layers.os.environ
+    monkeypatch.setenv("ESSM_TRITON", "else")
+    assert read() == value and gpu_layers.os.environ["ESSM_TRITON"] == "else"
 
 
 def recurrence(x, dt, A, B, C, D, dt_bias):

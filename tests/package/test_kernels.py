@@ -77,6 +77,9 @@ def test_the_choice(monkeypatch):
     def chosen(dtype=torch.bfloat16, N=48, C=64, D=1024, G=1, mixing=None):
         return kernels_essm.use_kernels(cuda, dtype, N, C, D, G, mixing)
 
+    monkeypatch.delenv("ESSM_TRITON", raising=False)
+    assert not chosen()
+    monkeypatch.setenv("ESSM_TRITON", "1")
     assert chosen()
     assert chosen(mixing=(1024, 512))  # dense
     assert chosen(mixing=(128, 128)) and chosen(mixing=(16, 64), G=4)  # heads
@@ -190,6 +193,7 @@ def test_agree_with_torch_on_a_gpu(L, C, shape, dtype, monkeypatch):
     operator, K = SpectralOperator(32_768, chunk_size=C), 32
     heads = len(shape) == 3
     D = shape[0] * shape[1] if heads else shape[0]
+    monkeypatch.setenv("ESSM_TRITON", "1")
     if not kernels_essm.use_kernels(torch.device("cuda"), dtype, operator.num_states(K), C, D):
         pytest.skip("needs triton and an H100")
     u, gates, _ = (t.cuda() for t in make_inputs(2, L, K, D=D, dtype=dtype))
