@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 
-from .cache_essm import ESSMCacheLayer, operator_of
+from .cache_essm import operator_of
+from .cache_layers import ESSMCacheLayer
 from .configuration_essm import ESSMConfig
 from .quantized_weights import dequantize, is_quantized
 from .short_convolution import short_convolution

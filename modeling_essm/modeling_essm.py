@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.generic import can_return_tuple
 
 from .attention_essm import AttentionCall, ESSMAttention, attention_call
-from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, operator_of, states_of
+from .cache_essm import ESSMCache, check_cache, check_room, layers_with, operator_of, states_of
+from .cache_layers import ESSMCacheLayer
 from .configuration_essm import ESSMConfig
+from .feed_forward_essm import ESSMFeedForward, ESSMGatedFeedForward
 from .generation_essm import ElasticGenerationMixin
 from .inputs_essm import (
     check_inputs,
@@ -45,34 +46,6 @@ class ESSMFeatureEmbedding(nn.Linear):
     Of a single feature the bias starts as large as the weight: without one, the norm that follows would keep nothing
     of it but its sign. Several features tell more by their ratios, and start without a bias.
     """
-
-
-class ESSMFeedForward(nn.Module):
-    """(B, L, D) -> (B, L, D) through one hidden layer of width intermediate_size."""
-
-    def __init__(self, config: ESSMConfig):
-        super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.act = ACT2FN[config.hidden_act]
-        self.dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.dropout(self.act(self.up(x))))
-
-
-class ESSMGatedFeedForward(nn.Module):
-    """(B, L, D) -> (B, L, D) through a hidden layer of width intermediate_size, half of whose inputs are SiLU gates."""
-
-    def __init__(self, config: ESSMConfig):
-        super().__init__()
-        self.up = at_unit_scale(nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False))
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.up(x).chunk(2, -1)
-        return self.down(self.dropout(F.silu(gate) * value))
 
 
 class _Block(GradientCheckpointingLayer):

@@ -21,16 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..budgets.fingerprint import Fingerprint, fingerprint
-from ..cache_essm import (
-    ATTENTION_STATES,
-    PER_STATE,
-    ESSMCache,
-    ESSMCacheLayer,
-    check_cache,
-    operator_of,
-    recent_inputs,
-    state_names,
-)
+from ..cache_essm import ATTENTION_STATES, ESSMCache, check_cache, operator_of, recent_inputs, state_names
+from ..cache_layers import PER_STATE, ESSMCacheLayer
 from ..loading_essm import replacing
 from ..spectral_budget import spectral_layers
 

@@ -315,7 +315,7 @@ BAD = {
     # How.
     "budget 0": (config_of(spectral_budget=0), 422, "must be an integer in [1, 32], got 0"),
     "budget as a fraction": (config_of(spectral_budget=2.5), 422, "spectral_budget"),
-    "budget for three layers": (config_of(spectral_budget=[2, 2, 2]), 422, "each of the 2 layers, got 3"),
+    "budget for three layers": (config_of(spectral_budget=[2, 2, 2]), 422, "each of the 2 spectral layers, got 3"),
     "unknown preset": (config_of(spectral_budget="fast"), 422, "unknown spectral_budget preset 'fast'"),
     "temperature -1": ({"prompt": "a", "temperature": -1}, 422, "temperature: Input should be greater"),
     "temperature as text": ({"prompt": "a", "temperature": "hot"}, 422, "temperature: Input should be a valid number"),

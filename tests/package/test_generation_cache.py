@@ -239,7 +239,7 @@ def test_forward_sees_the_budget_of_its_step_alone():
         ({"step_budgets": []}, "a function of the step or a list of budgets, got"),
         ({"step_budgets": 6}, "a function of the step or a list of budgets, got 6"),
         ({"step_budgets": [4, 33]}, r"\[1, 32\], got 33"),
-        ({"step_budgets": [4, [1, 2, 3]]}, "each of the 2 layers, got 3"),
+        ({"step_budgets": [4, [1, 2, 3]]}, "each of the 2 spectral layers, got 3"),
         ({"step_budgets": [4], "spectral_budget": 4}, "spectral_budget or step_budgets, not both, got 4"),
         ({"step_budgets": [4], "prefill_chunk_size": 4}, "prefill_chunk_size"),
         ({"step_budgets": lambda step: 40}, r"\[1, 32\], got 40"),

@@ -7,7 +7,7 @@ from helpers import random_model
 from operators import relative_error
 
 from modeling_essm import ESSMModel
-from modeling_essm.cache_essm import ESSMCacheLayer
+from modeling_essm.cache_layers import ESSMCacheLayer
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.spectral_ops import ALGORITHMS
 
