@@ -256,6 +256,10 @@ CONFIGURATIONS = {
 }
 
 
+# Folders with weights, which release.py makes from runs.
+RELEASED = {"essm-novels-6m": "6.1M parameters, gated block; English novels as bytes"}
+
+
 def count_parameters(published: Published) -> int:
     with torch.device("meta"):
         return sum(p.numel() for p in published.model_class()(published.config()).parameters())
@@ -321,16 +325,22 @@ def overview() -> str:
             f"{config.filter_length:,} | {'pairs of ' * published.pairs}{published.inputs} | {origin} |"
         )
     table = "\n".join(rows)
+    released = "\n".join(f"| [`{name}`]({name}/README.md) | {text} |" for name, text in RELEASED.items())
     return f"""# Published configurations
 
 Each folder is one model: config.json, generation_config.json for language models, tokenizer or feature extractor
-files, and README.md, the template of its card. There are no weights. `code` is a link to the package in this clone;
-`save_pretrained` writes the files in its place. `python hub_configs/make.py` writes all of it, so change that file,
-not these.
+files, and README.md, the template of its card. `code` is a link to the package in this clone; `save_pretrained` writes
+the files in its place. `python hub_configs/make.py` writes all of it, so change that file, not these.
 
 | folder | parameters | block | blocks x width | filter_length | input | size from |
 |---|---|---|---|---|---|---|
 {table}
+
+These are trained, with weights, a budget profile and a card of their own; `release.py` makes them from a run:
+
+| folder | what it is |
+|---|---|
+{released}
 
 This makes a new model from one of them, in the folder that `train/push_to_hub.py` uploads:
 

@@ -118,6 +118,57 @@ def test_a_clone_loads_by_auto_classes_without_the_package(name, made, loaded, e
     assert ran.stdout.startswith(f"{expected} ") and f"{make.CODE}/" not in ran.stdout
 
 
+WRITES = """
+import math, sys
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = f"hub_configs/{sys.argv[1]}"
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+assert "modeling_essm" not in sys.modules, "the package was imported"
+ids = tokenizer(sys.argv[2], return_tensors="pt").input_ids
+for K in (2, 4, model.config.num_spectral_channels):
+    written = model.generate(ids, spectral_budget=K, max_new_tokens=8, do_sample=False)
+    with torch.no_grad():
+        print(K, written.shape[1] - ids.shape[1], model(ids, labels=ids, spectral_budget=K).loss.item() / math.log(2))
+"""
+PROSE = (
+    "She looked at him for a moment without speaking, and then she turned away to the window and said that she would "
+    "go to London in the morning, and that nothing he could say would change her mind."
+)
+
+
+@pytest.mark.parametrize("name", make.RELEASED)
+def test_a_released_model_writes_from_a_clone(name, tmp_path):
+    """Without the package, the network and a run; and it has learnt: a byte trigram needs 2.9 bits a byte on novels."""
+    root = FOLDER.parent
+    for part in (f"hub_configs/{name}", "modeling_essm"):
+        shutil.copytree(root / part, tmp_path / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    assert sum(path.stat().st_size for path in (FOLDER / name).iterdir() if path.is_file()) <= 16e6
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    env |= {"HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", WRITES, name, PROSE], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = [line.split() for line in ran.stdout.splitlines()]
+    assert [int(K) for K, _, _ in rows] == [2, 4, 8] and {new for _, new, _ in rows} == {"8"}
+    assert all(float(bits) < 2.2 for _, _, bits in rows), rows
+
+
+@pytest.mark.parametrize("name", make.RELEASED)
+def test_the_card_of_a_released_model_says_what_was_measured(name):
+    folder = FOLDER / name
+    card, sweep = (folder / "README.md").read_text(), json.loads((folder / "budget_sweep.json").read_text())
+    for K, bits in zip(sweep["budgets"], sweep["bits_per_byte"]):
+        assert f"| {K} | {bits:.3f} |" in card.replace("**", "") or f"{bits:.4f}" in card, (K, bits)
+    config = AutoConfig.from_pretrained(folder)
+    assert sweep["budgets"][-1] == config.num_spectral_channels
+    assert (folder / make.CODE).resolve() == Path(modeling_essm.__file__).parent
+    profile = json.loads((folder / "budget_profile.json").read_text())
+    assert profile and {"sweet-spot", "full"} <= config.budget_presets.keys()
+
+
 def test_a_model_saved_from_a_folder_names_the_files_beside_it(tmp_path):
     config = AutoConfig.from_pretrained(FOLDER / "essm-tiny", num_hidden_layers=1, layer_types=None)
     ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
