@@ -44,6 +44,7 @@ def folder(tmp_path, monkeypatch):
     model = random_model(block="gated", num_hidden_layers=8, num_spectral_channels=8)  # as the first command's
     model.save_pretrained(tmp_path / "runs/train_clm/model")
     build_byte_tokenizer().save_pretrained(tmp_path / "runs/train_clm/model")
+    (tmp_path / "hub_configs").symlink_to(ROOT / "hub_configs")
     (tmp_path / "heldout.txt").write_bytes(bytes(range(97, 123)) * 60)
     (tmp_path / "books").mkdir()
     (tmp_path / "books/a.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
