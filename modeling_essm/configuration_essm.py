@@ -103,7 +103,8 @@ def _is_nonzero(x: Any) -> bool:
 
 
 def _is_rope(x: Any) -> bool:
-    return isinstance(x, dict) and x.get("rope_type", "default") in ROPE_TYPES
+    named = isinstance(x, dict) and not x.keys().isdisjoint({"rope_type", "rope_theta"})
+    return named and x.get("rope_type", "default") in ROPE_TYPES
 
 
 def _is_dtype(x: Any) -> bool:

@@ -240,15 +240,13 @@ class ESSMModel(ESSMPreTrainedModel):
             spectral_budget: K: int in [1, capacity], one int per spectral layer, a (B,) integer tensor or a preset.
             state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
-                say it, see `read_packing`; each is computed as if it were alone, without a cache.
-            packing: the same as a `Packing`, or what does its work where rows are spread over processes.
+                say it, see `read_packing`; each is computed as if alone, without a cache. Or packing: a `Packing`.
         Returns:
             ESSMModelOutput.
         Raises:
             ValueError: a bad budget, token ids out of range (not checked on an accelerator in training and single
                 steps, where the check would wait for the device), not exactly one input, a cache without room or for
-                packed sequences, state_lengths out of range (not checked in a compiled graph), or a bad description
-                of packed sequences.
+                packed sequences, state_lengths out of range (not checked in a compiled graph), or a bad packing.
         """
         refuse_unsupported(kwargs)
         hidden_states = embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features))
@@ -261,9 +259,7 @@ class ESSMModel(ESSMPreTrainedModel):
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
-        packing = kwargs.get("packing")
-        if packing is None and kwargs:
-            packing = read_packing(kwargs, B, L, mask, not self.is_hybrid)
+        packing = kwargs.get("packing") or (read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs else None)
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
