@@ -200,9 +200,9 @@ def test_the_operator_agrees_with_the_definition(case, padded, dtype, launches):
 
 
 def test_what_they_do_not_run(launches, monkeypatch):
-    def operate(dtype=torch.float32, C=16, margin=16):
+    def operate(dtype=torch.float32, C=16):
         launches.clear()
-        SpectralOperator(H, margin, C)(*make_inputs(1, 20, 2, D=16, E=16, dtype=dtype))
+        SpectralOperator(H, chunk_size=C)(*make_inputs(1, 20, 2, D=16, E=16, dtype=dtype))
         return bool(launches)
 
     assert operate()
@@ -211,6 +211,8 @@ def test_what_they_do_not_run(launches, monkeypatch):
     assert not operate(torch.float64)
     assert not operate(C=8)
     assert not operate(C=65)
-    assert not operate(margin=63)
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels_essm, "_MOST_STATES", 17)  # of 18
+        assert not operate()
     monkeypatch.setenv("ESSM_TRITON", "0")
     assert not operate()
