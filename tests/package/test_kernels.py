@@ -105,27 +105,27 @@ def test_segments_of_a_scan(programs, n, segment):
     assert kernels_essm._segment(programs, n) == segment
 
 
-# For each kernel its launch options, sizes, and the dtypes of pointers: T that of the inputs, F fp32.
-POINTERS = {
-    "_scan_forward": "chunks:T starts:F out:F carry:F inject:F",
-    "_scan_backward": "dx:F dchunks:F starts:F out:F carry_t:F inject_t:F",
-    "_dense_forward": "W:T chunks:T x:F gates:T features:T",
-    "_dense_backward": "W:T chunks:T x:F gates:T features:T dchunks:F dx:F dgates:F",
-    "_heads_forward": "W:T chunks:T x:F gates:T M:T y:T",
-    "_heads_backward": "W:T chunks:T x:F gates:T M:T dy:T dchunks:F dx:F dgates:F",
-    "_heads_mixing_gradient": "W:T chunks:T x:F gates:T dy:T dM:F",
-    "_diagonal_forward": "W:T chunks:T x:F gates:T M:T y:T",
-    "_diagonal_backward": "W:T chunks:T x:F gates:T M:T dy:T dchunks:F dx:F dgates:F dM:F",
-}
+KERNELS = [
+    "_scan_forward",
+    "_scan_backward",
+    "_dense_forward",
+    "_dense_backward",
+    "_heads_forward",
+    "_heads_backward",
+    "_heads_mixing_gradient",
+    "_diagonal_forward",
+    "_diagonal_backward",
+]
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 SHARED_MEMORY = 227 * 1024  # bytes that a program of an H100 may have
 
 
 def launched(monkeypatch, dtype):
-    """The constants and options with which the largest tiles of every kernel are launched: C = 64, 48 states."""
+    """Arguments, and constants and options, of every kernel's largest tiles: C = 64, 48 states."""
     launches = {}
 
     def record(kernel, grid, *args, **options):
-        launches[kernel.fn.__name__] = kernel, options
+        launches[kernel.fn.__name__] = kernel, args, options
 
     monkeypatch.setattr(kernels_essm, "_launch", record)
     shapes = {"dense": (256, 256), "heads": (2, 128, 128), "diagonal": (256, 1, 1)}
@@ -148,7 +148,7 @@ def launched(monkeypatch, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, torch.bfloat16) for name in POINTERS] + [(name, torch.float32) for name in POINTERS if "scan" in name],
+    [(name, torch.bfloat16) for name in KERNELS] + [(name, torch.float32) for name in KERNELS if "scan" in name],
     ids=str,
 )
 def test_compiled_for_an_h100(name, dtype, monkeypatch, tmp_path):
@@ -159,12 +159,11 @@ def test_compiled_for_an_h100(name, dtype, monkeypatch, tmp_path):
     tools = Path(kernels_essm.triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "ptxas").exists() or not (tools / "cuobjdump").exists():
         pytest.skip("needs the CUDA tools of a triton wheel")
-    kernel, options = launched(monkeypatch, dtype)[name]
-    pointers = dict(pair.split(":") for pair in POINTERS[name].split())
-    types = {"T": {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype], "F": "*fp32"}
+    kernel, args, options = launched(monkeypatch, dtype)[name]
+    pointers = {key: POINTERS[x.dtype] for key, x in zip(kernel.arg_names, args) if isinstance(x, torch.Tensor)}
     constants = {key: value for key, value in options.items() if key in kernel.arg_names}
     signature = {key: "constexpr" if key in constants else "i32" for key in kernel.arg_names}
-    signature |= {key: types[kind] for key, kind in pointers.items()}
+    signature |= pointers
     aligned = {*pointers, "D", "d", "e", "D_G"}  # what a launch sees of tensors, and of widths that 16 divides
     attributes = {(i,): [["tt.divisibility", 16]] for i, key in enumerate(kernel.arg_names) if key in aligned}
     source = ASTSource(kernel, signature, constants, attributes)
