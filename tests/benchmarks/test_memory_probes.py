@@ -204,6 +204,7 @@ def test_every_model_runs_every_kind_of_task(tmp_path, capsys):
         elastic = memory_probes.ROWS[result["model"]].peer is None
         assert [*result["error"]] == (["2", "4", "8", "16", "32"] if elastic else ["1"])
         assert result["definition"]["task"]["length"] == 32
+        assert (result["cache_bytes"] is not None) == (elastic and result["task"] != "delay-white")
         assert result["definition"]["task"].get("pairs", 3) == 3 and result["definition"]["task"].get("tau", 4) == 4
     text = capsys.readouterr().out
     assert "mqar:pairs=3: accuracy" in text and "delay-white: squared error over variance" in text
