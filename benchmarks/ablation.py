@@ -167,7 +167,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
 
     wanted = {"settings": values, "definition": definition_of(row)}
     config = matched_config(row, settings.parameters)
-    return sweeps.measure(run, path, wanted, config, make, fit, measured, BUDGETS, METRIC)
+    return sweeps.measure(run, path, wanted, config, make, fit, measured, BUDGETS, METRIC, settings.block_size)
 
 
 def make_model(config: Any, filter_length: int) -> nn.Module:

@@ -130,6 +130,15 @@ def count_parameters(config: ESSMConfig, model_class: Any = None) -> int:
         return sum(p.numel() for p in (model_class or ESSMForCausalLM)(config).parameters())
 
 
+@torch.no_grad()
+def cache_bytes(model: Any, length: int) -> int | None:
+    """What an ES-SSM keeps for one row after so many tokens, at the full budget; None for models without a cache."""
+    if not isinstance(model, ESSMForCausalLM):
+        return None
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+    return model(tokens, use_cache=True, logits_to_keep=1).past_key_values.num_bytes
+
+
 def definition_of(row: Row) -> dict[str, Any]:
     """What makes a row, but for its rates, as JSON gives it back; runs of before there were hybrids know of none."""
     silent = {"rates"} | ({"attention_every"} if row.attention_every is None else set())

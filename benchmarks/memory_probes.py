@@ -224,7 +224,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
 
     wanted = {"settings": settings.values(), "definition": definition(settings, run)}
     config = model_config(ROWS[run.name], task, settings)
-    return sweeps.measure(run, path, wanted, config, make_model, fit, measured, settings.budgets, METRIC)
+    return sweeps.measure(run, path, wanted, config, make_model, fit, measured, settings.budgets, METRIC, task.length)
 
 
 def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int) -> None:

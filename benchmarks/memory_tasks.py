@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The field's probes of memory: recall, copying, induction and delay, made of random numbers and nothing else.
+"""The field's probes of memory: recall, lookup, copying, induction and delay, made of random numbers and nothing else.
 
     task = make_task("mqar:pairs=8,length=64")
     inputs, targets = task.sample(32, np.random.default_rng(0))
@@ -147,6 +147,49 @@ class InductionHeads:
         return inputs, targets
 
 
+@dataclass(frozen=True)
+class PhoneBook:
+    """Looking a number up in a phone book, as in Jelassi et al. 2024 (arXiv 2402.01032), over letters and digits.
+
+        n n d d d | m m d d d | .. | m m d d -> d d d      at the last letter the first digit, at a digit the next one
+
+    Names are distinct strings of the lower half of the vocabulary, numbers strings of the upper half; the one asked for
+    stands anywhere in the book. The answer is given as a language model gives it, digit by digit.
+    """
+
+    entries: int = 4
+    name: int = 2
+    digits: int = 3
+    vocabulary: int = 16
+
+    metric: ClassVar[str] = "accuracy"
+
+    def __post_init__(self) -> None:
+        _check(self, {"entries": 1, "name": 1, "digits": 1, "vocabulary": 4})
+        names = (self.vocabulary // 2) ** self.name
+        if not self.entries <= names <= 2**16:
+            raise ValueError(
+                f"{self.vocabulary // 2} letters make {names} names of length {self.name}: there must be at least "
+                f"entries = {self.entries} and at most 65536"
+            )
+
+    @property
+    def length(self) -> int:
+        return (self.entries + 1) * (self.name + self.digits) - 1
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        letters = self.vocabulary // 2
+        chosen = _distinct(rng, np.ones(letters**self.name), count, self.entries)
+        names = chosen[..., None] // letters ** np.arange(self.name) % letters
+        numbers = rng.integers(letters, self.vocabulary, size=(count, self.entries, self.digits))
+        book = np.concatenate([names, numbers], 2)
+        asked = book[np.arange(count), rng.integers(self.entries, size=count)]
+        whole = np.concatenate([book.reshape(count, -1), asked], 1)
+        targets = np.full((count, self.length), IGNORED)
+        targets[:, -self.digits :] = asked[:, self.name :]
+        return whole[:, :-1], targets
+
+
 def _check_tau(task: Any) -> None:
     if task.tau >= task.length:
         raise ValueError(f"tau must be below the length {task.length}, or nothing is asked, got {task.tau}")
@@ -218,9 +261,10 @@ class NoiseDelay:
         return inputs, targets
 
 
-Task = AssociativeRecall | SelectiveCopying | InductionHeads | TokenDelay | NoiseDelay
+Task = AssociativeRecall | PhoneBook | SelectiveCopying | InductionHeads | TokenDelay | NoiseDelay
 TASKS: dict[str, Task] = {
     "mqar": AssociativeRecall(),
+    "phone-book": PhoneBook(),
     "selective-copying": SelectiveCopying(),
     "induction": InductionHeads(),
     "delay": TokenDelay(),

@@ -11,7 +11,7 @@ from typing import Any
 from . import common
 
 SPEED = "_per_cpu_second"  # how the name of a speed ends
-COLUMNS = "model parameters DxL rate seeds"
+COLUMNS = "model parameters DxL cache_bytes rate seeds"
 
 
 def mean(values: Sequence[float]) -> dict[str, float]:
@@ -40,7 +40,7 @@ def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
         for rate, runs in by_rate.items()
     }
     first = records[0]
-    kept = ("task", "model", "metric", "definition", "parameters", "sizes")
+    kept = ("task", "model", "metric", "definition", "parameters", "sizes", "cache_bytes")
     result = {name: first[name] for name in kept if name in first}
     result |= {"rates": {f"{rate:g}": value for rate, value in means.items()}, "best_rate": None}
     whole = {rate: value for rate, value in means.items() if value is not None}
@@ -83,7 +83,8 @@ def columns(result: dict[str, Any]) -> list[Any]:
     rate = "diverged" if result["best_rate"] is None else f"{result['best_rate']:g}" + "*" * result["at_the_edge"]
     shape = f"{result['sizes']['hidden_size']}x{result['sizes']['num_hidden_layers']}"
     seeds = len(result.get("seeds", []))
-    return [result["model"].replace(" ", "_"), f"{result['parameters']:,}", shape, rate, seeds]
+    cache = "-" if result.get("cache_bytes") is None else f"{result['cache_bytes']:,}"
+    return [result["model"].replace(" ", "_"), f"{result['parameters']:,}", shape, cache, rate, seeds]
 
 
 def shown(value: dict[str, float] | None, sign: str = "") -> str:

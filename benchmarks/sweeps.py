@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from . import common
-from .matched_models import Row, sizes_of
+from .matched_models import Row, cache_bytes, sizes_of
 
 SEEDS = (0, 1, 2)
 Perform = Callable[["Run", Path], dict[str, Any]]  # does a run, writes its file, returns what it holds
@@ -124,6 +124,7 @@ def measure(
     score: Callable[[nn.Module, list[int]], dict[str, float]],
     budgets: Sequence[int],
     metric: str,
+    length: int | None = None,
 ) -> dict[str, Any]:
     """Train on one thread, measure, write the file in one move, return what it holds.
 
@@ -131,6 +132,7 @@ def measure(
         wanted: the "settings" of all runs, with the device, and the "definition" of this one.
         make: a model of the configuration. fit: `train` of it.
         score: the metric at every budget: of elastic models at these up to the capacity, and at the capacity.
+        length: tokens after which the bytes of a language model's cache are counted.
     """
     from essm_train.files import write_json
     from essm_train.models import capacity_of
@@ -146,6 +148,8 @@ def measure(
         full = sorted({min(K, capacity) for K in (*budgets, capacity)})
         started = time.process_time()
         record[metric] = None if record["diverged"] else score(model, full)
+        if length is not None:
+            record["cache_bytes"] = cache_bytes(model, length)
         record["scoring_cpu_seconds"] = time.process_time() - started
         record["machine"] = common.machine(device)
     write_json(path, record)

@@ -17,6 +17,7 @@ from benchmarks.memory_tasks import (
     AssociativeRecall,
     InductionHeads,
     NoiseDelay,
+    PhoneBook,
     SelectiveCopying,
     TokenDelay,
     make_task,
@@ -51,12 +52,25 @@ def delay(row, task):
     return [IGNORED if t < task.tau else row[t - task.tau] for t in range(task.length)]
 
 
-EXPECTED = {SelectiveCopying: selective, InductionHeads: induction, TokenDelay: delay}
+def phone_book(row, task):
+    book, asked = row[: task.entries * (task.name + task.digits)], row[-task.name - task.digits + 1 :]
+    entries = [book[i : i + task.name + task.digits] for i in range(0, len(book), task.name + task.digits)]
+    assert all(max(entry[: task.name]) < task.vocabulary // 2 <= min(entry[task.name :]) for entry in entries)
+    numbers = {tuple(entry[: task.name]): entry[task.name :] for entry in entries}
+    assert len(numbers) == task.entries
+    number = numbers[tuple(asked[: task.name])]
+    assert asked[task.name :] == number[:-1]
+    return [IGNORED] * (task.length - task.digits) + number
+
+
+EXPECTED = {PhoneBook: phone_book, SelectiveCopying: selective, InductionHeads: induction, TokenDelay: delay}
 
 
 @pytest.mark.parametrize(
     "task",
     [
+        PhoneBook(entries=3, name=2, digits=3, vocabulary=5),
+        PhoneBook(entries=2, name=1, digits=1, vocabulary=4),
         SelectiveCopying(length=11, tokens=3, vocabulary=5),
         SelectiveCopying(length=4, tokens=2, vocabulary=4),
         InductionHeads(length=9, vocabulary=4),
@@ -75,6 +89,13 @@ def test_tokens_are_what_their_definition_says(task):
     # Nothing is fixed that should be random: every place, or value, occurs.
     if isinstance(task, SelectiveCopying):
         assert (inputs[:, : -task.tokens] > 0).any(0).all()
+    elif isinstance(task, PhoneBook):
+        width = task.name + task.digits
+        places = {
+            row[:-1].index(row[-1])
+            for row in ([tuple(r[i : i + task.name]) for i in range(0, len(r), width)] for r in inputs.tolist())
+        }
+        assert places == {*range(task.entries)}
     elif isinstance(task, InductionHeads):
         assert {*inputs.argmin(1)} == {*range(task.length - 2)}
 
@@ -144,6 +165,9 @@ def test_task_names_hold_parameters():
         ("mqar:power=0", r"power must be in \(0, 1\]"),
         ("mqar:pairs=0", "pairs of AssociativeRecall must be an integer of at least 1, got 0"),
         ("selective-copying:tokens=40", "at least 2 tokens = 80"),
+        ("phone-book:name=1,entries=9", "8 letters make 8 names of length 1: there must be at least entries = 9"),
+        ("phone-book:name=6", "8 letters make 262144 names"),
+        ("phone-book:digits=0", "digits of PhoneBook must be an integer of at least 1, got 0"),
         ("induction:length=2", "length of InductionHeads must be an integer of at least 3, got 2"),
         ("delay:tau=64", "tau must be below the length 64"),
         ("delay-white:tau=64,length=64", "tau must be below the length 64"),
@@ -180,6 +204,7 @@ def test_every_model_runs_every_kind_of_task(tmp_path, capsys):
         elastic = memory_probes.ROWS[result["model"]].peer is None
         assert [*result["error"]] == (["2", "4", "8", "16", "32"] if elastic else ["1"])
         assert result["definition"]["task"]["length"] == 32
+        assert (result["cache_bytes"] is not None) == (elastic and result["task"] != "delay-white")
         assert result["definition"]["task"].get("pairs", 3) == 3 and result["definition"]["task"].get("tau", 4) == 4
     text = capsys.readouterr().out
     assert "mqar:pairs=3: accuracy" in text and "delay-white: squared error over variance" in text
