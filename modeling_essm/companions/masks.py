@@ -1,0 +1,131 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Pruned modes as masks over C: nothing is lost until `remove`.
+
+A mode whose column of C is zero adds nothing to the output. C stays a parameter with its values; where it is read, the
+pruned columns are zero and get no gradient. `state_dict` holds the masked values under the usual names, so a masked
+model is saved and loaded as any other. `restore` brings every bit back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .adapters import ElasticLayer, elastic_layers
+from .plans import Plan
+
+
+class ModeMask(nn.Module):
+    """Zeros where a mode is pruned.
+
+    Args:
+        mask: bool, broadcasts to the tensor; True stays.
+        keep: bool, (n,) or (H, n), the layer's modes that stay.
+    """
+
+    mask: Tensor
+    keep: Tensor
+
+    def __init__(self, mask: Tensor, keep: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask, persistent=False)
+        self.register_buffer("keep", keep, persistent=False)
+        self.hooks: list[Any] = []
+        self.followers: list[str] = []  # parameters of the module that come after the masked one
+
+    def forward(self, value: Tensor) -> Tensor:
+        return value.masked_fill(~self.mask, 0)
+
+
+def matched(model: nn.Module, plan: Plan) -> list[ElasticLayer]:
+    """The model's layers that a plan is for, in its order.
+
+    Raises:
+        ValueError: a layer of the plan that the model does not have, or has with another number of modes.
+    """
+    layers = {layer.name: layer for layer in elastic_layers(model)}
+    found = []
+    for own in plan.layers:
+        if own.name not in layers:
+            raise ValueError(f"the plan is for a layer {own.name!r}, the model has {', '.join(layers)}")
+        layer = layers[own.name]
+        if (shape := layer.adapter.shape(layer.module)) != tuple(own.keep.shape):
+            raise ValueError(f"{own.name}: the plan is for modes {tuple(own.keep.shape)}, the model has {shape}")
+        found.append(layer)
+    return found
+
+
+def masked_tensors(layer: nn.Module) -> list[tuple[nn.Module, str, ModeMask]]:
+    """The tensors of a layer that are masked: (module, parameter name, mask)."""
+    return [(module, name, step) for module in layer.modules() for name, step in _steps(module)]
+
+
+def _steps(module: nn.Module) -> list[tuple[str, ModeMask]]:
+    lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()  # type: ignore[operator, union-attr]
+    return [(name, step) for name, steps in lists for step in steps if isinstance(step, ModeMask)]
+
+
+def is_pruned(model: nn.Module) -> bool:
+    """Whether modes of a model or layer are masked."""
+    return bool(masked_tensors(model))
+
+
+def prune(model: nn.Module, plan: Plan) -> None:
+    """Mask the modes that a plan does not keep, in place. A mask that is there already is replaced.
+
+    An optimizer goes on: C remains the same parameter.
+
+    Raises:
+        ValueError: a plan for another model, a C that is parametrized otherwise.
+    """
+    layers = matched(model, plan)
+    restore(model)
+    todo = []
+    for layer, own in zip(layers, plan.layers):
+        for module, name, mask in layer.adapter.masks(layer.module, own.keep):
+            if parametrize.is_parametrized(module, name):
+                raise ValueError(f"{layer.name}: {name} must be a plain parameter, but it is parametrized")
+            todo.append((module, name, ModeMask(mask, own.keep)))
+    for module, name, step in todo:
+        step.hooks = [
+            module.register_state_dict_post_hook(_usual_names),
+            module.register_load_state_dict_pre_hook(_own_names),
+        ]
+        names = list(module._parameters)
+        step.followers = names[names.index(name) + 1 :]
+        parametrize.register_parametrization(module, name, step.to(getattr(module, name).device))
+
+
+def restore(model: nn.Module) -> None:
+    """Take all masks off, in place: every weight is what it was. A model without masks stays as it is."""
+    for module, name, step in masked_tensors(model):
+        for hook in step.hooks:
+            hook.remove()
+        # The class is shared with deep copies of the module, which keep their masks.
+        cls = type(module)
+        own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+        module.__class__ = type(cls.__name__, cls.__bases__, own)
+        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
+        for behind in step.followers:  # optimizers count parameters in their order
+            if behind in module._parameters:
+                module._parameters[behind] = module._parameters.pop(behind)
+
+
+def _usual_names(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for name, step in _steps(module):
+        key = f"{prefix}parametrizations.{name}.original"
+        if key in state:
+            state[f"{prefix}{name}"] = step(state.pop(key))
+
+
+def _own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, step in _steps(module):
+        if (value := state.pop(f"{prefix}{name}", None)) is not None:
+            own = module.parametrizations[name].original  # type: ignore[index, union-attr]
+            if value.shape == own.shape:  # zeros of a masked state say nothing about the values below the mask
+                below = ~step.mask.to(value.device) & (value == 0)
+                value = torch.where(below, own.detach().to(value), value)
+            state[f"{prefix}parametrizations.{name}.original"] = value

@@ -1,0 +1,158 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Every bound against the gain on a dense grid, and what holds between the bounds."""
+
+import dataclasses
+
+import pytest
+import torch
+from companion_layers import Stack, impulse_responses, random_system
+
+from modeling_essm.companions import DiagonalSystem, allocate, certificate, end_to_end_bound, hinf_norm, importance
+from modeling_essm.companions.certificates import BOUNDS
+
+layouts = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])
+outputs = pytest.mark.parametrize("output", ["complex", "real", "twice_real"])
+directions = pytest.mark.parametrize("count", [1, 2], ids=["one_direction", "two_directions"])
+ROUNDING = 1 + 1e-10
+
+
+def scalar(lam, C, output="complex"):
+    """One input, one output; C of one or two directions."""
+    lam = torch.tensor([lam], dtype=torch.complex128)
+    C = torch.tensor(C, dtype=torch.complex128)
+    C = C.reshape(1, 1) if C.ndim == 0 else C.reshape(2, 1, 1)
+    return DiagonalSystem(lam, torch.ones(1, 1).to(lam), C, output)
+
+
+@layouts
+@outputs
+@directions
+def test_bounds_bound(channels, output, count):
+    for seed in range(10):
+        radius = (0.2, 0.99) if seed % 2 else (0.9, 0.999)
+        system = random_system(6, 3, 3, output, count, channels, seed, radius)
+        keep = torch.rand(system.lam.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
+        found = certificate(system, keep)
+        gain = hinf_norm(system, ~keep, points=64)
+        assert gain > 0
+        for name in BOUNDS:
+            assert gain <= found[name] * ROUNDING, (seed, name)
+        assert found["sum_of_peaks"] <= found["paper_16"] * ROUNDING
+        assert found["paper_16"] <= found["paper_17"] * ROUNDING
+        assert found["best"] == min(found[name] for name in BOUNDS)
+
+
+@outputs
+@directions
+@layouts
+def test_the_grid_s_gain_is_that_of_the_impulse_response(channels, output, count):
+    """At w = 0, pi / 2 and pi, which the grid holds, by summing the lags."""
+    system = random_system(4, 2, 3, output, count, channels)
+    kernel = impulse_responses(system)
+    kernel = kernel.sum(1)[:, None, None] if channels else kernel.sum(0)
+    lags = torch.arange(kernel.shape[-1]) - kernel.shape[-1] // 2
+    gains = []
+    for omega in (0.0, torch.pi / 2, torch.pi):
+        G = (kernel * torch.exp(-1j * omega * lags.double())).sum(-1)
+        gains.append(float(torch.linalg.matrix_norm(G, ord=2).max()))
+    assert hinf_norm(system) >= max(gains) / ROUNDING
+    still = dataclasses.replace(system, lam=system.lam * 0)  # a constant gain: every frequency is the largest
+    flat = impulse_responses(still)
+    flat = (flat.sum(1)[:, None, None] if channels else flat.sum(0)).sum(-1)
+    expected = float(torch.linalg.matrix_norm(flat.to(torch.complex128), ord=2).max())
+    assert hinf_norm(still) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.7, 3.0])
+def test_one_mode_is_known_exactly(angle):
+    lam = complex(torch.polar(torch.tensor(0.95).double(), torch.tensor(angle).double()))
+    system = scalar(lam, 2.0)
+    none = torch.zeros(1, dtype=torch.bool)
+    found = certificate(system, none)
+    assert hinf_norm(system) == pytest.approx(2 / 0.05, rel=1e-9)
+    for name in ("sum_of_peaks", "paper_16", "paper_17", "best"):
+        assert found[name] == pytest.approx(40, rel=1e-9)
+    assert found["hankel"] == pytest.approx(2 * 2 / (1 - 0.95**2), rel=1e-9)
+
+
+def test_two_directions_need_their_own_factor():
+    """lam = 0.9, c1 = c2 = b = 1: a gain of 20. The averaged energy in (16) would promise 10, the summed one 14.1."""
+    system = scalar(0.9, [1.0, 1.0])
+    found = certificate(system, torch.zeros(1, dtype=torch.bool))
+    assert hinf_norm(system) == pytest.approx(20 - 1 + 1, rel=1e-12)
+    averaged = ((1 + 0.9) / (1 - 0.9)) ** 0.5 * (1 / (1 - 0.81)) ** 0.5
+    assert averaged == pytest.approx(10.0)
+    assert found["sum_of_peaks"] == pytest.approx(20.0) and found["paper_16"] == pytest.approx(20.0)
+
+
+def test_a_pair_counts_twice():
+    """A real eigenvalue: 2 Re(c x) has exactly twice the gain of c x, Re(c x) the same."""
+    none = torch.zeros(1, dtype=torch.bool)
+    for output, factor in (("complex", 1), ("real", 1), ("twice_real", 2)):
+        system = scalar(0.9, 1.0, output)
+        assert hinf_norm(system) == pytest.approx(factor * 10, rel=1e-12)
+        assert certificate(system, none)["sum_of_peaks"] == pytest.approx(factor * 10, rel=1e-12)
+
+
+def test_hankel_can_be_the_best():
+    """Two modes that nearly cancel: their peaks add up, their Hankel singular values do not."""
+    lam = torch.tensor([0.9, 0.9 + 1e-4], dtype=torch.complex128)
+    one = torch.ones(2, 1, dtype=torch.complex128)
+    system = DiagonalSystem(lam, one, torch.tensor([[1.0, -1.0]], dtype=torch.complex128), "complex")
+    found = certificate(system, torch.zeros(2, dtype=torch.bool))
+    assert found["best"] == found["hankel"] < found["sum_of_peaks"] / 100
+    assert hinf_norm(system) <= found["hankel"] * ROUNDING
+
+
+def test_channels_do_not_add_up():
+    system = random_system(n=4, channels=3)
+    alone = [DiagonalSystem(system.lam[h], system.B[h][:, None], system.C[h][None], "complex") for h in range(3)]
+    keep = torch.zeros(3, 4, dtype=torch.bool)
+    each = [certificate(one, row) for one, row in zip(alone, keep)]
+    for name in BOUNDS:
+        assert certificate(system, keep)[name] == pytest.approx(max(found[name] for found in each), rel=1e-12)
+    assert hinf_norm(system) == pytest.approx(max(map(hinf_norm, alone)), rel=1e-12)
+
+
+def test_nothing_pruned_changes_nothing():
+    system = dataclasses.replace(random_system(), lam=torch.full((5,), 1.5, dtype=torch.complex128))
+    assert set(certificate(system, torch.ones(5, dtype=torch.bool)).values()) == {0.0}
+    assert hinf_norm(system, torch.zeros(5, dtype=torch.bool)) == 0
+    with pytest.raises(ValueError, match=r"here: \|lam\| must be below 1, got 1\.5 and 1 such modes of 1"):
+        certificate(system, torch.arange(5) != 2, "here")
+    with pytest.raises(ValueError, match=r"keep must be bool \(5,\), got torch\.bool \(4,\)"):
+        certificate(system, torch.ones(4, dtype=torch.bool))
+
+
+def test_padding_is_not_pruned():
+    system = random_system(n=3, channels=2)
+    present = torch.tensor([[True, True, False], [True, True, True]])
+    keep = torch.tensor([[True, False, False], [True, True, True]])
+    lam = torch.where(present, system.lam, 2.0)
+    padded = dataclasses.replace(system, lam=lam, present=present)
+    assert certificate(padded, keep) == certificate(system, keep | ~present)
+
+
+def test_a_plan_certifies_each_layer():
+    model = Stack(random_system(), random_system(output="real", seed=1))
+    plan = allocate(importance(model, "last"), amount=0.5)
+    found = plan.certificate()
+    for own, layer, keep in zip(found, model.layers, plan.keep):
+        system = DiagonalSystem(*layer.complex(), layer.output)
+        assert own == certificate(system, keep)
+        assert 0 < hinf_norm(system, ~keep) <= own["best"] * ROUNDING
+
+
+def test_end_to_end():
+    """Two linear blocks x + g x of which the first loses e1 and the second e2, with all signs the worst."""
+    g, e, x = (0.5, 2.0), (0.1, 0.3), 1.5
+    full = (1 + g[0] + e[0]) * (1 + g[1] + e[1]) * x
+    pruned = (1 + g[0]) * (1 + g[1]) * x
+    bound = end_to_end_bound(e, g, [x, (1 + g[0] + e[0]) * x])
+    assert bound == pytest.approx(full - pruned, rel=1e-12)
+    assert end_to_end_bound([0.1], [9.0], [2.0], [3.0], [7.0]) == pytest.approx(0.6)
+    assert end_to_end_bound([0.1, 0.0], [9.0, 2.0], [2.0, 1.0], [3.0, 0.5], [7.0, 4.0]) == pytest.approx(0.6 * 5)
+    with pytest.raises(ValueError, match=r"one number per layer, got lengths \[2, 1, 2, 2, 2\]"):
+        end_to_end_bound([1, 1], [1], [1, 1])
+    with pytest.raises(ValueError, match="at least 0"):
+        end_to_end_bound([-1], [1], [1])

@@ -1,0 +1,276 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A mask is a zero in C that can be taken back; removal computes what the mask did, with smaller tensors."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from companion_layers import Recurrence, RecurrenceAdapter, Stack, random_system
+
+from modeling_essm.companions import (
+    Adapter,
+    DiagonalSystem,
+    allocate,
+    describe,
+    importance,
+    is_pruned,
+    prune,
+    register,
+    remove,
+    restore,
+)
+
+WIDTH = 3
+layouts = pytest.mark.parametrize(
+    "layout",
+    [dict(output="complex"), dict(output="real", directions=2), dict(output="twice_real", channels=WIDTH)],
+    ids=["mimo", "two_directions", "siso"],
+)
+
+
+def stack(dtype=torch.float64, **layout):
+    return Stack(*(random_system(n=6, q=WIDTH, seed=seed, **layout) for seed in range(2)), dtype=dtype)
+
+
+def inputs(dtype=torch.float64):
+    return torch.randn(2, 9, WIDTH, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def half(model, **arguments):
+    return allocate(importance(model, "energy", **arguments), amount=0.5)
+
+
+@layouts
+def test_a_mask_is_a_zero_in_C(layout):
+    model = stack(**layout)
+    by_hand = copy.deepcopy(model)
+    plan = half(model)
+    for layer, keep in zip(by_hand.layers, plan.keep):
+        layer.C.data *= keep[..., None]
+    prune(model, plan)
+    assert is_pruned(model) and not is_pruned(by_hand)
+    assert torch.equal(model(inputs()), by_hand(inputs()))
+    assert not torch.equal(model(inputs()), stack(**layout)(inputs()))
+
+
+@layouts
+def test_gradients_are_those_of_the_modes_that_stay(layout):
+    model = stack(**layout)
+    plan = half(model)
+    C = model.layers[0].C
+    prune(model, plan)
+    model(inputs()).square().sum().backward()
+    keep = plan.keep[0][..., None].expand(C.shape)
+    assert C.grad is not None and not C.grad[~keep].any() and C.grad[keep].all()
+    assert any(C is value for value in model.parameters())  # an optimizer's reference is still the parameter
+
+
+@layouts
+def test_restore_brings_every_bit_back(layout):
+    model = stack(**layout)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    names, output, ids = [n for n, _ in model.named_parameters()], model(inputs()), list(map(id, model.parameters()))
+    prune(model, half(model))
+    restore(model)
+    assert not is_pruned(model) and type(model.layers[0]) is Recurrence
+    assert [name for name, _ in model.named_parameters()] == names and list(map(id, model.parameters())) == ids
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model(inputs()), output)
+    assert not model.layers[0]._state_dict_hooks and not model.layers[0]._load_state_dict_pre_hooks
+    restore(model)  # nothing to do
+
+
+def test_a_masked_state_has_the_usual_names():
+    model, plain = stack(), stack()
+    before = copy.deepcopy(model.state_dict())
+    prune(model, half(model))
+    state = copy.deepcopy(model.state_dict())
+    assert set(state) == set(before) and not any(value.requires_grad for value in state.values())
+    plain.load_state_dict(state)
+    assert torch.equal(plain(inputs()), model(inputs()))
+    model.load_state_dict(state)  # as a trainer that goes back to its best checkpoint
+    assert torch.equal(plain(inputs()), model(inputs()))
+    restore(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    other = Stack(random_system(n=6, q=WIDTH, seed=7), random_system(n=6, q=WIDTH, seed=8))
+    prune(model, half(model))
+    model.load_state_dict(other.state_dict())  # weights of an unpruned model replace all
+    restore(model)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+def test_a_copy_has_a_mask_of_its_own():
+    model = stack()
+    output = model(inputs())
+    prune(model, half(model))
+    masked = model(inputs())
+    twin = copy.deepcopy(model)
+    restore(twin)
+    assert torch.equal(twin(inputs()), output) and torch.equal(model(inputs()), masked)
+    assert is_pruned(model) and not is_pruned(twin)
+    assert set(model.state_dict()) == set(twin.state_dict())
+    restore(model)
+    assert torch.equal(model(inputs()), output)
+
+
+def test_a_second_plan_replaces_the_first():
+    model, other = stack(), stack()
+    found = importance(model, "energy")
+    for share in (0.75, 0.25):
+        prune(model, allocate(found, amount=share))
+    prune(other, allocate(found, amount=0.25))
+    assert torch.equal(model(inputs()), other(inputs()))
+
+
+def test_masked_modes_have_no_energy():
+    model = stack()
+    plan = half(model)
+    prune(model, plan)
+    again = importance(model, "energy")
+    assert all(torch.equal(raw > 0, keep) for raw, keep in zip(again.raw, plan.keep))
+    report = describe(model)
+    assert [layer.masked for layer in report.layers] == [6 - kept for kept in plan.kept]
+    assert f"2 layers, 12 modes, {12 - plan.total} of them masked" in str(report)
+
+
+def test_a_plan_for_another_model_is_refused():
+    model, small = stack(), Stack(random_system(n=6, q=WIDTH), random_system(n=5, q=WIDTH))
+    with pytest.raises(ValueError, match=r"layers\.1: the plan is for modes \(6,\), the model has \(5,\)"):
+        prune(small, half(model))
+    with pytest.raises(ValueError, match=r"for a layer 'layers\.1', the model has layers\.0$"):
+        prune(Stack(random_system(n=6, q=WIDTH)), half(model))
+    assert not is_pruned(small)
+    with pytest.raises(ValueError, match="must be pruned before"):
+        remove(model)
+
+
+@layouts
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
+def test_removal_computes_what_the_mask_did(layout, dtype, tolerance):
+    """The sums are the same but for zeros, and their order."""
+    model = stack(dtype, **layout)
+    plan = half(model)
+    prune(model, plan)
+    masked, C = model(inputs(dtype)), model.layers[0].parametrizations.C.original
+    assert remove(model) == plan.sizes == model.config.state_sizes
+    assert not is_pruned(model) and model.layers[0].C.shape[-2] == plan.sizes[0] < C.shape[-2]
+    torch.testing.assert_close(model(inputs(dtype)), masked, rtol=tolerance, atol=tolerance * float(masked.abs().max()))
+    kept = importance(model, "energy").raw[0]
+    assert int((kept > 0).sum()) == plan.kept[0]
+
+
+def test_channels_with_fewer_modes_are_padded():
+    model = Stack(random_system(n=4, channels=WIDTH, output="twice_real"))
+    keep = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    before = model.layers[0].lam.detach().clone()
+    plan = half(model)
+    prune(model, dataclasses.replace(plan, layers=(dataclasses.replace(plan.layers[0], keep=keep),)))
+    remove(model)
+    layer = model.layers[0]
+    assert layer.C.shape == (3, 3, 2)
+    assert [bool(row.any()) for row in layer.C[0]] == [True, True, False]
+    assert torch.equal(layer.lam[0, :2], before[0, 1:3]) and torch.equal(layer.lam[1], before[1, [0, 1, 3]])
+    assert not layer.C[2].any()
+
+
+def test_ranks_of_modes_leave_no_padding():
+    model = stack(channels=WIDTH)
+    plan = half(model, granularity="mode_index")
+    prune(model, plan)
+    masked = model(inputs())
+    remove(model)
+    assert all((layer.C != 0).all() for layer in model.layers)
+    torch.testing.assert_close(model(inputs()), masked, rtol=1e-13, atol=1e-13)
+
+
+@layouts
+def test_a_whole_layer_computes_its_skip(layout):
+    model, silent = stack(**layout), stack(**layout)
+    silent.layers[1].C.data.zero_()
+    model.layers[1].C.data *= 1e-12
+    plan = allocate(importance(model, "aire", eps_rel=1e-3), amount=0.5, min_keep=0)
+    assert plan.sizes[1] == 0
+    whole = dataclasses.replace(plan.layers[0], keep=plan.layers[0].present)
+    prune(model, dataclasses.replace(plan, layers=(whole, plan.layers[1])))
+    assert torch.equal(model(inputs()), silent(inputs()))
+    assert remove(model)[1] == model.config.state_sizes[1] == 0
+    output = model(inputs())
+    assert torch.equal(output, silent(inputs())) and torch.isfinite(output).all()
+    output.sum().backward()
+    assert model.layers[1].D.grad.all()
+    assert describe(model).sizes[1] == 0
+
+
+def test_modes_of_no_energy_change_nothing():
+    model = stack()
+    model.layers[0].C.data[:, 2:4] = 0
+    before = model(inputs())
+    plan = allocate(importance(model, "energy"), total=10)
+    assert plan.kept == [4, 6]
+    prune(model, plan)
+    assert torch.equal(model(inputs()), before)
+
+
+def test_a_frozen_weight_stays_frozen_and_keeps_its_notes():
+    model = stack()
+    model.layers[0].lam.requires_grad_(False)
+    model.layers[0].B._no_weight_decay = True
+    prune(model, half(model))
+    remove(model)
+    assert not model.layers[0].lam.requires_grad and model.layers[0].C.requires_grad
+    assert model.layers[0].B._no_weight_decay
+
+
+def test_a_layer_of_one_s_own_by_reading_and_writing():
+    """Without dimensions of modes an adapter masks by itself, and removal goes through `write`."""
+
+    class Scalar(torch.nn.Module):  # one tensor with rows lam, b, c
+        def __init__(self):
+            super().__init__()
+            self.rows = torch.nn.Parameter(torch.rand(3, 5, dtype=torch.float64) * 0.8 + 0.1)
+
+    class ScalarAdapter(Adapter):
+        def read(self, layer):
+            lam, b, c = layer.rows.detach().to(torch.complex128)
+            return DiagonalSystem(lam, b[:, None], c[None], "complex")
+
+        def write(self, layer, system):
+            rows = torch.stack([system.lam, system.B[:, 0], system.C[0]])
+            layer.rows = torch.nn.Parameter(rows.real)
+
+        def masks(self, layer, keep):
+            return [(layer, "rows", torch.stack([torch.ones_like(keep), torch.ones_like(keep), keep]))]
+
+    register(Scalar, ScalarAdapter())
+    model = torch.nn.Sequential(Scalar())
+    plan = half(model)
+    before = model[0].rows.detach().clone()
+    prune(model, plan)
+    remove(model)
+    assert torch.equal(model[0].rows, before[:, plan.keep[0]])
+    with pytest.raises(ValueError, match="must have output_names or masks of its own"):
+        Adapter.masks(ScalarAdapter(), model[0], plan.keep[0])
+
+
+def test_a_parametrized_weight_is_refused():
+    model = stack()
+    torch.nn.utils.parametrize.register_parametrization(model.layers[1], "C", torch.nn.Identity())
+    with pytest.raises(ValueError, match=r"layers\.1: C must be a plain parameter"):
+        prune(model, half(model))
+    assert not is_pruned(model)
+
+
+def test_the_report_is_a_table():
+    model = Stack(random_system(n=6, q=WIDTH), random_system(n=4, channels=WIDTH, output="real"))
+    report = describe(model)
+    first, second = report.layers
+    assert (first.size, first.modes, second.size, second.modes) == (6, 6, 4, 12)
+    assert first.energy == pytest.approx(float(report.energies[0].sum())) and "balanced_truncate" in second.tools
+    lines = str(report).splitlines()
+    assert lines[0] == "Stack" and "layers.1" in lines[3] and len(lines) == 5
+    with torch.no_grad():
+        model.layers[0].lam[0] = torch.tensor([1.0, 0.5])
+    assert describe(model).layers[0].energy == float("inf")
+    assert "no layer" in str(describe(torch.nn.Linear(2, 2)))
+    assert RecurrenceAdapter().shape(model.layers[1]) == (3, 4)

@@ -1,0 +1,168 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Which modes stay: exact numbers, ties, whole layers, and the file of a plan."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from companion_layers import Stack, random_system, with_energies
+
+from modeling_essm.companions import Plan, allocate, importance
+
+
+def kept(plan):
+    return [mask.nonzero()[:, 0].tolist() for mask in plan.keep]
+
+
+def scored(*energies, method="energy", **arguments):
+    return importance(Stack(*(with_energies(*layer) for layer in energies)), method, **arguments)
+
+
+def test_the_best_of_all_layers_stay():
+    found = scored((5.0, 1.0, 3.0), (2.0, 4.0), (0.5, 0.25))
+    assert kept(allocate(found, total=4)) == [[0, 2], [1], [0]]
+    assert kept(allocate(found, total=4, min_keep=0)) == [[0, 2], [0, 1], []]
+    assert kept(allocate(found, total=6, min_keep=2)) == [[0, 2], [0, 1], [0, 1]]
+    assert kept(allocate(found, amount=0)) == [[0, 1, 2], [0, 1], [0, 1]]
+    assert kept(allocate(found, amount=1.0)) == [[0], [1], [0]]
+    plan = allocate(found, amount=0.5)  # round(3.5) = 4 of 7 go
+    assert plan.total == 3 and plan.sizes == plan.kept == [1, 1, 1] and plan.pruned_share == pytest.approx(4 / 7)
+
+
+def test_prefix_scores_never_lose_a_layer():
+    """Without an epsilon the first score of each layer is 1, the largest there is."""
+    found = scored((1.0, 1.0, 1.0), (1e-12, 1e-13), method="aire")
+    assert kept(allocate(found, total=2)) == [[0], [0]]
+    assert kept(allocate(found, threshold=1.0)) == [[0], [0]]
+
+
+def test_ties_go_by_layer_and_index():
+    found = scored((1.0, 1.0, 1.0), (1.0, 1.0, 1.0))
+    for total in range(2, 7):
+        plan = allocate(found, total=total)
+        first = min(3, total - 1)
+        assert kept(plan) == [list(range(first)), list(range(total - first))]
+    same = scored((2.0, 1.0, 2.0, 1.0), (1.0, 2.0, 1.0, 2.0), method="aire")
+    # scores 1, 1/2, 1/5, 1/6 in both layers, of equal energies the first first
+    assert kept(allocate(same, total=3)) == [[0, 2], [1]]
+    assert kept(allocate(same, total=5)) == [[0, 1, 2], [1, 3]]
+
+
+def test_a_threshold_keeps_ties_and_numbers_do_not():
+    found = scored((3.0, 1.0, 1.0, 1.0))
+    assert kept(allocate(found, threshold=1.0)) == [[0, 1, 2, 3]]
+    assert kept(allocate(found, total=2)) == [[0, 1]]
+    assert kept(allocate(found, threshold=10.0)) == [[0]]
+    assert kept(allocate(found, threshold=10.0, min_keep=0)) == [[]]
+
+
+def test_uniform_is_the_same_share_of_every_layer():
+    systems = [random_system(n=n, seed=n) for n in (20, 10, 10)]
+    found = importance(Stack(*systems), "energy")
+    plan = allocate(found, amount=0.4, scope="uniform")
+    assert plan.kept == [12, 6, 6]
+    for mask, raw in zip(plan.keep, found.raw):
+        assert raw[mask].min() > raw[~mask].max()
+    assert allocate(found, total=25, scope="uniform").total == 25
+    assert allocate(found, total=3, scope="uniform").kept == [1, 1, 1]
+    assert allocate(scored((1.0,), (1.0,) * 99), total=50, scope="uniform").kept == [1, 49]
+
+
+@pytest.mark.parametrize("method", ["aire", "last", "lamp", "energy", "random"])
+@pytest.mark.parametrize("scope", ["global", "uniform"])
+def test_numbers_are_met_exactly(method, scope):
+    found = importance(Stack(random_system(n=6), random_system(n=9, seed=1), random_system(n=4, channels=3)), method)
+    for total in range(3, 28):
+        assert allocate(found, total=total, scope=scope).total == total
+
+
+def test_whole_layers_need_an_epsilon():
+    layers = ((4.0, 2.0), (3.0, 1.0), (4e-9, 2e-9))
+    with pytest.raises(ValueError, match=r"min_keep=0 needs .*eps_rel=1e-3"):
+        allocate(scored(*layers, method="aire"), total=3, min_keep=0)
+    found = scored(*layers, method="aire", eps_rel=1e-3)
+    assert allocate(found, total=3, min_keep=0).sizes == [2, 1, 0] or allocate(found, total=3, min_keep=0).sizes[2] == 0
+    assert allocate(found, total=3).sizes[2] == 1
+
+
+def test_zero_energy_goes_first():
+    found = scored((0.0, 1e-9, 0.0, 5.0), (0.0, 0.0), method="aire")
+    assert not any(torch.isnan(scores).any() for scores in found.scores)
+    assert kept(allocate(found, total=3)) == [[1, 3], [0]]  # a layer of zeros keeps its first
+
+
+def test_modes_per_channel():
+    system = random_system(n=4, channels=3)
+    found = importance(Stack(system), "energy")
+    plan = allocate(found, total=5)
+    assert plan.keep[0].shape == (3, 4) and plan.kept == [5] and plan.sizes == [int(plan.keep[0].sum(1).max())]
+    assert found.raw[0][plan.keep[0]].min() > found.raw[0][~plan.keep[0]].max()
+    rectangular = allocate(importance(Stack(system), "energy", granularity="mode_index"), total=2)
+    assert rectangular.keep[0].sum(1).tolist() == [2, 2, 2] and rectangular.sizes == [2]
+    for mask, raw in zip(rectangular.keep[0], found.raw[0]):
+        assert raw[mask].min() > raw[~mask].max()
+    ragged = Stack(dataclasses.replace(system, present=torch.arange(4) < torch.tensor([[2], [1], [3]])))
+    plan = allocate(importance(ragged, "energy", granularity="mode_index"), total=2)
+    assert plan.keep[0].sum(1).tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of amount, total and threshold"),
+        (dict(amount=0.5, total=3), "exactly one of"),
+        (dict(amount=1.5), r"amount must be .* in \[0, 1\], got 1.5"),
+        (dict(amount=float("nan")), "amount must be"),
+        (dict(amount=True), "amount must be"),
+        (dict(total=1), r"total must be an integer in \[2, 5\], got 1"),
+        (dict(total=6), r"total must be an integer in \[2, 5\], got 6"),
+        (dict(total=2.0), "total must be an integer"),
+        (dict(threshold=float("nan")), "threshold must be a number, got nan"),
+        (dict(threshold=0.5, scope="uniform"), "scope must be global, got 'uniform'"),
+        (dict(amount=0.5, scope="local"), "scope must be one of global, uniform, got 'local'"),
+        (dict(amount=0.5, min_keep=-1), "min_keep must be an integer of at least 0, got -1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        allocate(scored((1.0, 2.0, 3.0), (1.0, 2.0)), **arguments)
+
+
+def test_a_plan_is_a_file(tmp_path):
+    model = Stack(random_system(n=6), random_system(n=4, channels=3, seed=1))
+    plan = allocate(importance(model), total=9)
+    plan.save(tmp_path / "plan.json")
+    read = Plan.load(tmp_path / "plan.json")
+    assert all(map(torch.equal, read.keep, plan.keep)) and (read.method, read.scope) == (plan.method, plan.scope)
+    assert read.sizes == plan.sizes and [layer.name for layer in read.layers] == ["layers.0", "layers.1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
+    with pytest.raises(ValueError, match=r"layers\.0 .* certificate\(model\)"):
+        read.certificate()
+    assert read.certificate(model) == plan.certificate()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda record: record.update(format_version=2), "format_version must be 1, got 2"),
+        (lambda record: record.update(scope="all"), "scope must be one of"),
+        (lambda record: record.update(layers=[]), "layers must be a list of at least one layer"),
+        (lambda record: record.pop("method"), "method must be text, got None"),
+        (lambda record: record["layers"][0].pop("name"), r"layers\[0\]: name must be text"),
+        (lambda record: record["layers"][1].update(keep="012"), r"layers\[1\]: keep must be text of 0 and 1"),
+        (lambda record: record["layers"][1].update(keep=["01", "0"]), "of one length"),
+        (lambda record: record["layers"][0].update(present="000"), "keep must be a part of present"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, change, message):
+    path = tmp_path / "plan.json"
+    allocate(scored((1.0, 2.0, 3.0), (1.0, 2.0)), total=3).save(path)
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message):
+        Plan.load(path)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"plan\.json must be JSON"):
+        Plan.load(path)

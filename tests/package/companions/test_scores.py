@@ -1,0 +1,245 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Values of modes against sums over their impulse responses, and the rules that make scores of them."""
+
+import dataclasses
+
+import pytest
+import torch
+from companion_layers import LAGS, Recurrence, RecurrenceAdapter, Stack, impulse_responses, random_system, with_energies
+from torch import nn
+
+from modeling_essm.companions import DiagonalSystem, elastic_layers, hinf_norm, importance, register
+from modeling_essm.companions.mode_values import energy, exact_energy, hankel, magnitude, mode_values, squared_peak
+from modeling_essm.companions.scores import METHODS, prefix_scores
+
+EXACT = dict(rtol=1e-12, atol=0.0)  # sums of some hundred positive numbers in fp64
+kinds = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])
+directions = pytest.mark.parametrize("count", [1, 2], ids=["one_direction", "two_directions"])
+
+
+def summed_energy(system, lags=LAGS):
+    responses = impulse_responses(system, lags).abs().square()
+    return responses.flatten(system.lam.ndim).sum(-1)
+
+
+@kinds
+@directions
+@pytest.mark.parametrize("output", ["complex", "real", "twice_real"])
+def test_exact_energy_is_that_of_the_impulse_response(channels, count, output):
+    system = random_system(output=output, directions=count, channels=channels)
+    torch.testing.assert_close(exact_energy(system), summed_energy(system), **EXACT)
+    torch.testing.assert_close(exact_energy(system, horizon=7), summed_energy(system, 7), **EXACT)
+
+
+@kinds
+def test_energy_is_that_of_the_complex_map(channels):
+    system = random_system(output="twice_real", channels=channels)
+    of_complex = dataclasses.replace(system, output="complex")
+    torch.testing.assert_close(energy(system), summed_energy(of_complex), **EXACT)
+    torch.testing.assert_close(energy(system, horizon=3), summed_energy(of_complex, 3), **EXACT)
+
+
+def test_the_paper_s_energy_overrates_a_mode_in_quadrature():
+    lam = torch.polar(torch.tensor([0.999]), torch.tensor([1e-5])).to(torch.complex128)
+    system = DiagonalSystem(lam, torch.ones(1, 1).to(lam), 1j * torch.ones(1, 1).to(lam), "twice_real")
+    torch.testing.assert_close(exact_energy(system), summed_energy(system, 20000), rtol=1e-6, atol=0.0)  # digits lost
+    assert exact_energy(system) < 2 * energy(system) / 1000
+
+
+@kinds
+def test_two_directions(channels):
+    system = random_system(directions=2, channels=channels)
+    first, second = (dataclasses.replace(system, C=C) for C in system.C)
+    torch.testing.assert_close(energy(system, "paper"), (energy(first) + energy(second)) / 2, **EXACT)
+    torch.testing.assert_close(energy(system, "exact"), summed_energy(system), **EXACT)
+    norms = [C.abs() if channels else C.norm(dim=0) for C in system.C]
+    b, r = system.B.abs() if channels else system.B.norm(dim=1), system.lam.abs()
+    released = (norms[0] + norms[1]) / 4 * b**2
+    torch.testing.assert_close(energy(system, "released"), released / (1 - r**2 + 1e-8), **EXACT)
+    torch.testing.assert_close(squared_peak(system, "released"), released / ((1 - r) ** 2 + 1e-8), **EXACT)
+    torch.testing.assert_close(squared_peak(system, "exact"), ((norms[0] + norms[1]) * b / (1 - r)) ** 2, **EXACT)
+    torch.testing.assert_close(squared_peak(system), (squared_peak(first) + squared_peak(second)) / 2, **EXACT)
+
+
+def test_opposite_directions_cancel_at_lag_zero():
+    lam, one = torch.zeros(1, dtype=torch.complex128), torch.ones(1, 1, dtype=torch.complex128)
+    assert energy(DiagonalSystem(lam, one, torch.stack([one, -one]), "complex"), "exact") == 0
+
+
+def test_peak_hankel_and_magnitude():
+    system = random_system()
+    for i in range(5):
+        alone = torch.arange(5) == i
+        peak = hinf_norm(system, alone) ** 2  # the grid holds the pole's angle, where the largest gain is
+        assert squared_peak(system)[i] == pytest.approx(peak, rel=1e-12)
+        row = system.C[:, i, None] * system.B[i]
+        powers = system.lam[i] ** (torch.arange(LAGS)[:, None] + torch.arange(LAGS))
+        largest = torch.linalg.matrix_norm(powers, ord=2) * torch.linalg.matrix_norm(row, ord=2)
+        assert hankel(system)[i] == pytest.approx(float(largest), rel=1e-10)
+    expected = system.lam.abs() * system.C.norm(dim=0) * system.B.norm(dim=1)
+    torch.testing.assert_close(magnitude(system), expected, **EXACT)
+
+
+def test_horizon_on_and_outside_of_the_circle():
+    lam = torch.tensor([1.0, -1.0, 1.5, 0.0, 1j], dtype=torch.complex128)
+    ones = torch.ones(5, 1, dtype=torch.complex128)
+    for output in ("complex", "twice_real"):
+        system = DiagonalSystem(lam, ones, ones.T, output)
+        torch.testing.assert_close(exact_energy(system, 6), summed_energy(system, 6), **EXACT)
+
+
+@pytest.mark.parametrize("method", ["aire", "aire_exact", "last", "energy", "hinf", "hankel"])
+@pytest.mark.parametrize("r", [1.0, 1.2, float("nan")])
+def test_unstable_modes_are_refused(method, r):
+    stable = random_system()
+    lam = stable.lam.clone()
+    lam[2] = r
+    with pytest.raises(ValueError, match=r"layers\.0: \|lam\| must be below 1, got .* 1 such modes of 5"):
+        importance(Stack(dataclasses.replace(stable, lam=lam)), method)
+
+
+def test_horizon_ranks_unstable_modes():
+    lam = torch.tensor([1.2, 0.5], dtype=torch.complex128)
+    model = Stack(dataclasses.replace(random_system(n=2), lam=lam))
+    assert torch.isfinite(importance(model, "aire", horizon=8).scores[0]).all()
+    with pytest.raises(ValueError, match="below 1"):
+        importance(model, "last", horizon=8)
+    with pytest.raises(ValueError, match=r"energy of mode 0 must be finite, got inf"):
+        importance(model, "aire", horizon=10**5)
+
+
+def test_prefix_scores():
+    assert prefix_scores(torch.ones(4, dtype=torch.float64)).tolist() == [1, 1 / 2, 1 / 3, 1 / 4]
+    scores = prefix_scores(torch.tensor([1.0, 4.0, 0.0, 3.0], dtype=torch.float64))
+    assert scores.tolist() == [1 / 8, 1, 0, 3 / 7]
+    assert prefix_scores(torch.zeros(3, dtype=torch.float64)).tolist() == [1, 0, 0]
+    assert prefix_scores(torch.zeros(3, dtype=torch.float64), eps=1e-6).tolist() == [0, 0, 0]
+    assert len(prefix_scores(torch.zeros(0, dtype=torch.float64))) == 0
+    values = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ranked = prefix_scores(values)[values.argsort(descending=True)]
+    assert (ranked.diff() < 0).all() and ranked[0] == 1
+
+
+def test_epsilon_shows_idle_layers():
+    values = torch.tensor([1e-8, 1e-9], dtype=torch.float64)
+    assert prefix_scores(values, 1e-6)[0] == pytest.approx(0.0099, rel=1e-2)
+    assert prefix_scores(values, 1e-8)[0] == 0.5
+    busy, idle = with_energies(4.0, 2.0), with_energies(4e-9, 2e-9)
+    for scale in (1.0, 1e5):  # relative to the median, so that the scale of all weights is nothing
+        layers = [dataclasses.replace(system, C=system.C * scale) for system in (busy, busy, idle)]
+        scores = importance(Stack(*layers), "aire", eps_rel=1e-3).scores
+        assert scores[0][0] == pytest.approx(4 / (4 + 6e-3)) and scores[2][0] == pytest.approx(4e-9 / 6e-3, rel=1e-5)
+
+
+def test_methods_are_values_and_rules():
+    model = Stack(random_system(seed=1), random_system(n=7, seed=2))
+    systems = [layer.read() for layer in elastic_layers(model)]
+    expected = {
+        "aire": [prefix_scores(energy(s)) for s in systems],
+        "aire_exact": [prefix_scores(exact_energy(s)) for s in systems],
+        "last": [prefix_scores(squared_peak(s)) for s in systems],
+        "lamp": [prefix_scores(magnitude(s) ** 2) for s in systems],
+        "magnitude": [magnitude(s) for s in systems],
+        "energy": [energy(s) for s in systems],
+        "hinf": [squared_peak(s) for s in systems],
+        "hankel": [hankel(s) for s in systems],
+    }
+    assert set(expected) | {"random"} == set(METHODS)
+    for method, scores in expected.items():
+        found = importance(model, method)
+        assert all(torch.equal(*pair) for pair in zip(found.scores, scores)), method
+    assert torch.equal(importance(model, "energy", prefix=True).scores[0], expected["aire"][0])
+    assert torch.equal(importance(model, "last", prefix=False).scores[1], expected["hinf"][1])
+
+
+def test_random_is_seeded():
+    model = Stack(random_system(), random_system())
+    first, again, other = (importance(model, "random", seed=seed).scores for seed in (3, 3, 4))
+    assert all(map(torch.equal, first, again)) and not torch.equal(first[0], other[0])
+    assert not torch.equal(first[0], first[1]) and all(((0 <= u) & (u < 1)).all() for u in first)
+
+
+def test_raw_values_of_different_outputs_compare():
+    model = Stack(*(random_system(output=output) for output in ("complex", "real", "twice_real")))
+    for method, factors in (("energy", (1, 0.5, 2)), ("hinf", (1, 1, 4)), ("hankel", (1, 1, 2)), ("aire", (1, 1, 1))):
+        found = importance(model, method)
+        for scores, factor in zip(found.scores, factors):
+            assert torch.equal(scores, found.scores[0] * factor), method
+        assert all(torch.equal(raw, found.raw[0]) for raw in found.raw)
+
+
+def test_padding_has_no_score():
+    system = random_system(n=4, channels=2)
+    present = torch.tensor([[True, True, False, True], [True, False, True, True]])
+    lam = system.lam.clone()
+    lam[~present] = 3.0  # whatever it holds
+    found = importance(Stack(dataclasses.replace(system, lam=lam, present=present)), "aire")
+    layer = found.layers[0]
+    assert len(layer.unit_scores()) == 6 and not layer.raw[~present].any() and (layer.raw[present] > 0).all()
+    torch.testing.assert_close(layer.unit_scores(), prefix_scores(energy(system)[present]), **EXACT)
+
+
+def test_mode_index_sums_ranks_over_channels():
+    system = random_system(n=4, channels=3)
+    layer = importance(Stack(system), "energy", granularity="mode_index").layers[0]
+    torch.testing.assert_close(layer.scores, energy(system).sort(descending=True).values.sum(0), **EXACT)
+    ragged = dataclasses.replace(system, present=torch.arange(4) < torch.tensor([[2], [1], [3]]))
+    layer = importance(Stack(ragged), "energy", granularity="mode_index").layers[0]
+    assert layer.scores.shape == (3,)
+    expected = energy(system).masked_fill(~ragged.present, 0).sort(descending=True).values.sum(0)[:3]
+    torch.testing.assert_close(layer.scores, expected, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arithmetic_is_fp64_whatever_the_weights(dtype):
+    model = Stack(random_system(), dtype=torch.float32)
+    if dtype == torch.bfloat16:
+        for value in model.parameters():
+            value.data = value.data.to(dtype).float()
+    scores = importance(model, "energy").scores[0]
+    assert scores.dtype == torch.float64
+    torch.testing.assert_close(scores, summed_energy(elastic_layers(model)[0].read()), **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(method="l2"), "method must be one of aire, .*, got 'l2'"),
+        (dict(bidirectional="mean"), "bidirectional must be one of paper, exact, released, got 'mean'"),
+        (dict(granularity="channel"), "granularity must be None or one of mode, mode_index, state, got 'channel'"),
+        (dict(granularity="state"), r"layers\.0 \(Recurrence\): granularity must be one of mode, mode_index, got"),
+        (dict(horizon=0), "horizon must be None or an integer of at least 1, got 0"),
+        (dict(horizon=True), "horizon must be None or an integer of at least 1, got True"),
+        (dict(eps=-1.0), "eps must be a finite number of at least 0, got -1.0"),
+        (dict(eps_rel=float("nan")), "eps_rel must be a finite number"),
+        (dict(eps=1.0, eps_rel=1.0), "give eps or eps_rel"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        importance(Stack(random_system()), **arguments)
+
+
+def test_layers_are_found_by_class_and_subclass():
+    class Derived(Recurrence):
+        pass
+
+    model = nn.Sequential(
+        nn.Linear(3, 3), Derived(random_system()), nn.ModuleDict({"deep": Recurrence(random_system())})
+    )
+    assert [layer.name for layer in elastic_layers(model)] == ["1", "2.deep"]
+    assert [layer.kind for layer in elastic_layers(model)] == ["Derived", "Recurrence"]
+    with pytest.raises(ValueError, match="got a Linear without any"):
+        importance(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"layer_class must be a subclass of torch\.nn\.Module, got 3"):
+        register(3, RecurrenceAdapter())
+    with pytest.raises(TypeError, match="adapter must be an Adapter, got type"):
+        register(Derived, RecurrenceAdapter)
+
+
+def test_a_value_that_is_not_finite_is_named():
+    system = random_system()
+    B = system.B.clone()
+    B[3] = float("inf")
+    with pytest.raises(ValueError, match="here: magnitude of mode 3 must be finite, got inf"):
+        mode_values(dataclasses.replace(system, B=B), "magnitude", where="here")
