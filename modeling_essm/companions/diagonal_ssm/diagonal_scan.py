@@ -40,7 +40,7 @@ def naive_scan(lam: Tensor, v: Tensor, x0: Tensor | None = None) -> Tensor:
 
 def parallel_scan(lam: Tensor, v: Tensor, x0: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
     """The same by matrix products in chunks of `chunk` >= 2 steps; arguments and result as of `naive_scan`."""
-    (B, L), M = v.shape[:2], lam.shape
+    L, M = v.shape[1], lam.shape
     T = min(chunk, L)
     powers = powers_of(lam.flatten(), T + 1)  # (T + 1, m)
     u = F.pad(v.flatten(2), (0, 0, 0, -L % T)).unflatten(1, (-1, T))  # (B, c, T, m)

@@ -40,7 +40,7 @@ class DiagonalMixer(nn.Module):
         mode_dims: for each parameter that has modes the dimension that counts them.
         output_names: the parameters that are C: modes whose C is zero do not reach the output.
         pole_names: the parameters that make lam; a few bits less of them move every later state, so models keep them
-            in fp32.
+            in fp32. As published, neither they nor B decay.
         output: "twice_real" or "real", as of `DiagonalSystem`.
         algorithm: "auto", "naive", "parallel" or "fft", see `diagonal_scan`: one meaning, different cost.
     """
@@ -59,6 +59,12 @@ class DiagonalMixer(nn.Module):
         H, directions = config.hidden_size, (2,) if config.bidirectional else ()
         self.C = nn.Parameter(torch.empty(*directions, H, state_size, 2))
         self.D = nn.Parameter(torch.empty(H))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in torch; also a parameter that is loaded or replaced is marked for optimizers: no weight decay."""
+        if param is not None and (name in self.pole_names or name == "B"):
+            param._no_weight_decay = True  # type: ignore[attr-defined]
+        super().register_parameter(name, param)
 
     @property
     def state_size(self) -> int:
@@ -93,7 +99,8 @@ class DiagonalMixer(nn.Module):
             x = u.to(dtype)
             x = x if real is None else x.masked_fill(~real[..., None], 0.0)
             skip = self.D.to(dtype) * x
-            if self.state_size == 0:
+            if self.state_size == 0:  # the sums are zero: DDP wants a gradient of every parameter
+                skip = skip + sum(getattr(self, name).sum() for name in self._parameters) * 0.0
                 return skip.to(u.dtype), None if self.bidirectional else self._no_state(len(u), skip)
             lam, B, C = self.system(dtype)
             C = 2 * C if self.output == "twice_real" else C
@@ -184,15 +191,7 @@ class DiagonalMixer(nn.Module):
 
     def _replace(self, name: str, value: Tensor) -> None:
         old = getattr(self, name)
-        new = nn.Parameter(value.to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad)
-        if hasattr(old, "_no_weight_decay"):
-            new._no_weight_decay = old._no_weight_decay  # type: ignore[attr-defined]
-        setattr(self, name, new)
-
-    def _keep_from_decay(self, *names: str) -> None:
-        """Weight decay would move the poles, as all three papers say."""
-        for name in names:
-            getattr(self, name)._no_weight_decay = True
+        setattr(self, name, nn.Parameter(value.to(old.device, old.dtype).contiguous(), old.requires_grad))
 
 
 class MIMOMixer(DiagonalMixer):
@@ -281,10 +280,8 @@ class SISOMixer(DiagonalMixer):
 
 def _real_product(C: Tensor, x: Tensor) -> Tensor:
     """Re(C x) as one real product: (H, n) and (B, L, n) complex to (B, L, H) real."""
-    return (
-        torch.view_as_real(x.resolve_conj().contiguous()).flatten(2)
-        @ torch.view_as_real(C.conj_physical()).flatten(1).T
-    )
+    parts = torch.view_as_real(x.resolve_conj().contiguous()).flatten(2)  # (B, L, 2n)
+    return parts @ torch.view_as_real(C.conj_physical()).flatten(1).T
 
 
 def inside_the_circle(lam: Tensor, bounded: bool = True) -> Tensor:

@@ -35,7 +35,6 @@ class S5Mixer(MIMOMixer):
         super().__init__(config, state_size)
         self.Lambda = nn.Parameter(torch.empty(state_size, 2))
         self.log_step = nn.Parameter(torch.empty(state_size))
-        self._keep_from_decay("Lambda", "log_step", "B")
 
     def system(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         re, im = self.Lambda.to(dtype).unbind(-1)
@@ -87,7 +86,6 @@ class LRUMixer(MIMOMixer):
         self.nu_log = nn.Parameter(torch.empty(state_size))
         self.theta_log = nn.Parameter(torch.empty(state_size))
         self.gamma_log = nn.Parameter(torch.empty(state_size))
-        self._keep_from_decay("nu_log", "theta_log", "gamma_log", "B")
 
     def system(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         modulus = (-self.nu_log.to(dtype).exp()).exp()
@@ -135,7 +133,6 @@ class S4DMixer(SISOMixer):
         self.log_dt = nn.Parameter(torch.empty(config.hidden_size))
         self.log_A_real = nn.Parameter(torch.empty(config.hidden_size, state_size))
         self.A_imag = nn.Parameter(torch.empty(config.hidden_size, state_size))
-        self._keep_from_decay("log_dt", "log_A_real", "A_imag")
 
     def system(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         A = torch.complex(-self.log_A_real.to(dtype).exp(), self.A_imag.to(dtype))
