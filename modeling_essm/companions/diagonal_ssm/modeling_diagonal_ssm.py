@@ -1,0 +1,346 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Diagonal state space models for transformers: block, model, language-model and classification heads.
+
+    x + drop(GLU(W drop(GELU(mixer(norm(x))))))
+
+is the block of S5 and LRU; the mixer is in `mixer_diagonal`, its three parameterizations in
+`parameterizations_diagonal`. A causal model keeps one state per layer between calls, see `cache_diagonal`.
+Letters: B batch, L sequence, H width, F input features, n modes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from .cache_diagonal import DiagonalSSMCache
+from .configuration_diagonal_ssm import DiagonalSSMConfig
+from .inputs_diagonal import check_cache, check_inputs, read_mask, real_last, reorder, wants_cache
+from .mixer_diagonal import DiagonalMixer
+from .parameterizations_diagonal import MIXERS
+
+
+class DiagonalSSMBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of (B, L, H) over the real positions, without weights."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__(hidden_size, eps=eps, affine=False)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        if real is None or not self.training:
+            return super().forward(x.flatten(0, 1)).view_as(x)
+        return torch.zeros_like(x).index_put((real,), super().forward(x[real]))
+
+
+class DiagonalSSMLayerNorm(nn.LayerNorm):
+    """Layer normalisation of (B, L, H), which padding does not touch."""
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def _norm(config: DiagonalSSMConfig) -> nn.Module:
+    norm = DiagonalSSMLayerNorm if config.norm == "layer" else DiagonalSSMBatchNorm
+    return norm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+class DiagonalSSMLayer(GradientCheckpointingLayer):
+    """The block of the module's docstring."""
+
+    def __init__(self, config: DiagonalSSMConfig, state_size: int):
+        super().__init__()
+        self.norm = _norm(config)
+        self.mixer = MIXERS[config.parameterization](config, state_size)
+        self.mix = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden_states: Tensor, state: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, L, H) to (B, L, H) and the state after it; state and real as of `DiagonalMixer.forward`."""
+        y, state = self.mixer(self.norm(hidden_states, real), state, real)
+        branch = F.glu(self.mix(self.dropout(F.gelu(y))), dim=-1)
+        return hidden_states + self.dropout(branch), state
+
+
+class DiagonalSSMPreTrainedModel(PreTrainedModel):
+    config_class = DiagonalSSMConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar = ["DiagonalSSMLayer"]
+    _is_stateful = True
+    # The poles: what bf16 rounds off of them moves every later state.
+    _keep_in_fp32_modules_strict: ClassVar = sorted({name for mixer in MIXERS.values() for name in mixer.pole_names})
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, DiagonalMixer):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    @property
+    def mixers(self) -> list[DiagonalMixer]:
+        """The mixer of each layer."""
+        return [module for module in self.modules() if isinstance(module, DiagonalMixer)]
+
+    def read_state_sizes(self) -> list[int]:
+        """Write the sizes that the mixers have, whoever changed them, into the configuration; and return them."""
+        self.config.state_sizes = [mixer.state_size for mixer in self.mixers]
+        return self.config.state_sizes
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; the configuration tells the sizes of layers as they are."""
+        self.read_state_sizes()
+        super().save_pretrained(*args, **kwargs)
+
+
+class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
+    """Embedding, blocks and final norm; token ids, embeddings or continuous features in, hidden states out."""
+
+    def __init__(self, config: DiagonalSSMConfig):
+        super().__init__(config)
+        if config.num_input_features is None:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        else:
+            self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
+        self.layers = nn.ModuleList(DiagonalSSMLayer(config, n) for n in config.state_sizes)
+        self.norm = _norm(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module | None:
+        return getattr(self, "embed_tokens", None)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        input_features: Tensor | None = None,
+        past_key_values: DiagonalSSMCache | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """
+        Args:
+            input_ids: (B, L) int64 or int32 in [0, vocab_size). Or inputs_embeds: (B, L, H), input_features: (B, L, F).
+            attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist, wherever it
+                stands and wherever pieces are cut: real ones come out as if they alone made up the row, and the state
+                does not advance on others. The output there is that of the last real position before it in this call;
+                where there is none, it means nothing.
+            past_key_values: DiagonalSSMCache to continue from; updated in place.
+        Returns:
+            BaseModelOutputWithPast: last_hidden_state (B, L, H), past_key_values if asked for, hidden_states a tuple of
+            (B, L, H), embeddings first, if asked for.
+        Raises:
+            ValueError: token ids out of range (checked on a CPU), not exactly one input, a mask or a cache that does
+                not fit, a cache for a bidirectional model, or gradient checkpointing with a cache or batch norm.
+        """
+        check_inputs(self.config, input_ids, inputs_embeds, input_features)
+        embeddings = hidden_states = self._embed(input_ids, inputs_embeds, input_features)
+        B, L, _ = hidden_states.shape
+        cache = past_key_values
+        if cache is not None:
+            check_cache(cache, self.config, B)
+        real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
+        use_cache = wants_cache(self, use_cache, cache)
+        if self.training and self.gradient_checkpointing and self.config.norm == "batch":
+            raise ValueError(
+                'gradient checkpointing runs layers twice, which would move the running statistics of norm="batch" '
+                'twice: train without it, or with norm="layer"'
+            )
+        if use_cache and cache is None:
+            cache = DiagonalSSMCache(self.config)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        place = None
+        if real is not None:
+            real = real.to(hidden_states.device)
+            order, place = real_last(real)
+            hidden_states, real = reorder(hidden_states, order), real.gather(1, order)
+        each = [hidden_states]
+        for i, layer in enumerate(self.layers):
+            hidden_states, state = layer(hidden_states, None if cache is None else cache.layers[i].state, real)
+            if cache is not None:
+                cache.layers[i].update(state)
+            each.append(hidden_states)
+        each[-1] = hidden_states = self.norm(hidden_states, real)
+        if place is not None:
+            hidden_states = reorder(hidden_states, place)
+        if cache is not None:
+            cache.advance(L)
+        all_states = None
+        if output_hidden_states:
+            between = each[1:-1] if place is None else [reorder(states, place) for states in each[1:-1]]
+            all_states = (embeddings, *between, hidden_states)
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden_states, past_key_values=cache if use_cache else None, hidden_states=all_states
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> Tensor:
+        """(B, L, H) of the one input that is given."""
+        if inputs_embeds is not None:
+            return inputs_embeds
+        if features is not None:
+            return self.embed_features(features.to(self.embed_features.weight.dtype))
+        return self.embed_tokens(input_ids)
+
+
+class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
+    """A causal diagonal model with a language-model head; `generate` decodes at constant memory."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: DiagonalSSMConfig):
+        super().__init__(config)
+        if config.num_input_features is not None or config.bidirectional:
+            raise ValueError(
+                "a language model reads token ids in one direction: num_input_features must be None and bidirectional "
+                f"False, got {config.num_input_features} and {config.bidirectional}"
+            )
+        self.model = DiagonalSSMModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: DiagonalSSMCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """
+        Args:
+            labels: (B, L) int64 next-token targets before shifting, -100 to ignore.
+            logits_to_keep: only the last that many positions (0: all), or (T,) positions.
+            The rest as in `DiagonalSSMModel.forward`.
+        Returns:
+            CausalLMOutputWithPast: loss () in nats with labels, logits (B, L or logits_to_keep, vocab_size).
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: Tensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: Tensor | None = None,
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict:
+        """As in transformers; after the prompt every position is real, and a step without a mask is cheaper."""
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if next_sequence_length == 1 and not is_first_iteration:
+            inputs.pop("attention_mask", None)
+        return inputs
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        """A DiagonalSSMCache, whatever kind the library would make."""
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = DiagonalSSMCache(self.config)
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+        """The (B, L) mask itself."""
+        return attention_mask
+
+
+class DiagonalSSMForSequenceClassification(DiagonalSSMPreTrainedModel):
+    """A diagonal model that averages its real positions and classifies; reads token ids or continuous features."""
+
+    accepts_loss_kwargs = False  # the library's regression and multi-label losses ignore num_items_in_batch
+
+    def __init__(self, config: DiagonalSSMConfig):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.model = DiagonalSSMModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        input_features: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """
+        Args:
+            labels: (B,) int64 classes, or floats for regression and multi-label problems.
+            The rest as in `DiagonalSSMModel.forward`.
+        Returns:
+            SequenceClassifierOutput: loss () with labels, logits (B, num_labels).
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            input_features=input_features,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits = self.score(_mean_of_real(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=outputs.hidden_states)
+
+
+def _mean_of_real(hidden_states: Tensor, real: Tensor | None) -> Tensor:
+    """(B, L, H) -> (B, H): the mean of the positions where `real` (B, L) is not 0; zero of a row without any."""
+    if real is None:
+        return hidden_states.mean(1)
+    real = real.to(hidden_states.device).bool()
+    total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
+    return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+
+
+__all__ = [
+    "DiagonalSSMForCausalLM",
+    "DiagonalSSMForSequenceClassification",
+    "DiagonalSSMModel",
+    "DiagonalSSMPreTrainedModel",
+]
