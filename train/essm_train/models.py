@@ -48,6 +48,8 @@ _RECORDED = MappingProxyType(
     | {"hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32, "filter_length": 1024}
     | {"scaling_exponent": 0.25, "gating": "softmax", "ar_order": 0, "block": "paper"}
 )
+DIAGONAL = "diagonal_ssm"  # the companion's model_type
+_DIAGONAL = ("parameterization", "state_size", "bidirectional")  # arguments of it alone
 # Fields that are 0 by default, or as configured.
 RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
@@ -174,8 +176,12 @@ class ModelArguments(SizeArguments):
     architecture: str = arg(
         "essm",
         "'essm', or a baseline of baselines.py with as many parameters as an ES-SSM of these sizes: 'transformer', "
-        "'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features. A baseline has one budget, 1.",
+        "'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features; or 'diagonal_ssm', the "
+        "companion of width hidden_size with num_hidden_layers blocks. All but 'essm' have one budget, 1.",
     )
+    parameterization: str | None = arg(None, "Of a diagonal_ssm: 's5' (the default), 'lru' or 's4d'.")
+    state_size: int | None = arg(None, "Of a diagonal_ssm: stored modes of a layer, of 's4d' for each channel.")
+    bidirectional: bool | None = arg(None, "Of a diagonal_ssm that classifies: read both ways; by default one.")
     config_name: str | None = arg(
         None, "Folder or Hub name of a configuration; sizes that are given beside it take the place of its own."
     )
@@ -189,6 +195,12 @@ class ModelArguments(SizeArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.is_diagonal:
+            for name in _DIAGONAL:
+                if (value := getattr(self, name)) is not None:
+                    raise ValueError(f"{name} is of architecture 'diagonal_ssm': leave it out, got {value!r}")
+        elif self.config_name or self.match_parameters:
+            raise ValueError("architecture 'diagonal_ssm' has the sizes given: no config_name, no match_parameters")
         if self.is_baseline and (self.push_to_hub or self.model_name_or_path):
             raise ValueError(
                 f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
@@ -211,12 +223,18 @@ class ModelArguments(SizeArguments):
         return self.architecture != "essm"
 
     @property
+    def is_diagonal(self) -> bool:
+        return self.architecture == DIAGONAL
+
+    @property
     def source(self) -> str | None:
         return self.config_name or self.model_name_or_path
 
     def identity(self) -> dict[str, Any]:
         """Beside a configuration sizes stand in one entry: runs from before they could override it have none."""
         values = super().identity()
+        if not self.is_diagonal:
+            values = {name: value for name, value in values.items() if name not in _DIAGONAL}
         if self.source is not None:
             overrides = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
             recorded = {name: value for name, value in _RECORDED.items() if name not in _LATER}
@@ -307,6 +325,8 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
 
             config = matched_variant(config, cls)
         return cls(config).float()
+    if args.is_diagonal:
+        return _make_diagonal(args, cls, fields)
     from essm_train.baselines.models import (
         BaselineForCausalLM,
         BaselineForPairClassification,
@@ -334,6 +354,27 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
             **fields,
         )
     ).float()
+
+
+def _make_diagonal(args: ModelArguments, cls: type[PreTrainedModel], fields: dict[str, Any]) -> PreTrainedModel:
+    """A new diagonal state space model. Raises ValueError for sizes or heads that it does not have."""
+    from modeling_essm.companions import (
+        DiagonalSSMConfig,
+        DiagonalSSMForCausalLM,
+        DiagonalSSMForSequenceClassification,
+    )
+
+    classes: dict[type, Any] = {
+        ESSMForCausalLM: DiagonalSSMForCausalLM,
+        ESSMForSequenceClassification: DiagonalSSMForSequenceClassification,
+    }
+    if cls not in classes:
+        raise ValueError(f"architecture {DIAGONAL!r} writes text or classifies sequences, it has no {cls.__name__}")
+    if (pooling := fields.pop("classifier_pooling", "mean")) != "mean":
+        raise ValueError(f"classifier_pooling of architecture {DIAGONAL!r} must be 'mean', got {pooling!r}")
+    own = {name: getattr(args, name) for name in (*_DIAGONAL, "hidden_size", "num_hidden_layers", "dropout")}
+    config = DiagonalSSMConfig(**{name: value for name, value in own.items() if value is not None}, **fields)
+    return classes[cls](config).float()
 
 
 def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> PreTrainedModel:

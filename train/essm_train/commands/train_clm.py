@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from essm_train.arguments import parse_arguments
 from essm_train.commands.errors import command
@@ -84,6 +85,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
     held_out = text.held_out[spread.astype(int)]
     labels = text_labels(held_out, encoder.special_ids)
     bits_per_nat = 1 / (math.log(2) * text.bytes_per_token)
+    longest = getattr(model.config, "max_position_embeddings", VERY_LARGE_INTEGER)  # a diagonal_ssm has no limit
 
     def collate(blocks: list[np.ndarray]) -> dict[str, Tensor]:  # default_data_collator makes no labels
         input_ids = torch.from_numpy(np.stack(blocks).astype(np.int64))
@@ -106,7 +108,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
         evaluate=evaluate,
         metric=Metric("bits/byte", higher_is_better=False),
         tokens_per_sample=args.block_size,
-        save_companions=lambda folder: encoder.save_pretrained(folder, model.config.max_position_embeddings),
+        save_companions=lambda folder: encoder.save_pretrained(folder, longest),
         identity={
             "sha256 of the training text": text.sha256,
             "sha256 of the validation blocks": hashlib.sha256(held_out.numpy().tobytes()).hexdigest(),

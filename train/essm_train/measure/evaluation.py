@@ -8,9 +8,11 @@ test split. Retention, sweet spot and collapse boundary: modeling_essm/budgets/c
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +23,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from essm_train.data.blocks import text_labels
 from essm_train.data.classification import load_classification
 from essm_train.data.rows import LabelledData
-from essm_train.data.text import load_text
-from essm_train.data.tokens import ByteEncoder
+from essm_train.data.text import load_text, read_blocks
+from essm_train.data.tokens import ByteEncoder, Encoder
 from essm_train.measure.budget_sweep import sweep_accuracy, sweep_budgets
-from essm_train.measure.metric import Metric
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.measure.plots import draw_curves
-from essm_train.measure.scoring import Predictor, num_scored
+from essm_train.measure.scoring import Predictor, num_scored, total_nats
 from essm_train.measure.timing import peak_memory
 from essm_train.models import capacity_of, load_model, run_at_budget
 from essm_train.tasks.catalog import get_task, make_arguments
@@ -42,12 +44,15 @@ class TaskData:
     Attributes:
         sweep: (model, budgets=..) to a BudgetCurve. inputs: one batch of the model's inputs, to measure memory on.
         load: from a folder, and whether its own code may run, to the model. description: for people.
+        quality: of a model as it is, without its speed: the value of `metric`.
     """
 
     sweep: Callable[..., BudgetCurve]
     inputs: dict[str, Tensor]
     load: Callable[..., PreTrainedModel]
     description: str
+    metric: Metric
+    quality: Callable[[PreTrainedModel], float]
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,33 @@ def open_language_task(args: Any, description: str) -> TaskData:
     count = num_scored(labels) * text.bytes_per_token
     sweep = functools.partial(sweep_budgets, input_ids=text.held_out, labels=labels, num_bytes=count)
     inputs = {"input_ids": text.held_out[: args.per_device_train_batch_size]}
+    return _language(sweep, inputs, text.held_out, labels, count, description)
+
+
+def open_text(paths: Sequence[str], encoder: Encoder, block_size: int, max_blocks: int) -> TaskData:
+    """Blocks of held-out text of your own, for language models. Raises ValueError as `read_blocks`."""
+    blocks, bytes_per_token = read_blocks(list(paths), encoder, block_size, max_blocks)
+    labels = text_labels(blocks, encoder.special_ids)
+    count = num_scored(labels) * bytes_per_token
+    sweep = functools.partial(sweep_budgets, input_ids=blocks, labels=labels, num_bytes=count)
+    names = ", ".join(Path(path).name for path in paths)
+    return _language(sweep, {"input_ids": blocks[:8]}, blocks, labels, count, names)
+
+
+def _language(
+    sweep: Callable[..., BudgetCurve],
+    inputs: dict[str, Tensor],
+    blocks: Tensor,
+    labels: Tensor,
+    num_bytes: float,
+    description: str,
+) -> TaskData:
+    def quality(model: PreTrainedModel) -> float:
+        return total_nats(model.eval(), blocks, labels, capacity_of(model), 8) / num_bytes / math.log(2)
+
     load = functools.partial(_load, AutoModelForCausalLM)
-    return TaskData(sweep, inputs, load, f"{description}; {len(text.held_out)} blocks of {args.block_size}")
+    name = f"{description}; {len(blocks)} blocks of {blocks.shape[1]}"
+    return TaskData(sweep, inputs, load, name, BITS_PER_BYTE, quality)
 
 
 def open_labelled_task(data: LabelledData, cls: Any, batch_size: int, description: str) -> TaskData:
@@ -138,7 +168,13 @@ def open_labelled_task(data: LabelledData, cls: Any, batch_size: int, descriptio
     predict = Predictor(lambda samples: data.collate(samples, None), batch_size)
     sweep = functools.partial(sweep_accuracy, held_out=data.held_out, predict=predict)
     name = f"{description}; {data.held_out.name}"
-    return TaskData(sweep, predict.batch(data.held_out.samples), functools.partial(_load, cls), name)
+    labels = torch.as_tensor(data.held_out.labels)
+
+    def quality(model: PreTrainedModel) -> float:
+        return float((predict(model.eval(), data.held_out.samples, capacity_of(model)) == labels).float().mean())
+
+    inputs = predict.batch(data.held_out.samples)
+    return TaskData(sweep, inputs, functools.partial(_load, cls), name, ACCURACY, quality)
 
 
 def _load(cls: Any, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:
