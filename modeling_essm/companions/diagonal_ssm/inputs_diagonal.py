@@ -68,7 +68,7 @@ def real_last(real: Tensor) -> tuple[Tensor, Tensor]:
         is not real is where the last real one before it is, or at the beginning if there is none.
     """
     L = real.shape[1]
-    order = real.long().argsort(1, stable=True)
+    order = real.long().argsort(dim=1, stable=True)
     place = L - real.sum(1, keepdim=True) + real.cumsum(1) - 1
     return order, place.clamp(min=0)
 

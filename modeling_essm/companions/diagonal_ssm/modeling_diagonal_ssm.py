@@ -1,9 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Diagonal state space models for transformers: block, model, language-model and classification heads.
+"""Diagonal state space models for transformers: model, language-model and classification heads.
 
-    x + drop(GLU(W drop(GELU(mixer(norm(x))))))
-
-is the block of S5 and LRU; the mixer is in `mixer_diagonal`, its three parameterizations in
+The block is in `block_diagonal`, its mixer in `mixer_diagonal`, the three parameterizations of that in
 `parameterizations_diagonal`. A causal model keeps one state per layer between calls, see `cache_diagonal`.
 Letters: B batch, L sequence, H width, F input features, n modes.
 """
@@ -13,59 +11,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
+from .block_diagonal import DiagonalSSMLayer, make_norm
 from .cache_diagonal import DiagonalSSMCache
 from .configuration_diagonal_ssm import DiagonalSSMConfig
 from .inputs_diagonal import check_cache, check_inputs, read_mask, real_last, reorder, wants_cache
 from .mixer_diagonal import DiagonalMixer
 from .parameterizations_diagonal import MIXERS
-
-
-class DiagonalSSMBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation of (B, L, H) over the real positions, without weights."""
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__(hidden_size, eps=eps, affine=False)
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        if real is None or not self.training:
-            return super().forward(x.flatten(0, 1)).view_as(x)
-        return torch.zeros_like(x).index_put((real,), super().forward(x[real]))
-
-
-class DiagonalSSMLayerNorm(nn.LayerNorm):
-    """Layer normalisation of (B, L, H), which padding does not touch."""
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        return super().forward(x)
-
-
-def _norm(config: DiagonalSSMConfig) -> nn.Module:
-    norm = DiagonalSSMLayerNorm if config.norm == "layer" else DiagonalSSMBatchNorm
-    return norm(config.hidden_size, eps=config.layer_norm_eps)
-
-
-class DiagonalSSMLayer(GradientCheckpointingLayer):
-    """The block of the module's docstring."""
-
-    def __init__(self, config: DiagonalSSMConfig, state_size: int):
-        super().__init__()
-        self.norm = _norm(config)
-        self.mixer = MIXERS[config.parameterization](config, state_size)
-        self.mix = nn.Linear(config.hidden_size, 2 * config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden_states: Tensor, state: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(B, L, H) to (B, L, H) and the state after it; state and real as of `DiagonalMixer.forward`."""
-        y, state = self.mixer(self.norm(hidden_states, real), state, real)
-        branch = F.glu(self.mix(self.dropout(F.gelu(y))), dim=-1)
-        return hidden_states + self.dropout(branch), state
 
 
 class DiagonalSSMPreTrainedModel(PreTrainedModel):
@@ -110,7 +66,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         else:
             self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
         self.layers = nn.ModuleList(DiagonalSSMLayer(config, n) for n in config.state_sizes)
-        self.norm = _norm(config)
+        self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
 

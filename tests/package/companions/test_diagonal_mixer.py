@@ -1,0 +1,427 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""S5, LRU and S4D against their definitions in NumPy, and what compression tools read and write."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from modeling_essm.companions.diagonal_ssm import MIXERS, DiagonalSSMConfig
+from modeling_essm.companions.diagonal_ssm.parameterizations_diagonal import expm1, hippo_frequencies
+from modeling_essm.companions.systems import OUTPUTS, DiagonalSystem
+
+H = 3
+KINDS = {
+    "s5": {"parameterization": "s5"},
+    "s5-bilinear": {"parameterization": "s5", "discretization": "bilinear"},
+    "s5-free": {"parameterization": "s5", "clip_eigs": False},
+    "lru": {"parameterization": "lru"},
+    "s4d": {"parameterization": "s4d"},
+    "s4d-bilinear": {"parameterization": "s4d", "discretization": "bilinear"},
+}
+kinds = pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
+three = pytest.mark.parametrize("parameterization", ["s5", "lru", "s4d"])
+directions = pytest.mark.parametrize("bidirectional", [False, True], ids=["one-way", "two-way"])
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def make(n=5, seed=0, dtype=torch.float64, **fields):
+    """A mixer whose every weight is off its initial value, with steps long enough for modes to differ."""
+    torch.manual_seed(seed)
+    config = DiagonalSSMConfig(hidden_size=H, num_hidden_layers=1, state_size=n, dt_min=0.05, dt_max=0.3, **fields)
+    mixer = MIXERS[config.parameterization](config, n).to(dtype)
+    mixer.reset_parameters()
+    with torch.no_grad():
+        for p in mixer.parameters():
+            p.add_(0.1 * random(*p.shape, seed=seed, dtype=dtype))
+    return mixer
+
+
+def system(mixer):
+    """lam, discrete B and C, and the factor of Re(C x), from the weights by the papers' formulas, in NumPy."""
+    config = mixer.config
+    w = {name: p.detach().double().numpy() for name, p in mixer.named_parameters()}
+    C = w["C"][..., 0] + 1j * w["C"][..., 1]
+    if config.parameterization == "lru":
+        lam = np.exp(-np.exp(w["nu_log"]) + 1j * np.exp(w["theta_log"]))
+        return lam, np.exp(w["gamma_log"])[:, None] * (w["B"][..., 0] + 1j * w["B"][..., 1]), C, 1.0
+    if config.parameterization == "s5":
+        A, dt = w["Lambda"][:, 0] + 1j * w["Lambda"][:, 1], np.exp(w["log_step"])
+        B = w["B"][..., 0] + 1j * w["B"][..., 1]
+    else:
+        A, dt, B = -np.exp(w["log_A_real"]) + 1j * w["A_imag"], np.exp(w["log_dt"])[:, None], 1.0
+    if config.discretization == "zoh":
+        lam, factor = np.exp(A * dt), (np.exp(A * dt) - 1) / A
+    else:
+        lam, factor = (1 + A * dt / 2) / (1 - A * dt / 2), dt / (1 - A * dt / 2)
+    return lam, (factor[:, None] * B if config.parameterization == "s5" else factor * B), C, 2.0
+
+
+def run(mixer, u, x0=None):
+    """y (B, L, H) and the last state, step by step in NumPy; in one direction."""
+    lam, B, C, factor = system(mixer)
+    siso, D = lam.ndim == 2, mixer.D.detach().double().numpy()
+    ys = []
+    x = np.zeros((len(u), *lam.shape), dtype=complex) if x0 is None else x0
+    for t in range(u.shape[1]):
+        x = lam * x + (B * u[:, t, :, None] if siso else u[:, t] @ B.T)
+        ys.append(factor * ((C * x).sum(-1) if siso else x @ C.T).real + D * u[:, t])
+    return np.stack(ys, 1), x
+
+
+# --- Definitions
+
+
+@kinds
+@pytest.mark.parametrize("algorithm", ["auto", "naive", "parallel", "fft"])
+@pytest.mark.parametrize("L", [1, 35])
+def test_definition(fields, algorithm, L):
+    """1e-12: sums of 35 terms of size 10 in fp64."""
+    mixer = make(**fields)
+    mixer.algorithm = algorithm
+    u = random(2, L, H)
+    x0 = torch.view_as_complex(random(2, *mixer.lti().lam.shape, 2))
+    for state in (None, x0):
+        y, last = mixer(u, state)
+        expected, x = run(mixer, u.numpy(), None if state is None else x0.numpy())
+        np.testing.assert_allclose(y.detach().numpy(), expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(last.detach().numpy(), x, rtol=0, atol=1e-12)
+
+
+@kinds
+@pytest.mark.parametrize("algorithm", ["auto", "naive"])
+def test_two_directions(fields, algorithm):
+    """y = C_1 x-> + C_2 x<- + D u: lag 0 counts in both, D once."""
+    mixer = make(bidirectional=True, **fields)
+    mixer.algorithm = algorithm
+    one, u = make(**fields), random(2, 21, H)
+    expected = -(mixer.D.detach() * u).numpy()
+    for i, way in enumerate((u, u.flip(1))):
+        weights = mixer.state_dict()
+        one.load_state_dict(weights | {"C": weights["C"][i]})
+        y, _ = run(one, way.numpy())
+        expected = expected + (y[:, ::-1] if i else y)
+    y, last = mixer(u)
+    assert last is None
+    np.testing.assert_allclose(y.detach().numpy(), expected, rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match="state must be None"):
+        mixer(u, torch.zeros(2, 5, dtype=torch.complex128))
+
+
+@kinds
+@directions
+def test_impulse_response_of_lti(fields, bidirectional):
+    """D alone is outside of it: with D = 0 the response is out(C lam^t B)."""
+    mixer, L = make(bidirectional=bidirectional, **fields), 6
+    with torch.no_grad():
+        mixer.D.zero_()
+    lti = DiagonalSystem(*mixer.lti())
+    assert lti.output == ("real" if mixer.config.parameterization == "lru" else "twice_real")
+    factor = 2.0 if lti.output == "twice_real" else OUTPUTS["real"]
+    powers = lti.lam ** torch.arange(L).reshape(L, *(1,) * lti.lam.ndim)
+    Cs = lti.C if bidirectional else lti.C[None]
+    if lti.siso:
+        ways = [factor * torch.diag_embed((C * powers * lti.B).sum(-1).real) for C in Cs]
+    else:
+        ways = [factor * torch.einsum("qn,tn,np->tqp", C, powers, lti.B).real for C in Cs]
+    for p in range(H):
+        u = torch.zeros(1, 2 * L - 1, H, dtype=torch.float64)
+        u[:, L - 1, p] = 1.0
+        y = mixer(u)[0][0].detach()
+        expected = torch.zeros_like(y)
+        expected[L - 1 :] += ways[0][..., p]
+        if bidirectional:
+            expected[:L] += ways[1][..., p].flip(0)
+        torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
+
+
+def test_expm1_keeps_its_digits():
+    """For small z, exp(z) - 1 = z (1 + z / 2 + z^2 / 6); fp32 has 6e-8."""
+    z = torch.tensor([1e-4 + 2e-4j, -1e-6 + 1e-7j, 1e-3j], dtype=torch.complex64)
+    wide = z.to(torch.complex128)
+    torch.testing.assert_close(expm1(z).to(wide.dtype), wide * (1 + wide / 2 + wide**2 / 6), rtol=3e-7, atol=0)
+    z = torch.tensor([-2.0 + 3.0j, 0.5 - 1.0j], dtype=torch.complex128)
+    torch.testing.assert_close(expm1(z), z.exp() - 1, rtol=1e-14, atol=0)
+
+
+# --- dtypes, padding, no modes
+
+
+@three
+def test_the_recurrence_runs_in_fp32_of_bf16_weights(parameterization):
+    mixer, u = make(parameterization=parameterization, dtype=torch.bfloat16), random(2, 40, H).bfloat16()
+    y, state = mixer(u)
+    assert y.dtype == torch.bfloat16 and state.dtype == torch.complex64
+    expected, x = copy.deepcopy(mixer).double()(u.double())
+    assert (y.double() - expected).abs().max() < 2**-8 * expected.abs().max()  # one rounding to bf16, at the end
+    assert (state - x).abs().max() < 40 * 6e-7 * x.abs().max()  # fp32 over 40 steps
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(mixer(u)[0], y)
+    assert mixer.double()(u.double())[1].dtype == torch.complex128
+
+
+@three
+@pytest.mark.parametrize("has_state", [False, True], ids=["zero", "state"])
+def test_padding_neither_reads_nor_moves_the_state(parameterization, has_state):
+    mixer, L, lengths = make(parameterization=parameterization), 12, (12, 7, 1, 0)
+    real = torch.arange(L) >= L - torch.tensor(lengths)[:, None]
+    u = random(4, L, H)
+    x0 = torch.view_as_complex(random(4, *mixer.lti().lam.shape, 2)) if has_state else None
+    y, last = mixer(u, x0, real)
+    for row, n in enumerate(lengths[:-1]):
+        alone, x = mixer(u[row : row + 1, L - n :], None if x0 is None else x0[row : row + 1])
+        torch.testing.assert_close(y[row : row + 1, L - n :], alone, rtol=0, atol=1e-12)
+        torch.testing.assert_close(last[row : row + 1], x, rtol=0, atol=1e-12)
+    assert torch.equal(last[3], torch.zeros_like(last[3]) if x0 is None else x0[3])
+
+
+@three
+@directions
+def test_no_modes(parameterization, bidirectional):
+    """y = D u, an empty state, and a gradient of every parameter."""
+    mixer, u = make(n=0, parameterization=parameterization, bidirectional=bidirectional), random(2, 4, H)
+    y, state = mixer(u)
+    assert torch.equal(y, mixer.D * u)
+    assert bidirectional or state.shape == ((2, H, 0) if parameterization == "s4d" else (2, 0))
+    y.sum().backward()
+    assert all(p.grad is not None for p in mixer.parameters()) and mixer.D.grad.abs().min() > 0
+    if not bidirectional:
+        assert mixer(u[:, :1], state)[1].shape == state.shape
+    assert DiagonalSystem(*mixer.lti()).modes == 0
+    mixer.set_lti(*mixer.lti()[:3])
+    assert torch.equal(mixer(u)[0], y)
+
+
+# --- What compression tools read and write
+
+
+def modes(mixer, n, bidirectional=False, seed=5):
+    """A system that the mixer can become: eigenvalues all over the disc, real ones of both signs among them."""
+    siso = mixer.config.parameterization == "s4d"
+    first = (H, n) if siso else (n,)
+    lam = torch.polar(random(*first, seed=seed).sigmoid(), 3 * random(*first, seed=seed + 1))
+    lam[..., :2] = torch.tensor([0.7, -0.4], dtype=lam.dtype)
+    ways = (2,) if bidirectional else ()
+    B = torch.view_as_complex(random(*(first if siso else (n, H)), 2, seed=seed + 2))
+    return lam, B, torch.view_as_complex(random(*ways, H, n, 2, seed=seed + 3))
+
+
+def assert_same_system(actual, lam, B, C):
+    """To 1e-12; of one recurrence per channel only the product of B and C is kept."""
+    torch.testing.assert_close(actual.lam, lam, rtol=0, atol=1e-12)
+    if lam.ndim == 2:
+        torch.testing.assert_close(actual.B * actual.C, B * C, rtol=1e-12, atol=1e-12)
+    else:
+        torch.testing.assert_close(actual.B, B, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual.C, C, rtol=1e-12, atol=1e-12)
+
+
+@kinds
+@directions
+def test_round_trip(fields, bidirectional):
+    mixer = make(bidirectional=bidirectional, **fields)
+    before, u = mixer.lti(), random(2, 9, H)
+    y = mixer(u)[0]
+    mixer.set_lti(*before[:3])
+    assert_same_system(mixer.lti(), *before[:3])
+    torch.testing.assert_close(mixer(u)[0], y, rtol=0, atol=1e-12)
+
+
+@kinds
+@directions
+@pytest.mark.parametrize("n", [2, 5, 8])
+def test_it_becomes_any_system(fields, bidirectional, n):
+    mixer = make(bidirectional=bidirectional, **fields)
+    old = dict(mixer.named_parameters())
+    loss = mixer(random(2, 9, H))[0].sum()
+    target = modes(mixer, n, bidirectional)
+    if fields["parameterization"] == "lru":  # its phase is at least 1e-8
+        target[0][..., 0] *= torch.polar(torch.ones((), dtype=torch.float64), torch.tensor(1e-3, dtype=torch.float64))
+    mixer.set_lti(*target)
+    assert mixer.state_size == n
+    assert_same_system(mixer.lti(), *target)
+    for name, dim in mixer.mode_dims.items():
+        new = getattr(mixer, name)
+        assert new is not old[name] and new.shape[dim] == n and new.is_contiguous()
+    assert mixer.D is old["D"]
+    loss.backward()  # the graph of before is alive, and of the old parameters
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in old.values())
+
+
+@three
+def test_guards(parameterization):
+    """lam = 0, real ones, and moduli up to 1: moved to where all logarithms and their gradients are finite."""
+    mixer = make(n=3, parameterization=parameterization)
+    lam, B, C = modes(mixer, 3)
+    lam[...] = torch.tensor([0.0, 1.0 - 1e-12, 0.5], dtype=lam.dtype)
+    mixer.set_lti(lam, B, C)
+    written = mixer.lti().lam
+    torch.testing.assert_close(written.abs(), lam.abs().clamp(1e-8, 1 - 1e-7), rtol=1e-9, atol=0)
+    torch.testing.assert_close(written, lam, rtol=0, atol=2e-7)
+    mixer(random(2, 5, H))[0].sum().backward()
+    assert all(p.isfinite().all() and p.grad.isfinite().all() for p in mixer.parameters())
+    with pytest.raises(ValueError, match=r"\|lam\| must be at most 1 in this parameterization, got 1.5"):
+        mixer.set_lti(1.5 * torch.ones_like(lam), B, C)
+
+
+def test_s5_without_clipping_keeps_an_unstable_mode():
+    mixer = make(n=2, parameterization="s5", clip_eigs=False)
+    lam, B, C = modes(mixer, 2)
+    lam = lam / lam.abs() * torch.tensor([1.01, 0.99])
+    mixer.set_lti(lam, B, C)
+    assert_same_system(mixer.lti(), lam, B, C)
+    with torch.no_grad():
+        mixer.Lambda[:, 0] = 0.1
+    assert (mixer.lti().lam.abs() > 1).all()
+    mixer.config.clip_eigs = True
+    assert (mixer.lti().lam.abs() < 1).all()
+
+
+@three
+def test_bad_systems(parameterization):
+    mixer = make(parameterization=parameterization)
+    lam, B, C = modes(mixer, 4)
+    with pytest.raises(ValueError, match="B of 4 modes in a layer of width 3 must be"):
+        mixer.set_lti(lam, B[..., :2], C)
+    with pytest.raises(ValueError, match="C of 4 modes in a layer of width 3 must be"):
+        mixer.set_lti(lam, B, C.expand(2, H, 4))
+    with pytest.raises(ValueError, match="C must be finite, got NaN or infinity"):
+        mixer.set_lti(lam, B, C * math.nan)
+    with pytest.raises(ValueError, match="present"):
+        mixer.set_lti(lam, B, C, torch.ones(4))
+    before = mixer.lti()
+    assert before.lam.shape[-1] == 5  # nothing was written
+
+
+@three
+@directions
+def test_removed_modes_are_masked_ones(parameterization, bidirectional):
+    mixer, u = make(parameterization=parameterization, bidirectional=bidirectional), random(2, 9, H)
+    siso = parameterization == "s4d"
+    keep = torch.tensor([[3, 0], [1, 4], [2, 0]]) if siso else torch.tensor([3, 0])
+    present = torch.tensor([[True, True], [True, False], [False, False]]) if siso else None
+    before, masked, small = mixer.lti(), copy.deepcopy(mixer), copy.deepcopy(mixer)
+    kept = torch.zeros(H, 5, dtype=torch.bool)
+    for h in range(H):
+        kept[h, keep[h][present[h]] if siso else keep] = True
+    with torch.no_grad():
+        for name in masked.output_names:
+            C = getattr(masked, name)
+            C.mul_(kept[..., None])
+    small.select_modes(keep, present)
+    assert small.state_size == 2
+    torch.testing.assert_close(small(u)[0], masked(u)[0], rtol=0, atol=1e-13)
+    after = DiagonalSystem(*small.lti())
+    if siso:
+        assert after.modes == 3 and torch.equal(after.present, present)
+        assert torch.equal(after.lam, before.lam.gather(1, keep))
+    else:
+        assert all(torch.equal(a, b) for a, b in zip((after.lam, after.B), (before.lam[keep], before.B[keep])))
+        assert torch.equal(after.C, before.C[..., keep])
+    small.set_lti(after.lam, after.B, after.C, after.present)
+    torch.testing.assert_close(small(u)[0], masked(u)[0], rtol=0, atol=1e-12)
+
+
+def test_padding_of_channels_stays_silent():
+    """Whatever is stored there, and a step of training does not move it."""
+    mixer, u = make(parameterization="s4d"), random(2, 9, H)
+    present = torch.rand(H, 5, generator=torch.Generator().manual_seed(0)) < 0.5
+    mixer.select_modes(torch.arange(5).expand(H, 5), present)
+    assert (mixer.C[~present] == 0).all() and (mixer.C[present] != 0).all()
+    y, _ = mixer(u)
+    y.square().sum().backward()
+    assert (mixer.C.grad[~present] == 0).all() and (mixer.C.grad[present] != 0).any()
+    with torch.no_grad():
+        mixer.C[~present] = 9.0
+    assert torch.equal(mixer(u)[0], y) and (mixer.lti().C[~present] == 0).all()
+    mixer.select_modes(torch.arange(4).expand(H, 4))
+    assert torch.equal(mixer.present, present[:, :4])  # padding stays padding
+    with pytest.raises(ValueError, match=r"keep must be \(H, m\) with H = 3, got \(4,\)"):
+        mixer.select_modes(torch.arange(4))
+    with pytest.raises(ValueError, match=r"present must be bool of shape \(3, 4\)"):
+        mixer.select_modes(torch.arange(4).expand(H, 4), torch.ones(H, 4))
+
+
+@three
+def test_without_c_only_the_skip_is_left(parameterization):
+    mixer, u = make(parameterization=parameterization), random(2, 9, H)
+    with torch.no_grad():
+        for name in mixer.output_names:
+            getattr(mixer, name).zero_()
+    assert torch.equal(mixer(u)[0], mixer.D * u)
+
+
+# --- New weights
+
+
+def fresh(n, width=64, **fields):
+    torch.manual_seed(0)
+    config = DiagonalSSMConfig(hidden_size=width, **fields)
+    mixer = MIXERS[config.parameterization](config, n)
+    mixer.reset_parameters()
+    return mixer
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_hippo_frequencies(n):
+    """Eigenvalues of HiPPO-LegS plus its rank-one term, entry by entry."""
+    A = np.zeros((2 * n, 2 * n))
+    for j in range(2 * n):
+        for k in range(2 * n):
+            A[j, k] = -math.sqrt((2 * j + 1) * (2 * k + 1)) if j > k else -(j + 1) if j == k else 0.0
+            A[j, k] += math.sqrt((j + 0.5) * (k + 0.5))
+    found = np.linalg.eigvals(A)
+    np.testing.assert_allclose(found.real, -0.5, atol=1e-12)
+    np.testing.assert_allclose(np.sort(found.imag)[n:], hippo_frequencies(n), atol=1e-12)
+
+
+@pytest.mark.parametrize("parameterization", ["s5", "s4d"])
+@pytest.mark.parametrize("initialization", ["hippo", "linear", None])
+def test_new_poles(parameterization, initialization):
+    mixer = fresh(7, parameterization=parameterization, initialization=initialization, hippo_blocks=2)
+    kind = initialization or {"s5": "hippo", "s4d": "linear"}[parameterization]
+    expected = math.pi * np.arange(7) if kind == "linear" else np.r_[hippo_frequencies(4), hippo_frequencies(3)]
+    if parameterization == "s5":
+        re, im = mixer.Lambda.detach().unbind(-1)
+        steps = mixer.log_step.exp()
+    else:
+        re, im, steps = -mixer.log_A_real.detach().exp()[5], mixer.A_imag.detach()[5], mixer.log_dt.exp()
+    np.testing.assert_allclose(re, -0.5, rtol=1e-6)
+    np.testing.assert_allclose(im, expected, rtol=1e-6)
+    assert 0.001 <= steps.min() < steps.max() <= 0.1
+    if parameterization == "s4d":
+        assert steps.log().mean().sub(math.log(0.01)).abs() < 4 * math.log(100) / 12**0.5 / 8  # 64 draws, 4 sigma
+
+
+def test_new_lru():
+    mixer = fresh(4000, width=1, parameterization="lru", r_min=0.5, r_max=0.9, max_phase=1.0)
+    lam = mixer.lti().lam
+    squares, phases = lam.abs() ** 2, lam.angle()
+    assert 0.5 <= lam.abs().min() < lam.abs().max() <= 0.9 + 1e-6 and 0 < phases.min() < phases.max() <= 1.0
+    assert squares.mean().sub((0.25 + 0.81) / 2).abs() < 4 * 0.56 / 12**0.5 / 4000**0.5  # uniform, 4 sigma
+    assert phases.mean().sub(0.5).abs() < 4 / 12**0.5 / 4000**0.5
+    gamma = mixer.gamma_log.detach().double().exp()
+    torch.testing.assert_close(gamma, (1 - squares).sqrt(), rtol=1e-5, atol=0)
+
+
+@three
+def test_a_new_layer_keeps_the_size_of_white_noise(parameterization):
+    """Within a factor of 5: none starts silent, none explodes."""
+    mixer = fresh(32, parameterization=parameterization)
+    with torch.no_grad():
+        mixer.D.zero_()
+        std = mixer(random(2, 600, 64, dtype=torch.float32))[0][:, 300:].std()
+    assert 0.2 < std < 5
+
+
+@three
+def test_poles_and_b_do_not_decay(parameterization):
+    mixer = make(parameterization=parameterization)
+    mixer.set_lti(*modes(mixer, 3))
+    marked = {name for name, p in mixer.named_parameters() if getattr(p, "_no_weight_decay", False)}
+    assert marked == {*mixer.pole_names} | ({"B"} & set(dict(mixer.named_parameters())))

@@ -1,0 +1,430 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Diagonal models as transformers models: configuration, padding, cache, generation, heads, saving and loading."""
+
+import copy
+import json
+import math
+import re
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from modeling_essm.companions.diagonal_ssm import (
+    DiagonalSSMCache,
+    DiagonalSSMConfig,
+    DiagonalSSMForCausalLM,
+    DiagonalSSMForSequenceClassification,
+    DiagonalSSMModel,
+)
+
+VOCABULARY = 37
+SIZES = [5, 0, 3]
+three = pytest.mark.parametrize("kind", ["s5", "lru", "s4d"])
+
+
+def config_of(kind, **fields):
+    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    shape = {"hidden_size": 8, "num_hidden_layers": 3, "state_sizes": SIZES}
+    return DiagonalSSMConfig(**(ids | shape | {"parameterization": kind} | fields))
+
+
+def make(kind, cls=DiagonalSSMForCausalLM, seed=0, **fields):
+    """A tiny model in eval mode; embeddings of size 1, so that logits differ much more than they are rounded."""
+    torch.manual_seed(seed)
+    return cls(config_of(kind, **({"initializer_range": 0.5} | fields))).eval()
+
+
+def ids_of(*shape, seed=0):
+    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(actual, expected, atol=1e-4):
+    """fp32 over 20 steps and three layers, of logits up to 10."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+def ragged(s4d):
+    """Channels of the first layer lose different modes, of an S4D model."""
+    present = torch.rand(8, 4, generator=torch.Generator().manual_seed(0)) < 0.6
+    s4d.mixers[0].select_modes(torch.arange(4).expand(8, 4), present)
+    s4d.read_state_sizes()
+    return present
+
+
+# --- Configuration
+
+
+def test_defaults():
+    config = DiagonalSSMConfig()
+    assert (config.parameterization, config.initialization, config.state_sizes) == ("s5", "hippo", [64] * 4)
+    config = DiagonalSSMConfig(parameterization="s4d", num_hidden_layers=2)
+    assert (config.initialization, config.state_size, config.state_sizes) == ("linear", 32, [32, 32])
+    assert DiagonalSSMConfig(parameterization="lru").initialization is None
+    assert DiagonalSSMConfig(num_hidden_layers=2, state_sizes=(0, 7)).state_sizes == [0, 7]
+    again = DiagonalSSMConfig.from_dict(config.to_dict())
+    assert again.to_dict() == config.to_dict()
+
+
+def test_fields_beside_a_dictionary_are_checked():
+    fields = DiagonalSSMConfig(state_size=5).to_dict()
+    assert DiagonalSSMConfig.from_dict(fields, state_size=9).state_sizes == [9] * 4
+    assert DiagonalSSMConfig.from_dict(fields, num_hidden_layers=2).state_sizes == [5] * 2
+    with pytest.raises(ValueError, match="state_sizes must be a list of 4 integers"):
+        DiagonalSSMConfig.from_dict(fields, state_sizes=[1, 2])
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"parameterization": "s6"}, "parameterization must be one of ('s5', 'lru', 's4d'), got 's6'"),
+        ({"hidden_size": 0}, "hidden_size must be an integer in [1, 16777216], got 0"),
+        ({"state_size": -1}, "state_size must be an integer in [0, 16777216], got -1"),
+        ({"state_size": 4.0}, "state_size must be an integer in [0, 16777216], got 4.0"),
+        ({"state_sizes": [4, 4]}, "state_sizes must be a list of 4 integers in [0, 16777216]"),
+        ({"state_sizes": [4, 4, 4, True]}, "state_sizes must be a list of 4 integers in [0, 16777216]"),
+        ({"state_sizes": 4}, "one for each layer, got 4"),
+        ({"num_input_features": 0}, "num_input_features must be an integer in [1, 16777216], got 0"),
+        ({"bidirectional": 1}, "bidirectional must be one of (True, False), got 1"),
+        ({"norm": "rms"}, "norm must be one of ('layer', 'batch'), got 'rms'"),
+        ({"discretization": "dirac"}, "discretization must be one of ('zoh', 'bilinear'), got 'dirac'"),
+        ({"dropout": 1.0}, "dropout must be a number in [0, 1), got 1.0"),
+        ({"dropout": math.nan}, "dropout must be a number in [0, 1), got nan"),
+        ({"dt_min": 0.2}, "dt_min must be a number in (0, 0.1], got 0.2"),
+        ({"r_max": 1.0}, "r_max must be a number in (0, 1), got 1.0"),
+        ({"r_min": 0.9995}, "r_min must be a number in [0, 0.999], got 0.9995"),
+        ({"max_phase": 7.0}, "max_phase must be a number in (0, 6.28319], got 7.0"),
+        ({"parameterization": "lru", "discretization": "bilinear"}, "discretization must be 'zoh' with param"),
+        ({"parameterization": "lru", "initialization": "hippo"}, "initialization must be None with param"),
+        ({"auto_map": "x"}, "auto_map must be a dict"),
+    ],
+)
+def test_bad_fields(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        DiagonalSSMConfig(**fields)
+
+
+def test_heads_say_what_they_need():
+    for fields in ({"bidirectional": True}, {"num_input_features": 4}):
+        with pytest.raises(ValueError, match="a language model reads token ids in one direction"):
+            make("s5", **fields)
+
+
+# --- Padding and inputs
+
+
+MASKS = {
+    "left": [[0] * 5 + [1] * 7, [1] * 12],
+    "right": [[1] * 7 + [0] * 5, [1] * 12],
+    "holes": [[0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 0, 1], [1, 0] * 6],
+}
+
+
+@three
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_padding_does_not_exist(kind, mask):
+    """Outputs and states; also in a later piece, and where the mask covers the cached positions."""
+    model, ids, mask = make(kind), ids_of(2, 12), torch.tensor(mask)
+    outputs = model(ids, attention_mask=mask, use_cache=True)
+    head = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
+    tail = model(ids[:, 4:], attention_mask=mask, past_key_values=head.past_key_values)
+    for row in range(2):
+        real = mask[row].bool()
+        alone = model(ids[row : row + 1, real], use_cache=True)
+        assert_close(outputs.logits[row, real], alone.logits[0])
+        later = torch.arange(12)[real] >= 4
+        assert_close(tail.logits[row, real[4:]], alone.logits[0, later])
+        for cache in (outputs.past_key_values, head.past_key_values):
+            for one, other in zip(cache.states, alone.past_key_values.states):
+                assert_close(one[row], other[0])
+    last = mask[0].nonzero().max()
+    assert torch.equal(outputs.logits[0, -1], outputs.logits[0, last])
+
+
+@three
+def test_bidirectional_padding(kind):
+    model = make(kind, DiagonalSSMForSequenceClassification, bidirectional=True, num_labels=3)
+    ids = ids_of(2, 12)
+    for mask in MASKS.values():
+        mask = torch.tensor(mask)
+        logits = model(ids, attention_mask=mask).logits
+        for row in range(2):
+            assert_close(logits[row], model(ids[row : row + 1, mask[row].bool()]).logits[0])
+    changed = ids.clone()
+    changed[:, -1] = 3 + (ids[:, -1] - 2) % (VOCABULARY - 3)
+    body = model.model
+    assert (body(ids)[0] - body(changed)[0])[:, 0].abs().max() > 1e-3  # the first position sees the last
+    with pytest.raises(ValueError, match="a bidirectional model reads whole sequences"):
+        body(ids, use_cache=True)
+    with pytest.raises(ValueError, match="a bidirectional model reads whole sequences"):
+        body(ids, past_key_values=DiagonalSSMCache(body.config))
+
+
+@three
+def test_one_direction_is_causal(kind):
+    model, ids = make(kind), ids_of(1, 12)
+    changed = ids.clone()
+    changed[:, 8:] = ids_of(1, 4, seed=9)
+    difference = (model(ids).logits - model(changed).logits).abs()[0].amax(-1)
+    assert difference[:8].max() < 1e-4 and difference[8:].min() > 1e-3  # an FFT rounds over the whole row
+
+
+def test_bad_inputs():
+    model, ids = make("s5"), ids_of(2, 6)
+    with pytest.raises(ValueError, match="give exactly one of"):
+        model()
+    with pytest.raises(ValueError, match=r"input_ids must be in \[0, 36\], got values from 5 to 37"):
+        model(torch.tensor([[5, 37]]))
+    with pytest.raises(ValueError, match="input_ids must be int64 or int32"):
+        model(ids.float())
+    with pytest.raises(ValueError, match="at least one position"):
+        model(ids[:, :0])
+    with pytest.raises(ValueError, match=r"inputs_embeds must have shape \(B, L, 8\)"):
+        model(inputs_embeds=torch.zeros(2, 3, 7))
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(2, 6\)"):
+        model(ids, attention_mask=torch.ones(2, 5))
+    features = make("s5", DiagonalSSMForSequenceClassification, num_input_features=4)
+    with pytest.raises(ValueError, match=r"input_features of shape \(B, L, 4\), got input_ids"):
+        features(ids)
+    with pytest.raises(ValueError, match=r"input_features must have shape \(B, L, 4\)"):
+        features(input_features=torch.zeros(2, 3, 5))
+    with pytest.raises(ValueError, match="this model reads input_ids"):
+        model.model(input_features=torch.zeros(2, 3, 5))
+
+
+# --- The cache
+
+
+@three
+@pytest.mark.parametrize("pieces", [[1] * 20, [1, 9, 2, 8], [13, 7]], ids=str)
+def test_pieces_equal_one_pass(kind, pieces):
+    model, ids = make(kind), ids_of(2, 20)
+    whole = model(ids, use_cache=True)
+    cache, logits, sizes = None, [], set()
+    for piece in ids.split(pieces, 1):
+        outputs = model(piece, past_key_values=cache, use_cache=True)
+        cache = outputs.past_key_values
+        logits.append(outputs.logits)
+        sizes.add(cache.num_bytes)
+    assert_close(torch.cat(logits, 1), whole.logits)
+    for one, other in zip(cache.states, whole.past_key_values.states, strict=True):
+        assert_close(one, other)
+    assert cache.get_seq_length() == 20
+    assert sizes == {2 * 8 * sum(SIZES) * (8 if kind == "s4d" else 1)}  # constant: rows, bytes, modes, channels
+
+
+def test_what_a_cache_refuses():
+    model, ids = make("s5"), ids_of(2, 6)
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="past_key_values holds 2 rows, but the input has 1"):
+        model(ids[:1], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"of a model of state_sizes \[5, 0, 3\], but this one has \[4, 4, 4\]"):
+        make("s5", state_sizes=[4] * 3)(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match="past_key_values must be a DiagonalSSMCache, got tuple"):
+        model(ids, past_key_values=())
+    with pytest.raises(ValueError, match="cannot be cropped to 3"):
+        cache.crop(3)
+    cache.batch_repeat_interleave(2)
+    assert [state.shape[0] for state in cache.states] == [4] * 3 and torch.equal(cache.states[0][0], cache.states[0][1])
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.states == [] and not cache.has_previous_state()
+
+
+# --- Generation
+
+
+@three
+def test_greedy_generation_equals_full_passes(kind):
+    model, ids = make(kind), ids_of(2, 9)
+    generated = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+    assert generated.shape == (2, 17)
+    assert torch.equal(model(generated).logits[:, 8:-1].argmax(-1), generated[:, 9:])
+    assert len(generated[:, 9:].unique()) > 2  # or any cache would do
+
+
+@three
+def test_generation_from_padded_prompts(kind):
+    model, ids = make(kind), ids_of(2, 9)
+    mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    generated = model.generate(ids.masked_fill(mask == 0, 0), attention_mask=mask, **greedy)
+    assert torch.equal(generated[:1, 9:], model.generate(ids[:1, 4:], **greedy)[:, 5:])
+    assert torch.equal(generated[1:], model.generate(ids[1:], **greedy))
+    pieces = model.generate(ids.masked_fill(mask == 0, 0), attention_mask=mask, prefill_chunk_size=2, **greedy)
+    assert torch.equal(pieces, generated)
+
+
+@three
+def test_beams(kind):
+    """With a cache, whose rows are reordered, as without."""
+    model, ids = make(kind), ids_of(2, 5)
+    beams = {"num_beams": 4, "max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+    generated = model.generate(ids, **beams)
+    assert torch.equal(generated, model.generate(ids, use_cache=False, **beams))
+    assert not torch.equal(generated, model.generate(ids, **beams | {"num_beams": 1}))
+
+
+def test_generation_goes_on_from_a_cache():
+    model, ids = make("s5"), ids_of(1, 9)
+    greedy = {"do_sample": False, "eos_token_id": None}
+    whole = model.generate(ids, max_new_tokens=8, **greedy)
+    first = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, **greedy)
+    rest = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, **greedy)
+    assert torch.equal(rest, whole)
+
+
+# --- Training
+
+
+@three
+def test_losses_and_gradients(kind):
+    model, ids = make(kind), ids_of(2, 12)
+    outputs = model(ids, labels=ids, output_hidden_states=True)
+    logp = outputs.logits[:, :-1].log_softmax(-1)
+    torch.testing.assert_close(outputs.loss, -logp.gather(2, ids[:, 1:, None]).mean())
+    assert len(outputs.hidden_states) == 4 and outputs.hidden_states[0].shape == (2, 12, 8)
+    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    outputs.loss.backward()
+    for name, p in model.named_parameters():
+        assert p.grad is not None, name
+        assert p.numel() == 0 or p.grad.abs().max() > 0 or "layers.1" in name, name
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    kept = model(ids, logits_to_keep=2).logits
+    assert torch.equal(kept, model(ids).logits[:, -2:])
+
+
+@three
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(kind, reentrant):
+    model, ids, grads = make(kind, dropout=0.2).train(), ids_of(2, 12), []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.zero_grad()
+        torch.manual_seed(3)
+        model(ids, labels=ids, attention_mask=torch.tensor(MASKS["left"])).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+    with pytest.raises(ValueError, match="gradient checkpointing keeps no states"):
+        model(ids, use_cache=True)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_classification_of_features(labels):
+    fields = {"num_input_features": 4, "num_labels": labels, "bidirectional": True}
+    model = make("lru", DiagonalSSMForSequenceClassification, **fields)
+    x = torch.randn(5, 9, 4, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([0, 1, 2, 1, 0]) if labels > 1 else torch.tensor([0.1, -1.0, 2.0, 0.5, 0.0])
+    outputs = model(input_features=x, labels=targets)
+    logits = outputs.logits
+    assert torch.equal(logits, model.score(model.model(input_features=x).last_hidden_state.mean(1)))
+    expected = (
+        torch.nn.functional.cross_entropy(logits, targets) if labels > 1 else (logits[:, 0] - targets).square().mean()
+    )
+    torch.testing.assert_close(outputs.loss, expected)
+
+
+def test_batch_norm_counts_real_positions():
+    """Those of padding do not enter its statistics; in eval it uses those of training."""
+    model = make("lru", DiagonalSSMForSequenceClassification, norm="batch", num_labels=3).train()
+    norm, mask = model.model.layers[0].norm, torch.tensor(MASKS["left"]).bool()
+    x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
+    y, kept = norm(x, mask), x[mask]
+    expected = (kept - kept.mean(0)) / (kept.var(0, unbiased=False) + norm.eps).sqrt()
+    assert_close(y[mask], expected, 1e-5)
+    assert_close(norm.running_mean, 0.1 * kept.mean(0), 1e-6)
+    assert not list(norm.parameters())
+    norm.eval()
+    assert_close(norm(x, mask), (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt(), 1e-5)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="would move the running statistics"):
+        model(ids_of(2, 12))
+
+
+# --- Saving and loading
+
+
+AUTO = {
+    DiagonalSSMModel: AutoModel,
+    DiagonalSSMForCausalLM: AutoModelForCausalLM,
+    DiagonalSSMForSequenceClassification: AutoModelForSequenceClassification,
+}
+
+
+@three
+@pytest.mark.parametrize("cls", AUTO, ids=lambda cls: cls.__name__)
+def test_auto_classes_load_what_was_saved(kind, cls, tmp_path):
+    """Layers of different size, one of them without modes; of S4D with channels of different size."""
+    model, ids = make(kind, cls, state_sizes=[4, 0, 3], norm="batch"), ids_of(2, 12)
+    if kind == "s4d":
+        present = ragged(model)
+    model.train()(ids)  # running statistics are not what they were
+    model.eval().save_pretrained(tmp_path)
+    loaded, info = AUTO[cls].from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is cls and not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.config.state_sizes == [4, 0, 3] and AutoConfig.from_pretrained(tmp_path).state_sizes == [4, 0, 3]
+    assert torch.equal(loaded(ids)[0], model(ids)[0])
+    assert all(getattr(getattr(m, name), "_no_weight_decay", False) for m in loaded.mixers for name in m.pole_names)
+    if kind == "s4d":
+        assert torch.equal(loaded.mixers[0].present, present)
+    body = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(body(ids)[0], (model if cls is DiagonalSSMModel else model.model)(ids)[0])
+
+
+@three
+def test_a_pruned_model_is_saved_as_it_is(kind, tmp_path):
+    """Nobody has to remember config.state_sizes."""
+    model, ids = make(kind), ids_of(2, 12)
+    siso = kind == "s4d"
+    model.mixers[0].select_modes(torch.tensor([4, 1]).expand(8, 2) if siso else torch.tensor([4, 1]))
+    empty = model.mixers[2].lti()
+    model.mixers[2].set_lti(empty.lam[..., :0], empty.B[:, :0] if siso else empty.B[:0], empty.C[..., :0])
+    expected = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["state_sizes"] == [2, 0, 0]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None), expected)
+
+
+@three
+def test_bf16(kind, tmp_path):
+    """Poles stay in fp32; logits are those of fp32 up to bf16's 8 bits in three layers; training goes on."""
+    model, ids = make(kind, initializer_range=0.1), ids_of(2, 12)
+    model.save_pretrained(tmp_path)
+    small = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for mixer in small.mixers:
+        dtypes = {name: p.dtype for name, p in mixer.named_parameters()}
+        assert all(dtypes[name] == torch.float32 for name in mixer.pole_names)
+        assert dtypes["C"] == dtypes["D"] == torch.bfloat16
+    outputs = small(ids, labels=ids, use_cache=True)
+    assert outputs.logits.dtype == torch.bfloat16 and outputs.past_key_values.states[0].dtype == torch.complex64
+    expected = model(ids).logits
+    assert (outputs.logits - expected).abs().max() < 0.05 * expected.abs().max()
+    outputs.loss.backward()
+    assert small.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (2, 15)
+    everything = copy.deepcopy(model).to(torch.bfloat16)  # poles too, by hand
+    assert everything(ids).logits.isfinite().all()
+
+
+@three
+def test_missing_weights_are_initialised(kind, tmp_path):
+    """Load a checkpoint that holds next to nothing."""
+    from safetensors.torch import load_file, save_file
+
+    make(kind, initializer_range=0.02).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {"model.layers.0.mixer.D": torch.full((8,), 7.0)}
+    assert kept.keys() < weights.keys()
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.manual_seed(0)
+    first = DiagonalSSMForCausalLM.from_pretrained(tmp_path)
+    torch.manual_seed(0)
+    again = DiagonalSSMForCausalLM.from_pretrained(tmp_path)
+    for (name, one), other in zip(first.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(one, other) and one.isfinite().all(), name
+    assert (first.mixers[0].D == 7.0).all()
+    for mixer in (first.mixers[0], first.mixers[2]):
+        modulus = mixer.lti().lam.abs()
+        assert 0.9 - 1e-6 < modulus.min() <= modulus.max() < 1  # steps of at most 0.1 and real parts of -1/2, or r_min
+        assert mixer.C.std() > 0.3

@@ -1,0 +1,114 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The folder of diagonal models is an island: what it saves runs where this package cannot be imported."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from helpers import BLOCK
+from transformers.dynamic_module_utils import get_imports
+
+import modeling_essm
+from modeling_essm.companions import diagonal_ssm
+from modeling_essm.companions.diagonal_ssm import DiagonalSSMConfig, DiagonalSSMForCausalLM
+
+PACKAGE = Path(modeling_essm.__file__).parent
+ISLAND = {path.stem: path for path in Path(diagonal_ssm.__file__).parent.glob("*.py") if path.stem != "__init__"}
+
+LOAD = """
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+torch.set_num_threads(1)
+ids, results = torch.load("ids.pt"), {}
+for kind in ("s5", "lru", "s4d"):
+    for where in (kind, kind + "-again"):
+        model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        with torch.no_grad():
+            results[where, "logits"] = model(ids).logits
+            body = AutoModel.from_pretrained(where, trust_remote_code=True)
+            results[where, "hidden"] = body(ids).last_hidden_state
+        classifier = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=True, num_labels=3)
+        assert classifier(ids).logits.shape == (2, 3)
+        results[where, "generated"] = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+        model.mixers[0].set_lti(*model.mixers[0].lti())
+        if where == kind:
+            model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
+            model.save_pretrained(kind + "-again")
+torch.save(results, "results.pt")
+"""
+
+REGISTERED = """
+import sys
+import modeling_essm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+assert not any(name.startswith("modeling_essm.companions") for name in sys.modules)
+try:
+    AutoConfig.for_model("diagonal_ssm")
+    raise SystemExit("known before the import")
+except ValueError:
+    pass
+import modeling_essm.companions
+config = AutoConfig.for_model("diagonal_ssm", hidden_size=8, num_hidden_layers=1, state_size=2)
+print(type(AutoModelForCausalLM.from_config(config)).__module__)
+"""
+
+
+def run_child(code, cwd, isolated):
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
+    env |= {"HF_HOME": str(cwd / "home"), "HF_HUB_OFFLINE": "1"} | ({} if isolated else {"PYTHONPATH": PACKAGE.parent})
+    command = [sys.executable, "-I" if isolated else "-s", "-c", code]
+    child = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
+    assert child.returncode == 0, child.stderr[-4000:]
+    return child.stdout
+
+
+def test_a_saved_folder_needs_no_package(tmp_path):
+    """Loaded and saved again there; layers without modes, and channels with fewer modes than others."""
+    ids, models = torch.randint(3, 40, (2, 11), generator=torch.Generator().manual_seed(0)), {}
+    torch.save(ids, tmp_path / "ids.pt")
+    for kind in ("s5", "lru", "s4d"):
+        torch.manual_seed(0)
+        fields = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 3, "initializer_range": 0.5}
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        config = DiagonalSSMConfig(parameterization=kind, state_sizes=[4, 0, 3], **fields, **special)
+        models[kind] = DiagonalSSMForCausalLM(config).eval()
+        if kind == "s4d":
+            models[kind].mixers[0].select_modes(torch.arange(4).expand(8, 4), torch.arange(32).view(8, 4) % 3 > 0)
+        models[kind].save_pretrained(tmp_path / kind)
+        assert {path.stem: path.read_text() for path in (tmp_path / kind).glob("*.py")} == {
+            name: path.read_text() for name, path in ISLAND.items()
+        }
+    run_child(BLOCK + LOAD, tmp_path, isolated=True)
+    results = torch.load(tmp_path / "results.pt")
+    for kind, model in models.items():
+        with torch.no_grad():
+            expected = {
+                "logits": model(ids).logits,
+                "hidden": model.model(ids).last_hidden_state,
+                "generated": model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None),
+            }
+        for name, tensor in expected.items():
+            assert torch.equal(results[kind, name], tensor) and torch.equal(results[kind + "-again", name], tensor)
+
+
+def test_importing_the_companions_registers_the_type(tmp_path):
+    assert "modeling_essm.companions.diagonal_ssm.modeling_diagonal_ssm" in run_child(REGISTERED, tmp_path, False)
+
+
+def test_the_island_imports_itself():
+    declared = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
+    for path in ISLAND.values():
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        assert all(node.level <= 1 and (node.level == 0 or node.module in ISLAND) for node in nodes), path
+        assert set(get_imports(path)) <= declared | sys.stdlib_module_names
+
+
+def test_files_have_names_of_their_own():
+    """A checkpoint of either model lies flat in one folder, and Python in one process may load both."""
+    assert not set(ISLAND) & {path.stem for path in PACKAGE.glob("*.py")}
