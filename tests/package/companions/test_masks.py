@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from companion_layers import Recurrence, RecurrenceAdapter, Stack, random_system
+from helpers import random_model
 
 from modeling_essm.companions import (
     Adapter,
@@ -152,7 +153,7 @@ def test_removal_computes_what_the_mask_did(layout, dtype, tolerance):
     model = stack(dtype, **layout)
     plan = half(model)
     prune(model, plan)
-    masked, C = model(inputs(dtype)), model.layers[0].parametrizations.C.original
+    masked, C = model(inputs(dtype)).detach(), model.layers[0].parametrizations.C.original
     assert remove(model) == plan.sizes == model.config.state_sizes
     assert not is_pruned(model) and model.layers[0].C.shape[-2] == plan.sizes[0] < C.shape[-2]
     torch.testing.assert_close(model(inputs(dtype)), masked, rtol=tolerance, atol=tolerance * float(masked.abs().max()))
@@ -273,4 +274,6 @@ def test_the_report_is_a_table():
         model.layers[0].lam[0] = torch.tensor([1.0, 0.5])
     assert describe(model).layers[0].energy == float("inf")
     assert "no layer" in str(describe(torch.nn.Linear(2, 2)))
+    spectral = describe(random_model(num_spectral_channels=7)).layers
+    assert {(layer.kind, layer.size, layer.tools[0]) for layer in spectral} == {("spectral", 7, "spectral_budget")}
     assert RecurrenceAdapter().shape(model.layers[1]) == (3, 4)
