@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_essm.companions.systems import DiagonalSystem
+from modeling_essm.companions.truncation_training import InTrainingTruncation
 
 
 def random_system(n=12, p=3, q=2, output="complex", r_min=0.4, r_max=0.95, seed=0, channels=None, directions=1):
@@ -45,7 +46,7 @@ def frequency_response(system, points=2000):
 
 
 def error_norm(system, other, points=2000):
-    """The largest singular value of the difference of two frequency responses on a grid: at most its H-infinity norm."""
+    """The largest singular value, on a grid, of the difference of two frequency responses."""
     whole = DiagonalSystem(
         torch.cat([system.lam, other.lam]), torch.cat([system.B, other.B]), torch.cat([system.C, -other.C], -1),
         system.output,
@@ -131,3 +132,35 @@ def training_data(rows=32, length=6, width=4, seed=5):
     g = torch.Generator().manual_seed(seed)
     u = torch.randn(rows, length, width, generator=g)
     return [{"u": row, "labels": row[0, 0] * row[1, 1]} for row in u]
+
+
+def on_two_ranks(group, steps=4):
+    """Training in DistributedDataParallel with other data on each rank and truncations after steps 2 and 3, of which
+    only the first rank may compute anything: sizes, weights, and how often the wrapper was exchanged gradients."""
+    model = RecurrentModel(RecurrentConfig(state_sizes=[8, 6]))
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    truncation = InTrainingTruncation((2, 3), tau=0.1)
+    if group.rank() == 1:
+        truncation.tau = 0.9  # would choose other sizes
+    rows = training_data(8)[group.rank() :: 2]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ("u", "labels")}
+    for step in range(1, steps + 1):
+        wrapped(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        truncation.after_step(model, optimizer, step)  # as in Trainer, which does not show its wrapper to callbacks
+    settings = (wrapped.find_unused_parameters, wrapped.training, wrapped.module is model)
+    return model.config.state_sizes, truncation.history, dict(model.state_dict()), settings
+
+
+def error_on_two_ranks(group):
+    """What every rank says if the first cannot compute a truncation."""
+    model = RecurrentModel(RecurrentConfig())
+    truncation = InTrainingTruncation((1,), tau=0.1)
+    if group.rank() == 0:
+        truncation.min_reduction = 2.0
+    try:
+        truncation.after_step(model, torch.optim.AdamW(model.parameters()), 1)
+    except ValueError as error:
+        return str(error)

@@ -146,8 +146,8 @@ class Balancing:
 def balance(P: Tensor, Q: Tensor) -> Balancing:
     """The square-root algorithm: P = Lc Lc^H, Q = Lo Lo^H, U Sigma V^H = svd(Lo^H Lc), T = Lc V Sigma^(-1/2).
 
-    The roots come from Hermitian eigendecompositions with eigenvalues below 0 taken as 0, and no n x n matrix is
-    inverted. Modes are scaled to P_ii = Q_ii first, which changes nothing but rounding.
+    The roots come from Hermitian eigendecompositions, in which eigenvalues below n eps times the largest count as 0,
+    and no n x n matrix is inverted. Modes are scaled to P_ii = Q_ii first, which changes nothing but rounding.
 
     Args:
         P, Q: (..., n, n), Hermitian (or real symmetric) and non-negative.
@@ -162,9 +162,10 @@ def balance(P: Tensor, Q: Tensor) -> Balancing:
 
 
 def _root(gramian: Tensor) -> Tensor:
-    """L with L L^H = gramian."""
+    """L with L L^H = gramian, without the directions of eigenvalues that are rounding, which may be negative."""
     values, vectors = torch.linalg.eigh(gramian)
-    return vectors * values.clamp(min=0.0).sqrt()[..., None, :]
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:].clamp(min=0.0)
+    return vectors * torch.where(values > rounding, values, 0.0).sqrt()[..., None, :]
 
 
 def hankel_singular_values(system: DiagonalSystem | DenseSystem) -> Tensor:

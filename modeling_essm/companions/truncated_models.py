@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .balanced_truncation import Truncation, equalise, truncate
 from .gramians import check_stable
@@ -27,7 +28,8 @@ class LayerTruncation:
     """What became of a layer.
 
     Attributes:
-        name: of its module. before, after: stored modes (of all channels).
+        name: of its module. before, after: modes, of all channels. size: modes stored now, where channels have modes
+            of their own the largest number of any.
         bound: of the error's largest singular value at any frequency, without the skip; 0 for an untouched layer.
         hankel: Hankel singular values before, as in `Truncation`; None for a layer without modes or unstable.
         refused: why it is larger than asked for; "" if it is not.
@@ -36,6 +38,7 @@ class LayerTruncation:
     name: str
     before: int
     after: int
+    size: int
     bound: float
     hankel: Tensor | None = field(repr=False)
     refused: str = ""
@@ -54,8 +57,8 @@ class TruncationReport:
 
     @property
     def sizes(self) -> list[int]:
-        """Stored modes of each layer, now."""
-        return [layer.after for layer in self.layers]
+        """Modes stored for each layer, as in config.state_sizes; where channels differ, the largest of them."""
+        return [layer.size for layer in self.layers]
 
     def certificate(self) -> dict[str, float]:
         """Of each layer, by name, the bound 2 sum sigma of its error's H-infinity norm."""
@@ -86,8 +89,11 @@ def write_layer(layer: Any, system: DiagonalSystem) -> list[Replaced]:
     They keep what was set on the old ones: requires_grad, and attributes such as `_no_weight_decay`.
 
     Raises:
+        ValueError: a layer whose tensors are masked or otherwise parametrized.
         RuntimeError: the layer has other Parameters than before, by name.
     """
+    if is_parametrized(layer):
+        raise ValueError("a layer with parametrized tensors cannot be truncated: remove its masks first")
     before = dict(layer.named_parameters())
     device = next(iter(before.values())).device
     with torch.no_grad():
@@ -176,14 +182,14 @@ def apply_truncation(model: nn.Module, layers: dict[str, Any], results: Sequence
     """Write the planned systems, and the sizes of all layers into config.state_sizes."""
     rows, replaced = [], []
     for (name, layer), result in zip(layers.items(), results, strict=True):
-        before = read_layer(layer).modes
+        system = read_layer(layer)
         if isinstance(result, str):
-            rows.append(LayerTruncation(name, before, before, 0.0, None, result))
-            continue
-        after = result.system.modes
-        if after < before:
-            replaced += write_layer(layer, result.system)
-        rows.append(LayerTruncation(name, before, after, result.bound, result.hankel, result.refused))
+            after, bound, hankel, refused = system, 0.0, None, result
+        else:
+            after, bound, hankel, refused = result.system, result.bound, result.hankel, result.refused
+        if after.modes < system.modes:
+            replaced += write_layer(layer, after)
+        rows.append(LayerTruncation(name, system.modes, after.modes, after.lam.shape[-1], bound, hankel, refused))
     if replaced:
         record_sizes(model, layers)
     return TruncationReport(tuple(rows), tuple(replaced))

@@ -67,7 +67,8 @@ class InTrainingTruncation:
         steps: after which, counted from 1. tau, variant, min_reduction: as in `balanced_truncate`; a layer of n modes
             is only rewritten if it gets fewer than (1 - min_reduction) n.
     Attributes:
-        history: of each attempt a dict that JSON can hold: step, before, after, bounds, refused (by layer), seconds.
+        history: of each attempt a dict that JSON can hold: step, before and after (modes), sizes, bounds,
+            refused (by layer), seconds.
     """
 
     def __init__(
@@ -103,7 +104,8 @@ class InTrainingTruncation:
             {
                 "step": step,
                 "before": [layer.before for layer in report.layers],
-                "after": report.sizes,
+                "after": [layer.after for layer in report.layers],
+                "sizes": report.sizes,
                 "bounds": [layer.bound for layer in report.layers],
                 "refused": {layer.name: layer.refused for layer in report.layers if layer.refused},
                 "seconds": round(time.perf_counter() - started, 3),

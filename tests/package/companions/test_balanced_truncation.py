@@ -4,6 +4,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from recurrences import (
@@ -61,10 +62,9 @@ def test_rank_by_discarded_share(tau, rank):
 
 def test_rank_where_rounding_keeps_sums_below():
     """The rule of the released code, argmax(sums >= share) + 1, gives 1 where no sum in fp32 reaches the share."""
-    sigma = torch.full((1000,), 1e-3, dtype=torch.float32)
-    share = torch.tensor(1.0 - 1e-9)
-    assert int((sigma.cumsum(0) >= share).int().argmax()) + 1 == 1
-    assert rank_by_discarded(sigma, 1e-9) == 1000
+    sigma = np.full(1000, 1e-3, dtype=np.float32)
+    assert int(np.argmax(np.cumsum(sigma) >= 1.0 - 1e-9)) + 1 == 1
+    assert rank_by_discarded(torch.from_numpy(sigma), 1e-9) == 1000
 
 
 @pytest.mark.parametrize("tau", [-0.1, 1.0, float("nan")])
@@ -85,23 +85,23 @@ def test_errors_are_below_the_bound(output, variant, directions, size):
     for seed in range(3):
         system = random_system(N, output=output, directions=directions, seed=seed)
         result = truncate(system, size=size, variant=variant)
-        assert result.system.modes == size
+        modes = result.system.modes
+        assert modes == size if variant == "complex" else 0 < modes <= size
         assert (result.system.lam.abs() < 1).all()
         assert result.system.output == output
-        assert result.system.C.shape == (*system.C.shape[:-1], size)
+        assert result.system.C.shape == (*system.C.shape[:-1], modes)
         assert error_norm(system, result.system) <= result.bound
-        order = (result.hankel.cumsum(0) - result.hankel.sum()).abs()
-        assert result.bound == pytest.approx(2 * directions * (2 if (output, variant) == ("twice_real", "complex") else 1)
-                                             * float(order[size - 1] if variant == "complex" else order[2 * size - 1]),
-                                             rel=1e-9) or variant == "real"  # fmt: skip
+        if variant == "complex":  # of the system without what is taken of its output, which may double it
+            factor = 2 * directions * (2 if output == "twice_real" else 1)
+            assert result.bound == pytest.approx(factor * float(result.hankel[size:].sum()), rel=1e-9)
 
 
-def test_the_bound_is_tight_for_one_mode_less():
-    """Of one input and output the error of the last order is 2 sigma_n somewhere on the circle, up to the grid."""
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_errors_are_not_far_below_the_bound(size):
+    """No system of r modes is closer than sigma_{r+1} (Adamyan, Arov and Krein 1971); the grid misses 0.1% of it."""
     system = random_system(6, p=1, q=1, seed=2)
-    result = truncate(system, size=5)
-    assert 0.9 * result.bound < error_norm(system, result.system, 20000) <= result.bound
-    assert result.bound == pytest.approx(2 * float(result.hankel[-1]), rel=1e-9)
+    result = truncate(system, size=size)
+    assert 0.999 * float(result.hankel[size]) < error_norm(system, result.system, 20000) <= result.bound
 
 
 def test_two_directions_need_twice_the_bound():
@@ -144,21 +144,18 @@ def test_diagonal_again_is_the_truncated_system(size):
     assert (found - expected).norm() < 1e-12 * expected.norm()
 
 
-def test_a_root_without_conjugation_is_worse():
-    """The released code's Lo^T Lc, its third root, misses the balanced directions of a complex system."""
-    system = random_system(32, p=4, q=4, r_min=0.9, r_max=0.99)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_root_without_conjugation_is_worse(seed):
+    """svd(Lo^T Lc), which the released code has for its Cholesky roots, misses the balanced directions."""
+    system, r = random_system(32, p=2, q=2, r_min=0.9, r_max=0.99, seed=seed), 16
     lam, B, C = matrices(system)
-    P, Q = gramians(system)
-    Lc, Lo = (torch.linalg.cholesky(gramian) for gramian in (P, Q))
+    Lc, Lo = (torch.linalg.cholesky(gramian) for gramian in gramians(system))
     U, sigma, Vh = torch.linalg.svd(Lo.mT @ Lc)
-    T, reduced = Lc @ Vh.mT[:, :12] / sigma[:12].sqrt(), (U[:, :12].mT @ Lo.mT) / sigma[:12].sqrt()[:, None]
-    scale = torch.linalg.inv(reduced @ T)  # not even T^+ T = I
-    mu, W = torch.linalg.eig(scale @ (reduced * lam @ T))
-    wrong = DiagonalSystem(mu, torch.linalg.solve(W, scale @ reduced @ B), C @ T @ W, "complex")
-    right = truncate(system, size=12).system
-    probe = impulse_response(*matrices(system), 100)
-    errors = [float((impulse_response(*matrices(s), 100) - probe).norm()) for s in (wrong, right)]
-    assert errors[0] > 1.2 * errors[1]
+    T, reduced = Lc @ Vh.mH[:, :r] / sigma[:r].sqrt(), U[:, :r].mH @ Lo.mT / sigma[:r].sqrt()[:, None]
+    mu, B, C = diagonalise(DenseSystem(reduced * lam @ T, reduced @ B, C @ T))
+    assert error_norm(system, DiagonalSystem(mu, B, C, "complex")) > 1.5 * error_norm(
+        system, truncate(system, size=r).system
+    )
 
 
 def test_single_precision_makes_noise_of_small_values():
@@ -207,17 +204,17 @@ def test_no_pair_is_split(output):
 
 
 def test_real_places_are_better_used():
-    """Of several systems at the same number of stored modes, error and bound of "real" are lower on average, and the
-    bound in each."""
-    ratios = []
+    """Of several systems at no more stored modes, error and bound of "real" are lower on average."""
+    ratios, bounds = [], []
     for seed in range(5):
         system = random_system(16, p=4, q=4, output="real", r_min=0.9, r_max=0.99, seed=seed)
         for size in (4, 8, 12):
             one, other = (truncate(system, size=size, variant=v) for v in ("complex", "real"))
-            assert other.system.modes == size
-            assert other.bound < one.bound
+            assert other.system.modes <= size
+            bounds.append(other.bound / one.bound)
             ratios.append(error_norm(system, other.system, 500) / error_norm(system, one.system, 500))
     assert sum(ratios) / len(ratios) < 0.95
+    assert sum(bounds) / len(bounds) < 0.95
 
 
 def test_share_of_the_real_system():
