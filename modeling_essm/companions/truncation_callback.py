@@ -1,0 +1,100 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Balanced truncation (CompreSSM) in transformers' Trainer: `Trainer(.., callbacks=[BalancedTruncationCallback()])`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .balanced_truncation import VARIANTS
+from .truncated_models import TruncationReport, diagonal_layers
+from .truncation_training import InTrainingTruncation, attempt_steps, check_whole, unwrap
+
+
+class BalancedTruncationCallback(TrainerCallback):
+    """Shrinks the diagonal state spaces of the model while it trains.
+
+    After steps round(j T / attempts), j = 1..attempts, every layer gives up the modes that hold at most a share `tau`
+    of its Hankel singular values, if that is more than `min_reduction` of its modes. Shares compound: four attempts at
+    0.15 keep about 0.85^4 = 0.52. New tensors start with fresh optimizer state; the learning rate goes on. What is
+    saved has the new sizes in config.state_sizes, so a run is resumed with the model of its checkpoint:
+
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        Trainer(model, .., callbacks=[BalancedTruncationCallback()]).train(resume_from_checkpoint=checkpoint)
+
+    With load_best_model_at_end, the best is searched for among the models since the last truncation: earlier ones have
+    other shapes, and their score is not this model's.
+
+    Args:
+        tau: share to discard in an attempt. attempts: how many. until: T, "warmup", a step, or a share of all steps.
+        min_reduction, variant: as in `InTrainingTruncation`. say: takes a line per attempt, on the first process.
+    Attributes:
+        history: a dict per attempt, as in `InTrainingTruncation`. The Trainer's log_history has them too, as
+            `truncation`, and with it every checkpoint.
+    Raises:
+        ValueError: values out of range. When training begins: a schedule that does not fit the run, a model without
+            diagonal layers, or a sharded one.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.1,
+        attempts: int = 4,
+        until: str | int | float = "warmup",
+        min_reduction: float = 0.05,
+        variant: str = "complex",
+        say: Callable[[str], None] = print,
+    ):
+        if not 0.0 < tau < 1.0:
+            raise ValueError(f"tau must be in (0, 1), got {tau}")
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
+        if not 0.0 <= min_reduction < 1.0:
+            raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
+        self.tau, self.attempts, self.until = tau, attempts, until
+        self.min_reduction, self.variant, self.say = min_reduction, variant, say
+        self.history: list[dict[str, Any]] = []
+        self._truncation: InTrainingTruncation | None = None
+        self._since = (0, 0.0)  # step and time of the last attempt
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+            raise ValueError("balanced truncation needs whole layers on every process, got FSDP or DeepSpeed")
+        layers = diagonal_layers(unwrap(model))
+        if not layers:
+            raise ValueError(
+                f"balanced truncation needs layers with lti() and set_lti(), {type(model).__name__} has none"
+            )
+        check_whole(layers.values())
+        warmup_steps = args.get_warmup_steps(state.max_steps)
+        steps = attempt_steps(self.attempts, self.until, max_steps=state.max_steps, warmup_steps=warmup_steps)
+        self._truncation = InTrainingTruncation(
+            steps, tau=self.tau, variant=self.variant, min_reduction=self.min_reduction
+        )
+        self.history = self._truncation.history = [e["truncation"] for e in state.log_history if "truncation" in e]
+        self._since = state.global_step, time.perf_counter()
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        assert self._truncation is not None
+        now = time.perf_counter()
+        report = self._truncation.after_step(model, optimizer, state.global_step)
+        if report is None:
+            return
+        state.log_history.append({"step": state.global_step, "truncation": self.history[-1]})
+        if report.replaced:
+            state.best_metric = state.best_model_checkpoint = state.best_global_step = None
+        if state.is_world_process_zero:
+            speed = (state.global_step - self._since[0]) / max(now - self._since[1], 1e-9)
+            self.say(self._line(report, state.global_step, speed))
+        self._since = state.global_step, time.perf_counter()
+
+    def _line(self, report: TruncationReport, step: int, speed: float) -> str:
+        before, after = (", ".join(str(getattr(row, name)) for row in report.layers) for name in ("before", "after"))
+        what = f"truncated from {before} to {after} modes" if report.replaced else f"kept {before} modes"
+        kept = "".join(f"; {row.name} kept: {row.refused}" for row in report.layers if row.refused)
+        return f"step {step}: {what} in {self.history[-1]['seconds']} s, {speed:.2f} steps/s before{kept}"

@@ -1,0 +1,185 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Balanced truncation while a model trains, for any loop: when, on all processes alike, and what an optimizer is told.
+
+    truncation = InTrainingTruncation(attempt_steps(4, "warmup", max_steps=N, warmup_steps=W), tau=0.1)
+    for step in range(1, N + 1):
+        ...; optimizer.step(); scheduler.step(); optimizer.zero_grad()
+        truncation.after_step(model, optimizer, step)
+
+The moments that AdamW has of a layer's tensors mean nothing in its new coordinates. They are deleted with their step
+count: zero moments with an old count make the first update about three times too large. Groups, and so the schedule of
+the learning rate, stay. All this is a function of the step and of the weights, so that a run resumed from a checkpoint
+goes on as it would have; it must build the smaller model first (`resize_states`, or from_pretrained).
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .balanced_truncation import Truncation
+from .truncated_models import (
+    Replaced,
+    TruncationReport,
+    apply_truncation,
+    diagonal_layers,
+    plan_truncation,
+)
+
+
+def attempt_steps(attempts: int, until: str | int | float, *, max_steps: int, warmup_steps: int = 0) -> tuple[int, ...]:
+    """Steps, counted from 1, after which to attempt a truncation: round(j T / attempts) for j = 1..attempts.
+
+    Args:
+        until: T; "warmup" for warmup_steps, an integer for a step, a float in (0, 1] for a share of max_steps.
+    Raises:
+        ValueError: attempts below 1, or T that is not in [attempts, max_steps].
+    """
+    if attempts < 1:
+        raise ValueError(f"attempts must be at least 1, got {attempts}")
+    if isinstance(until, str):
+        if until != "warmup":
+            raise ValueError(f"until must be 'warmup', a step or a share of all steps in (0, 1], got {until!r}")
+        end, what = warmup_steps, "the warm-up's steps (until='warmup')"
+    elif isinstance(until, float):
+        if not 0.0 < until <= 1.0:
+            raise ValueError(f"until as a share of all steps must be in (0, 1], got {until}")
+        end, what = round(until * max_steps), f"the steps of until={until}"
+    else:
+        end, what = until, "until"
+    if not attempts <= end <= max_steps:
+        raise ValueError(f"{what} must be in [{attempts}, {max_steps}] for {attempts} attempts, got {end}")
+    return tuple(round(j * end / attempts) for j in range(1, attempts + 1))
+
+
+class InTrainingTruncation:
+    """Attempts a truncation after the given steps.
+
+    Args:
+        steps: after which, counted from 1. tau, variant, min_reduction: as in `balanced_truncate`; a layer of n modes
+            is only rewritten if it gets fewer than (1 - min_reduction) n.
+    Attributes:
+        history: of each attempt a dict that JSON can hold: step, before and after (modes), sizes, bounds,
+            refused (by layer), seconds.
+    """
+
+    def __init__(
+        self, steps: Collection[int], *, tau: float = 0.1, variant: str = "complex", min_reduction: float = 0.05
+    ):
+        self.steps, self.tau, self.variant, self.min_reduction = frozenset(steps), tau, variant, min_reduction
+        self.history: list[dict[str, Any]] = []
+
+    def after_step(self, model: nn.Module, optimizer: Any, step: int) -> TruncationReport | None:
+        """If that step is one to attempt at: truncate, and tell the optimizer. All processes must call it.
+
+        Gradients must have been used and cleared. A torch.compile'd model compiles anew; DistributedDataParallel takes
+        the new Parameters in (communication hooks have to be registered again).
+
+        Returns:
+            What was done; its `replaced` is for whoever else holds Parameters, such as an average of the weights.
+        Raises:
+            ValueError: no diagonal layers, or values out of range; a sharded model.
+        """
+        if step not in self.steps:
+            return None
+        started = time.perf_counter()
+        inner = unwrap(model)
+        layers = diagonal_layers(inner)
+        check_whole(layers.values())
+        options = {"tau": self.tau, "variant": self.variant, "min_reduction": self.min_reduction}
+        results = _from_first_process(lambda: plan_truncation(layers, **options))
+        report = apply_truncation(inner, layers, results)
+        if report.replaced:
+            substitute(optimizer, report.replaced)
+            rebuild_wrappers(inner)
+        self.history.append(
+            {
+                "step": step,
+                "before": [layer.before for layer in report.layers],
+                "after": [layer.after for layer in report.layers],
+                "sizes": report.sizes,
+                "bounds": [layer.bound for layer in report.layers],
+                "refused": {layer.name: layer.refused for layer in report.layers if layer.refused},
+                "seconds": round(time.perf_counter() - started, 3),
+            }
+        )
+        return report
+
+
+def check_whole(layers: Iterable[nn.Module]) -> None:
+    """Raises ValueError for Parameters of which this process has a part only."""
+    if any(hasattr(p, "placements") for layer in layers for p in layer.parameters()):
+        raise ValueError("balanced truncation needs whole layers on every process, got sharded ones (FSDP)")
+
+
+def _from_first_process(plan: Callable[[], list[Truncation | str]]) -> list[Truncation | str]:
+    """What the first process computes, on all: eigenvectors may differ in their last bits, and ranks with them."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return plan()
+    box: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            box = [plan()]
+        except Exception as error:  # others wait for an answer
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if isinstance(box[0], Exception):
+        raise box[0]
+    return box[0]
+
+
+def substitute(optimizer: Any, replaced: Sequence[Replaced]) -> None:
+    """Put new Parameters into the places of old ones in the optimizer's groups, and delete what it knew of the old."""
+    while hasattr(optimizer, "optimizer"):  # Accelerate's wrapper
+        optimizer = optimizer.optimizer
+    new = {id(old): fresh for old, fresh in replaced}
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(p), p) for p in group["params"]]
+    for old, _ in replaced:
+        optimizer.state.pop(old, None)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and torch.compile's wrapper."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def rebuild_wrappers(model: nn.Module) -> None:
+    """After Parameters of a model were replaced: DistributedDataParallel around it exchanges the new ones' gradients,
+    and compiled graphs of old shapes are dropped, so that torch.compile's limit of graphs counts the new ones only.
+
+    transformers' Trainer keeps its wrapper to itself, and its loop holds it in a variable. So wrappers are found among
+    the live objects, and made anew in place.
+    """
+    if dist.is_available() and dist.is_initialized():
+        for ddp in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
+            if unwrap(ddp) is model:
+                _rebuild_ddp(ddp)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _rebuild_ddp(ddp: DistributedDataParallel) -> None:
+    same = (
+        "device_ids", "output_device", "dim", "broadcast_buffers", "process_group", "find_unused_parameters",
+        "gradient_as_bucket_view", "static_graph", "mixed_precision",
+    )  # fmt: skip
+    training, module = ddp.training, ddp.module
+    ddp.reducer = ddp.logger = None  # the old reducer takes its hooks off the Parameters that stay
+    cap = None if getattr(ddp, "bucket_bytes_cap_default", False) else ddp.bucket_bytes_cap / 2**20
+    DistributedDataParallel.__init__(ddp, module, bucket_cap_mb=cap, **{name: getattr(ddp, name) for name in same})
+    ddp.train(training)

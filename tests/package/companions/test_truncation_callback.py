@@ -1,0 +1,381 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""truncation_training.py and truncation_callback.py: when, what an optimizer is told, resuming, ranks, Trainer."""
+
+import copy
+
+import pytest
+import torch
+from parallel_run import on_ranks
+from recurrences import (
+    RecurrentConfig,
+    RecurrentModel,
+    error_on_two_ranks,
+    on_two_ranks,
+    training_data,
+)
+from transformers import Trainer, TrainingArguments
+
+from modeling_essm.companions.truncated_models import balanced_truncate, resize_states
+from modeling_essm.companions.truncation_callback import BalancedTruncationCallback
+from modeling_essm.companions.truncation_training import (
+    InTrainingTruncation,
+    attempt_steps,
+    check_whole,
+    substitute,
+    unwrap,
+)
+
+REWRITTEN = ("nu", "theta", "gamma", "B", "C")
+SIZES = [10, 8]
+
+
+def make_model(**fields):
+    return RecurrentModel(RecurrentConfig(**({"state_sizes": SIZES} | fields)))
+
+
+def make_optimizer(model, lr=1e-2, weight_decay=0.1):
+    """Two groups, poles without decay and at half the rate."""
+    poles = [p for name, p in model.named_parameters() if name.endswith(("nu", "theta", "gamma", ".B"))]
+    others = [p for p in model.parameters() if not any(p is pole for pole in poles)]
+    groups = [{"params": poles, "lr": lr / 2, "weight_decay": 0.0}, {"params": others, "weight_decay": weight_decay}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def update(model, optimizer, step):
+    """One on the rows of that step, so that a run is a function of its steps."""
+    rows = training_data(8, seed=step)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ("u", "labels")}
+    optimizer.zero_grad()
+    model(**batch)["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- When -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attempts", "until", "steps"),
+    [
+        (4, "warmup", (25, 50, 75, 100)),
+        (4, 200, (50, 100, 150, 200)),
+        (3, 0.5, (167, 333, 500)),
+        (4, 1.0, (250, 500, 750, 1000)),
+        (1, 1, (1,)),
+        (3, 3, (1, 2, 3)),
+    ],
+)
+def test_attempts_are_equidistant(attempts, until, steps):
+    assert attempt_steps(attempts, until, max_steps=1000, warmup_steps=100) == steps
+
+
+@pytest.mark.parametrize(
+    ("attempts", "until", "message"),
+    [
+        (0, 5, "attempts must be at least 1, got 0"),
+        (4, "epoch", "until must be 'warmup', a step or a share .* got 'epoch'"),
+        (4, "warmup", r"warm-up's steps \(until='warmup'\) must be in \[4, 1000\] for 4 attempts, got 3"),
+        (4, 3, r"until must be in \[4, 1000\] for 4 attempts, got 3"),
+        (4, 1001, r"until must be in \[4, 1000\] for 4 attempts, got 1001"),
+        (4, 1.5, r"must be in \(0, 1\], got 1.5"),
+        (4, 0.001, r"until=0.001 must be in \[4, 1000\] for 4 attempts, got 1"),
+    ],
+)
+def test_schedules_that_do_not_fit(attempts, until, message):
+    with pytest.raises(ValueError, match=message):
+        attempt_steps(attempts, until, max_steps=1000, warmup_steps=3)
+
+
+def test_only_those_steps():
+    model, truncation = make_model(), InTrainingTruncation((2, 5), tau=0.1)
+    optimizer = make_optimizer(model)
+    done = [truncation.after_step(model, optimizer, step) is not None for step in range(1, 7)]
+    assert done == [False, True, False, False, True, False]
+    first, second = truncation.history
+    assert (first["step"], second["step"]) == (2, 5)
+    assert first["before"] == SIZES
+    assert first["after"] == second["before"]
+    assert all(a < b for a, b in zip(first["after"], SIZES))
+    assert second["after"] == second["sizes"] == model.config.state_sizes
+    assert all(bound > 0 for bound in first["bounds"])
+
+
+# --- The optimizer ----------------------------------------------------------------------------------------------------
+
+
+def first_update(model, optimizer, step):
+    """The largest movement of an entry of each rewritten tensor over its learning rate."""
+    lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    watched = [getattr(layer, name) for layer in model.layers for name in REWRITTEN]
+    before = [p.detach().clone() for p in watched]
+    update(model, optimizer, step)
+    return [float((p - old).abs().max() / lr[id(p)]) for p, old in zip(watched, before)]
+
+
+def test_new_tensors_start_afresh():
+    """AdamW's first update of a tensor is lr in every entry, m / sqrt(v) being the sign of the gradient; eps = 1e-8
+    takes a little where a gradient is small, and fp32 weights round theirs to 1e-7 / lr. Decay adds at most 0.1 |w|."""
+    model = make_model()
+    optimizer = make_optimizer(model, weight_decay=0.0)
+    for step in range(1, 6):
+        update(model, optimizer, step)
+    truncation = InTrainingTruncation((5,), tau=0.1)
+    truncation.after_step(model, optimizer, 5)
+    assert first_update(model, optimizer, 6) == pytest.approx([1.0] * 10, abs=2e-3)
+
+
+def test_a_kept_step_count_would_overshoot():
+    """The control: moments of 0 with a count of 2000 make it 0.1 / sqrt(0.001) sqrt(1 - 0.999^2001) = 2.94."""
+    model = make_model()
+    optimizer = make_optimizer(model, weight_decay=0.0)
+    update(model, optimizer, 1)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+        state["step"].fill_(2000)
+    assert first_update(model, optimizer, 2) == pytest.approx([2.94] * 10, abs=1e-2)
+
+
+def test_everything_else_stays():
+    model = make_model()
+    optimizer = make_optimizer(model)
+    for step in range(1, 4):
+        update(model, optimizer, step)
+    kept = {name: p for name, p in model.named_parameters() if name.rpartition(".")[2] not in REWRITTEN}
+    state = {name: copy.deepcopy(optimizer.state[p]) for name, p in kept.items()}
+    old = {id(p) for p in model.parameters()} - {id(p) for p in kept.values()}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    balanced = InTrainingTruncation((3,), tau=0.1).after_step(model, optimizer, 3)
+    assert len(balanced.replaced) == 10
+    fresh = make_optimizer(model)  # the order in which a resumed run has them
+    for group, other, before in zip(optimizer.param_groups, fresh.param_groups, groups):
+        assert [id(p) for p in group["params"]] == [id(p) for p in other["params"]]
+        assert {key: value for key, value in group.items() if key != "params"} == before
+    assert not old & {id(p) for p in optimizer.state}
+    assert len(optimizer.state) == len(kept)
+    for name, p in kept.items():
+        for key, value in state[name].items():
+            assert torch.equal(optimizer.state[p][key], value)
+
+
+def test_a_graph_from_before_does_not_matter():
+    """Resizing `.data` in place would fail here: its gradient would be of the old shape."""
+    model = make_model()
+    u = torch.stack([row["u"] for row in training_data(4)])
+    alive = model(u)["logits"].sum()
+    balanced_truncate(model, tau=0.1)
+    model(u)["logits"].sum().backward()
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+    alive.backward()  # of the old tensors, which are gone from the model
+    assert all(p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_accelerates_wrapper():
+    class Wrapper:
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+    model = make_model()
+    optimizer = make_optimizer(model)
+    update(model, optimizer, 1)
+    report = balanced_truncate(model, tau=0.1)
+    substitute(Wrapper(optimizer), report.replaced)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+
+
+def test_sharded_layers_are_refused():
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.placements = ("Shard(0)",)
+    with pytest.raises(ValueError, match="needs whole layers"):
+        check_whole([layer])
+
+
+# --- Resuming, compiling, ranks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed_after", [2, 3, 4, 6, 7])
+def test_a_resumed_run_ends_with_the_same_bits(killed_after):
+    """With truncations after updates 3 and 6, of 9; before, at and behind them."""
+
+    def run(model, optimizer, scheduler, first, last):
+        truncation = InTrainingTruncation((3, 6), tau=0.1)
+        for step in range(first, last + 1):
+            update(model, optimizer, step)
+            scheduler.step()
+            truncation.after_step(model, optimizer, step)
+
+    def start(model):
+        optimizer = make_optimizer(model)
+        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 6))
+
+    whole = start(make_model())
+    run(*whole, 1, 9)
+    killed = start(make_model())
+    run(*killed, 1, killed_after)
+    saved = copy.deepcopy([part.state_dict() for part in killed])
+    sizes = list(killed[0].config.state_sizes)
+    assert (sizes == SIZES) == (killed_after < 3)
+
+    model = make_model(seed=7)
+    resize_states(model, sizes)
+    resumed = start(model)
+    for part, state in zip(resumed, saved):
+        part.load_state_dict(state)
+    run(*resumed, killed_after + 1, 9)
+    assert resumed[0].config.state_sizes == whole[0].config.state_sizes
+    for name, tensor in whole[0].state_dict().items():
+        assert torch.equal(resumed[0].state_dict()[name], tensor), name
+
+
+def test_a_compiled_model_compiles_anew():
+    """More truncations than torch.compile allows graphs: it would go on uncompiled behind its limit."""
+    model = make_model()
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=count)
+    u = torch.stack([row["u"] for row in training_data(2, length=2)])
+    optimizer = make_optimizer(model)
+    truncation = InTrainingTruncation(range(1, 4), tau=0.1, min_reduction=0.0)
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        compiled(u)
+        for step in (1, 2, 3):
+            seen, size = len(graphs), list(model.config.state_sizes)
+            truncation.after_step(compiled, optimizer, step)
+            assert model.config.state_sizes != size
+            torch.testing.assert_close(compiled(u)["logits"], model.forward(u)["logits"])
+            assert len(graphs) > seen
+    assert unwrap(compiled) is model
+
+
+def test_two_ranks_choose_the_same():
+    """Gradients of the new tensors are exchanged too, or weights would part: the last update is behind a truncation.
+    Against one process with both ranks' rows, AdamW's quotients of small gradients differ by rounding of the sums."""
+    (sizes, history, weights, settings), other = on_ranks(2, on_two_ranks)
+    assert other[0] == sizes != [8, 6]
+    assert [entry["after"] for entry in other[1]] == [entry["after"] for entry in history]
+    assert settings == (True, True, True)
+    for name, tensor in weights.items():
+        assert torch.equal(tensor, other[2][name]), name
+
+    model = RecurrentModel(RecurrentConfig(state_sizes=[8, 6]))
+    optimizer, truncation = torch.optim.AdamW(model.parameters(), 1e-2), InTrainingTruncation((2, 3), tau=0.1)
+    batch = {name: torch.stack([row[name] for row in training_data(8)]) for name in ("u", "labels")}
+    for step in range(1, 5):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        truncation.after_step(model, optimizer, step)
+    assert model.config.state_sizes == sizes
+    u = batch["u"]
+    alone = model(u)["logits"]
+    model.load_state_dict(weights)
+    torch.testing.assert_close(model(u)["logits"], alone, rtol=0, atol=1e-3)
+
+
+def test_an_error_of_the_first_rank_is_everybodys():
+    said = on_ranks(2, error_on_two_ranks)
+    assert said == ["min_reduction must be in [0, 1), got 2.0"] * 2
+
+
+# --- transformers' Trainer --------------------------------------------------------------------------------------------
+
+
+def make_trainer(folder, model, callbacks, **fields):
+    defaults = {
+        "max_steps": 8,
+        "warmup_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(output_dir=str(folder), **(defaults | fields))
+    data = training_data()
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+
+
+def test_a_trainer_shrinks_its_model(tmp_path):
+    """After updates 2 and 4, whatever is evaluated when; the learning rate does not notice."""
+    lines, model = [], make_model()
+    callback = BalancedTruncationCallback(tau=0.1, attempts=2, say=lines.append)
+    trainer = make_trainer(tmp_path, model, [callback], eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    assert [entry["step"] for entry in callback.history] == [2, 4]
+    assert callback.history[-1]["after"] == model.config.state_sizes
+    assert all(a < b for a, b in zip(model.config.state_sizes, SIZES))
+    assert [entry["truncation"] for entry in trainer.state.log_history if "truncation" in entry] == callback.history
+    assert len(lines) == 2
+    assert lines[0].startswith("step 2: truncated from 10, 8 to ")
+    rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
+    plain = make_trainer(tmp_path, make_model(), [])
+    plain.train()
+    assert rates == [entry["learning_rate"] for entry in plain.state.log_history if "learning_rate" in entry]
+
+
+def test_a_trainer_resumes_behind_a_truncation(tmp_path):
+    """With the model of the checkpoint, and the checkpoint's history; the same bits as without the interruption."""
+
+    def callback():
+        return BalancedTruncationCallback(tau=0.1, attempts=2, until=6, say=lambda line: None)
+
+    whole, first = make_model(), callback()
+    make_trainer(tmp_path / "run", whole, [first], save_strategy="steps", save_steps=1).train()
+    for step in (3, 5):
+        checkpoint = tmp_path / "run" / f"checkpoint-{step}"
+        model, again = RecurrentModel.from_pretrained(checkpoint), callback()
+        assert model.config.state_sizes == first.history[0]["after"]
+        make_trainer(tmp_path / "again", model, [again]).train(resume_from_checkpoint=str(checkpoint))
+        assert [entry["after"] for entry in again.history] == [entry["after"] for entry in first.history]
+        assert again.history[0] == first.history[0]
+        for name, tensor in whole.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
+
+
+def test_the_best_model_is_one_of_the_last_shape(tmp_path):
+    """The learning rate is 0 from the second truncation on, and large before: earlier models score otherwise."""
+    model = make_model()
+    callback = BalancedTruncationCallback(tau=0.3, attempts=2, say=lambda line: None)
+    trainer = make_trainer(
+        tmp_path, model, [callback], load_best_model_at_end=True, metric_for_best_model="loss", eval_strategy="steps",
+        eval_steps=1, save_strategy="steps", save_steps=1, greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    assert int(trainer.state.best_model_checkpoint.rpartition("-")[2]) >= 4
+    assert trainer.model.config.state_sizes == callback.history[-1]["after"]
+    assert len(trainer.model.layers[0].nu) == callback.history[-1]["after"][0]
+
+
+def test_trainers_that_cannot_truncate(tmp_path):
+    with pytest.raises(ValueError, match=r"warm-up's steps .* must be in \[4, 8\] for 4 attempts, got 0"):
+        make_trainer(tmp_path, make_model(), [BalancedTruncationCallback()], warmup_steps=0).train()
+    model = make_model(state_sizes=[])
+    with pytest.raises(ValueError, match="RecurrentModel has no layer with lti"):
+        make_trainer(tmp_path, model, [BalancedTruncationCallback()]).train()
+    trainer = make_trainer(tmp_path, make_model(), [BalancedTruncationCallback()])
+    trainer.args.deepspeed = "anything"
+    with pytest.raises(ValueError, match="FSDP or DeepSpeed"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tau": 0.0}, r"tau must be in \(0, 1\), got 0.0"),
+        ({"tau": 1.0}, r"tau must be in \(0, 1\), got 1.0"),
+        ({"variant": "modal"}, "variant must be one of complex, real, got 'modal'"),
+        ({"min_reduction": 1.0}, r"min_reduction must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        BalancedTruncationCallback(**options)
