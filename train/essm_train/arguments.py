@@ -120,6 +120,17 @@ class RunArguments:
     torch_compile: bool = arg(False, "Compile the model; each budget is compiled when it first runs.")
     full_determinism: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
 
+    truncation_tau: float | None = arg(
+        None,
+        "Of a diagonal_ssm: balanced truncation during training, which in an attempt discards at most this share of "
+        "the Hankel singular values of each layer. Shares compound.",
+    )
+    truncation_attempts: int = arg(4, "With truncation_tau: how often, at equal distances.")
+    truncation_until: str = arg(
+        "warmup", "With truncation_tau: the last attempt, 'warmup', an update, or with a point a share of all (0.5)."
+    )
+    truncation_variant: str = arg("complex", "With truncation_tau: 'complex', the paper's, or 'real'.")
+
     eval_steps: int = arg(100, "Updates between validations.")
     eval_budgets: list[int] | None = arg(
         None, "Budgets to validate at; by default the smallest, a middle and the largest."
@@ -185,6 +196,17 @@ class RunArguments:
             raise ValueError(f"give {' or '.join(given)}, not both")
         if self.context_parallel > 1 and self.torch_compile:
             raise ValueError(f"torch_compile needs context_parallel 1, got {self.context_parallel}")
+        if self.truncation_tau is not None and not 0 < self.truncation_tau < 1:
+            raise ValueError(f"truncation_tau must be in (0, 1), got {self.truncation_tau}")
+        if self.truncation_variant not in ("complex", "real"):
+            raise ValueError(f"truncation_variant must be 'complex' or 'real', got {self.truncation_variant!r}")
+        if self.truncation_until != "warmup":
+            try:
+                float(self.truncation_until)
+            except ValueError:
+                raise ValueError(
+                    f"truncation_until must be 'warmup', an update or a share, got {self.truncation_until!r}"
+                ) from None
         if self.push_to_hub and not self.hub_model_id:
             raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
 
