@@ -7,8 +7,9 @@ Importing this, which `import modeling_essm` does not do, makes the Auto classes
 # Models
 from . import diagonal_ssm
 
-# Pruning after training
+# Pruning after training, truncation
 from .adapters import Adapter, elastic_layers, register
+from .balanced_truncation import truncate
 from .certificates import certificate, end_to_end_bound, hinf_norm
 from .diagonal_ssm import (
     DiagonalSSMConfig,
@@ -22,6 +23,7 @@ from .removal import remove
 from .report import ElasticReport, describe
 from .scores import Importance, importance
 from .systems import DiagonalSystem
+from .truncated_models import TruncationReport, balanced_truncate
 
 __all__ = [
     "Adapter",
@@ -33,7 +35,9 @@ __all__ = [
     "ElasticReport",
     "Importance",
     "Plan",
+    "TruncationReport",
     "allocate",
+    "balanced_truncate",
     "certificate",
     "describe",
     "diagonal_ssm",
@@ -46,4 +50,5 @@ __all__ = [
     "register",
     "remove",
     "restore",
+    "truncate",
 ]

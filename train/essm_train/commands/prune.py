@@ -96,11 +96,10 @@ class PruneArguments:
 
 
 def _encoder(model: str) -> Encoder:
-    """The tokenizer that lies beside the weights; bytes without one."""
-    try:
-        return TokenizerEncoder(open_tokenizer(model), model)
-    except (ValueError, OSError):
-        return ByteEncoder()
+    """The tokenizer that lies beside the weights; bytes where a folder has none."""
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return ByteEncoder()  # the library would make an empty tokenizer of the model's type
+    return TokenizerEncoder(open_tokenizer(model), model)
 
 
 def _open(args: PruneArguments) -> tuple[TaskData, Encoder | None]:

@@ -1,0 +1,147 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""train/prune.py from end to end: ratios, limits, what is left in the folder, and what it refuses."""
+
+import json
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+
+from essm_train.commands import prune
+from essm_train.measure.pruning import PruningCurve
+from modeling_essm import build_byte_tokenizer
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM
+from modeling_essm.companions.plans import Plan
+
+SMALL = {"vocab_size": 259, "hidden_size": 8, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Held-out text and text to calibrate on."""
+    folder = tmp_path_factory.mktemp("texts")
+    for i, name in enumerate(("heldout.txt", "other.txt")):
+        (folder / name).write_text("".join(random.Random(i).choices("abcde ", k=400)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A diagonal language model of 6 modes a layer, the last three of the second silent, with a byte tokenizer."""
+    torch.manual_seed(0)
+    model = DiagonalSSMForCausalLM(DiagonalSSMConfig(**SMALL, parameterization="lru", state_size=6))
+    with torch.no_grad():
+        mixer = model.model.layers[1].mixer
+        for name in mixer.output_names:
+            mixer.get_parameter(name).narrow(mixer.mode_dims[name], 3, 3).zero_()
+    folder = tmp_path_factory.mktemp("saved") / "lru"
+    model.save_pretrained(folder)
+    build_byte_tokenizer(model_max_length=64).save_pretrained(folder)
+    return folder
+
+
+def run(saved, texts, output_dir, **changes):
+    values = {"text_files": [str(texts / "heldout.txt")], "block_size": 32, "max_blocks": 4, "step": 0.25}
+    prune.main(prune.PruneArguments(model=str(saved), output_dir=str(output_dir), **values | changes))
+    return json.loads((output_dir / "pruning.json").read_text())
+
+
+def test_at_a_ratio(saved, texts, tmp_path, capsys):
+    found = run(saved, texts, tmp_path, amount=0.25)
+    assert found["ratios"] == [0, 0.25, 0.5, 0.75] and found["kept"][0] == [6, 6]
+    assert found["modes"] == {"before": [6, 6], "kept": [6, 3], "stored": [6, 3]}  # the silent ones go
+    bits = found["bits_per_byte"]
+    assert bits["after"] == pytest.approx(bits["before"], rel=1e-6) == found["values"][1]
+    assert found["values"][3] != pytest.approx(bits["before"], rel=1e-6)
+    assert found["parameters"]["after"] < found["parameters"]["before"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert model.config.state_sizes == [6, 3] == Plan.load(tmp_path / "plan.json").sizes
+    tokens = torch.arange(97, 117)[None]
+    whole = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
+    torch.testing.assert_close(model(tokens).logits, whole(tokens).logits, rtol=1e-5, atol=1e-6)  # fp32, another order
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "pruned at 25.0% of its modes by aire" in card and "| 25.0% |" in card
+    assert (tmp_path / "model" / "tokenizer_config.json").exists() and (tmp_path / "pruning.png").exists()
+    assert not (tmp_path / "pruning_partial.json").exists()
+    assert "LRU" in (shown := capsys.readouterr().out).upper() and "error bound" in shown
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e-4, 10.0])
+def test_to_a_limit(saved, texts, tmp_path, limit):
+    """Of the ratios up to which none loses more, the largest; 0.25 costs rounding alone."""
+    found = run(saved, texts, tmp_path, max_loss=limit + 1e-6)
+    exceeding = [r for r, value in zip(found["ratios"], found["values"]) if value > found["values"][0] + limit + 1e-6]
+    assert found["ratio"] == max(r for r in found["ratios"] if r < min(exceeding, default=1.0)) >= 0.25
+    assert found["ratio"] == 0.75 or limit < 10
+
+
+def test_a_ladder_stops_at_its_first_gap():
+    curve = PruningCurve("accuracy", True, (0.0, 0.1, 0.2, 0.3), (0.9, 0.89, 0.7, 0.9), ((4,),) * 4)
+    assert curve.largest_within(0.02) == 0.1 and curve.largest_within(0.3) == 0.3 and curve.largest_within(0.0) == 0.0
+    assert curve.losses == pytest.approx((0, 0.01, 0.2, 0))
+
+
+def test_what_was_measured_is_not_measured_again(saved, texts, tmp_path, monkeypatch):
+    original, calls = prune.measure_ratios, []
+
+    def measured(model, plan, ratios, data, *rest):
+        quality = data.quality
+
+        def counted(model):
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            calls.append(1)
+            return quality(model)
+
+        return original(model, plan, ratios, type(data)(**vars(data) | {"quality": counted}), *rest)
+
+    monkeypatch.setattr(prune, "measure_ratios", measured)
+    with pytest.raises(KeyboardInterrupt):
+        run(saved, texts, tmp_path, amount=0.25)
+    values = json.loads((tmp_path / "pruning_partial.json").read_text())["values"]
+    assert [*values] == ["0.000000", "0.250000"]
+    calls.clear()
+    found = run(saved, texts, tmp_path, amount=0.25)  # the two that are left
+    assert len(calls) == 2 and found["values"][:2] == [*values.values()]
+
+
+def test_mamba_with_calibration_text(texts, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"state_size": 4, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
+    MambaForCausalLM(MambaConfig(**SMALL, **sizes)).save_pretrained(tmp_path / "mamba")
+    other = [str(texts / "other.txt")]
+    found = run(tmp_path / "mamba", texts, tmp_path / "out", amount=0.5, calibration_files=other, scope="uniform")
+    assert found["modes"]["stored"] == [2, 2]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.state_size == 2 and torch.isfinite(model(torch.arange(20)[None]).logits).all()
+    with pytest.raises(ValueError, match="give calibration"):
+        run(tmp_path / "mamba", texts, tmp_path / "without", amount=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "give amount or max_loss, got None and None"),
+        ({"amount": 0.5, "max_loss": 0.1}, "give amount or max_loss, got 0.5 and 0.1"),
+        ({"amount": 1.0}, r"amount must be the share of the modes to prune, in \(0, 1\), got 1.0"),
+        ({"max_loss": -1.0}, "max_loss must be at least 0, got -1.0"),
+        ({"amount": 0.5, "step": 0.0}, r"step must be in \[0.001, 0.5\], got 0.0"),
+        ({"amount": 0.5, "method": "best"}, "method must be one of aire, .*got 'best'"),
+        ({"amount": 0.5, "scope": "local"}, "scope must be one of global, uniform, got 'local'"),
+        ({"amount": 0.5, "task": "smnist"}, "give task or text_files"),
+        ({"amount": 0.5, "block_size": 1}, "block_size must be at least 2, got 1"),
+        ({"amount": 0.5, "granularity": "state"}, "granularity must be one of mode, mode_index, got 'state'"),
+    ],
+)
+def test_bad_arguments(saved, texts, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(saved, texts, tmp_path, **changes)
+
+
+def test_a_limit_that_nothing_meets(saved, texts, tmp_path, monkeypatch):
+    curve = PruningCurve("bits_per_byte", False, (0.0, 0.25), (1.0, 1.5), ((6, 6), (6, 3)))
+    monkeypatch.setattr(prune, "measure_ratios", lambda *args: curve)
+    with pytest.raises(ValueError, match=r"exceeded by the first step, 0\.25 of the modes, which loses 0\.5"):
+        run(saved, texts, tmp_path, max_loss=0.1)
+    assert not (tmp_path / "model").exists()

@@ -1,0 +1,101 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Balanced truncation in train_clm.py: sizes fall, an interrupted run goes on across one, ranks agree."""
+
+import json
+import signal
+
+import pytest
+import torch
+from training_run import command_line, final_state, train, train_apart, write_held_out, write_text
+from transformers import AutoModelForCausalLM
+
+import modeling_essm.companions  # noqa: F401, which makes the Auto classes know the model
+
+DIAGONAL = {
+    "architecture": "diagonal_ssm",
+    "parameterization": "lru",
+    "state_size": 8,
+    "num_spectral_channels": None,
+    "ema_decay": 0.0,
+    "truncation_tau": 0.3,
+    "truncation_attempts": 2,
+    "truncation_until": "5",  # after updates 2 and 5
+}
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    files = {"train_file": write_text(folder), "validation_file": write_held_out(folder)}
+
+    def make(output_dir, **changes):
+        return command_line(output_dir, **files | DIAGONAL | changes)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory):
+    """A run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(arguments(folder))
+    return folder
+
+
+def history_of(folder):
+    return json.loads((folder / "training.json").read_text())["truncation"]
+
+
+def test_modes_fall_and_the_model_loads(whole):
+    found = history_of(whole)
+    assert [attempt["step"] for attempt in found["history"]] == [2, 5]
+    first, second = found["history"]
+    assert first["before"] == [8, 8] and first["after"] == second["before"] and second["after"] == found["sizes"]
+    assert all(0 < after < 8 for after in found["sizes"])
+    model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    assert model.config.state_sizes == found["sizes"]
+    tokens = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+    assert torch.isfinite(model(tokens).logits).all()
+
+
+@pytest.mark.parametrize("update", [3, 6], ids=["after the first", "after both"])
+def test_a_killed_run_goes_on_across_a_truncation(whole, arguments, tmp_path, update):
+    """The checkpoint, of update 3 or 6, holds fewer modes than a new model; killed in the next update but one."""
+    killed = arguments(tmp_path / "run")
+    codes, _ = train_apart(killed, tmp_path, ("kill_at_update", update + 1), samples=False)
+    assert codes == [-signal.SIGKILL]
+    train(killed)
+    assert history_of(tmp_path / "run")["sizes"] == history_of(whole)["sizes"]
+    for mine, theirs in zip(final_state(tmp_path / "run"), final_state(whole), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
+    codes, log = train_apart(arguments(tmp_path / "run", save_steps=8), tmp_path, ranks=2, samples=False)
+    assert codes == [0, 0], log
+    found = history_of(tmp_path / "run")
+    assert found["history"][0]["before"] == [8, 8] and all(after < 8 for after in found["sizes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ema_decay": 0.5}, "ema_decay must be 0, got 0.5"),
+        ({"truncation_tau": 1.5}, r"truncation_tau must be in \(0, 1\), got 1.5"),
+        ({"truncation_until": "soon"}, "truncation_until must be 'warmup', an update or a share, got 'soon'"),
+        ({"truncation_until": "9"}, r"until must be in \[2, 8\] for 2 attempts, got 9"),
+        ({"truncation_variant": "imaginary"}, "truncation_variant must be 'complex' or 'real'"),
+        ({"parameterization": "s6"}, "parameterization must be one of"),
+        (
+            {"architecture": "essm", "parameterization": None, "state_size": None, "num_spectral_channels": 8},
+            "truncation_tau is for a diagonal_ssm",
+        ),
+        ({"architecture": "essm"}, "parameterization is of architecture 'diagonal_ssm': leave it out, got 'lru'"),
+        ({"match_parameters": True}, "architecture 'diagonal_ssm' has the sizes given"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(arguments, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(arguments(tmp_path / "run", **changes))
+    assert not list(tmp_path.glob("run/checkpoint-*"))
