@@ -45,7 +45,6 @@ from essm_train.run.identity import find_run, model_identity
 from essm_train.run.learning_rate import apply_plan, make_scheduler, parameter_groups
 from essm_train.run.saving import copy_model, save_model
 from essm_train.run.task import Task
-from essm_train.run.truncation import make_truncation, truncation_line, truncation_state
 from modeling_essm.parallel.batches import shard_batch
 from modeling_essm.parallel.model_context import check_context_parallel, context_parallel
 from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
@@ -104,7 +103,6 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         "processes": accelerator.num_processes,
         "device": str(accelerator.device.type),
         "mixed_precision": accelerator.mixed_precision,
-        **truncation_state(run.truncation, task.model),
     }
 
 
@@ -178,7 +176,6 @@ class _Run:
         """Model, optimizer, learning rate and average, as they are before the first update."""
         accelerator, args, network = self.accelerator, self.args, self.task.model
         set_seed(args.seed, device_specific=True)  # equal weights exist already; other dropout masks on every process
-        self.truncation = make_truncation(args, network, self.max_steps, self.saved)
         if args.gradient_checkpointing:
             enable = getattr(network, "activation_checkpointing_enable", None)  # its name since transformers 5.2x
             (enable or network.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -252,7 +249,6 @@ class _Run:
                 bar.update()
 
                 progress.update, progress.seconds = update + 1, progress.seconds + time.perf_counter() - started
-                self._truncate()
                 if self._is_due(args.eval_steps) or self._is_due(args.save_steps):
                     self._check_finite()
                 rate = {"learning_rate": self.scheduler.get_last_lr()[0], "tokens_per_second": speed}
@@ -312,18 +308,6 @@ class _Run:
             "gradient_norm": grad_norm,
         }
 
-    def _truncate(self) -> None:
-        """Balanced truncation after the updates at which it is due; the best model is searched for anew."""
-        report = None
-        if self.truncation is not None:
-            report = self.truncation.after_step(self.model, self.optimizer, self.progress.update)
-        if self.truncation is None or report is None:
-            return
-        if report.replaced:
-            self.progress.best, self.progress.best_update, self.progress.validations_without_best = None, 0, 0
-        seconds = self.truncation.history[-1]["seconds"]
-        say(self.accelerator, truncation_line(report, self.progress.update, seconds))
-
     def _non_finite(self) -> str:
         average = self.average.average if self.average is not None else []
         return " and ".join(non_finite(self.accelerator, self.model, self.optimizer, average))
@@ -377,7 +361,6 @@ class _Run:
             "budget": {"schedule": self.args.budget_schedule, "trained": self.schedule.budgets, "last": budgets},
             "samples_seen": self.progress.update * self.samples_per_update,
             "plan": self.plan,
-            **truncation_state(self.truncation, self.task.model),
         }
         states = {"data": data_state, "average": self.average.state_dict() if self.average is not None else None}
         shared, by_process = ({name: states[name] for name in names} for names in self._state_names())
