@@ -9,6 +9,17 @@ import torch
 from torch import Tensor
 
 
+def refuse_packing(kwargs: dict[str, Any]) -> None:
+    """Extra arguments pass silently, as the library's losses need; packed sequences would run into each other.
+
+    Raises:
+        ValueError: an argument of packed sequences.
+    """
+    for name, value in kwargs.items():
+        if value is not None and name.startswith(("seq_idx", "cu_seq")):
+            raise ValueError(f"unknown argument {name!r}: packed sequences are not supported, pad them instead")
+
+
 def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> None:
     """Raises ValueError unless exactly one input is given, of the kind, shape, dtype and range that the model reads."""
     given = [x for x in (input_ids, inputs_embeds, features) if x is not None]

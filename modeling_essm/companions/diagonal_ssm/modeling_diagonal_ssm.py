@@ -19,7 +19,7 @@ from transformers.utils.generic import can_return_tuple
 from .block_diagonal import DiagonalSSMLayer, make_norm
 from .cache_diagonal import DiagonalSSMCache
 from .configuration_diagonal_ssm import DiagonalSSMConfig
-from .inputs_diagonal import check_cache, check_inputs, read_mask, real_last, reorder, wants_cache
+from .inputs_diagonal import check_cache, check_inputs, read_mask, real_last, refuse_packing, reorder, wants_cache
 from .mixer_diagonal import DiagonalMixer
 from .parameterizations_diagonal import MIXERS
 
@@ -98,8 +98,10 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             (B, L, H), embeddings first, if asked for.
         Raises:
             ValueError: token ids out of range (checked on a CPU), not exactly one input, a mask or a cache that does
-                not fit, a cache for a bidirectional model, or gradient checkpointing with a cache or batch norm.
+                not fit, a cache for a bidirectional model, packed sequences, or gradient checkpointing with a cache or
+                batch norm.
         """
+        refuse_packing(kwargs)
         check_inputs(self.config, input_ids, inputs_embeds, input_features)
         embeddings = hidden_states = self._embed(input_ids, inputs_embeds, input_features)
         B, L, _ = hidden_states.shape
@@ -187,6 +189,7 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         Returns:
             CausalLMOutputWithPast: loss () in nats with labels, logits (B, L or logits_to_keep, vocab_size).
         """
+        refuse_packing(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -269,6 +272,7 @@ class DiagonalSSMForSequenceClassification(DiagonalSSMPreTrainedModel):
         Returns:
             SequenceClassifierOutput: loss () with labels, logits (B, num_labels).
         """
+        refuse_packing(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

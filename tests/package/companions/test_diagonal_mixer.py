@@ -339,7 +339,7 @@ def test_padding_of_channels_stays_silent():
     with torch.no_grad():
         mixer.C[~present] = 9.0
     assert torch.equal(mixer(u)[0], y) and (mixer.lti().C[~present] == 0).all()
-    mixer.select_modes(torch.arange(4).expand(H, 4))
+    mixer.select_modes(torch.arange(4).expand(H, 4), torch.ones(H, 4, dtype=torch.bool))
     assert torch.equal(mixer.present, present[:, :4])  # padding stays padding
     with pytest.raises(ValueError, match=r"keep must be \(H, m\) with H = 3, got \(4,\)"):
         mixer.select_modes(torch.arange(4))

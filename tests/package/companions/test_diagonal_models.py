@@ -177,6 +177,9 @@ def test_bad_inputs():
         model(torch.tensor([[5, 37]]))
     with pytest.raises(ValueError, match="input_ids must be int64 or int32"):
         model(ids.float())
+    for packed in (model, model.model, make("s5", DiagonalSSMForSequenceClassification)):
+        with pytest.raises(ValueError, match="unknown argument 'cu_seq_lens_q': packed sequences are not supported"):
+            packed(ids, cu_seq_lens_q=torch.tensor([0, 3, 6]))
     with pytest.raises(ValueError, match="at least one position"):
         model(ids[:, :0])
     with pytest.raises(ValueError, match=r"inputs_embeds must have shape \(B, L, 8\)"):

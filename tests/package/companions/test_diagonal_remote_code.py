@@ -35,7 +35,8 @@ for kind in ("s5", "lru", "s4d"):
         classifier = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=True, num_labels=3)
         assert classifier(ids).logits.shape == (2, 3)
         results[where, "generated"] = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
-        model.mixers[0].set_lti(*model.mixers[0].lti())
+        lti = model.mixers[0].lti()
+        model.mixers[0].set_lti(lti.lam, lti.B, lti.C, lti.present)
         if where == kind:
             model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
             model.save_pretrained(kind + "-again")
