@@ -108,8 +108,8 @@ class DiagonalAdapter(Adapter):
 
     def read(self, layer: nn.Module) -> DiagonalSystem:
         with torch.no_grad():
-            parts: Any = layer.lti()  # type: ignore[operator]
-        return DiagonalSystem(*(part.detach().cpu() if isinstance(part, Tensor) else part for part in parts))
+            lam, B, C, output, present = layer.lti()  # type: ignore[operator]
+        return DiagonalSystem(lam.cpu(), B.cpu(), C.cpu(), output, None if present is None else present.cpu())
 
     def write(self, layer: nn.Module, system: DiagonalSystem) -> None:
         padding = {} if system.present is None else {"present": system.present}

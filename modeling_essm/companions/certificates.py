@@ -31,6 +31,7 @@ from .systems import OUTPUTS, DiagonalSystem
 BOUNDS = ("sum_of_peaks", "paper_16", "paper_17", "hankel")
 
 
+@torch.no_grad()
 def certificate(system: DiagonalSystem, keep: Tensor, where: str = "system") -> dict[str, float]:
     """Bounds on the H-infinity norm of the modes that are not kept, by name, and "best", the least.
 
@@ -97,6 +98,7 @@ def _root(gramian: Tensor) -> Tensor:
     return vectors * values.clamp(min=0).sqrt()
 
 
+@torch.no_grad()
 def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int = 512) -> float:
     """Largest gain of a layer's modes over all frequencies, on a grid: a lower estimate to judge bounds by.
 

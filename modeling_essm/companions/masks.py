@@ -76,7 +76,8 @@ def is_pruned(model: nn.Module) -> bool:
 def prune(model: nn.Module, plan: Plan) -> None:
     """Mask the modes that a plan does not keep, in place. A mask that is there already is replaced.
 
-    An optimizer goes on: C remains the same parameter.
+    An optimizer goes on: C remains the same parameter. A masked model is saved by its state, save_pretrained included;
+    torch does not pickle parametrized modules as such.
 
     Raises:
         ValueError: a plan for another model, a C that is parametrized otherwise.
