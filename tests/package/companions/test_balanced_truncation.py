@@ -16,6 +16,7 @@ from recurrences import (
     random_system,
 )
 
+from modeling_essm import companions
 from modeling_essm.companions import balanced_truncation as bt
 from modeling_essm.companions.balanced_truncation import (
     NotDiagonalisable,
@@ -467,3 +468,10 @@ def test_shapes_of_a_checkpoint():
         resize_states(model, [4, 8])
     with pytest.raises(ValueError, match="sizes must be 2"):
         resize_states(model, [3])
+
+
+@pytest.mark.parametrize("name", companions._TRUNCATION)
+def test_public_names(name):
+    assert getattr(companions, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'truncated'"):
+        _ = companions.truncated
