@@ -106,7 +106,8 @@ def test_errors_are_not_far_below_the_bound(size):
 
 
 def test_two_directions_need_twice_the_bound():
-    """Errors of both directions add up at one frequency: more than 2 sum sigma of the stacked outputs is possible."""
+    """Each direction's error is below 2 sum sigma of the stacked outputs; at w the output adds one's at w and the
+    other's at -w."""
     system = random_system(6, p=1, q=1, seed=0)
     both = dataclasses.replace(system, C=torch.stack([system.C, system.C.conj()]), lam=system.lam.real + 0j,
                                B=system.B.real + 0j)  # fmt: skip
@@ -442,6 +443,23 @@ def test_an_unstable_layer_is_kept():
     assert report.sizes == [8, 4]
     assert "inside the unit circle" in report.layers[0].refused
     assert "(kept: " in str(report)
+
+
+def test_a_layer_with_nan_is_kept():
+    model = RecurrentModel(RecurrentConfig())
+    with torch.no_grad():
+        model.layers[1].B[0, 0, 0] = float("nan")
+    report = balanced_truncate(model, sizes=4)
+    assert report.sizes == [4, 8]
+    assert report.layers[1].refused == "its modes hold NaN or infinite values"
+
+
+def test_a_masked_layer_is_refused():
+    """Its Parameters are not where `set_lti` puts them."""
+    model = RecurrentModel(RecurrentConfig())
+    torch.nn.utils.parametrize.register_parametrization(model.layers[0], "C", torch.nn.Identity())
+    with pytest.raises(ValueError, match="remove its masks first"):
+        balanced_truncate(model, sizes=4)
 
 
 def test_bad_arguments_of_models():
