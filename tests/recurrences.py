@@ -6,6 +6,7 @@ import math
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from modeling_essm.companions.systems import DiagonalSystem
 from modeling_essm.companions.truncation_training import InTrainingTruncation
@@ -121,11 +122,11 @@ class RecurrentModel(PreTrainedModel):
     def _init_weights(self, module):
         """As made."""
 
-    def forward(self, u, labels=None):
+    def forward(self, u, labels=None, use_cache=False, **kwargs):
         for layer in self.layers:
             u = u + torch.nn.functional.gelu(layer(u))
         y = self.head(u.mean(1))[:, 0]
-        return {"loss": None if labels is None else (y - labels).square().mean(), "logits": y}
+        return SequenceClassifierOutput(None if labels is None else (y - labels).square().mean(), y)
 
 
 def training_data(rows=32, length=6, width=4, seed=5):

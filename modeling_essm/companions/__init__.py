@@ -4,10 +4,9 @@
 Importing this, which `import modeling_essm` does not do, makes the Auto classes know the companions' models.
 """
 
-# Models
-from . import diagonal_ssm
+from typing import Any
 
-# Pruning after training, truncation
+from . import diagonal_ssm
 from .adapters import Adapter, elastic_layers, register
 from .balanced_truncation import truncate
 from .certificates import certificate, end_to_end_bound, hinf_norm
@@ -17,38 +16,59 @@ from .diagonal_ssm import (
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
 )
+from .gramians import hankel_singular_values
+from .hankel_tracking import HankelTracker, plot_tracking
 from .masks import is_pruned, prune, restore
 from .plans import Plan, allocate
 from .removal import remove
 from .report import ElasticReport, describe
 from .scores import Importance, importance
+from .selective_average import averaged_systems
 from .systems import DiagonalSystem
-from .truncated_models import TruncationReport, balanced_truncate
+from .truncated_models import TruncationReport, balanced_truncate, resize_states
+from .truncation_training import InTrainingTruncation, attempt_steps
 
 __all__ = [
     "Adapter",
+    "BalancedTruncationCallback",
     "DiagonalSSMConfig",
     "DiagonalSSMForCausalLM",
     "DiagonalSSMForSequenceClassification",
     "DiagonalSSMModel",
     "DiagonalSystem",
     "ElasticReport",
+    "HankelTracker",
     "Importance",
+    "InTrainingTruncation",
     "Plan",
     "TruncationReport",
     "allocate",
+    "attempt_steps",
+    "averaged_systems",
     "balanced_truncate",
     "certificate",
     "describe",
     "diagonal_ssm",
     "elastic_layers",
     "end_to_end_bound",
+    "hankel_singular_values",
     "hinf_norm",
     "importance",
     "is_pruned",
+    "plot_tracking",
     "prune",
     "register",
     "remove",
+    "resize_states",
     "restore",
     "truncate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the callback when it is asked for: it needs a Trainer, and with that accelerate."""
+    if name != "BalancedTruncationCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .truncation_callback import BalancedTruncationCallback
+
+    return BalancedTruncationCallback

@@ -105,7 +105,7 @@ def write_layer(layer: Any, system: DiagonalSystem) -> list[Replaced]:
     replaced = [(old, after[name]) for name, old in before.items() if after[name] is not old]
     for old, new in replaced:
         new.requires_grad_(old.requires_grad)
-        vars(new).update({name: value for name, value in vars(old).items() if name not in vars(new)})
+        new.__dict__.update({name: value for name, value in vars(old).items() if name not in vars(new)})
     return replaced
 
 
@@ -168,6 +168,8 @@ def _plan_layer(
     system = read_layer(layer)
     if system.modes == 0:
         return ""
+    if not all(bool(torch.isfinite(torch.view_as_real(t)).all()) for t in (system.lam, system.B, system.C)):
+        return "its modes hold NaN or infinite values"
     try:
         check_stable(system.lam if system.present is None else system.lam[system.present])
     except ValueError as error:

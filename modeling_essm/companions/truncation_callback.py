@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .balanced_truncation import VARIANTS
-from .truncated_models import TruncationReport, diagonal_layers
+from .truncated_models import diagonal_layers
 from .truncation_training import InTrainingTruncation, attempt_steps, check_whole, unwrap
 
 
@@ -90,11 +90,5 @@ class BalancedTruncationCallback(TrainerCallback):
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
         if state.is_world_process_zero:
             speed = (state.global_step - self._since[0]) / max(now - self._since[1], 1e-9)
-            self.say(self._line(report, state.global_step, speed))
+            self.say(f"{self._truncation.line()}, {speed:.2f} updates/s before")
         self._since = state.global_step, time.perf_counter()
-
-    def _line(self, report: TruncationReport, step: int, speed: float) -> str:
-        before, after = (", ".join(str(getattr(row, name)) for row in report.layers) for name in ("before", "after"))
-        what = f"truncated from {before} to {after} modes" if report.replaced else f"kept {before} modes"
-        kept = "".join(f"; {row.name} kept: {row.refused}" for row in report.layers if row.refused)
-        return f"step {step}: {what} in {self.history[-1]['seconds']} s, {speed:.2f} steps/s before{kept}"

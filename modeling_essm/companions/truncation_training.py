@@ -94,8 +94,9 @@ class InTrainingTruncation:
         inner = unwrap(model)
         layers = diagonal_layers(inner)
         check_whole(layers.values())
-        options = {"tau": self.tau, "variant": self.variant, "min_reduction": self.min_reduction}
-        results = _from_first_process(lambda: plan_truncation(layers, **options))
+        results = _from_first_process(
+            lambda: plan_truncation(layers, tau=self.tau, variant=self.variant, min_reduction=self.min_reduction)
+        )
         report = apply_truncation(inner, layers, results)
         if report.replaced:
             substitute(optimizer, report.replaced)
@@ -112,6 +113,19 @@ class InTrainingTruncation:
             }
         )
         return report
+
+    def settings(self) -> dict[str, Any]:
+        """What a run with it depends on, as JSON holds it."""
+        options = {"tau": self.tau, "variant": self.variant, "min_reduction": self.min_reduction}
+        return {"steps": sorted(self.steps), **options}
+
+    def line(self) -> str:
+        """The last attempt, for people."""
+        last = self.history[-1]
+        before, after = (", ".join(map(str, last[name])) for name in ("before", "after"))
+        what = f"kept {before} modes" if before == after else f"truncated from {before} to {after} modes"
+        kept = "".join(f"; {name} kept: {why}" for name, why in last["refused"].items())
+        return f"update {last['step']}: {what} in {last['seconds']} s{kept}"
 
 
 def check_whole(layers: Iterable[nn.Module]) -> None:

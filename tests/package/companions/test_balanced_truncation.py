@@ -16,6 +16,7 @@ from recurrences import (
     random_system,
 )
 
+from modeling_essm import companions
 from modeling_essm.companions import balanced_truncation as bt
 from modeling_essm.companions.balanced_truncation import (
     NotDiagonalisable,
@@ -105,7 +106,8 @@ def test_errors_are_not_far_below_the_bound(size):
 
 
 def test_two_directions_need_twice_the_bound():
-    """Errors of both directions add up at one frequency: more than 2 sum sigma of the stacked outputs is possible."""
+    """Each direction's error is below 2 sum sigma of the stacked outputs; at w the output adds one's at w and the
+    other's at -w."""
     system = random_system(6, p=1, q=1, seed=0)
     both = dataclasses.replace(system, C=torch.stack([system.C, system.C.conj()]), lam=system.lam.real + 0j,
                                B=system.B.real + 0j)  # fmt: skip
@@ -443,6 +445,23 @@ def test_an_unstable_layer_is_kept():
     assert "(kept: " in str(report)
 
 
+def test_a_layer_with_nan_is_kept():
+    model = RecurrentModel(RecurrentConfig())
+    with torch.no_grad():
+        model.layers[1].B[0, 0, 0] = float("nan")
+    report = balanced_truncate(model, sizes=4)
+    assert report.sizes == [4, 8]
+    assert report.layers[1].refused == "its modes hold NaN or infinite values"
+
+
+def test_a_masked_layer_is_refused():
+    """Its Parameters are not where `set_lti` puts them."""
+    model = RecurrentModel(RecurrentConfig())
+    torch.nn.utils.parametrize.register_parametrization(model.layers[0], "C", torch.nn.Identity())
+    with pytest.raises(ValueError, match="remove its masks first"):
+        balanced_truncate(model, sizes=4)
+
+
 def test_bad_arguments_of_models():
     model = RecurrentModel(RecurrentConfig())
     with pytest.raises(ValueError, match="no layer with lti"):
@@ -467,3 +486,10 @@ def test_shapes_of_a_checkpoint():
         resize_states(model, [4, 8])
     with pytest.raises(ValueError, match="sizes must be 2"):
         resize_states(model, [3])
+
+
+@pytest.mark.parametrize("name", companions._TRUNCATION)
+def test_public_names(name):
+    assert getattr(companions, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'truncated'"):
+        _ = companions.truncated

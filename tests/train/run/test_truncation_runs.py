@@ -16,7 +16,6 @@ DIAGONAL = {
     "parameterization": "lru",
     "state_size": 8,
     "num_spectral_channels": None,
-    "ema_decay": 0.0,
     "truncation_tau": 0.3,
     "truncation_attempts": 2,
     "truncation_until": "5",  # after updates 2 and 5
@@ -43,7 +42,8 @@ def whole(arguments, tmp_path_factory):
 
 
 def history_of(folder):
-    return json.loads((folder / "training.json").read_text())["truncation"]
+    record = json.loads((folder / "training.json").read_text())
+    return {"sizes": record["state_sizes"], "history": record["truncations"]}
 
 
 def test_modes_fall_and_the_model_loads(whole):
@@ -80,7 +80,6 @@ def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ema_decay": 0.5}, "ema_decay must be 0, got 0.5"),
         ({"truncation_tau": 1.5}, r"truncation_tau must be in \(0, 1\), got 1.5"),
         ({"truncation_until": "soon"}, "truncation_until must be 'warmup', an update or a share, got 'soon'"),
         ({"truncation_until": "9"}, r"until must be in \[2, 8\] for 2 attempts, got 9"),

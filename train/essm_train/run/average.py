@@ -34,6 +34,15 @@ class WeightAverage:
         update = get_ema_multi_avg_fn(min(self.decay, (1 + self.updates) / (10 + self.updates)))
         update(self.average, [p.to(mean.dtype) for p, mean in zip(self.parameters, self.average)], self.updates)
 
+    def replace(self, replaced: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Follow (old, new) Parameters of the model: an average in old coordinates says nothing in new ones, so it
+        begins again at the new value."""
+        places = {id(p): i for i, p in enumerate(self.parameters)}
+        for old, new in replaced:
+            if (i := places.get(id(old))) is not None:
+                self.parameters[i] = new
+                self.average[i] = new.detach().to(self.average[i].dtype, copy=True)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model with averaged weights; its own come back afterwards."""

@@ -45,6 +45,8 @@ from essm_train.run.identity import find_run, model_identity
 from essm_train.run.learning_rate import apply_plan, make_scheduler, parameter_groups
 from essm_train.run.saving import copy_model, save_model
 from essm_train.run.task import Task
+from essm_train.run.truncation import make_truncation
+from modeling_essm.companions.truncated_models import resize_states
 from modeling_essm.parallel.batches import shard_batch
 from modeling_essm.parallel.model_context import check_context_parallel, context_parallel
 from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
@@ -91,7 +93,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
     accelerator.init_trackers("essm", {**_flat(run.identity), "first_update": run.progress.update})
     run.perform_updates()
     run.keep_model(finished_before)
-    progress = run.progress
+    progress, shrunk = run.progress, task.truncation
     return {
         "updates": progress.update,
         "samples_per_update": run.samples_per_update,
@@ -103,6 +105,7 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         "processes": accelerator.num_processes,
         "device": str(accelerator.device.type),
         "mixed_precision": accelerator.mixed_precision,
+        **({} if shrunk is None else {"state_sizes": task.model.config.state_sizes, "truncations": shrunk.history}),
     }
 
 
@@ -146,6 +149,8 @@ class _Run:
         self.samples_per_update = args.per_device_train_batch_size * self.replicas * args.gradient_accumulation_steps
         self.validated = eval_budgets(args, schedule, capacity_of(task.model))
         self.max_steps = self._num_updates()
+        if args.truncation_tau is not None:
+            task.truncation = make_truncation(args, task.model, self.max_steps)
         self.identity = self._identity()
         self.checkpoint, self.saved_model = find_run(accelerator, args, self.identity)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
@@ -170,11 +175,14 @@ class _Run:
             | {"distributed_type": str(accelerator.distributed_type)}
             | {"device": accelerator.device.type}  # each kind has random states of its own
             | {"model": model_identity(self.task.model)}
+            | ({} if self.task.truncation is None else {"truncation": self.task.truncation.settings()})
         )
 
     def _prepare(self) -> None:
         """Model, optimizer, learning rate and average, as they are before the first update."""
         accelerator, args, network = self.accelerator, self.args, self.task.model
+        if sizes := self.saved.get("state_sizes"):
+            resize_states(network, sizes)
         set_seed(args.seed, device_specific=True)  # equal weights exist already; other dropout masks on every process
         if args.gradient_checkpointing:
             enable = getattr(network, "activation_checkpointing_enable", None)  # its name since transformers 5.2x
@@ -209,6 +217,8 @@ class _Run:
         self.progress = Progress(**{f.name: self.saved[f.name] for f in dataclasses.fields(Progress)})
         states = load_checkpoint(self.accelerator, self.checkpoint, *self._state_names())
         self.task.source.load_state_dict(states["data"])
+        if self.task.truncation is not None:
+            self.task.truncation.history = self.saved["truncations"]
         if self.average is not None:
             self.average.load_state_dict(states["average"])
         if found := self._non_finite():  # which earlier versions saved
@@ -299,6 +309,7 @@ class _Run:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
+        self._truncate(update)
         if self.average is not None:
             self.average.update()
         return {
@@ -307,6 +318,18 @@ class _Run:
             "budget": budgets[0],
             "gradient_norm": grad_norm,
         }
+
+    def _truncate(self, update: int) -> None:
+        """Where the task has its model shrink; a smaller model's validations are not compared with those before it."""
+        truncation, progress = self.task.truncation, self.progress
+        report = None if truncation is None else truncation.after_step(self.model, self.optimizer, update)
+        if truncation is None or report is None:
+            return
+        if report.replaced:
+            progress.best, progress.best_update, progress.validations_without_best = None, 0, 0
+            if self.average is not None:
+                self.average.replace(report.replaced)
+        say(self.accelerator, truncation.line())
 
     def _non_finite(self) -> str:
         average = self.average.average if self.average is not None else []
@@ -362,6 +385,9 @@ class _Run:
             "samples_seen": self.progress.update * self.samples_per_update,
             "plan": self.plan,
         }
+        if self.task.truncation is not None:
+            sizes = list(self.task.model.config.state_sizes)
+            run_state |= {"state_sizes": sizes, "truncations": self.task.truncation.history}
         states = {"data": data_state, "average": self.average.state_dict() if self.average is not None else None}
         shared, by_process = ({name: states[name] for name in names} for names in self._state_names())
         save_checkpoint(self.accelerator, self.output_dir, run_state, self.args.save_total_limit, shared, by_process)

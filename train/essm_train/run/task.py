@@ -20,6 +20,7 @@ from essm_train.measure.metric import ACCURACY, Metric
 from essm_train.measure.scoring import Predictor
 from essm_train.run.accelerator import say
 from modeling_essm.budgets.curve import BudgetCurve
+from modeling_essm.companions.truncation_training import InTrainingTruncation
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Task:
         tokens_per_sample: for the speed shown.
         save_companions: writes tokenizer and the like into the folder of a saved model.
         identity: what defines the data; a run found with another identity is not continued.
+        truncation: for models of diagonal state spaces, how they shrink on the way.
     """
 
     model: PreTrainedModel
@@ -47,6 +49,7 @@ class Task:
     tokens_per_sample: int
     save_companions: Callable[[Path], None]
     identity: dict[str, Any]
+    truncation: InTrainingTruncation | None = None
 
 
 def make_predictor(args: Any, data: LabelledData, accelerator: Accelerator) -> Predictor:
