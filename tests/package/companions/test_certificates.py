@@ -46,16 +46,12 @@ def test_bounds_bound(channels, output, count):
 @directions
 @layouts
 def test_the_grid_s_gain_is_that_of_the_impulse_response(channels, output, count):
-    """At w = 0, pi / 2 and pi, which the grid holds, by summing the lags."""
+    """Summed over lags at 8192 frequencies: the peaks are wider than 100 of their steps."""
     system = random_system(4, 2, 3, output, count, channels)
     kernel = impulse_responses(system)
     kernel = kernel.sum(1)[:, None, None] if channels else kernel.sum(0)
-    lags = torch.arange(kernel.shape[-1]) - kernel.shape[-1] // 2
-    gains = []
-    for omega in (0.0, torch.pi / 2, torch.pi):
-        G = (kernel * torch.exp(-1j * omega * lags.double())).sum(-1)
-        gains.append(float(torch.linalg.matrix_norm(G, ord=2).max()))
-    assert hinf_norm(system) >= max(gains) / ROUNDING
+    gains = torch.linalg.matrix_norm(torch.fft.fft(kernel, 8192).movedim(-1, -3), ord=2)
+    assert hinf_norm(system) == pytest.approx(float(gains.max()), rel=1e-3)
     still = dataclasses.replace(system, lam=system.lam * 0)  # a constant gain: every frequency is the largest
     flat = impulse_responses(still)
     flat = (flat.sum(1)[:, None, None] if channels else flat.sum(0)).sum(-1)

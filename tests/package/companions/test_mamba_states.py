@@ -25,6 +25,7 @@ def build(name):
         model = MambaForCausalLM(MambaConfig(**common))
     else:
         bias = dict(use_bias=True) if name == "mamba2_biases" else dict(use_conv_bias=False)
+        bias.update(time_step_limit=(0.3, 0.9)) if name == "mamba2_limits" else None
         shape = dict(num_heads=4, head_dim=8, n_groups=2, chunk_size=4)
         model = Mamba2ForCausalLM(Mamba2Config(**common, **shape, **bias))
     with torch.no_grad():
@@ -91,7 +92,7 @@ def test_frozen_energy_is_a_product_of_means():
     torch.testing.assert_close(energy_of_states(steps, "frozen"), expected, rtol=1e-12, atol=0.0)
 
 
-@models
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba2_biases", "mamba2_limits"])
 def test_the_recurrence_is_the_layer_s(name):
     """From delta, A, B and C and the layer's own input the model's own output: nothing of the layer is missed."""
     model = build(name)

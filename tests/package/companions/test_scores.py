@@ -124,9 +124,9 @@ def test_epsilon_shows_idle_layers():
     values = torch.tensor([1e-8, 1e-9], dtype=torch.float64)
     assert prefix_scores(values, 1e-6)[0] == pytest.approx(0.0099, rel=1e-2)
     assert prefix_scores(values, 1e-8)[0] == 0.5
-    busy, idle = with_energies(4.0, 2.0), with_energies(4e-9, 2e-9)
+    busy, busier, idle = (with_energies(*energies) for energies in ((4.0, 2.0), (40.0, 20.0), (4e-9, 2e-9)))
     for scale in (1.0, 1e5):  # relative to the median, so that the scale of all weights is nothing
-        layers = [dataclasses.replace(system, C=system.C * scale) for system in (busy, busy, idle)]
+        layers = [dataclasses.replace(system, C=system.C * scale) for system in (busy, busier, idle)]
         scores = importance(Stack(*layers), "aire", eps_rel=1e-3).scores
         assert scores[0][0] == pytest.approx(4 / (4 + 6e-3)) and scores[2][0] == pytest.approx(4e-9 / 6e-3, rel=1e-5)
 
