@@ -16,7 +16,8 @@ from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSeq
 
 PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
-SUBPACKAGES = ("budgets", "checkpoints", "decoding", "export", "parallel", "training")
+SUBPACKAGES = ("budgets", "checkpoints", "companions", "decoding", "export", "parallel", "training")
+ISLANDS = ("companions/diagonal_ssm",)  # each with a model of its own, whose checkpoints carry it
 
 
 def code_lines(path):
@@ -87,6 +88,14 @@ def test_subpackages_import_the_root_and_budgets(name):
         assert all(dots <= 2 for dots, _ in relative_imports(path))
 
 
+@pytest.mark.parametrize("name", ISLANDS)
+def test_islands_import_themselves(name):
+    own = {path.stem for path in (PACKAGE / name).glob("*.py")}
+    for path in (PACKAGE / name).glob("*.py"):
+        assert all(dots == 1 and module in own for dots, module in relative_imports(path)), path
+        assert "modeling_essm" not in get_imports(path)
+
+
 def test_the_package_imports_without_extras():
     """In a process where nothing but its own dependencies can be imported."""
     code = """
@@ -106,8 +115,8 @@ class Without:
 sys.meta_path[:] = map(Without, sys.meta_path)
 import modeling_essm
 before = set(sys.modules)
-assert not {f"modeling_essm.{name}" for name in ("budgets", "decoding", "export")} & before
-import modeling_essm.budgets, modeling_essm.decoding, modeling_essm.export
+assert not {f"modeling_essm.{name}" for name in ("budgets", "companions", "decoding", "export")} & before
+import modeling_essm.companions, modeling_essm.budgets, modeling_essm.decoding, modeling_essm.export
 import modeling_essm.training  # budget_dropout needs a Trainer, which needs accelerate
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=PACKAGE.parent)
