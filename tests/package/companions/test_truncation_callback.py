@@ -285,7 +285,7 @@ def test_an_error_of_the_first_rank_is_everybodys():
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
 
 
-def make_trainer(folder, model, callbacks, **fields):
+def make_trainer(folder, model, callbacks, cls=Trainer, **fields):
     defaults = {
         "max_steps": 8,
         "warmup_steps": 4,
@@ -302,7 +302,7 @@ def make_trainer(folder, model, callbacks, **fields):
     }
     arguments = TrainingArguments(output_dir=str(folder), **(defaults | fields))
     data = training_data()
-    return Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
+    return cls(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
 
 def test_a_trainer_shrinks_its_model(tmp_path):
@@ -343,15 +343,20 @@ def test_a_trainer_resumes_behind_a_truncation(tmp_path):
 
 
 def test_the_best_model_is_one_of_the_last_shape(tmp_path):
-    """The learning rate is 0 from the second truncation on, and large before: earlier models score otherwise."""
+    """More modes are better here, and yet the best is one of the models since the last truncation, after update 4."""
+
+    class CountsModes(Trainer):
+        def evaluate(self, *args, **kwargs):
+            return super().evaluate(*args, **kwargs) | {"eval_modes": len(self.model.layers[0].nu)}
+
     model = make_model()
     callback = BalancedTruncationCallback(tau=0.3, attempts=2, say=lambda line: None)
     trainer = make_trainer(
-        tmp_path, model, [callback], load_best_model_at_end=True, metric_for_best_model="loss", eval_strategy="steps",
-        eval_steps=1, save_strategy="steps", save_steps=1, greater_is_better=True,
+        tmp_path, model, [callback], CountsModes, load_best_model_at_end=True, metric_for_best_model="modes",
+        eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
     )  # fmt: skip
     trainer.train()
-    assert int(trainer.state.best_model_checkpoint.rpartition("-")[2]) >= 4
+    assert int(trainer.state.best_model_checkpoint.rpartition("-")[2]) == 4
     assert trainer.model.config.state_sizes == callback.history[-1]["after"]
     assert len(trainer.model.layers[0].nu) == callback.history[-1]["after"][0]
 
