@@ -71,13 +71,19 @@ def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[s
 
 
 def train(
-    model: nn.Module, next_forward: Callable[[], Callable[[int], Any]], args: Any, count: int, unit: str = "tokens"
+    model: nn.Module,
+    next_forward: Callable[[], Callable[[int], Any]],
+    args: Any,
+    count: int,
+    unit: str = "tokens",
+    after_step: Callable[[Any, int], object] = lambda optimizer, update: None,
 ) -> dict[str, Any]:
     """All updates. The time is that of the process's processor, in updates alone: data and scoring do not count.
 
     Args:
         next_forward: draws a batch, and gives what runs the model on it at a budget: an output with a `loss`.
         args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
+        after_step: is given the optimizer and the update just done, counted from 1; its time counts.
     """
     from essm_train.models import capacity_of
     from essm_train.run.learning_rate import make_scheduler, parameter_groups
@@ -103,6 +109,7 @@ def train(
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
+        after_step(optimizer, update + 1)
         seconds, done = seconds + time.process_time() - started, update + 1
         recent = [*recent[-49:], loss]
     return {
