@@ -259,12 +259,18 @@ def test_generation_from_padded_prompts(kind):
 
 @three
 def test_beams(kind):
-    """With a cache, whose rows are reordered, as without."""
+    """With a cache, whose rows are reordered, as without: the same beams, and the same scores of them."""
     model, ids = make(kind), ids_of(2, 5)
-    beams = {"num_beams": 4, "max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
-    generated = model.generate(ids, **beams)
-    assert torch.equal(generated, model.generate(ids, use_cache=False, **beams))
-    assert not torch.equal(generated, model.generate(ids, **beams | {"num_beams": 1}))
+    beams = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
+    beams |= {"return_dict_in_generate": True, "output_scores": True}
+    generated, expected = model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams)
+    assert torch.equal(generated.sequences, expected.sequences)
+    assert_close(generated.sequences_scores, expected.sequences_scores)
+    rows = torch.tensor([3, 3, 0, 1, 7, 2, 5, 5])
+    cache = model(generated.sequences, use_cache=True).past_key_values
+    before = cache.states
+    cache.reorder_cache(rows)
+    assert all(torch.equal(after, states[rows]) for after, states in zip(cache.states, before, strict=True))
 
 
 def test_generation_goes_on_from_a_cache():
