@@ -159,9 +159,9 @@ def additivity(model: nn.Module, ratio: float) -> list[float]:
     The energy of a set is that of its impulse response, cross terms between modes included, of one direction.
     """
     from modeling_essm.companions import allocate, importance
-    from modeling_essm.companions.gramians import gramians
-    from modeling_essm.companions.mode_values import energy
+    from modeling_essm.companions.pruning.mode_values import energy
     from modeling_essm.companions.systems import DiagonalSystem
+    from modeling_essm.companions.truncation.gramians import gramians
 
     found = []
     for layer in allocate(importance(model, "aire"), amount=ratio).layers:

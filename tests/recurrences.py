@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from modeling_essm.companions.systems import DiagonalSystem
-from modeling_essm.companions.truncation_training import InTrainingTruncation
+from modeling_essm.companions.truncation.training import InTrainingTruncation
 
 
 def random_system(n=12, p=3, q=2, output="complex", r_min=0.4, r_max=0.95, seed=0, channels=None, directions=1):

@@ -8,25 +8,25 @@ from typing import Any
 
 from . import diagonal_ssm
 from .adapters import Adapter, elastic_layers, register
-from .balanced_truncation import truncate
-from .certificates import certificate, end_to_end_bound, hinf_norm
 from .diagonal_ssm import (
     DiagonalSSMConfig,
     DiagonalSSMForCausalLM,
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
 )
-from .gramians import hankel_singular_values
-from .hankel_tracking import HankelTracker, plot_tracking
-from .masks import is_pruned, prune, restore
-from .plans import Plan, allocate
-from .removal import remove
+from .pruning.certificates import certificate, end_to_end_bound, hinf_norm
+from .pruning.masks import is_pruned, prune, restore
+from .pruning.plans import Plan, allocate
+from .pruning.removal import remove
+from .pruning.scores import Importance, importance
 from .report import ElasticReport, describe
-from .scores import Importance, importance
-from .selective_average import averaged_systems
 from .systems import DiagonalSystem
-from .truncated_models import TruncationReport, balanced_truncate, resize_states
-from .truncation_training import InTrainingTruncation, attempt_steps
+from .truncation.balancing import truncate
+from .truncation.gramians import hankel_singular_values
+from .truncation.models import TruncationReport, balanced_truncate, resize_states
+from .truncation.selective_average import averaged_systems
+from .truncation.tracking import HankelTracker, plot_tracking
+from .truncation.training import InTrainingTruncation, attempt_steps
 
 __all__ = [
     "Adapter",
@@ -69,6 +69,6 @@ def __getattr__(name: str) -> Any:
     """Imports the callback when it is asked for: it needs a Trainer, and with that accelerate."""
     if name != "BalancedTruncationCallback":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .truncation_callback import BalancedTruncationCallback
+    from .truncation.callback import BalancedTruncationCallback
 
     return BalancedTruncationCallback

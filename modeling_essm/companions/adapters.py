@@ -127,8 +127,8 @@ class DiagonalAdapter(Adapter):
 
 _REGISTERED: dict[type, Adapter] = {}
 _LIBRARY = {  # by the class's name, since importing it takes seconds: the adapter's module beside this one and class
-    "transformers.models.mamba.modeling_mamba.MambaMixer": ("mamba_states", "MambaAdapter"),
-    "transformers.models.mamba2.modeling_mamba2.Mamba2Mixer": ("mamba_states", "Mamba2Adapter"),
+    "transformers.models.mamba.modeling_mamba.MambaMixer": ("pruning.mamba_states", "MambaAdapter"),
+    "transformers.models.mamba2.modeling_mamba2.Mamba2Mixer": ("pruning.mamba_states", "Mamba2Adapter"),
 }
 
 

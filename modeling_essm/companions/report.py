@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .adapters import ElasticLayer, adapter_of
-from .masks import masked_tensors
-from .mode_values import check_stable, exact_energy
+from .pruning.masks import masked_tensors
+from .pruning.mode_values import check_stable, exact_energy
 
 _TOOLS = {
     "diagonal": ("prune", "balanced_truncate", "BalancedTruncationCallback"),

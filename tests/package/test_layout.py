@@ -17,6 +17,7 @@ from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSeq
 PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
 SUBPACKAGES = ("budgets", "checkpoints", "companions", "decoding", "export", "parallel", "training")
+ROOMS = ("companions/pruning", "companions/truncation")
 ISLANDS = ("companions/diagonal_ssm",)  # each with a model of its own, whose checkpoints carry it
 
 
@@ -86,6 +87,13 @@ def test_subpackages_import_the_root_and_budgets(name):
         upwards = [module for dots, module in relative_imports(path) if dots == 2]
         assert all(module in ROOT or module.partition(".")[0] == "budgets" for module in upwards), path
         assert all(dots <= 2 for dots, _ in relative_imports(path))
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_rooms_of_companions_import_each_other_and_the_root(name):
+    for path in (PACKAGE / name).glob("*.py"):
+        assert all(module in ROOT for dots, module in relative_imports(path) if dots == 3), path
+        assert all(dots <= 3 for dots, _ in relative_imports(path))
 
 
 @pytest.mark.parametrize("name", ISLANDS)

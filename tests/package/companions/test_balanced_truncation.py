@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""balanced_truncation.py and truncated_models.py: errors against their bound, refusals, and what a model becomes."""
+"""balancing.py and models.py: errors against their bound, refusals, and what a model becomes."""
 
 import dataclasses
 import json
@@ -17,8 +17,9 @@ from recurrences import (
 )
 
 from modeling_essm import companions
-from modeling_essm.companions import balanced_truncation as bt
-from modeling_essm.companions.balanced_truncation import (
+from modeling_essm.companions.systems import DiagonalSystem
+from modeling_essm.companions.truncation import balancing as bt
+from modeling_essm.companions.truncation.balancing import (
     NotDiagonalisable,
     channels,
     diagonalise,
@@ -29,9 +30,14 @@ from modeling_essm.companions.balanced_truncation import (
     truncate,
     truncate_dense,
 )
-from modeling_essm.companions.gramians import DenseSystem, balance, gramians, hankel_singular_values, matrices
-from modeling_essm.companions.systems import DiagonalSystem
-from modeling_essm.companions.truncated_models import (
+from modeling_essm.companions.truncation.gramians import (
+    DenseSystem,
+    balance,
+    gramians,
+    hankel_singular_values,
+    matrices,
+)
+from modeling_essm.companions.truncation.models import (
     balanced_truncate,
     diagonal_layers,
     read_layer,

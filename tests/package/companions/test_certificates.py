@@ -8,7 +8,7 @@ import torch
 from companion_layers import Stack, impulse_responses, random_system
 
 from modeling_essm.companions import DiagonalSystem, allocate, certificate, end_to_end_bound, hinf_norm, importance
-from modeling_essm.companions.certificates import BOUNDS
+from modeling_essm.companions.pruning.certificates import BOUNDS
 
 layouts = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])
 outputs = pytest.mark.parametrize("output", ["complex", "real", "twice_real"])

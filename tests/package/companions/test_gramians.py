@@ -7,7 +7,7 @@ import pytest
 import torch
 from recurrences import impulse_response, random_system
 
-from modeling_essm.companions.gramians import (
+from modeling_essm.companions.truncation.gramians import (
     DenseSystem,
     balance,
     dense_gramians,

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""hankel_tracking.py: distances and directions against the block Hankel matrix, assignment against all permutations."""
+"""tracking.py: distances and directions against the block Hankel matrix, assignment against all permutations."""
 
 import dataclasses
 import itertools
@@ -10,8 +10,10 @@ import pytest
 import torch
 from recurrences import RecurrentConfig, RecurrentModel, impulse_response, random_system, training_data
 
-from modeling_essm.companions.gramians import hankel_singular_values, matrices
-from modeling_essm.companions.hankel_tracking import (
+from modeling_essm.companions.systems import DiagonalSystem
+from modeling_essm.companions.truncation.gramians import hankel_singular_values, matrices
+from modeling_essm.companions.truncation.models import balanced_truncate
+from modeling_essm.companions.truncation.tracking import (
     FIGURES,
     HankelTracker,
     count_swaps,
@@ -20,8 +22,6 @@ from modeling_essm.companions.hankel_tracking import (
     linear_assignment,
     plot_tracking,
 )
-from modeling_essm.companions.systems import DiagonalSystem
-from modeling_essm.companions.truncated_models import balanced_truncate
 
 # Moduli of at most 0.8: 60 lags leave out 0.8^60 = 2e-6, and its square of a sigma.
 ONE, OTHER = random_system(5, r_max=0.8), random_system(7, r_max=0.8, seed=1)

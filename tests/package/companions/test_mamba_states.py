@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from modeling_essm.companions import allocate, describe, elastic_layers, importance, prune, remove, restore
-from modeling_essm.companions.mamba_states import Steps, energy_of_states, measure_energies
+from modeling_essm.companions.pruning.mamba_states import Steps, energy_of_states, measure_energies
 
 WORDS, LENGTH = 31, 12
 models = pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba2_biases"])

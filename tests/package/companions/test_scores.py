@@ -9,8 +9,15 @@ from companion_layers import LAGS, Recurrence, RecurrenceAdapter, Stack, impulse
 from torch import nn
 
 from modeling_essm.companions import DiagonalSystem, elastic_layers, hinf_norm, importance, register
-from modeling_essm.companions.mode_values import energy, exact_energy, hankel, magnitude, mode_values, squared_peak
-from modeling_essm.companions.scores import METHODS, prefix_scores
+from modeling_essm.companions.pruning.mode_values import (
+    energy,
+    exact_energy,
+    hankel,
+    magnitude,
+    mode_values,
+    squared_peak,
+)
+from modeling_essm.companions.pruning.scores import METHODS, prefix_scores
 
 EXACT = dict(rtol=1e-12, atol=0.0)  # sums of some hundred positive numbers in fp64
 kinds = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])

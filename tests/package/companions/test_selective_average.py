@@ -6,8 +6,8 @@ import torch
 from recurrences import error_norm
 from transformers import MambaConfig, MambaModel
 
-from modeling_essm.companions.balanced_truncation import channels, truncate
-from modeling_essm.companions.selective_average import averaged_systems
+from modeling_essm.companions.truncation.balancing import channels, truncate
+from modeling_essm.companions.truncation.selective_average import averaged_systems
 
 D, N = 8, 4
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""truncation_training.py and truncation_callback.py: when, what an optimizer is told, resuming, ranks, Trainer."""
+"""training.py and callback.py: when, what an optimizer is told, resuming, ranks, Trainer."""
 
 import copy
 
@@ -15,9 +15,9 @@ from recurrences import (
 )
 from transformers import Trainer, TrainingArguments
 
-from modeling_essm.companions.truncated_models import balanced_truncate, resize_states
-from modeling_essm.companions.truncation_callback import BalancedTruncationCallback
-from modeling_essm.companions.truncation_training import (
+from modeling_essm.companions.truncation.callback import BalancedTruncationCallback
+from modeling_essm.companions.truncation.models import balanced_truncate, resize_states
+from modeling_essm.companions.truncation.training import (
     InTrainingTruncation,
     attempt_steps,
     check_whole,

@@ -12,7 +12,7 @@ from essm_train.commands import prune
 from essm_train.measure.pruning import PruningCurve
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM
-from modeling_essm.companions.plans import Plan
+from modeling_essm.companions.pruning.plans import Plan
 
 SMALL = {"vocab_size": 259, "hidden_size": 8, "num_hidden_layers": 2}
 

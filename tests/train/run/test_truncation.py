@@ -13,7 +13,7 @@ from essm_train.measure.metric import Metric
 from essm_train.run.accelerator import open_run
 from essm_train.run.loop import make_schedule, train
 from essm_train.run.task import Task
-from modeling_essm.companions.truncation_training import InTrainingTruncation
+from modeling_essm.companions.truncation.training import InTrainingTruncation
 
 SIZES = [8, 6]
 

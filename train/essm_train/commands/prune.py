@@ -33,8 +33,8 @@ from essm_train.measure.evaluation import TaskData, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
 from essm_train.models import TRUST_HELP
 from modeling_essm.companions import Plan, allocate, describe, importance, prune, remove
-from modeling_essm.companions.plans import SCOPES
-from modeling_essm.companions.scores import METHODS
+from modeling_essm.companions.pruning.plans import SCOPES
+from modeling_essm.companions.pruning.scores import METHODS
 
 _FILES = ("pruning.json", "pruning.md", "pruning.png", "plan.json")
 

@@ -46,7 +46,7 @@ from essm_train.run.learning_rate import apply_plan, make_scheduler, parameter_g
 from essm_train.run.saving import copy_model, save_model
 from essm_train.run.task import Task
 from essm_train.run.truncation import make_truncation
-from modeling_essm.companions.truncated_models import resize_states
+from modeling_essm.companions.truncation.models import resize_states
 from modeling_essm.parallel.batches import shard_batch
 from modeling_essm.parallel.model_context import check_context_parallel, context_parallel
 from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule

@@ -20,7 +20,7 @@ from essm_train.measure.metric import ACCURACY, Metric
 from essm_train.measure.scoring import Predictor
 from essm_train.run.accelerator import say
 from modeling_essm.budgets.curve import BudgetCurve
-from modeling_essm.companions.truncation_training import InTrainingTruncation
+from modeling_essm.companions.truncation.training import InTrainingTruncation
 
 
 @dataclass

@@ -6,8 +6,8 @@ from __future__ import annotations
 from torch import nn
 
 from essm_train.arguments import RunArguments
-from modeling_essm.companions.truncated_models import diagonal_layers
-from modeling_essm.companions.truncation_training import InTrainingTruncation, attempt_steps, check_whole
+from modeling_essm.companions.truncation.models import diagonal_layers
+from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, check_whole
 
 
 def make_truncation(args: RunArguments, network: nn.Module, max_steps: int) -> InTrainingTruncation:

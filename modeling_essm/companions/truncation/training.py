@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .balanced_truncation import Truncation
-from .truncated_models import (
+from .balancing import Truncation
+from .models import (
     Replaced,
     TruncationReport,
     apply_truncation,

@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .balanced_truncation import VARIANTS
-from .truncated_models import diagonal_layers
-from .truncation_training import InTrainingTruncation, attempt_steps, check_whole, unwrap
+from .balancing import VARIANTS
+from .models import diagonal_layers
+from .training import InTrainingTruncation, attempt_steps, check_whole, unwrap
 
 
 class BalancedTruncationCallback(TrainerCallback):

@@ -2,7 +2,7 @@
 """Balanced truncation of a model's diagonal layers: read each as a system, reduce it, write it back with new sizes.
 
 A layer takes part if it has `lti()`, which gives the fields of its DiagonalSystem, and `set_lti(lam, B, C, present)`,
-which takes a smaller system over with new Parameter objects (an optimizer must be told of them: truncation_training.py
+which takes a smaller system over with new Parameter objects (an optimizer must be told of them: training.py
 does).
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .balanced_truncation import Truncation, equalise, truncate
+from ..systems import DiagonalSystem
+from .balancing import Truncation, equalise, truncate
 from .gramians import check_stable
-from .systems import DiagonalSystem
 
 Replaced = tuple[nn.Parameter, nn.Parameter]  # a Parameter that was, and the one in its place
 
@@ -127,7 +127,7 @@ def balanced_truncate(
     Args:
         tau: every layer discards at most that share of the sum of its Hankel singular values.
         sizes: or the modes that each layer keeps, at most; one number for all.
-        variant: "complex", the paper's, or "real"; see balanced_truncation.py.
+        variant: "complex", the paper's, or "real"; see balancing.py.
         min_reduction: a layer that would not lose more than that share of its modes stays as it is.
     Returns:
         Per layer the sizes, the bound of the error, and why a layer was kept.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .systems import OUTPUTS, DiagonalSystem
+from ..systems import OUTPUTS, DiagonalSystem
 
 DIRECTIONS = ("paper", "exact", "released")
 _RELEASED_EPS = 1e-8  # what the authors' code adds to the denominators of energy and peak

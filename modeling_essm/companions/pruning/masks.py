@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .adapters import ElasticLayer, elastic_layers
+from ..adapters import ElasticLayer, elastic_layers
 from .plans import Plan
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .adapters import Adapter, ElasticLayer, padded_index, replace
+from ..adapters import Adapter, ElasticLayer, padded_index, replace
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .adapters import Adapter, ElasticLayer, elastic_layers
+from ..adapters import Adapter, ElasticLayer, elastic_layers
 from .masks import masked_tensors, restore
 
 

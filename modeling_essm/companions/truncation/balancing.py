@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..systems import OUTPUTS, DiagonalSystem
 from .gramians import Balancing, DenseSystem, balance, dense_gramians, gramians, matrices
-from .systems import OUTPUTS, DiagonalSystem
 
 VARIANTS = ("complex", "real")
 LARGEST_CONDITION = 1e6  # of the eigenvectors W

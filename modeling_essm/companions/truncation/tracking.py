@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..systems import DiagonalSystem
 from .gramians import NOISE, balance, check_stable, cross_gramian, gramians, matrices
-from .systems import DiagonalSystem
-from .truncated_models import diagonal_layers, read_layer
-from .truncation_training import unwrap
+from .models import diagonal_layers, read_layer
+from .training import unwrap
 
 FIGURES = ("distance", "movement", "gap", "swaps", "bottom_share")  # one number for each step
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..loading_essm import write_text
-from .systems import DiagonalSystem
+from ...loading_essm import write_text
+from ..systems import DiagonalSystem
 
 if TYPE_CHECKING:
     from .scores import Importance, LayerImportance

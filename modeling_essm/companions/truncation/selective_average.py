@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .systems import DiagonalSystem
+from ..systems import DiagonalSystem
 
 LARGEST_MEAN = 1.0 - 1e-3  # what a mean outside the unit circle is scaled to
 

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..systems import OUTPUTS, DiagonalSystem
 from .mode_values import check_stable
-from .systems import OUTPUTS, DiagonalSystem
 
 BOUNDS = ("sum_of_peaks", "paper_16", "paper_17", "hankel")
 

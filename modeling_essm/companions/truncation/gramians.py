@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .systems import DiagonalSystem
+from ..systems import DiagonalSystem
 
 # P and Q are known to about eps ||P|| and eps ||Q||, hence sigma to about sqrt(eps) sigma_1: below is rounding.
 NOISE = 1e-8

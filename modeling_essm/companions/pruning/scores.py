@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapters import ElasticLayer, elastic_layers
+from ..adapters import ElasticLayer, elastic_layers
+from ..systems import DiagonalSystem
 from .mode_values import DIRECTIONS, mode_values, output_factor
-from .systems import DiagonalSystem
 
 METHODS = {  # method: (value, whether the rule is prefix)
     "aire": ("energy", True),
