@@ -16,7 +16,6 @@ from recurrences import (
     random_system,
 )
 
-from modeling_essm import companions
 from modeling_essm.companions.systems import DiagonalSystem
 from modeling_essm.companions.truncation import balancing as bt
 from modeling_essm.companions.truncation.balancing import (
@@ -492,14 +491,3 @@ def test_shapes_of_a_checkpoint():
         resize_states(model, [4, 8])
     with pytest.raises(ValueError, match="sizes must be 2"):
         resize_states(model, [3])
-
-
-PUBLIC = (
-    *("BalancedTruncationCallback", "HankelTracker", "InTrainingTruncation", "TruncationReport", "attempt_steps"),
-    *("averaged_systems", "balanced_truncate", "hankel_singular_values", "plot_tracking", "resize_states", "truncate"),
-)
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_public_names(name):
-    assert getattr(companions, name).__name__ == name
