@@ -37,6 +37,14 @@ def test_classify_signals():
     assert [line.split(":")[0] for line in lines] == ["K =  2", "K =  4", "K =  8", "K = 16"]
 
 
+def test_prune_a_state_space():
+    """Whatever a few updates have learned: no ratio leaves more modes or parameters, and none changes nothing."""
+    lines = run_example("prune_a_state_space.py", "2").splitlines()[-12:]
+    modes = [sum(map(int, line.split("[")[1].split("]")[0].split(","))) for line in lines]
+    assert modes == [64] * 3 + [48] * 3 + [32] * 3 + [16] * 3
+    assert len({line.split("accuracy")[1] for line in lines[:3]}) == 1
+
+
 def test_finetune_with_trainer():
     before, after = run_example("finetune_with_trainer.py", "20").splitlines()[-2:]
     values = [[float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in (before, after)]
