@@ -42,7 +42,7 @@ class Adapter:
         return parametrize.type_before_parametrizations(layer).__name__
 
     def read(self, layer: nn.Module) -> DiagonalSystem:
-        """The layer's modes, complex128."""
+        """The layer's modes, complex128; tools read them through `ElasticLayer.read`, without gradients."""
         raise NotImplementedError(f"{type(self).__name__}.read")
 
     def write(self, layer: nn.Module, system: DiagonalSystem) -> None:
@@ -107,9 +107,7 @@ class DiagonalAdapter(Adapter):
         return super().kind(layer).removesuffix("Mixer").lower()
 
     def read(self, layer: nn.Module) -> DiagonalSystem:
-        with torch.no_grad():
-            lam, B, C, output, present = layer.lti()  # type: ignore[operator]
-        return DiagonalSystem(lam.cpu(), B.cpu(), C.cpu(), output, None if present is None else present.cpu())
+        return DiagonalSystem(*layer.lti())  # type: ignore[operator]
 
     def write(self, layer: nn.Module, system: DiagonalSystem) -> None:
         padding = {} if system.present is None else {"present": system.present}
@@ -168,7 +166,11 @@ class ElasticLayer:
         return self.adapter.kind(self.module)
 
     def read(self) -> DiagonalSystem:
-        return self.adapter.read(self.module)
+        """The layer's modes, without gradients, on the CPU: other devices have slow complex128 or none."""
+        with torch.no_grad():
+            system = self.adapter.read(self.module)
+        lam, B, C = (x.detach().cpu() for x in (system.lam, system.B, system.C))
+        return DiagonalSystem(lam, B, C, system.output, None if system.present is None else system.present.cpu())
 
 
 def elastic_layers(model: nn.Module) -> list[ElasticLayer]:

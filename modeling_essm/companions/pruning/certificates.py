@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..systems import OUTPUTS, DiagonalSystem
+from ..truncation.gramians import hankel_singular_values
 from .mode_values import check_stable
 
 BOUNDS = ("sum_of_peaks", "paper_16", "paper_17", "hankel")
@@ -81,21 +82,8 @@ def _block_bounds(lam: Tensor, B: Tensor, Cs: Sequence[Tensor]) -> dict[str, flo
         "sum_of_peaks": float(peaks.sum()),
         "paper_16": float(phi * roots.sum()),
         "paper_17": float(phi * (len(lam) * roots.square().sum()).sqrt()),
-        "hankel": 2 * sum(float(_hankel_singular_values(lam, B, C).sum()) for C in Cs),
+        "hankel": 2 * sum(float(hankel_singular_values(DiagonalSystem(lam, B, C, "complex")).sum()) for C in Cs),
     }
-
-
-def _hankel_singular_values(lam: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """sqrt(eig(P Q)) of the Gramians, which have closed forms where the state matrix is diagonal, (m,)."""
-    P = (B @ B.mH) / (1 - lam[:, None] * lam.conj())
-    Q = (C.mH @ C) / (1 - lam.conj()[:, None] * lam)
-    return torch.linalg.svdvals(_root(Q).mH @ _root(P))
-
-
-def _root(gramian: Tensor) -> Tensor:
-    """L with L L^H = the Gramian; eigenvalues below zero are rounding."""
-    values, vectors = torch.linalg.eigh((gramian + gramian.mH) / 2)
-    return vectors * values.clamp(min=0).sqrt()
 
 
 @torch.no_grad()

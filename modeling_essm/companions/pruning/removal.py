@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from ..adapters import Adapter, ElasticLayer, elastic_layers
 from .masks import masked_tensors, restore
 
 
+@torch.no_grad()
 def remove(model: nn.Module) -> list[int]:
     """Remove the modes that `prune` masked, in place.
 

@@ -2,8 +2,8 @@
 """Balanced truncation of a model's diagonal layers: read each as a system, reduce it, write it back with new sizes.
 
 A layer takes part if it has `lti()`, which gives the fields of its DiagonalSystem, and `set_lti(lam, B, C, present)`,
-which takes a smaller system over with new Parameter objects (an optimizer must be told of them: training.py
-does).
+which takes a smaller system over, or if its class is registered with an adapter that reads and writes. Parameters are
+new objects then: an optimizer must be told of them, as training.py does.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..adapters import Adapter, ElasticLayer, adapter_of
 from ..systems import DiagonalSystem
 from .balancing import Truncation, equalise, truncate
 from .gramians import check_stable
@@ -73,14 +74,19 @@ class TruncationReport:
 
 def diagonal_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that can be truncated, by name."""
-    named = model.named_modules()
-    return {name: m for name, m in named if callable(getattr(m, "lti", None)) and callable(getattr(m, "set_lti", None))}
+    adapters = ((name, module, adapter_of(module)) for name, module in model.named_modules())
+    return {name: module for name, module, adapter in adapters if adapter is not None and not adapter.selective}
 
 
 def read_layer(layer: Any) -> DiagonalSystem:
-    """The layer's modes, on the CPU: other devices have slow complex128 or none."""
-    with torch.no_grad():
-        return _to(DiagonalSystem(*layer.lti()), torch.device("cpu"))
+    """The layer's modes, as `ElasticLayer.read`."""
+    return ElasticLayer("", layer, _adapter(layer)).read()
+
+
+def _adapter(layer: nn.Module) -> Adapter:
+    adapter = adapter_of(layer)
+    assert adapter is not None  # as of `diagonal_layers`
+    return adapter
 
 
 def write_layer(layer: Any, system: DiagonalSystem) -> list[Replaced]:
@@ -97,8 +103,7 @@ def write_layer(layer: Any, system: DiagonalSystem) -> list[Replaced]:
     before = dict(layer.named_parameters())
     device = next(iter(before.values())).device
     with torch.no_grad():
-        system = _to(system, device)
-        layer.set_lti(system.lam, system.B, system.C, system.present)
+        _adapter(layer).write(layer, _to(system, device))
     after = dict(layer.named_parameters())
     if before.keys() != after.keys():
         raise RuntimeError(f"set_lti must keep the names of Parameters, {sorted(before)}, and left {sorted(after)}")

@@ -8,6 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
+from essm_train.baselines.config import BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.commands import prune
 from essm_train.measure.pruning import PruningCurve
 from modeling_essm import build_byte_tokenizer
@@ -117,6 +119,18 @@ def test_mamba_with_calibration_text(texts, tmp_path):
     assert model.config.state_size == 2 and torch.isfinite(model(torch.arange(20)[None]).logits).all()
     with pytest.raises(ValueError, match="give calibration"):
         run(tmp_path / "mamba", texts, tmp_path / "without", amount=0.5)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "mamba2"])
+def test_a_baseline_of_the_training_scripts(architecture, texts, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
+    BaselineForCausalLM(BaselineConfig(architecture=architecture, **sizes)).save_pretrained(tmp_path / "run")
+    other = [str(texts / "other.txt")]
+    found = run(tmp_path / "run", texts, tmp_path / "out", amount=0.5, calibration_files=other, scope="uniform")
+    assert found["modes"]["stored"] == [2, 2] and found["parameters"]["after"] < found["parameters"]["before"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.state_size == 2 and torch.isfinite(model(torch.arange(20)[None]).logits).all()
 
 
 @pytest.mark.parametrize(

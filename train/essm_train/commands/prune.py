@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+import essm_train.baselines.models  # noqa: F401, whose Mamba and Mamba-2 the Auto classes then know
 from essm_train.arguments import arg
 from essm_train.commands.errors import command
 from essm_train.data.text import read_blocks
