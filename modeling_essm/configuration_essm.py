@@ -405,9 +405,9 @@ class ESSMConfig(PreTrainedConfig):
         self._validate()
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
-    def to_diff_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """As in transformers, without the fields of attention layers where there are none."""
-        fields = super().to_diff_dict()
+        fields = super().to_dict()
         return fields if is_hybrid(self) else {k: v for k, v in fields.items() if k not in _ATTENTION_FIELDS}
 
     def _validate(self) -> None:
