@@ -3,8 +3,8 @@
 
 Refinement changes z and nothing else: the backbone's cache is what its inputs made it. With feedback the committed z
 enters the next input, and the backbone runs step by step; caches hold no graph, so that training sends gradients
-through z from step to step, but not through the backbone's past. Without feedback the backbone reads the sequence at
-once, and gradients are complete.
+through z from step to step, but not through the backbone's past. Without feedback the backbone reads a sequence that
+begins at once, and gradients are complete.
 Letters: B batch, L sequence, F input features, D width of the backbone, d width of the latent.
 """
 
@@ -63,14 +63,14 @@ class ElasticStateLatent(nn.Module):
                 cache.backbone_cache = new
             return outputs.last_hidden_state, new
 
-        if self.feedback is None:
+        feedback = self.feedback
+        if feedback is None and (past is None or u.shape[1] == 1):
             proposals = self.proposal(run(u, past, cache is not None)[0])
             return lambda t, z: proposals[:, t]
-        feedback = self.feedback
 
-        def propose(t: int, z: Tensor) -> Tensor:
+        def propose(t: int, z: Tensor) -> Tensor:  # also of a longer piece: not every recurrence continues one
             nonlocal past
-            entered = u[:, t] + feedback(z.to(feedback.weight.dtype))
+            entered = u[:, t] if feedback is None else u[:, t] + feedback(z.to(feedback.weight.dtype))
             hidden_states, past = run(entered[:, None], past, True)
             return self.proposal(hidden_states[:, 0])
 

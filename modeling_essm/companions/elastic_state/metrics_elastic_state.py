@@ -24,6 +24,11 @@ from transformers import initialization as init
 LOW_RANK_STD = 0.01
 
 
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """In fp32, or fp64 if that is what it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class ElasticStateMetric(nn.Module):
     """What the metrics share. Their weights are made by `reset_parameters`."""
 
@@ -65,7 +70,8 @@ class CholeskyMetric(ElasticStateMetric):
         return math.log(math.expm1(math.sqrt(1 - self.epsilon)))  # the diagonal of L, whose square counts
 
     def matrix(self) -> Tensor:
-        L = self.lower.tril(-1) + torch.diag(F.softplus(self.lower.diagonal()))
+        lower = at_least_fp32(self.lower)
+        L = lower.tril(-1) + torch.diag(F.softplus(lower.diagonal()))
         return L @ L.mT + self.epsilon * torch.eye(self.size, dtype=L.dtype, device=L.device)
 
     def solver(self) -> Callable[[Tensor], Tensor]:
@@ -86,7 +92,7 @@ class DiagonalMetric(ElasticStateMetric):
 
     @property
     def diagonal(self) -> Tensor:
-        return F.softplus(self.delta) + self.epsilon
+        return F.softplus(at_least_fp32(self.delta)) + self.epsilon
 
     def matrix(self) -> Tensor:
         return self.diagonal.diag()
@@ -108,10 +114,11 @@ class LowRankMetric(DiagonalMetric):
         self.U = nn.Parameter(torch.empty(self.size, config.metric_rank))
 
     def matrix(self) -> Tensor:
-        return super().matrix() + self.U @ self.U.mT
+        U = at_least_fp32(self.U)
+        return super().matrix() + U @ U.mT
 
     def solver(self) -> Callable[[Tensor], Tensor]:
-        diagonal, U = self.diagonal, self.U
+        diagonal, U = self.diagonal, at_least_fp32(self.U)
         scaled = U / diagonal[:, None]
         inner = torch.eye(U.shape[1], dtype=U.dtype, device=U.device) + U.mT @ scaled
         factor = torch.linalg.cholesky(inner)

@@ -197,7 +197,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         """The committed latent (B, d) and history before the first position."""
         if cache is not None and cache.latent is not None:
             return cache.latent, cache.history
-        dtype = self.corrector.log_step_size.dtype
+        dtype = torch.promote_types(self.corrector.log_step_size.dtype, torch.float32)
         z = torch.zeros(len(features), self.config.latent_size, dtype=dtype, device=features.device)
         if self.objective is None:
             return z, None

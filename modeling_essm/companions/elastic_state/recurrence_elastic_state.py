@@ -39,10 +39,12 @@ class ElasticStateRecurrence(nn.Module):
         Args:
             real, cache, spectral_budget: not read; the committed state is all there is.
         """
-        dtype = self.nu_log.dtype
-        modulus, angle = (-self.nu_log.exp()).exp(), self.theta_log.exp()
+        dtype = torch.promote_types(self.nu_log.dtype, torch.float32)
+        modulus, angle = (-self.nu_log.to(dtype).exp()).exp(), self.theta_log.to(dtype).exp()
         re, im = modulus * angle.cos(), modulus * angle.sin()
-        weight = (self.gamma_log.exp()[:, None, None] * self.B.to(dtype)).movedim(2, 0).flatten(0, 1)  # (2n, H)
+        weight = (
+            (self.gamma_log.to(dtype).exp()[:, None, None] * self.B.to(dtype)).movedim(2, 0).flatten(0, 1)
+        )  # (2n, H)
         u = self.embed_features(features.to(self.embed_features.weight.dtype)).to(dtype)
         drive = u @ weight.mT  # (B, L, 2n)
 
