@@ -12,6 +12,7 @@ from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, elas
 from modeling_essm.companions.elastic_state import objectives_elastic_state as objectives
 
 FIELDS = ("readouts", "latents", "proposals", "proposal_losses", "losses", "refine_depths")
+ALIGNED = 1e-5  # fp32: loaded weights lie where a file has them, and kernels sum in an order that depends on it
 
 
 def run(model, *args, **kwargs):
@@ -222,13 +223,15 @@ def test_save_and_load(metric, tmp_path):
     model.save_pretrained(tmp_path)
     for cls in (ElasticStateModel, AutoModel):
         again = cls.from_pretrained(tmp_path)
-        assert type(again) is ElasticStateModel and again.config.to_dict() == model.config.to_dict()
+        assert type(again) is ElasticStateModel
+        assert {**again.config.to_dict(), "_name_or_path": ""} == model.config.to_dict()
         assert again.config.compute_penalty == 0.25 and again.config.gate_temperature == 0.5
         assert again.state_dict().keys() == model.state_dict().keys() and "objective.scale" in again.state_dict()
         for name, tensor in model.state_dict().items():
             assert torch.equal(again.state_dict()[name], tensor), name
         one, other = run(model, x), run(again, x)
-        assert torch.equal(one.readouts, other.readouts) and torch.equal(one.refine_depths, other.refine_depths)
+        assert torch.equal(one.refine_depths, other.refine_depths)
+        torch.testing.assert_close(one.readouts, other.readouts, rtol=0, atol=ALIGNED)
     with pytest.raises(ValueError, match="'longest' is registered already"):
         register_objective("longest", Counting)
 
@@ -242,7 +245,9 @@ def test_an_objective_is_attached_after_loading(tmp_path):
     for objective in (Counting(), lambda y, x, history: (y - x).square().mean(-1), Counting()):
         output = run(again.set_objective(objective), x)
         assert output.gradient_calls > 0
-    assert torch.equal(output.readouts, run(model.set_objective(Counting()), x).readouts)
+    expected = run(model.set_objective(Counting()), x)
+    assert torch.equal(output.refine_depths, expected.refine_depths)
+    torch.testing.assert_close(output.readouts, expected.readouts, rtol=0, atol=ALIGNED)
     with pytest.raises(ValueError, match="int"):
         again.set_objective(3)
 

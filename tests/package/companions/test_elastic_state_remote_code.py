@@ -50,7 +50,8 @@ def test_a_saved_folder_needs_no_package(tmp_path):
     for kind, model in models.items():
         with torch.no_grad():
             expected = model(x, refine_depth=2).readouts
-        assert all(torch.equal(results[kind + name], expected) for name in ("", "-again", "-attached"))
+        for name in ("", "-again", "-attached"):  # fp32, weights lie elsewhere in memory: sums in another order
+            torch.testing.assert_close(results[kind + name], expected, rtol=0, atol=1e-5)
 
 
 def test_files_have_names_of_their_own():
