@@ -195,12 +195,12 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
 
     def _begin(self, cache: ElasticStateCache | None, features: Tensor, observations: Any) -> tuple[Tensor, Any]:
         """The committed latent (B, d) and history before the first position."""
-        if cache is not None and cache.latent is not None:
-            return cache.latent, cache.history
-        dtype = torch.promote_types(self.corrector.log_step_size.dtype, torch.float32)
-        z = torch.zeros(len(features), self.config.latent_size, dtype=dtype, device=features.device)
-        if self.objective is None:
-            return z, None
+        z, history = (None, None) if cache is None else (cache.latent, cache.history)
+        if z is None:
+            dtype = torch.promote_types(self.corrector.log_step_size.dtype, torch.float32)
+            z = torch.zeros(len(features), self.config.latent_size, dtype=dtype, device=features.device)
+        if self.objective is None or history is not None:
+            return z, history
         first = tree_map(lambda x: x[:, 0], observations)
         y = z.new_zeros(len(z), self.config.readout_size)
         return z, initial_history(self.objective, first, self.config.history_length, y)

@@ -32,7 +32,7 @@ def trained(penalty, seed=0, gate_training="straight_through", steps=60):
 
 
 @torch.no_grad()
-def tested(model, **dials):
+def on_test_stream(model, **dials):
     features, signal, hard = hard_stream(64, 6, 3, torch.Generator().manual_seed(99))
     return model(features, signal, **dials), hard
 
@@ -40,36 +40,38 @@ def tested(model, **dials):
 @pytest.mark.parametrize("seed", range(3))
 def test_a_price_lowers_the_depth(seed):
     """At no price the mean depth need not be K_max, but it is more than twice that at a high price."""
-    free, dear = (tested(trained(penalty, seed))[0].refine_depths.float().mean() for penalty in (0.0, 5.0))
+    free, dear = (on_test_stream(trained(penalty, seed))[0].refine_depths.float().mean() for penalty in (0.0, 5.0))
     assert free > 0.3 and free > 2 * dear
 
 
 @pytest.mark.parametrize("gate_training", ["relaxed", "policy_gradient"])
 def test_the_other_trainings_answer_to_the_price(gate_training):
-    free, dear = (tested(trained(price, 0, gate_training))[0].refine_depths.float().mean() for price in (0.0, 5.0))
+    free, dear = (
+        on_test_stream(trained(price, 0, gate_training))[0].refine_depths.float().mean() for price in (0.0, 5.0)
+    )
     assert free > 0.3 and free > 2 * dear
 
 
 def test_depth_follows_difficulty_and_counts_where_it_falls():
     """AUROC of K for hard positions, ties counted as halves; the same depths in another order leave more to do."""
     model = trained(0.05)
-    output, hard = tested(model)
+    output, hard = on_test_stream(model)
     K = output.refine_depths
     more = (K[hard][:, None] > K[~hard]).float() + 0.5 * (K[hard][:, None] == K[~hard]).float()
     assert more.mean() > 0.7
     order = torch.randperm(K.numel(), generator=torch.Generator().manual_seed(0))
-    shuffled, _ = tested(model, refine_depth=K.flatten()[order].view_as(K))
+    shuffled, _ = on_test_stream(model, refine_depth=K.flatten()[order].view_as(K))
     assert shuffled.gradient_calls == output.gradient_calls
     assert shuffled.losses.mean() > 1.2 * output.losses.mean()
     refined = K > 0
     assert (output.losses <= output.proposal_losses * (1 + 1e-5)).all()
     assert (output.losses < output.proposal_losses)[refined].float().mean() >= 0.95
-    plain, _ = tested(model, refine_depth=0)
+    plain, _ = on_test_stream(model, refine_depth=0)
     assert plain.losses.mean() > 1.2 * output.losses.mean()
 
 
 def test_training_lowers_the_objective_of_proposals():
-    before, _ = tested(trained(0.0, steps=0))
-    after, hard = tested(trained(0.0))
+    before, _ = on_test_stream(trained(0.0, steps=0))
+    after, hard = on_test_stream(trained(0.0))
     assert after.proposal_losses[~hard].mean() < 0.8 * before.proposal_losses[~hard].mean()
     assert after.losses.mean() < before.losses.mean()
