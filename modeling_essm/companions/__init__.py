@@ -1,12 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Companions of the elastic model: diagonal state spaces, their pruning after training and truncation during it.
+"""Companions of the elastic model: diagonal state spaces, their pruning after training and truncation during it, and
+states that are refined at inference.
 
 Importing this, which `import modeling_essm` does not do, makes the Auto classes know the companions' models.
 """
 
 from typing import Any
 
-from . import diagonal_ssm
+from . import diagonal_ssm, elastic_state
 from .adapters import Adapter, elastic_layers, register
 from .diagonal_ssm import (
     DiagonalSSMConfig,
@@ -14,6 +15,7 @@ from .diagonal_ssm import (
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
 )
+from .elastic_state import ElasticStateCache, ElasticStateConfig, ElasticStateModel, register_objective
 from .pruning.certificates import certificate, end_to_end_bound, hinf_norm
 from .pruning.masks import is_pruned, prune, restore
 from .pruning.plans import Plan, allocate
@@ -37,6 +39,9 @@ __all__ = [
     "DiagonalSSMModel",
     "DiagonalSystem",
     "ElasticReport",
+    "ElasticStateCache",
+    "ElasticStateConfig",
+    "ElasticStateModel",
     "HankelTracker",
     "Importance",
     "InTrainingTruncation",
@@ -50,6 +55,7 @@ __all__ = [
     "describe",
     "diagonal_ssm",
     "elastic_layers",
+    "elastic_state",
     "end_to_end_bound",
     "hankel_singular_values",
     "hinf_norm",
@@ -58,6 +64,7 @@ __all__ = [
     "plot_tracking",
     "prune",
     "register",
+    "register_objective",
     "remove",
     "resize_states",
     "restore",

@@ -18,7 +18,10 @@ PACKAGE = Path(modeling_essm.__file__).parent
 ROOT = {path.stem: path for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
 SUBPACKAGES = ("budgets", "checkpoints", "companions", "decoding", "export", "parallel", "training")
 ROOMS = ("companions/pruning", "companions/truncation")
-ISLANDS = ("companions/diagonal_ssm",)  # each with a model of its own, whose checkpoints carry it
+ISLANDS = (
+    "companions/diagonal_ssm",
+    "companions/elastic_state",
+)  # whose checkpoints carry them
 
 
 def code_lines(path):

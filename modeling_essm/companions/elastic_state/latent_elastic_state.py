@@ -1,0 +1,80 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A latent beside any causal backbone of transformers: h = backbone(W_x x + W_z z), z0 = Retract(W_p h).
+
+Refinement changes z and nothing else: the backbone's cache is what its inputs made it. With feedback the committed z
+enters the next input, and the backbone runs step by step; caches hold no graph, so that training sends gradients
+through z from step to step, but not through the backbone's past. Without feedback the backbone reads a sequence that
+begins at once, and gradients are complete.
+Letters: B batch, L sequence, F input features, D width of the backbone, d width of the latent.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel
+
+
+class ElasticStateLatent(nn.Module):
+    """`backbone`, and the linear maps `embed_features`, `feedback` (if there is one) and `proposal`."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        backbone = config.backbone_config
+        self.backbone = AutoModel.from_config(backbone, dtype=torch.get_default_dtype())
+        self.embed_features = nn.Linear(config.num_input_features, backbone.hidden_size)
+        self.feedback = nn.Linear(config.latent_size, backbone.hidden_size, bias=False) if config.feedback else None
+        self.proposal = nn.Linear(backbone.hidden_size, config.latent_size)
+        arguments = inspect.signature(self.backbone.forward).parameters
+        self.has_spectral_budget = "spectral_budget" in arguments
+        names = [name for name in ("past_key_values", "cache_params") if name in arguments]
+        if not names:
+            raise ValueError(
+                f"a backbone must have past_key_values or cache_params, {type(backbone).__name__} has none"
+            )
+        self.cache_name = names[0]
+
+    def start(
+        self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Reads (B, L, F); returns the function (t, committed z (B, d)) -> proposal (B, d) before retraction.
+
+        Args:
+            real: None. cache: an `ElasticStateCache`, whose backbone_cache is replaced, or None. spectral_budget: the
+                backbone's, or None for its default.
+        Raises:
+            ValueError: positions that are not real.
+        """
+        if real is not None and not bool(real.all()):
+            raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
+        extra = {} if spectral_budget is None else {"spectral_budget": spectral_budget}
+        u = self.embed_features(features.to(self.embed_features.weight.dtype))
+        past = None if cache is None else cache.backbone_cache
+
+        def run(inputs: Tensor, past: Any, keep: bool) -> tuple[Tensor, Any]:
+            given = {self.cache_name: past, "use_cache": keep, **extra}
+            outputs = self.backbone(inputs_embeds=inputs, return_dict=True, **given)
+            new = getattr(outputs, self.cache_name, None) if keep else None
+            if cache is not None:
+                cache.backbone_cache = new
+            return outputs.last_hidden_state, new
+
+        feedback = self.feedback
+        if feedback is None and (past is None or u.shape[1] == 1):
+            proposals = self.proposal(run(u, past, cache is not None)[0])
+            return lambda t, z: proposals[:, t]
+
+        def propose(t: int, z: Tensor) -> Tensor:  # also of a longer piece: not every recurrence continues one
+            nonlocal past
+            entered = u[:, t] if feedback is None else u[:, t] + feedback(z.to(feedback.weight.dtype))
+            hidden_states, past = run(entered[:, None], past, True)
+            return self.proposal(hidden_states[:, 0])
+
+        return propose
+
+
+__all__ = ["ElasticStateLatent"]

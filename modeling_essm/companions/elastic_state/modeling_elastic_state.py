@@ -1,0 +1,280 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""An elastic state model: a causal recurrence whose state is refined where its self-supervised objective says so.
+
+At each step the backbone proposes a state z0, a gate reads the objective l0 = l(g(z0)) and grants K inner steps, the
+corrector takes them, and the refined state is committed: the next proposal starts from it.
+
+    z0_t = backbone(x_t, z_{t-1}),    K_t = gate(l0_t),    z_t = corrector(z0_t, K_t),    y_t = g(z_t)
+
+The backbone is in `recurrence_elastic_state` (the model's own) or `latent_elastic_state` (around any other), the inner
+steps in `corrector_elastic_state`, the metric in `metrics_elastic_state`, the depth in `gate_elastic_state`, objectives
+in `objectives_elastic_state`.
+Letters: B batch, L sequence, F input features, d width of the latent, K depth.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.utils.generic import can_return_tuple
+
+from .cache_elastic_state import ElasticStateCache
+from .configuration_elastic_state import ElasticStateConfig
+from .corrector_elastic_state import Counts, ElasticStateCorrector
+from .gate_elastic_state import ElasticStateGate, policy_loss
+from .inputs_elastic_state import check_cache, check_features, check_shift, read_cap, read_depths, read_mask
+from .latent_elastic_state import ElasticStateLatent
+from .metrics_elastic_state import ElasticStateMetric
+from .objectives_elastic_state import commit, initial_history, make_objective, rows_of, tree_map
+from .outputs_elastic_state import ElasticStateOutput
+from .recurrence_elastic_state import ElasticStateRecurrence
+
+
+class ElasticStatePreTrainedModel(PreTrainedModel):
+    config_class = ElasticStateConfig
+    base_model_prefix = "model"
+    main_input_name = "input_features"
+    accepts_loss_kwargs = False
+    _is_stateful = True
+    # The poles, the metric, the step size and the gate: what bf16 rounds off of them moves every later state.
+    _keep_in_fp32_modules_strict: ClassVar = ["nu_log", "theta_log", "gamma_log", "corrector", "gate"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (ElasticStateMetric, ElasticStateCorrector, ElasticStateGate, ElasticStateRecurrence)):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        else:
+            super()._init_weights(module)
+
+
+class ElasticStateModel(ElasticStatePreTrainedModel):
+    """Continuous features in, readouts of refined states out; `step` does the same for one position of a stream.
+
+    Attributes:
+        objective: what states are refined on, see `objectives_elastic_state`; None until one is attached, if the
+            configuration names none.
+    """
+
+    def __init__(self, config: ElasticStateConfig):
+        super().__init__(config)
+        own = config.backbone_config is None
+        self.source = ElasticStateRecurrence(config) if own else ElasticStateLatent(config)
+        hidden, d = config.readout_hidden_size, config.latent_size
+        self.readout: nn.Module = nn.Linear(hidden or d, config.readout_size)
+        if hidden:
+            self.readout = nn.Sequential(nn.Linear(d, hidden), nn.GELU(), self.readout)
+        self.corrector = ElasticStateCorrector(config)
+        self.gate = ElasticStateGate(config)
+        self.objective = make_objective(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        return None
+
+    def set_objective(self, objective: Any) -> ElasticStateModel:
+        """Refine on this objective from now on; this model. A module's weights become part of the model's.
+
+        Raises:
+            ValueError: what cannot be called, None excepted.
+        """
+        if objective is not None and not callable(objective):
+            raise ValueError(f"an objective is called with (y, observation, history), got {type(objective).__name__}")
+        if hasattr(self, "objective"):
+            del self.objective  # a module and a function are held in different places
+        self.objective = objective
+        return self
+
+    def set_gate_temperature(self, temperature: float) -> None:
+        """T of the gate from now on, for schedules. Raises ValueError unless positive."""
+        if not 0 < temperature < float("inf"):
+            raise ValueError(f"temperature must be a number in (0, inf), got {temperature!r}")
+        self.config.gate_temperature = temperature
+
+    def step(
+        self, input_features: Tensor, past_key_values: ElasticStateCache | None = None, observation: Any = None, **dials
+    ) -> ElasticStateOutput:
+        """One position of a stream: (B, F), and the observation (B, ..) if it is another.
+
+        Args:
+            past_key_values: what the step before returned; None for the first. dials: as of `forward`.
+        Returns:
+            ElasticStateOutput of L = 1.
+        """
+        observations = tree_map(lambda x: x[:, None], observation)
+        dials = {"past_key_values": past_key_values, "use_cache": True, "return_dict": True} | dials
+        return self(input_features[:, None], observations, **dials)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_features: Tensor,
+        observations: Any = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: ElasticStateCache | None = None,
+        use_cache: bool | None = None,
+        refine_depth: int | Tensor | None = None,
+        max_refine_depth: int | None = None,
+        gate_threshold_shift: float = 0.0,
+        spectral_budget: Any = None,
+    ) -> ElasticStateOutput:
+        """
+        Args:
+            input_features: (B, L, F). observations: what the objective sees, (B, L, ..) or a nest of such tensors;
+                input_features by default.
+            attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist: state and
+                history stay as they are, and its depth is 0. Only with the model's own recurrence.
+            past_key_values: ElasticStateCache to continue from; updated in place.
+            refine_depth: K of every position, instead of the gate's: an int, or integers (B,) or (B, L). With 0 the
+                model is its backbone, and an objective is not needed.
+            max_refine_depth: cap of this call on K. gate_threshold_shift: added to all thresholds: more for less work.
+            spectral_budget: of the backbone, where it has one.
+        Returns:
+            ElasticStateOutput. In eval mode depths are hard and only the steps that are taken are computed; in training
+            a gate's "straight_through" and "relaxed" compute all of them. States are refined without a graph through
+            the inner gradient unless config.gradient_order is 2.
+        Raises:
+            ValueError: no objective where states are to be refined, an objective that does not give (B,), arguments
+                out of range or of another shape, a spectral_budget for a backbone without, or a mask for one.
+        """
+        config = self.config
+        check_features(input_features, config.num_input_features)
+        check_shift(gate_threshold_shift)
+        B, L, _ = input_features.shape
+        cache = past_key_values
+        if cache is not None:
+            check_cache(cache, B, config.latent_size)
+        use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache and cache is None:
+            cache = ElasticStateCache()
+        real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
+        real = None if real is None else real.to(input_features.device)
+        cap = read_cap(max_refine_depth, config.max_refine_depth)
+        forced = read_depths(refine_depth, config.max_refine_depth, B, L, input_features.device)
+        if spectral_budget is not None and not self.source.has_spectral_budget:
+            raise ValueError(f"spectral_budget needs a backbone that has one, got {spectral_budget!r}")
+        idle = cap == 0 or (forced is not None and int(forced.max() if forced.numel() else 0) == 0)
+        if self.objective is None and not idle:
+            raise ValueError(
+                "refinement needs an objective: model.set_objective(objective), a registered config.objective "
+                f"(now {config.objective!r}), or refine_depth=0"
+            )
+        observations = input_features if observations is None else observations
+        propose = self.source.start(input_features, real, cache, spectral_budget)
+        z, history = self._begin(cache, input_features, observations)
+        counts, steps = Counts(), []
+        for t in range(L):
+            observation = tree_map(lambda x: x[:, t], observations)  # noqa: B023 (used at once)
+            z0 = propose(t, z).to(z.dtype)
+            if config.backbone_config is not None:
+                z0 = self.corrector.retract(z0)
+            here = None if real is None else real[:, t]
+            depths = None if forced is None else forced[:, t]
+            step = self._refine(z0, observation, history, here, depths, cap, gate_threshold_shift, counts)
+            z = step["latents"] if here is None else torch.where(here[:, None], step["latents"], z)
+            step["latents"] = z
+            history = commit(self.objective, history, step["readouts"], observation, here)
+            steps.append(step)
+        if cache is not None:
+            cache.update(z, history, L)
+        stacked = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
+        log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
+        output = ElasticStateOutput(past_key_values=cache if use_cache else None, **stacked)
+        output.gradient_calls, output.objective_calls = counts.gradients, counts.values
+        if output.losses is not None:
+            counted = torch.ones(B, L, dtype=torch.bool, device=z.device) if real is None else real
+            output.loss = self._loss(output, counted, log_prob, entropy)
+        return output
+
+    def _begin(self, cache: ElasticStateCache | None, features: Tensor, observations: Any) -> tuple[Tensor, Any]:
+        """The committed latent (B, d) and history before the first position."""
+        z, history = (None, None) if cache is None else (cache.latent, cache.history)
+        if z is None:
+            dtype = torch.promote_types(self.corrector.log_step_size.dtype, torch.float32)
+            z = torch.zeros(len(features), self.config.latent_size, dtype=dtype, device=features.device)
+        if self.objective is None or history is not None:
+            return z, history
+        first = tree_map(lambda x: x[:, 0], observations)
+        y = z.new_zeros(len(z), self.config.readout_size)
+        return z, initial_history(self.objective, first, self.config.history_length, y)
+
+    def _read(self, z: Tensor) -> Tensor:
+        """y = g(z) in the latent's dtype, whatever that of the weights."""
+        weight = next(self.readout.parameters())
+        return self.readout(z.to(weight.dtype)).to(z.dtype)
+
+    def _refine(
+        self,
+        z0: Tensor,
+        observation: Any,
+        history: Any,
+        real: Tensor | None,
+        depths: Tensor | None,
+        cap: int,
+        shift: float,
+        counts: Counts,
+    ) -> dict[str, Tensor]:
+        """One position: the fields of ElasticStateOutput without L, and those of a sampled depth."""
+        y = self._read(z0)
+        if self.objective is None:
+            none = torch.zeros(len(z0), dtype=torch.long, device=z0.device)
+            return {"latents": z0, "proposals": z0, "readouts": y, "refine_depths": none, "expected_depths": none}
+
+        def judge(y: Tensor, rows: Tensor | None = None) -> Tensor:
+            losses = self.objective(y, rows_of(observation, rows), rows_of(history, rows))
+            if losses.shape != y.shape[:1]:
+                raise ValueError(f"an objective must give ({len(y)},) numbers, got shape {tuple(losses.shape)}")
+            return losses
+
+        def evaluate(z: Tensor, rows: Tensor | None) -> Tensor:
+            return judge(self._read(z), rows)
+
+        proposal_losses = losses = judge(y)
+        counts.values += len(y)
+        masks, sampled = None, {}
+        if depths is None and self.training and self.config.gate_training == "policy_gradient":
+            sample = self.gate.sample(proposal_losses, shift, cap)
+            depths, sampled = sample.depths, {"log_prob": sample.log_prob, "entropy": sample.entropy}
+        elif depths is None:
+            depths = self.gate.depths(proposal_losses, shift)
+            masks = self.gate.masks(proposal_losses, shift)[:, :cap] if self.training else None
+        depths = depths.clamp(max=cap)
+        if real is not None:
+            depths = depths * real
+            masks = None if masks is None else masks * real[:, None]
+        if masks is None:
+            z, expected = self.corrector.refine(z0, depths, evaluate, counts), depths.to(z0.dtype)
+        else:
+            z, expected = self.corrector.refine_softly(z0, masks, evaluate, counts), masks.sum(1)
+        if z is not z0:
+            y = self._read(z)
+            losses = judge(y)
+            counts.values += len(y)
+        return sampled | {
+            "latents": z,
+            "proposals": z0,
+            "readouts": y,
+            "proposal_losses": proposal_losses,
+            "losses": losses,
+            "refine_depths": depths,
+            "expected_depths": expected,
+        }
+
+    def _loss(self, output: Any, real: Tensor, log_prob: Tensor | None, entropy: Tensor | None) -> Tensor:
+        """The mean of l_K + lambda_E K + w_0 l_0 over real positions (B, L), plus the surrogate of a sampled depth."""
+        costs = output.losses + self.config.compute_penalty * output.expected_depths
+        each = costs + self.config.proposal_weight * output.proposal_losses
+        loss = each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+        if log_prob is None or entropy is None:
+            return loss
+        return loss + policy_loss(costs, log_prob, entropy, real, self.config)
+
+
+__all__ = ["ElasticStateModel", "ElasticStatePreTrainedModel"]

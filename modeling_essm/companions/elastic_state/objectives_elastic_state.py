@@ -1,0 +1,98 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What a state is refined on: a self-supervised objective, and the committed past that it may look at.
+
+An objective is a callable, or a module, `objective(y, observation, history) -> (B,)`: one number >= 0 for each row from
+the readout y (B, d_y), what is observed at this step, and what was committed before. There is no argument for labels,
+so that the same objective runs at inference. It must be differentiable in y and treat rows one by one; it must not
+change its tensors or keep them.
+
+`history` is None, or a dict of the last `history_length` steps, oldest first: "readouts" (B, W, d_y), "observations"
+(B, W, ..) and "real" (B, W) bool. An objective with `initial_history(observation)` and `commit(history, y,
+observation)` keeps one of its own instead: any nest of tensors whose first dimension is B.
+
+Code does not travel with weights. An objective that a model should find when it loads has a name:
+`register_objective("repair", RepairEnergy)`, then config.objective = "repair", whose own weights are saved with the
+model. Others are attached after loading, `model.set_objective(objective)`, and bring their weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+
+class SquaredError(nn.Module):
+    """mean_i (y_i - x_i)^2 where the observation x is (B, d_y): how far the readout is from what is observed."""
+
+    def forward(self, y: Tensor, observation: Tensor, history: Any = None) -> Tensor:
+        return (y - observation).square().mean(-1)
+
+
+OBJECTIVES: dict[str, Callable[..., Any]] = {"squared_error": SquaredError}
+
+
+def register_objective(name: str, factory: Callable[..., Any]) -> None:
+    """Let models whose config.objective is `name` make theirs by factory(**config.objective_arguments).
+
+    Raises:
+        ValueError: a name that another factory has.
+    """
+    if OBJECTIVES.setdefault(name, factory) is not factory:
+        raise ValueError(f"objective {name!r} is registered already, as {OBJECTIVES[name]!r}")
+
+
+def make_objective(config: Any) -> Any:
+    """The objective that the configuration names; None without a name, or with one that is not registered here."""
+    factory = OBJECTIVES.get(config.objective)
+    return None if factory is None else factory(**(config.objective_arguments or {}))
+
+
+def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
+    """A nest of the same form with function(tensors) for tensors; None stays None."""
+    return None if trees[0] is None else pytree.tree_map(function, *trees)
+
+
+def rows_of(tree: Any, rows: Tensor | None) -> Any:
+    """The nest with these rows of every tensor, usable in autograd: tensors of inference_mode are copied."""
+
+    def take(tensor: Tensor) -> Tensor:
+        if rows is not None:
+            tensor = tensor.index_select(0, rows.to(tensor.device))
+        return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
+
+    return tree_map(take, tree)
+
+
+def initial_history(objective: Any, observation: Any, width: int, y: Tensor) -> Any:
+    """What an objective sees before the first step; y (B, d_y) gives dtype and device."""
+    if hasattr(objective, "initial_history"):
+        return objective.initial_history(observation)
+    if not width:
+        return None
+    return {
+        "readouts": y.new_zeros(len(y), width, y.shape[1]),
+        "observations": tree_map(lambda x: x.new_zeros(len(x), width, *x.shape[1:]), observation),
+        "real": torch.zeros(len(y), width, dtype=torch.bool, device=y.device),
+    }
+
+
+def commit(objective: Any, history: Any, y: Tensor, observation: Any, real: Tensor | None) -> Any:
+    """The history after a step; rows that are not `real` (B,) keep theirs. y is detached: the past is data."""
+    if history is None:
+        return None
+    y = y.detach()
+    if hasattr(objective, "commit"):
+        new = objective.commit(history, y, observation)
+    else:
+        step = {"readouts": y, "observations": observation, "real": torch.ones_like(y[:, 0], dtype=torch.bool)}
+        new = tree_map(lambda old, x: torch.cat([old[:, 1:], x[:, None].to(old.dtype)], 1), history, step)
+    if real is None:
+        return new
+    return tree_map(lambda old, x: torch.where(real.view(-1, *(1,) * (x.ndim - 1)), x, old), history, new)
+
+
+__all__ = ["OBJECTIVES", "SquaredError", "register_objective"]

@@ -1,0 +1,122 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A latent beside other backbones: ES-SSM at any spectral budget, a diagonal model, a Mamba, a Transformer."""
+
+import pytest
+import torch
+from elastic_states import Counting, random_inputs
+from elastic_states import random_model as elastic_model
+from helpers import randomise, tiny_config
+from transformers import GPT2Config, MambaConfig
+
+from modeling_essm.companions import DiagonalSSMConfig, ElasticStateModel
+
+BACKBONES = {
+    "essm": lambda: tiny_config(hidden_size=8, num_hidden_layers=1),
+    "diagonal": lambda: DiagonalSSMConfig(hidden_size=8, num_hidden_layers=1, state_size=4, vocab_size=300),
+    "mamba": lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, state_size=4, vocab_size=8),
+    "gpt2": lambda: GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32, vocab_size=8),
+}
+backbones = pytest.mark.parametrize("kind", BACKBONES)
+FIELDS = ("readouts", "latents", "proposals", "losses", "refine_depths")
+ATOL = 2e-5  # fp32, where steps and sequences sum in another order
+
+
+def random_model(kind, **fields):
+    """With a gate that hovers about the objective of random inputs, far from every one of them in the last digits."""
+    model = elastic_model(backbone_config=BACKBONES[kind](), dtype=torch.float32, **fields)
+    randomise(model.source.backbone)
+    return model.eval()
+
+
+def run(model, *args, **kwargs):
+    with torch.no_grad():
+        return model(*args, **kwargs)
+
+
+@backbones
+def test_depth_zero_is_the_backbone(kind):
+    """Bit for bit: the same tensors through the same modules, called directly."""
+    model, x = random_model(kind, feedback=False, retraction="ball"), random_inputs(2, 5, 5, dtype=torch.float32)
+    with torch.no_grad():
+        source = model.source
+        hidden = source.backbone(inputs_embeds=source.embed_features(x), use_cache=False).last_hidden_state
+        z = source.proposal(hidden)
+        steps = [model.corrector.retract(step) for step in z.unbind(1)]
+        z, y = torch.stack(steps, 1), torch.stack([model.readout(step) for step in steps], 1)
+    output = run(model, x, refine_depth=0, use_cache=False)
+    assert torch.equal(output.latents, z) and torch.equal(output.readouts, y)
+    assert (z.norm(dim=-1) <= 6**0.5 * (1 + 1e-6)).all()
+
+
+@backbones
+@pytest.mark.parametrize("feedback", [True, False])
+def test_step_by_step(kind, feedback):
+    model, x = random_model(kind, feedback=feedback), random_inputs(2, 4, 5, dtype=torch.float32)
+    depths = torch.tensor([[1, 0, 2, 3], [0, 3, 0, 1]])  # a gate's could tip where fp32 rounds
+    whole, cache, steps = run(model, x, refine_depth=depths), None, []
+    for t in range(4):
+        steps.append(run(model.step, x[:, t], cache, refine_depth=depths[:, t]))
+        cache = steps[-1].past_key_values
+    for name in FIELDS:
+        actual = torch.cat([step[name] for step in steps], 1)
+        torch.testing.assert_close(actual, whole[name], rtol=0, atol=ATOL)
+    plain = run(model, x, refine_depth=0)
+    assert not torch.allclose(plain.latents[:, 2], whole.latents[:, 2], atol=1e-3)
+    changed = not torch.allclose(plain.proposals[1, 2], whole.proposals[1, 2], atol=1e-4)
+    assert changed == feedback  # z enters the next input, and nothing else of the backbone
+    assert torch.equal(plain.proposals[:, 0], whole.proposals[:, 0])
+
+
+def test_two_dials():
+    """The budget and the depth: each changes the output, neither the count of the other."""
+    model, x = random_model("essm", acceptance="none"), random_inputs(2, 3, 5, dtype=torch.float32)
+    outputs, calls = {}, {}
+    for K in (2, 32):
+        for depth in (0, 1, 3):
+            objective, budgets = Counting(), []
+            hook = model.source.backbone.register_forward_hook(
+                lambda module, args, output, into=budgets: into.append(output.spectral_budget)
+            )
+            model.set_objective(objective)
+            outputs[K, depth] = run(model, x, refine_depth=depth, spectral_budget=K)
+            hook.remove()
+            assert len(budgets) == 3 and all(ran == budgets[0] for ran in budgets) and K in torch.tensor(budgets[0])
+            calls[K, depth] = objective.gradients
+            assert objective.gradients == outputs[K, depth].gradient_calls == 2 * 3 * depth
+    assert all(calls[2, depth] == calls[32, depth] for depth in (0, 1, 3))
+    readouts = [output.readouts for output in outputs.values()]
+    for i, one in enumerate(readouts):
+        assert not any(torch.allclose(one, other, atol=1e-4) for other in readouts[i + 1 :])
+    default = run(model, x, refine_depth=1)
+    torch.testing.assert_close(default.readouts, outputs[32, 1].readouts)
+
+
+@pytest.mark.parametrize("kind", ["essm", "gpt2"])
+def test_save_and_load(kind, tmp_path):
+    model, x = random_model(kind), random_inputs(2, 3, 5, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = ElasticStateModel.from_pretrained(tmp_path)
+    assert type(again.config.backbone_config) is type(model.config.backbone_config)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    one, other = run(model, x, refine_depth=2), run(again, x, refine_depth=2)
+    torch.testing.assert_close(one.readouts, other.readouts, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("feedback", [True, False])
+def test_training_reaches_the_backbone(feedback):
+    model = random_model("essm", feedback=feedback).train()
+    model(random_inputs(2, 3, 5, dtype=torch.float32)).loss.backward()
+    unused = {"source.backbone.embed_tokens.weight"}
+    for name, parameter in model.named_parameters():
+        if name not in unused:
+            assert parameter.grad is not None and (parameter.grad != 0).any(), name
+
+
+def test_masks_need_the_own_recurrence():
+    x = random_inputs(2, 3, 5, dtype=torch.float32)
+    with pytest.raises(ValueError, match="attention_mask with zeros needs the model's own recurrence"):
+        random_model("essm")(x, attention_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    assert run(random_model("essm"), x, attention_mask=torch.ones(2, 3)).readouts.shape == (2, 3, 5)
+    with pytest.raises(ValueError, match="spectral_budget needs a backbone that has one"):
+        random_model("gpt2")(x, spectral_budget=2)

@@ -1,0 +1,177 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The inner step: natural gradient, trust region, drift, retraction, acceptance; each row on its own, counted."""
+
+import pytest
+import torch
+from elastic_states import Counting, random_inputs, random_model
+from torch import nn
+
+from modeling_essm.companions.elastic_state.corrector_elastic_state import Counts, value_and_gradient
+
+
+@torch.no_grad()
+def quadratic(model, seed=3):
+    """l(z) = 1/2 (z - c)^T G (z - c) with the model's own metric as the Hessian, and its minimiser c."""
+    G, c = model.corrector.metric.matrix(), random_inputs(6, seed=seed)
+
+    def evaluate(z, rows):
+        return 0.5 * torch.einsum("bi,ij,bj->b", z - c, G, z - c)
+
+    return evaluate, c
+
+
+def refine(model, z0, depth, evaluate):
+    depths = torch.full((len(z0),), depth) if isinstance(depth, int) else depth
+    counts = Counts()
+    with torch.no_grad():
+        return model.corrector.refine(z0, depths, evaluate, counts), counts
+
+
+@pytest.mark.parametrize("metric", ["cholesky", "diagonal", "low_rank"])
+def test_newton_reaches_the_minimiser_in_one_step(metric):
+    model = random_model(metric=metric)
+    model.corrector.log_step_size.data.fill_(0.5)  # alpha is at most 1
+    evaluate, c = quadratic(model)
+    z, counts = refine(model, random_inputs(4, 6), 1, evaluate)
+    torch.testing.assert_close(z, c.expand(4, 6), rtol=0, atol=1e-10)  # fp64
+    assert counts.gradients == counts.values == counts.accepted == 4
+
+
+@pytest.mark.parametrize("kind", ["constant", "kappa"])
+def test_steps_stay_in_the_trust_region(kind):
+    """Short gradients pass, with "constant" unchanged; long ones end at rho, whatever their length."""
+    corrector = random_model(trust_radius=0.3, trust_radius_kind=kind, trust_kappa=0.01).corrector
+    with torch.no_grad():
+        g = random_inputs(50, 6) * torch.logspace(-3, 6, 50, dtype=torch.float64)[:, None]
+        solve = corrector.metric.solver()
+        v = corrector.direction(g, solve)
+        kappa = (g * solve(g)).sum(1)
+        rho = 0.3 * (kappa / (kappa + 0.01)).sqrt() if kind == "kappa" else torch.full_like(kappa, 0.3)
+        expected = torch.minimum(kappa.sqrt(), rho)
+        assert (kappa.sqrt() < 0.5 * rho).any() and (kappa.sqrt() > 2 * rho).any()
+        # 1e-12 under the roots counts where kappa is about 1e-6
+        torch.testing.assert_close(corrector.metric.norm(v), expected, rtol=1e-5, atol=0)
+        assert (corrector.metric.norm(v) <= 0.3 * (1 + 1e-5)).all()
+        cosine = -(v * solve(g)).sum(1) / v.norm(dim=1) / solve(g).norm(dim=1)
+        torch.testing.assert_close(cosine, torch.ones_like(cosine))  # descent, in the natural gradient's direction
+
+
+def test_drift_pulls_back_and_keeps_its_fixed_point():
+    model = random_model(drift=0.25, acceptance="none", retraction="ball", retraction_radius=100.0)
+    z0, z = random_inputs(3, 6), random_inputs(3, 6, seed=1)
+    flat, _ = refine(model, z0, 3, lambda z, rows: (z * 0).sum(1) + 1)
+    assert torch.equal(flat, z0)
+    with torch.no_grad():
+        moved = model.corrector.move(z, z0, torch.zeros_like(z))
+    torch.testing.assert_close(moved, z + 0.25 * (z0 - z))
+
+
+@pytest.mark.parametrize("retraction", ["ball", "sphere", "none"])
+def test_retraction(retraction):
+    corrector = random_model(retraction=retraction, retraction_radius=2.0).corrector
+    z = random_inputs(20, 6) * torch.linspace(0.01, 3, 20)[:, None]
+    assert (z.norm(dim=1) < 2).any() and (z.norm(dim=1) > 2).any()
+    norms = {"ball": z.norm(dim=1).clamp(max=2.0), "sphere": torch.full((20,), 2.0), "none": z.norm(dim=1)}
+    retracted = corrector.retract(z)
+    torch.testing.assert_close(retracted.norm(dim=1), norms[retraction].double())
+    torch.testing.assert_close(nn.functional.cosine_similarity(retracted, z), torch.ones(20, dtype=torch.float64))
+
+
+def wavy(z, rows):
+    """Steep and oscillating: full steps often go up."""
+    return (3 * z).sin().square().sum(1) + z.square().sum(1)
+
+
+@pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
+def test_accepted_steps_never_raise_the_objective(acceptance):
+    z0 = random_inputs(40, 6)
+    taken, _ = refine(random_model(acceptance="none", step_size=1.0), z0, 1, wavy)
+    raised = wavy(taken, None) > wavy(z0, None)
+    assert 5 < raised.sum() < 40  # there is something to reject, and something to accept
+    z, counts = refine(random_model(acceptance=acceptance, step_size=1.0), z0, 1, wavy)
+    assert (wavy(z, None) <= wavy(z0, None)).all() and torch.equal(z[~raised], taken[~raised])
+    kept = (z == z0).all(1)
+    assert counts.gradients == 40 and counts.accepted == 40 - kept.sum()
+    if acceptance == "reject":
+        assert torch.equal(kept, raised) and counts.values == 40
+    else:
+        assert kept.sum() < raised.sum() and 40 + raised.sum() < counts.values <= 40 + 2 * raised.sum()
+
+
+def test_a_shorter_step_is_half_of_the_longer():
+    """alpha 1, 1/2 and 1/4 on l = c z^2 / 2, which falls for alpha c < 2, with G = I."""
+    model = random_model(metric="diagonal", acceptance="backtrack")
+    with torch.no_grad():
+        model.corrector.metric.delta.fill_(model.corrector.metric.one)
+        model.corrector.log_step_size.fill_(0.0)
+    c, z0 = torch.tensor([1.5, 3.0, 7.0, 9.0], dtype=torch.float64), random_inputs(4, 6)
+
+    def evaluate(z, rows):
+        return 0.5 * (c if rows is None else c[rows]) * z.square().sum(1)
+
+    z, counts = refine(model, z0, 1, evaluate)
+    factor = 1 - c * torch.tensor([1.0, 0.5, 0.25, 0.0])
+    torch.testing.assert_close(z, factor[:, None] * z0)
+    assert counts.values == 4 + 3 + 2 and counts.accepted == 3
+
+
+def test_a_nan_is_not_accepted():
+    z, counts = refine(random_model(), random_inputs(2, 6), 2, lambda z, rows: z.sum(1) / 0 - z.sum(1) / 0)
+    assert torch.equal(z, random_inputs(2, 6)) and counts.accepted == 0
+
+
+def test_rows_are_refined_on_their_own_and_only_as_often_as_they_ask():
+    """A batch with depths 0 to 3 is its rows one by one; gradients are computed for sum K rows."""
+    model, depths = random_model(drift=0.1, trust_radius=0.5), torch.tensor([2, 0, 3, 1, 0, 3])
+    z0, seen = random_inputs(6, 6), []
+
+    def counted(z, rows):
+        if z.requires_grad:
+            seen.append(rows.tolist())
+        return wavy(z, rows)
+
+    z, counts = refine(model, z0, depths, counted)
+    assert seen == [[0, 2, 3, 5], [0, 2, 5], [2, 5]] and counts.gradients == int(depths.sum())
+    alone = torch.cat([refine(model, z0[i : i + 1], int(depths[i]), wavy)[0] for i in range(6)])
+    torch.testing.assert_close(z, alone, rtol=0, atol=1e-13)
+    assert torch.equal(z[depths == 0], z0[depths == 0])
+    assert not torch.isclose(z, z0).all(1)[depths > 0].any()
+
+
+def test_ascent_on_the_negative_objective():
+    z0 = random_inputs(5, 6)
+    up, _ = refine(random_model(trust_radius=0.1), z0, 3, lambda z, rows: -wavy(z, rows))
+    assert (wavy(up, None) > wavy(z0, None)).all()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_training_through_the_inner_gradient(order):
+    """d z_1 / d z_0 of one step on a quadratic: 1 with the gradient held fixed, 1 - alpha G^{-1} G with order 2."""
+    model = random_model(gradient_order=order, step_size=0.5).train()
+    evaluate, _ = quadratic(model)
+    z0 = random_inputs(1, 6).requires_grad_()
+    z = model.corrector.refine(z0, torch.tensor([1]), evaluate, Counts())
+    (grad,) = torch.autograd.grad(z[0, 0], z0)
+    alpha = model.corrector.step_size.item() if order == 2 else 0.0
+    torch.testing.assert_close(grad[0], torch.eye(6, dtype=torch.float64)[0] * (1 - alpha), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_weights_get_no_gradient(mode):
+    model, objective = random_model(), Counting()
+    model.set_objective(objective)
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    model.readout[0].bias.requires_grad_(False)
+    with mode():
+        output = model(random_inputs(2, 4, 5), refine_depth=2)
+    assert objective.gradients >= output.gradient_calls == 16
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None and parameter.requires_grad == (flags[name] and name != "readout.0.bias")
+
+
+def test_the_gradient_is_that_of_each_row():
+    z = random_inputs(3, 6)
+    losses, g = value_and_gradient(wavy, z, None)
+    expected = 3 * (6 * z).sin() + 2 * z
+    torch.testing.assert_close(g, expected)
+    assert not losses.requires_grad and not g.requires_grad and not z.requires_grad

@@ -1,0 +1,321 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The model: its backbone at depth 0, streams, counts, masks, objectives, and what is saved."""
+
+import pytest
+import torch
+import transformers
+from elastic_states import Counting, random_inputs, random_model, tiny
+from torch import nn
+from transformers import AutoConfig, AutoModel
+
+from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, elastic_state, register_objective
+from modeling_essm.companions.elastic_state import objectives_elastic_state as objectives
+
+FIELDS = ("readouts", "latents", "proposals", "proposal_losses", "losses", "refine_depths")
+ALIGNED = 1e-5  # fp32: loaded weights lie where a file has them, and kernels sum in an order that depends on it
+
+
+def run(model, *args, **kwargs):
+    with torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def assert_same(one, other, atol=1e-12):
+    for name in FIELDS:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=atol)
+
+
+def test_no_name_is_taken():
+    names = set(elastic_state.__all__)
+    assert not names & set(dir(transformers)) and not [name for name in names if name.startswith(("Esm", "EssmE"))]
+    assert type(AutoConfig.for_model("elastic_state")) is ElasticStateConfig
+
+
+def test_depth_zero_is_the_recurrence():
+    """The LRU as it is written, in complex numbers, and a model without objective bit for bit."""
+    model, x = random_model(), random_inputs(2, 9, 5)
+    plain = random_model(objective=None)
+    source, z, states = model.source, torch.zeros(2, 3, dtype=torch.complex128), []
+    with torch.no_grad():
+        lam = torch.exp(torch.complex(-source.nu_log.exp(), source.theta_log.exp()))
+        for t in range(9):
+            u = source.embed_features(x[:, t]).to(torch.complex128)
+            z = lam * z + source.gamma_log.exp() * (u @ torch.view_as_complex(source.B).T)
+            states.append(torch.cat([z.real, z.imag], 1))
+        expected = model.readout(torch.stack(states, 1))
+    output = run(model, x, refine_depth=0)
+    torch.testing.assert_close(output.latents, torch.stack(states, 1), rtol=0, atol=1e-13)
+    torch.testing.assert_close(output.readouts, expected, rtol=0, atol=1e-13)
+    without = run(plain, x, refine_depth=0)
+    assert without.loss is None and without.losses is None
+    for other in (without, run(model, x, max_refine_depth=0), run(model, x, gate_threshold_shift=float("inf"))):
+        assert torch.equal(other.readouts, output.readouts) and torch.equal(other.latents, output.latents)
+    assert torch.equal(output.losses, output.proposal_losses) and output.gradient_calls == 0
+
+
+def test_the_refined_state_is_committed():
+    """A proposal starts from z_K of the step before; with a backbone of its own nothing else changes."""
+    model, x = random_model(), random_inputs(2, 4, 5)
+    depths = torch.tensor([[0, 3, 0, 0], [0, 0, 0, 0]])
+    output, plain = run(model, x, refine_depth=depths), run(model, x, refine_depth=0)
+    assert torch.equal(output.refine_depths, depths)
+    assert torch.equal(output.proposals[:, :2], plain.proposals[:, :2])
+    assert torch.equal(output.latents[1], plain.latents[1])
+    re, im = (output.latents[0, 1] - plain.latents[0, 1]).chunk(2)
+    lam = torch.exp(torch.complex(-model.source.nu_log.exp(), model.source.theta_log.exp())).detach()
+    change = torch.complex(re, im) * lam
+    difference = output.proposals[0, 2] - plain.proposals[0, 2]
+    assert difference.abs().max() > 1e-3
+    torch.testing.assert_close(difference, torch.cat([change.real, change.imag]), rtol=0, atol=1e-13)
+
+
+def test_gradients_are_computed_for_the_steps_that_are_taken():
+    model, x, objective = random_model(), random_inputs(6, 8, 5), Counting()
+    model.set_objective(objective)
+    output = run(model, x)
+    K = output.refine_depths
+    assert len(K.unique()) >= 3 and 0 < K.sum() < K.numel() * 3  # the thresholds lie in between
+    assert objective.gradients == output.gradient_calls == int(K.sum()) <= 8 * 6 * 3
+    assert objective.values == output.objective_calls
+    assert torch.equal(K, torch.stack([model.gate.depths(loss) for loss in output.proposal_losses.unbind(1)], 1))
+    capped = run(model, x, max_refine_depth=1)
+    assert capped.refine_depths.max() == 1 and capped.gradient_calls == int(capped.refine_depths.sum())
+    fewer = run(model, x, gate_threshold_shift=1.0)
+    assert 0 < fewer.gradient_calls < output.gradient_calls
+
+
+@pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
+def test_refinement_does_not_raise_the_objective(acceptance):
+    output = run(random_model(acceptance=acceptance), random_inputs(4, 6, 5), refine_depth=3)
+    # evaluated again over the whole batch: rounding of fp64
+    assert (output.losses <= output.proposal_losses + 1e-14).all()
+    assert (output.losses < 0.999 * output.proposal_losses).float().mean() > 0.9
+
+
+def test_the_negative_objective_is_climbed():
+    model, x = random_model(trust_radius=0.2), random_inputs(3, 1, 5)
+    model.set_objective(Counting(-1.0))
+    output = run(model, x, refine_depth=3)
+    assert (output.losses < output.proposal_losses).all()  # which are minus the squared error
+
+
+def test_a_batch_is_its_rows():
+    model, x = random_model(drift=0.05, trust_radius=0.8), random_inputs(4, 6, 5)
+    whole = run(model, x)
+    assert len(whole.refine_depths.unique()) > 1
+    for i in range(4):
+        row = run(model, x[i : i + 1])
+        assert_same(row, {name: whole[name][i : i + 1] for name in FIELDS})
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("history_length", [0, 2])
+def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
+    model, x, y = random_model(history_length=history_length), random_inputs(3, 7, 5), random_inputs(3, 7, 5, seed=1)
+    if history_length:
+        model.set_objective(smooth)
+    whole, cache, steps = run(model, x, y), None, []
+    with mode():
+        for t in range(7):
+            steps.append(model.step(x[:, t], cache, y[:, t]))
+            cache = steps[-1].past_key_values
+        assert cache.get_seq_length() == 7 and cache.batch_size == 3 and cache.num_bytes >= 3 * 6 * 8
+        first = model(x[:, :3], y[:, :3], use_cache=True)
+        second = model(x[:, 3:], y[:, 3:], past_key_values=first.past_key_values)
+    assert whole.gradient_calls == sum(step.gradient_calls for step in steps) > 0
+    assert_same(whole, {name: torch.cat([step[name] for step in steps], 1) for name in FIELDS})
+    assert_same(whole, {name: torch.cat([first[name], second[name]], 1) for name in FIELDS})
+    with pytest.raises(ValueError, match="cannot be cropped to 3"):
+        cache.crop(3)
+    cache.reset()
+    assert cache.batch_size is None and cache.get_seq_length() == 0
+
+
+def smooth(y, observation, history):
+    """The squared error, plus distance from committed readouts that are real."""
+    past = (y[:, None] - history["readouts"]).square().mean(-1) * history["real"]
+    return (y - observation).square().mean(-1) + past.sum(1)
+
+
+class Longest(nn.Module):
+    """An objective with weights and a history of its own: how many steps, and the largest readout so far."""
+
+    def __init__(self, size=5):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+
+    def initial_history(self, observation):
+        return {"count": observation.new_zeros(len(observation)), "top": observation.new_zeros(observation.shape)}
+
+    def commit(self, history, y, observation):
+        return {"count": history["count"] + 1, "top": torch.maximum(history["top"], y)}
+
+    def forward(self, y, observation, history):
+        return (self.scale * (y - observation - 0.1 * history["top"])).square().mean(-1) + history["count"]
+
+
+def test_an_objective_keeps_its_history():
+    model, x = random_model(), random_inputs(2, 5, 5)
+    model.set_objective(Longest().double())
+    output = run(model, x, use_cache=True)
+    history = output.past_key_values.history
+    assert history["count"].tolist() == [5, 5]
+    torch.testing.assert_close(history["top"], output.readouts.amax(1).clamp(min=0))
+    assert (output.losses >= torch.arange(5)).all()
+    rows = torch.tensor([1, 1, 0])
+    output.past_key_values.reorder_cache(rows)
+    following = random_inputs(3, 5, seed=4)
+    reordered = model.step(following, output.past_key_values)
+    again = run(model, torch.cat([x[rows], following[:, None]], 1))
+    torch.testing.assert_close(reordered.readouts[:, 0], again.readouts[:, -1], rtol=0, atol=1e-12)
+
+
+def test_padding_does_not_exist():
+    model, x = random_model(history_length=2), random_inputs(3, 8, 5)
+    model.set_objective(smooth)
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[0, :3], mask[1, 6:], mask[2, 2:4] = 0, 0, 0
+    output = run(model, x, attention_mask=mask, use_cache=True)
+    total = count = 0
+    for i in range(3):
+        real = mask[i].bool()
+        alone = run(model, x[i : i + 1, real])
+        for name in FIELDS:
+            torch.testing.assert_close(output[name][i, real], alone[name][0], rtol=0, atol=1e-12)
+        assert (output.refine_depths[i, ~real] == 0).all()
+        last = alone.latents[0, -1]
+        torch.testing.assert_close(output.past_key_values.latent[i], last, rtol=0, atol=1e-12)
+        total, count = total + alone.loss * real.sum(), count + real.sum()
+    torch.testing.assert_close(output.loss, total / count)
+
+
+def test_the_loss_is_objective_plus_penalty():
+    model, x = random_model(compute_penalty=0.3, proposal_weight=0.7), random_inputs(3, 4, 5)
+    output = run(model, x)
+    expected = output.losses + 0.3 * output.refine_depths + 0.7 * output.proposal_losses
+    torch.testing.assert_close(output.loss, expected.mean())
+
+
+def test_there_is_no_place_for_labels():
+    model, x = random_model(), random_inputs(1, 2, 5)
+    with pytest.raises(TypeError, match="labels"):
+        model(x, labels=x)
+    model.set_objective(lambda y, observation, history, labels: y.sum(1))
+    with pytest.raises(TypeError, match="labels"):
+        model(x)
+
+
+def test_every_weight_is_trained():
+    model = random_model(trust_radius=1.0, drift=0.02, metric="cholesky").train()
+    model(random_inputs(3, 4, 5)).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all() and (parameter.grad != 0).any(), name
+
+
+@pytest.mark.parametrize("metric", ["cholesky", "diagonal", "low_rank"])
+def test_save_and_load(metric, tmp_path):
+    """A model with a named objective whose weights are its own: everything comes back, the dials too."""
+    objectives.OBJECTIVES.pop("longest", None)
+    register_objective("longest", Longest)
+    fields = {"objective": "longest", "objective_arguments": {"size": 5}, "compute_penalty": 0.25, "metric": metric}
+    model, x = random_model(dtype=torch.float32, **fields), random_inputs(2, 4, 5, dtype=torch.float32)
+    model.set_gate_temperature(0.5)
+    model.save_pretrained(tmp_path)
+    for cls in (ElasticStateModel, AutoModel):
+        again = cls.from_pretrained(tmp_path)
+        assert type(again) is ElasticStateModel
+        assert {**again.config.to_dict(), "_name_or_path": ""} == model.config.to_dict()
+        assert again.config.compute_penalty == 0.25 and again.config.gate_temperature == 0.5
+        assert again.state_dict().keys() == model.state_dict().keys() and "objective.scale" in again.state_dict()
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(again.state_dict()[name], tensor), name
+        one, other = run(model, x), run(again, x)
+        assert torch.equal(one.refine_depths, other.refine_depths)
+        torch.testing.assert_close(one.readouts, other.readouts, rtol=0, atol=ALIGNED)
+    with pytest.raises(ValueError, match="'longest' is registered already"):
+        register_objective("longest", Counting)
+
+
+def test_an_objective_is_attached_after_loading(tmp_path):
+    model, x = random_model(dtype=torch.float32, objective=None), random_inputs(2, 3, 5, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = ElasticStateModel.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="refinement needs an objective"):
+        again(x)
+    for objective in (Counting(), lambda y, x, history: (y - x).square().mean(-1), Counting()):
+        output = run(again.set_objective(objective), x)
+        assert output.gradient_calls > 0
+    expected = run(model.set_objective(Counting()), x)
+    assert torch.equal(output.refine_depths, expected.refine_depths)
+    torch.testing.assert_close(output.readouts, expected.readouts, rtol=0, atol=ALIGNED)
+    with pytest.raises(ValueError, match="int"):
+        again.set_objective(3)
+
+
+def test_half_precision(tmp_path):
+    """Weights of linear maps in bf16; the recurrence's poles, metric and gate stay in fp32, and states always are."""
+    model, x = random_model(dtype=torch.float32), random_inputs(2, 3, 5, dtype=torch.float32)
+    exact = run(model, x, refine_depth=2)
+    model.save_pretrained(tmp_path)
+    half = ElasticStateModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    kept = {name for name, parameter in half.named_parameters() if parameter.dtype == torch.float32}
+    assert {name.rpartition(".")[0] for name in kept} == {"source", "corrector", "corrector.metric", "gate"}
+    assert half.readout[0].weight.dtype == half.source.B.dtype == torch.bfloat16
+    for low in (half, half.to(torch.bfloat16)):
+        output = run(low, x, refine_depth=2)
+        assert output.latents.dtype == torch.float32
+        torch.testing.assert_close(output.readouts, exact.readouts, rtol=0, atol=0.1)  # 2^-8 of values near 3, added up
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"metric": "cholesk"}, "metric must be one of"),
+        ({"metric_rank": 0}, r"metric_rank must be an integer in \[1, 16777216\], got 0"),
+        ({"latent_size": 5}, "latent_size must be even without backbone_config.*got 5"),
+        ({"latent_size": "6"}, "latent_size must be an integer"),
+        ({"step_size": 1.5}, r"step_size must be a number in \(0, 1\], got 1.5"),
+        ({"drift": -0.1}, r"drift must be a number in \[0, inf\), got -0.1"),
+        ({"trust_radius": 0}, r"trust_radius must be a number in \(0, inf\), got 0"),
+        ({"retraction": "cube"}, "retraction must be one of"),
+        ({"acceptance": True}, "acceptance must be one of"),
+        ({"gradient_order": 3}, r"gradient_order must be one of \(1, 2\), got 3"),
+        ({"feedback": 1}, "feedback must be one of"),
+        ({"objective": 3}, "objective must be a registered name or None"),
+        ({"backbone_config": {"hidden_size": 4}}, "a dict with model_type"),
+        ({"backbone_config": {"model_type": "nothing"}}, "one that transformers knows, got 'nothing'"),
+    ],
+)
+def test_bad_configurations(fields, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        tiny(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"input_features": torch.zeros(2, 3, 4)}, r"input_features must have shape \(B, L, 5\)"),
+        ({"refine_depth": 4}, r"refine_depth must be integers in \[0, 3\], got 4"),
+        ({"refine_depth": 1.0}, r"refine_depth must be integers"),
+        ({"refine_depth": torch.ones(3, dtype=torch.long)}, r"refine_depth must have shape \(\), \(2,\) or \(2, 3\)"),
+        ({"max_refine_depth": 4}, r"max_refine_depth must be an integer in \[0, 3\], got 4"),
+        ({"gate_threshold_shift": float("nan")}, "gate_threshold_shift must be a number, got nan"),
+        ({"spectral_budget": 3}, "spectral_budget needs a backbone that has one, got 3"),
+        ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must have shape \(2, 3\)"),
+        ({"past_key_values": []}, "past_key_values must be an ElasticStateCache, got list"),
+    ],
+)
+def test_bad_calls(kwargs, message):
+    model = random_model(dtype=torch.float32)
+    with pytest.raises(ValueError, match=message):
+        model(**({"input_features": torch.zeros(2, 3, 5)} | kwargs))
+
+
+def test_a_bad_objective_and_a_cache_of_other_rows():
+    model, x = random_model(), random_inputs(2, 1, 5)
+    cache = run(model, x, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=r"latents of shape \(2, 6\), but the call needs \(3, 6\)"):
+        model(random_inputs(3, 1, 5), past_key_values=cache)
+    model.set_objective(lambda y, observation, history: y.sum())
+    with pytest.raises(ValueError, match=r"an objective must give \(2,\) numbers, got shape \(\)"):
+        model(x)

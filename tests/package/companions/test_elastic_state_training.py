@@ -1,0 +1,77 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""A tiny stream that is hard in places: a trained gate works there, less for a higher price, and not at random."""
+
+import functools
+
+import pytest
+import torch
+from elastic_states import hard_stream, tiny
+
+from modeling_essm.companions import ElasticStateModel
+
+
+@functools.cache
+def trained(penalty, seed=0, gate_training="straight_through", steps=60):
+    torch.manual_seed(seed)
+    fields = {"num_input_features": 3, "latent_size": 8, "max_refine_depth": 2, "readout_hidden_size": 0}
+    fields |= {"gate_first_threshold": -1.5, "trust_radius": 2.0, "metric": "diagonal", "r_max": 0.6, "r_min": 0.1}
+    config = tiny(**fields, gate_training=gate_training, compute_penalty=penalty)
+    model = ElasticStateModel(config).train()
+    gate = list(model.gate.parameters())
+    others = [parameter for name, parameter in model.named_parameters() if not name.startswith("gate.")]
+    optimizer = torch.optim.Adam([{"params": others, "lr": 0.02}, {"params": gate, "lr": 0.1}])
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        if gate_training == "relaxed":
+            model.set_gate_temperature(max(0.1, 0.1 ** (step / (steps - 1))))
+        features, signal, _ = hard_stream(32, 3, 3, generator)
+        optimizer.zero_grad()
+        model(features, signal).loss.backward()
+        optimizer.step()
+    return model.eval()
+
+
+@torch.no_grad()
+def on_test_stream(model, **dials):
+    features, signal, hard = hard_stream(64, 6, 3, torch.Generator().manual_seed(99))
+    return model(features, signal, **dials), hard
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_price_lowers_the_depth(seed):
+    """At no price the mean depth need not be K_max, but it is more than twice that at a high price."""
+    free, dear = (on_test_stream(trained(penalty, seed))[0].refine_depths.float().mean() for penalty in (0.0, 5.0))
+    assert free > 0.3 and free > 2 * dear
+
+
+@pytest.mark.parametrize("gate_training", ["relaxed", "policy_gradient"])
+def test_the_other_trainings_answer_to_the_price(gate_training):
+    free, dear = (
+        on_test_stream(trained(price, 0, gate_training))[0].refine_depths.float().mean() for price in (0.0, 5.0)
+    )
+    assert free > 0.3 and free > 2 * dear
+
+
+def test_depth_follows_difficulty_and_counts_where_it_falls():
+    """AUROC of K for hard positions, ties counted as halves; the same depths in another order leave more to do."""
+    model = trained(0.05)
+    output, hard = on_test_stream(model)
+    K = output.refine_depths
+    more = (K[hard][:, None] > K[~hard]).float() + 0.5 * (K[hard][:, None] == K[~hard]).float()
+    assert more.mean() > 0.7
+    order = torch.randperm(K.numel(), generator=torch.Generator().manual_seed(0))
+    shuffled, _ = on_test_stream(model, refine_depth=K.flatten()[order].view_as(K))
+    assert shuffled.gradient_calls == output.gradient_calls
+    assert shuffled.losses.mean() > 1.2 * output.losses.mean()
+    refined = K > 0
+    assert (output.losses <= output.proposal_losses * (1 + 1e-5)).all()
+    assert (output.losses < output.proposal_losses)[refined].float().mean() >= 0.95
+    plain, _ = on_test_stream(model, refine_depth=0)
+    assert plain.losses.mean() > 1.2 * output.losses.mean()
+
+
+def test_training_lowers_the_objective_of_proposals():
+    before, _ = on_test_stream(trained(0.0, steps=0))
+    after, hard = on_test_stream(trained(0.0))
+    assert after.proposal_losses[~hard].mean() < 0.8 * before.proposal_losses[~hard].mean()
+    assert after.losses.mean() < before.losses.mean()
