@@ -184,10 +184,10 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             steps.append(step)
         if cache is not None:
             cache.update(z, history, L)
-        stacked = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
+        stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
+        stacked |= {"gradient_calls": counts.gradients, "objective_calls": counts.values}
         output = ElasticStateOutput(past_key_values=cache if use_cache else None, **stacked)
-        output.gradient_calls, output.objective_calls = counts.gradients, counts.values
         if output.losses is not None:
             counted = torch.ones(B, L, dtype=torch.bool, device=z.device) if real is None else real
             output.loss = self._loss(output, counted, log_prob, entropy)
