@@ -12,8 +12,9 @@ magnitude) and a scope: uniform ranks within each layer, global over all, and pr
 the layer, which makes AIRE-Prune of the energy, LAST of the H-infinity norm and LAMP of the magnitude; beside them
 energies with the conjugates, random choice, and balanced truncation to the same number of modes in each layer.
 Reported of each: the largest ratio up to which no ratio loses more than a point, paired with the whole model seed by
-seed; the area under accuracy over ratio; the steepest fall between two ratios; and how far energies of modes add up to
-the energy of what is pruned. One JSON file a run; a sweep that was killed goes on when it is started again.
+seed; the area under accuracy over ratio; the steepest fall between two ratios; how far energies of modes add up to the
+energy of what is pruned; and every bound of `certificate` over the gain of what is pruned, on a dense grid. One JSON
+file a run; a sweep that was killed goes on when it is started again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from .classification_tasks import TEST_BATCH
 from .sweeps import Run
 
 RATIOS = tuple(round(0.05 * i, 2) for i in range(20))
+LOOKED_AT = (0.2, 0.5, 0.8)  # where energies and certificates are compared with what they speak of
 METRIC = "error"
 RATE = 4e-3
 POINT = 0.01
@@ -59,6 +61,7 @@ METHODS: dict[str, tuple[str | None, str]] = {
     "random": ("random", "uniform"),
     "balanced": (None, "uniform"),
 }
+PROFILED = {"aire": "-", "last": "--"}  # whose modes by layer are drawn
 MODELS: dict[str, dict[str, Any]] = {
     "s5": {"parameterization": "s5", "state_size": 64, "bidirectional": True},
     "s4d": {"parameterization": "s4d", "state_size": 32, "bidirectional": True},
@@ -178,6 +181,19 @@ def additivity(model: nn.Module, ratio: float) -> list[float]:
     return found
 
 
+def certificates(model: nn.Module, ratio: float) -> list[dict[str, float]]:
+    """Of each layer, the bounds on the gain of what AIRE prunes, and that gain as "measured"."""
+    from modeling_essm.companions import allocate, hinf_norm, importance
+
+    plan = allocate(importance(model, "aire"), amount=ratio)
+    found = []
+    for layer, bounds in zip(plan.layers, plan.certificate()):
+        assert layer.system is not None
+        if not layer.keep.all():
+            found.append(bounds | {"measured": hinf_norm(layer.system, ~layer.keep)})
+    return found
+
+
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     """Train on one thread, prune, measure, write the file in one move, return what it holds."""
     from essm_train.data.samples import MapSamples
@@ -216,7 +232,9 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
                 kept.append(modes)
                 restore(model)
             record["pruned"][method] = {"ratios": ratios, "errors": errors, "kept": kept}
-        record["additivity"] = {str(ratio): additivity(model, ratio) for ratio in (0.2, 0.5, 0.8)}
+        looked_at = () if record["diverged"] else LOOKED_AT
+        record["additivity"] = {str(ratio): additivity(model, ratio) for ratio in looked_at}
+        record["certificates"] = {str(ratio): certificates(model, ratio) for ratio in looked_at}
         record["scoring_cpu_seconds"] = time.process_time() - started
         record["machine"] = common.machine(device)
     write_json(path, record)
@@ -267,7 +285,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "steepest_fall": sweep_tables.mean(fall),
                     "ratios": ratios,
                     "curve": [sweep_tables.mean([values[i] for values in accuracies]) for i in range(len(ratios))],
-                    "kept_share_by_layer": [
+                    "kept_by_layer": [
                         [statistics.fmean(curve["kept"][i][layer] for curve in curves) for layer in range(len(kept))]
                         for i, kept in enumerate(curves[0]["kept"])
                     ],
@@ -277,6 +295,21 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 }
             )
     return results
+
+
+def tightness(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Bounds over measured gains, over layers, seeds and ratios: least, median and largest, by task and model."""
+    groups: dict[tuple[str, str], list[dict[str, float]]] = {}
+    for record in records:
+        found = [layer for layers in record["certificates"].values() for layer in layers]
+        groups.setdefault((record["task"], record["model"]), []).extend(found)
+    rows = []
+    for (task, model), found in groups.items():
+        for bound in (name for name in found[0] if name != "measured") if found else ():
+            over = sorted(layer[bound] / layer["measured"] for layer in found)
+            rows.append({"task": task, "model": model, "bound": bound, "layers": len(over)})
+            rows[-1] |= {"least": over[0], "median": statistics.median(over), "largest": over[-1]}
+    return rows
 
 
 def print_tables(results: list[dict[str, Any]]) -> None:
@@ -295,23 +328,31 @@ def print_tables(results: list[dict[str, Any]]) -> None:
 
 
 def draw(results: list[dict[str, Any]]) -> Figure:
-    """Accuracy over the share that is pruned: a panel for each task and model, bands of one deviation."""
+    """Over the share that is pruned, for each task and model: accuracy above, modes kept by layer below."""
     panels = list(dict.fromkeys((r["task"], r["model"]) for r in results))
-    figure = Figure(figsize=(5 * len(panels), 5.4), layout="constrained")
+    figure = Figure(figsize=(5 * len(panels), 8), layout="constrained")
     styles = {"global": "-", "uniform": "--"}
-    grid = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, panel in zip(grid, panels):
+    grid, profiles = figure.subplots(2, len(panels), squeeze=False, height_ratios=(5, 3))
+    for axes, below, panel in zip(grid, profiles, panels):
         for i, result in enumerate(r for r in results if (r["task"], r["model"]) == panel):
             value, scope = METHODS[result["method"]]
             style = ":" if value in (None, "random") else styles[scope]
             mean = [point["mean"] for point in result["curve"]]
             wide = {"linewidth": 2.2 if result["method"] in ("aire", "last", "balanced") else 1.1}
             axes.plot(result["ratios"], mean, style, color=f"C{i % 10}", label=result["method"], **wide)
+        for name, style in PROFILED.items():
+            result = next(r for r in results if (r["task"], r["model"], r["method"]) == (*panel, name))
+            for layer, kept in enumerate(zip(*result["kept_by_layer"])):
+                below.plot(result["ratios"], kept, style, color=f"C{layer}", label=f"{name}, layer {layer}")
         axes.set_title(", ".join(panel))
-        axes.set_xlabel("share of modes pruned")
         axes.set_ylabel("accuracy")
         axes.set_ylim(0, 1)
-        axes.grid(alpha=0.3)
+        below.set_ylabel("modes kept")
+        below.set_ylim(bottom=0)
+        below.set_xlabel("share of modes pruned")
+        below.legend(fontsize=8)
+        for each in (axes, below):
+            each.grid(alpha=0.3)
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
     return figure
@@ -345,8 +386,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         sweeps.sweep(runs, args.runs_dir, args.processes, functools.partial(perform, settings), wanted, METRIC)
     records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
     device, report = common.start("state_pruning", args, **records[0]["settings"])
-    report["results"] = summarise(records)
+    report["results"], report["certificates"] = summarise(records), tightness(records)
     print_tables(report["results"])
+    print("\nBounds over measured gains")
+    common.table("task model bound layers least median largest", [[*row.values()] for row in report["certificates"]])
     write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report["results"]))
     return common.finish(report, args, device)
 

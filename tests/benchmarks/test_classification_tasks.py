@@ -9,49 +9,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, start_killed_sweep
+from tiny_tasks import ROWS_OF
 
 from benchmarks import classification_tasks, matched_models, sweeps
 from benchmarks.classification_tasks import ROWS, TASKS, Settings
-from essm_train.tasks.audio import SPEECH4_WORDS, SpeechFrames
-from essm_train.tasks.listops import ListOps
-from essm_train.tasks.shards import generate
-
-ROWS_OF = {"train": 60, "validation": 10, "test": 50}
-
-
-class Tones:
-    """Clips whose word is their pitch."""
-
-    words, sampling_rate, sizes, fingerprint = SPEECH4_WORDS, 8000, ROWS_OF, "tones"
-
-    def read(self, split, rows):
-        t = np.arange(2000) / 8000
-        return [(np.sin(2 * np.pi * 300 * (1 + i % 4) * t).astype(np.float32), i % 4, f"{split} {i}") for i in rows]
-
-
-@pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
-    """Tiny data of every task: the class shows in the mean of pixels, and in the letters of a text."""
-    patch, folder = pytest.MonkeyPatch(), tmp_path_factory.mktemp("data")
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-    datasets.disable_progress_bars()
-    rng = np.random.default_rng(0)
-    for split in ("train", "test"):
-        count = ROWS_OF[split]
-        labels = rng.integers(3, size=count)
-        pixels = (rng.integers(0, 90, (count, 24)) + 80 * labels[:, None]).tolist()
-        types = {"pixels": datasets.List(datasets.Value("uint8")), "label": datasets.Value("int64")}
-        for stem in ("mnist", "cifar10_gray"):
-            table = datasets.Dataset.from_dict({"pixels": pixels, "label": labels}, features=datasets.Features(types))
-            table.to_parquet(folder / f"{stem}-{split}.parquet")
-        texts = ["ab"[label % 2] * int(rng.integers(20, 200)) for label in labels]
-        table = datasets.Dataset.from_dict({"text": texts, "label": labels % 2})
-        table.to_parquet(folder / f"imdb-{split}.parquet")
-    generate(SpeechFrames.of("speech4", Tones()), folder / "speech4", progress=False)
-    sizes = {f"{split}_size": count for split, count in ROWS_OF.items()}
-    generate(ListOps(min_length=10, max_length=100, max_depth=4, **sizes), folder / "listops", progress=False)
-    yield str(folder)
-    patch.undo()
 
 
 @pytest.fixture

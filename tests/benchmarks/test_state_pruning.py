@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Pruning sweeps: what is reported of curves that are known, pooled images, and a tiny run from end to end."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -85,7 +86,34 @@ def test_summary_of_known_runs(capsys):
     assert aire["largest_within_a_point"]["mean"] == pytest.approx(0.25)
     assert aire["steepest_fall"]["mean"] == pytest.approx(0.1) and aire["accuracy"]["mean"] == pytest.approx(0.85)
     assert [point["mean"] for point in aire["curve"]] == pytest.approx([0.85, 0.75])
-    assert aire["kept_share_by_layer"] == [[4], [2]]
+    assert aire["kept_by_layer"] == [[4], [2]]
     state_pruning.print_tables(results)
     assert "digits, s5: accuracy 0.8500±0.0707, 2 seeds" in capsys.readouterr().out
-    assert len(state_pruning.draw(results).axes) == 1
+    assert len(state_pruning.draw(results).axes) == 2
+
+
+def test_bounds_are_compared_with_gains_by_task_and_model():
+    layers = [{"sum_of_peaks": 2.0, "best": 2.0, "measured": 1.0}, {"sum_of_peaks": 9.0, "best": 6.0, "measured": 2.0}]
+    record = {"task": "digits", "model": "s5", "certificates": {"0.2": layers[:1], "0.5": layers[1:]}}
+    peaks, best = state_pruning.tightness([record, record])
+    assert (peaks["bound"], peaks["layers"], peaks["least"], peaks["largest"]) == ("sum_of_peaks", 4, 2.0, 4.5)
+    assert (best["task"], best["model"], best["median"]) == ("digits", "s5", 2.5)
+
+
+def test_certificates_hold_on_a_model(model):
+    for ratio in state_pruning.LOOKED_AT:
+        found = state_pruning.certificates(model, ratio)
+        assert found and all(0 < layer["measured"] <= layer["best"] * (1 + 1e-9) for layer in found)
+
+
+def test_a_sweep_from_end_to_end(tmp_path, data_dir, capsys):
+    out = tmp_path / "found.json"
+    argv = ["--quick", "--data_dir", data_dir, "--tasks", "digits", "--seeds", "0", "--out", str(out)]
+    argv += ["--runs_dir", str(tmp_path / "runs")]
+    state_pruning.main(argv)
+    report = json.loads(out.read_text())
+    assert {(r["model"], r["method"]) for r in report["results"]} == {(m, n) for m in MODELS for n in METHODS}
+    assert all(row["least"] >= 1 - 1e-9 for row in report["certificates"]) and out.with_suffix(".png").exists()
+    capsys.readouterr()
+    state_pruning.main(argv)
+    assert "2 of 2 runs are there" in capsys.readouterr().out

@@ -1,6 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Truncation against born small: schedules, what is reported of runs that are known."""
 
+import json
+
 import pytest
 
 from benchmarks import state_truncation
@@ -37,3 +39,17 @@ def test_summary_of_known_runs(capsys):
     assert shrunk["time_over_born_small"]["mean"] == pytest.approx(1.375)
     state_truncation.print_tables([full, shrunk])
     assert "+0.2000±0.1414" in capsys.readouterr().out
+
+
+def test_a_sweep_from_end_to_end(tmp_path, data_dir, capsys):
+    out = tmp_path / "found.json"
+    argv = ["--quick", "--data_dir", data_dir, "--tasks", "digits", "--seeds", "0", "--out", str(out)]
+    argv += ["--runs_dir", str(tmp_path / "runs")]
+    state_truncation.main(argv)
+    report = json.loads(out.read_text())
+    found = {r["row"]: r for r in report["results"]}
+    assert found.keys() == {name for name, row in ROWS.items() if row.every is None}
+    assert found["full"]["modes"]["mean"] == 8 and "difference" in found["tau 0.15"]
+    capsys.readouterr()
+    state_truncation.main(argv)
+    assert f"{len(found)} of {len(found)} runs are there" in capsys.readouterr().out
