@@ -73,8 +73,9 @@ def read_chains(folder: str | Path) -> tuple[list[np.ndarray], list[np.ndarray]]
     return [chains[i] for i in order[TEST_CHAINS:]], [chains[i] for i in order[:TEST_CHAINS]]
 
 
-def place_next(a: np.ndarray, b: np.ndarray, c: np.ndarray, length: float, angle: float, torsion: float) -> np.ndarray:
-    """The atom that follows three others: its distance from c, the angle at c, the torsion about b-c, in radians."""
+def place_next(atoms: np.ndarray, length: float, angle: float, torsion: float) -> np.ndarray:
+    """The atom that follows three others a, b, c: its distance from c, the angle at c, the torsion about b-c."""
+    a, b, c = atoms
     axis = (c - b) / np.linalg.norm(c - b)
     normal = np.cross(b - a, axis)
     normal /= np.linalg.norm(normal)
@@ -83,7 +84,7 @@ def place_next(a: np.ndarray, b: np.ndarray, c: np.ndarray, length: float, angle
 
 
 def internal(atoms: np.ndarray) -> tuple[float, float, float]:
-    """Length, angle and torsion that put the last of four atoms where it is."""
+    """Length, angle and torsion, in radians, that put the last of four atoms where it is."""
     a, b, c, d = atoms
     axis = (c - b) / np.linalg.norm(c - b)
     normal = np.cross(b - a, axis)
@@ -110,7 +111,7 @@ def disturb(native: np.ndarray, rng: np.random.Generator, kick: float = np.pi / 
     read = native.copy()
     for i in range(start, start + length):
         distance, angle, torsion = internal(native[i - 3 : i + 1])
-        read[i] = place_next(*read[i - 3 : i], distance, angle, torsion + rng.normal(0, kick))
+        read[i] = place_next(read[i - 3 : i], distance, angle, torsion + rng.normal(0, kick))
     read[start : start + length] += rng.normal(0, shake, (length, 3))
     return Window(native, read, (start, start + length))
 
