@@ -1,0 +1,251 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Mazes that are seen five cells wide: values of the cells around, and what makes them agree with each other.
+
+A maze is a grid of walls and cells with some loops and doors. Walking into a closed door opens it, which takes a step.
+The walker sees the 5 x 5 cells around it and where the goal lies; a model says for each of these cells how many steps
+it takes to the goal, and the walker goes where that is least. What a state is refined on, `ValueConsistency`, knows no
+way: it asks for values that agree with their neighbours', with what was said before of the same cells (as in learning
+real-time search, Korf 1990), and with the distance as the crow flies. The poster of elastic state models names a maze
+and nothing else: task and objective are ours.
+Letters: B batch of walkers, L steps, n side of the grid, V a value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WALL, CELL, DOOR = 0, 1, 2  # a door is closed; an open one is a cell
+VIEW = 5
+SIDE = VIEW // 2
+MOVES = np.array([(-1, 0), (0, 1), (1, 0), (0, -1)])
+FEATURES = 3 * VIEW**2 + 2 + 5  # kinds of cells, offset of the goal, the last action or none
+READOUTS = VIEW**2
+FAR = 1e6
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mazes.
+
+
+def make_maze(rng: np.random.Generator, n: int, openings: float = 0.1, doors: float = 0.08) -> np.ndarray:
+    """Kinds of cells (n, n): a spanning tree of the odd cells, some walls opened, some corridors with a door.
+
+    Raises:
+        ValueError: a side that is even or below 5.
+    """
+    if n % 2 == 0 or n < 5:
+        raise ValueError(f"the side of a maze must be odd and at least 5, got {n}")
+    maze = np.zeros((n, n), dtype=np.int8)
+    at = tuple(2 * rng.integers(n // 2, size=2) + 1)
+    maze[at], path = CELL, [at]
+    while path:
+        r, c = path[-1]
+        ways = [(r + 2 * dr, c + 2 * dc) for dr, dc in MOVES]
+        ways = [(a, b) for a, b in ways if 0 < a < n and 0 < b < n and maze[a, b] == WALL]
+        if not ways:
+            path.pop()
+            continue
+        a, b = ways[rng.integers(len(ways))]
+        maze[(r + a) // 2, (c + b) // 2] = maze[a, b] = CELL
+        path.append((a, b))
+    for r, c in np.argwhere(maze[1:-1, 1:-1] == WALL) + 1:
+        if (r % 2) != (c % 2) and rng.random() < openings:  # between two cells
+            maze[r, c] = CELL
+    for r, c in np.argwhere(maze == CELL):
+        free = [maze[r + dr, c + dc] == CELL for dr, dc in MOVES]
+        if free in ([True, False, True, False], [False, True, False, True]) and rng.random() < doors:
+            maze[r, c] = DOOR
+    return maze
+
+
+def distances(maze: np.ndarray, goal: tuple[int, int]) -> np.ndarray:
+    """Steps from every cell to the goal, (n, n); FAR from walls. Entering a closed door takes two."""
+    V = np.full(maze.shape, FAR)
+    V[goal] = 0.0
+    open_cells = maze != WALL
+    cost = np.where(maze == DOOR, 2.0, 1.0)
+    while True:
+        entered = np.pad(V + cost, 1, constant_values=FAR)
+        around = [entered[1 + dr : 1 + dr + len(V), 1 + dc : 1 + dc + len(V)] for dr, dc in MOVES]
+        new = np.where(open_cells, np.minimum(V, np.min(around, axis=0)), FAR)
+        if np.array_equal(new, V):
+            return V
+        V = new
+
+
+@dataclass
+class Walk:
+    """One walker in a maze of its own; `step` moves it, `observe` is what it sees.
+
+    Attributes:
+        optimal: steps from the start to the goal at best. steps: taken so far.
+    """
+
+    maze: np.ndarray
+    at: tuple[int, int]
+    goal: tuple[int, int]
+    last: int = 4  # no action yet
+    moved: tuple[int, int] = (0, 0)
+    steps: int = 0
+    to_goal: np.ndarray = field(init=False)
+    optimal: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.maze = self.maze.copy()
+        self.to_goal = distances(self.maze, self.goal)
+        self.optimal = int(self.to_goal[self.at])
+
+    @property
+    def arrived(self) -> bool:
+        return self.at == self.goal
+
+    @property
+    def late(self) -> bool:
+        """Beyond the steps within which an arrival counts."""
+        return self.steps > 2 * self.optimal + 20
+
+    def expert(self) -> int:
+        """The action of a shortest way, of an opened door too."""
+        around = []
+        for dr, dc in MOVES:
+            r, c = self.at[0] + dr, self.at[1] + dc
+            around.append(self.to_goal[r, c] + (2.0 if self.maze[r, c] == DOOR else 1.0))
+        return int(np.argmin(around))
+
+    def step(self, action: int) -> None:
+        """Move one cell; open a door instead of passing it; stay before a wall."""
+        r, c = self.at[0] + int(MOVES[action][0]), self.at[1] + int(MOVES[action][1])
+        kind, before = self.maze[r, c], self.at
+        if kind == DOOR:
+            self.maze[r, c] = CELL
+        elif kind == CELL:
+            self.at = (r, c)
+        self.moved = (self.at[0] - before[0], self.at[1] - before[1])
+        self.last, self.steps = action, self.steps + 1
+
+    def observe(self) -> dict[str, np.ndarray]:
+        """view (5, 5) kinds; goal (2,) its offset; moved (2,) since the last observation; features (82,)."""
+        padded = np.pad(self.maze, SIDE)
+        r, c = self.at
+        view = padded[r : r + VIEW, c : c + VIEW].astype(np.int64)
+        goal = np.array([self.goal[0] - r, self.goal[1] - c], dtype=np.float32)
+        kinds = np.eye(3, dtype=np.float32)[view].ravel()
+        features = np.concatenate([kinds, goal / len(self.maze), np.eye(5, dtype=np.float32)[self.last]])
+        return {"view": view, "goal": goal, "moved": np.array(self.moved, dtype=np.int64), "features": features}
+
+    def difficult(self) -> bool:
+        """Whether there is something to decide: a junction, a door or the end of a corridor beside the walker."""
+        r, c = self.at
+        around = [self.maze[r + dr, c + dc] for dr, dc in MOVES]
+        return sum(kind != WALL for kind in around) >= 3 or DOOR in around
+
+
+def new_walk(rng: np.random.Generator, n: int) -> Walk:
+    """A maze with start and goal at least n steps apart."""
+    while True:
+        maze = make_maze(rng, n)
+        cells = np.argwhere(maze == CELL)
+        goal, start = ((int(r), int(c)) for r, c in cells[rng.integers(len(cells), size=2)])
+        if n <= distances(maze, goal)[start] < FAR:
+            return Walk(maze, start, goal)
+
+
+def stack(seen: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
+    """Observations of B walkers as tensors (B, ..)."""
+    return {name: torch.from_numpy(np.stack([each[name] for each in seen])) for name in seen[0]}
+
+
+def costs_and_values(values: Tensor, view: Tensor) -> Tensor:
+    """(B, 4) what each move costs in all, from V (B, 25) and the view (B, 5, 5); FAR into a wall."""
+    V, kinds = values.unflatten(-1, (VIEW, VIEW)), view
+    found = []
+    for dr, dc in MOVES:
+        kind, V_next = kinds[..., SIDE + dr, SIDE + dc], V[..., SIDE + dr, SIDE + dc]
+        found.append(torch.where(kind == WALL, FAR, V_next + torch.where(kind == DOOR, 2.0, 1.0)))
+    return torch.stack(found, -1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The objective.
+
+
+class ValueConsistency(nn.Module):
+    """How much the values of the cells in view contradict each other, what was said before, and the crow; (B,) >= 0.
+
+    Means over the cells that are no walls:
+
+        inner 3 x 3        (V(c) - softmin over neighbours of cost + V)^2, without the goal
+        rim, known         (V(c) - what was committed of that cell)^2
+        rim, new           relu(distance as the crow flies - V(c))^2
+        the goal in view   V^2
+
+    Args:
+        n: side of the mazes: what is remembered is as wide as two of them.
+        temperature: of the softmin.
+    """
+
+    def __init__(self, n: int, temperature: float = 0.1):
+        super().__init__()
+        self.n, self.temperature = n, temperature
+
+    def initial_history(self, observation: dict[str, Tensor]) -> dict[str, Tensor]:
+        B, size = len(observation["goal"]), 2 * self.n + VIEW
+        memory = observation["goal"].new_zeros(B, size, size)
+        start = torch.full((B, 2), self.n + SIDE, device=memory.device)
+        return {"memory": memory, "known": torch.zeros_like(memory), "at": start}
+
+    def _patch(self, history: dict[str, Tensor], observation: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Flat indices (B, 25) of the cells in view, and where the walker is, (B, 2)."""
+        at = history["at"] + observation["moved"]
+        offsets = torch.arange(-SIDE, SIDE + 1, device=at.device)
+        rows, columns = at[:, :1] + offsets, at[:, 1:] + offsets
+        return (rows[:, :, None] * history["memory"].shape[-1] + columns[:, None]).flatten(1), at
+
+    def commit(self, history: dict[str, Tensor], y: Tensor, observation: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Remember the values of the inner cells."""
+        patch, at = self._patch(history, observation)
+        inner = F.pad(torch.ones(VIEW - 2, VIEW - 2, device=y.device), (1, 1, 1, 1)).flatten()
+        memory, known = history["memory"].flatten(1), history["known"].flatten(1)
+        kept = torch.where(inner > 0, y.to(memory.dtype), memory.gather(1, patch))
+        shape = history["memory"].shape
+        return {
+            "memory": memory.scatter(1, patch, kept).view(shape),
+            "known": known.scatter(1, patch, torch.maximum(known.gather(1, patch), inner.expand(len(y), -1))).view(
+                shape
+            ),
+            "at": at,
+        }
+
+    def forward(self, y: Tensor, observation: dict[str, Tensor], history: dict[str, Tensor]) -> Tensor:
+        """Args: y (B, 25), V row by row; observation: of `Walk.observe`; history: of `commit`."""
+        V, view, goal = y.unflatten(1, (VIEW, VIEW)), observation["view"], observation["goal"]
+        place = torch.arange(-SIDE, SIDE + 1, device=y.device, dtype=y.dtype)
+        dr, dc = (goal[:, 0, None] - place).abs(), (goal[:, 1, None] - place).abs()
+        crow = dr[:, :, None] + dc[:, None]  # (B, 5, 5)
+        free, at_goal = view != WALL, crow == 0
+        entered = torch.where(free, V + torch.where(view == DOOR, 2.0, 1.0), FAR)
+        inside = slice(1, VIEW - 1)
+        around = torch.stack([entered[:, 1 + a : VIEW - 1 + a, 1 + b : VIEW - 1 + b] for a, b in MOVES.tolist()])
+        T = self.temperature
+        target = -T * torch.logsumexp(-around / T, 0)
+        closed = (around >= FAR).all(0)  # a cell that nothing leads to
+        agree = torch.where(closed, 0.0, (V[:, inside, inside] - target).square())
+        patch, _ = self._patch(history, observation)
+        said = history["memory"].flatten(1).gather(1, patch).view_as(V).to(V.dtype)
+        known = history["known"].flatten(1).gather(1, patch).view_as(V) > 0
+        outer = torch.where(known, (V - said).square(), F.relu(crow - V).square())
+        each = outer.clone()
+        each[:, inside, inside] = agree
+        each = torch.where(at_goal, V.square(), each)
+        return (each * free).sum((1, 2)) / free.sum((1, 2)).clamp(min=1)
+
+
+__all__ = [
+    *("FEATURES", "READOUTS", "ValueConsistency", "Walk", "costs_and_values"),
+    *("distances", "make_maze", "new_walk", "stack"),
+]
