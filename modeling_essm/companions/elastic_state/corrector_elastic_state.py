@@ -26,11 +26,13 @@ MOST_HALVINGS = 2  # of "backtrack"
 Evaluate = Callable[[Tensor, "Tensor | None"], Tensor]  # (z (b, d), rows (b,) int64 or None for all) -> objective (b,)
 
 
-class Counts:
-    """Rows for which a gradient, and for which only a value of the objective was computed; steps that were kept."""
+class InnerWork:
+    """Of one forward: rows for which a gradient, and for which only a value of the objective was computed; steps that
+    were kept; and the metric's solver, once it has been factored."""
 
     def __init__(self) -> None:
         self.gradients = self.values = self.accepted = 0
+        self.solve: Callable[[Tensor], Tensor] | None = None
 
 
 class ElasticStateCorrector(nn.Module):
@@ -73,32 +75,30 @@ class ElasticStateCorrector(nn.Module):
         """z' (B, d); `scale` multiplies alpha."""
         return self.retract(z + scale * self.step_size * v + self.config.drift * (z0 - z))
 
-    def refine(self, z0: Tensor, depths: Tensor, evaluate: Evaluate, counts: Counts) -> Tensor:
+    def refine(self, z0: Tensor, depths: Tensor, evaluate: Evaluate, work: InnerWork) -> Tensor:
         """Each row its own number of steps, computed for the rows that still take one.
 
         Args:
-            z0: (B, d) proposals. depths: (B,) int64. counts: advanced.
+            z0: (B, d) proposals. depths: (B,) int64. work: advanced.
         Returns:
             z_K (B, d); rows of depth 0 are those of z0, bit for bit.
         """
         z, deepest = z0, int(depths.max()) if len(depths) else 0
-        solve = self.metric.solver() if deepest else None
         for j in range(deepest):
-            assert solve is not None
             rows = (depths > j).nonzero().flatten()
-            step = self._step(z.index_select(0, rows), z0.index_select(0, rows), evaluate, rows, solve, counts)
+            step = self._step(z.index_select(0, rows), z0.index_select(0, rows), evaluate, rows, work)
             z = z.index_copy(0, rows, step)
         return z
 
-    def refine_softly(self, z0: Tensor, masks: Tensor, evaluate: Evaluate, counts: Counts) -> Tensor:
+    def refine_softly(self, z0: Tensor, masks: Tensor, evaluate: Evaluate, work: InnerWork) -> Tensor:
         """All rows take all steps, each weighted: z <- z + m_j (z' - z). For training.
 
         Args:
             masks: (B, K) from `ElasticStateGate.masks`.
         """
-        z, solve = z0, self.metric.solver()
+        z = z0
         for m in masks.unbind(1):
-            z = z + m[:, None] * (self._step(z, z0, evaluate, None, solve, counts) - z)
+            z = z + m[:, None] * (self._step(z, z0, evaluate, None, work) - z)
         return z
 
     def _step(
@@ -107,35 +107,35 @@ class ElasticStateCorrector(nn.Module):
         z0: Tensor,
         evaluate: Evaluate,
         rows: Tensor | None,
-        solve: Callable[[Tensor], Tensor],
-        counts: Counts,
+        work: InnerWork,
     ) -> Tensor:
         config = self.config
+        work.solve = work.solve or self.metric.solver()
         second_order = self.training and config.gradient_order == 2 and torch.is_grad_enabled()
         before, g = value_and_gradient(evaluate, z, rows, second_order)
-        counts.gradients += len(z)
-        v = self.direction(g, solve)
+        work.gradients += len(z)
+        v = self.direction(g, work.solve)
         new = self.move(z, z0, v)
         acceptance = config.training_acceptance if self.training else config.acceptance
         if acceptance == "none":
-            counts.accepted += len(z)
+            work.accepted += len(z)
             return new
-        good = self._no_worse(new, evaluate, rows, before, counts)
+        good = self._no_worse(new, evaluate, rows, before, work)
         for halving in range(MOST_HALVINGS if acceptance == "backtrack" else 0):
             again = (~good).nonzero().flatten()
             if not len(again):
                 break
             shorter = self.move(z[again], z0[again], v[again], 0.5 ** (halving + 1))
             there = again if rows is None else rows[again]
-            good = good.index_copy(0, again, self._no_worse(shorter, evaluate, there, before[again], counts))
+            good = good.index_copy(0, again, self._no_worse(shorter, evaluate, there, before[again], work))
             new = new.index_copy(0, again, shorter)
-        counts.accepted += int(good.sum())
+        work.accepted += int(good.sum())
         return torch.where(good[:, None], new, z)
 
     @staticmethod
     @torch.no_grad()
-    def _no_worse(z: Tensor, evaluate: Evaluate, rows: Tensor | None, before: Tensor, counts: Counts) -> Tensor:
-        counts.values += len(z)
+    def _no_worse(z: Tensor, evaluate: Evaluate, rows: Tensor | None, before: Tensor, work: InnerWork) -> Tensor:
+        work.values += len(z)
         return evaluate(z, rows) <= before  # not of a NaN
 
 
@@ -159,4 +159,4 @@ def value_and_gradient(
     return losses.detach(), g
 
 
-__all__ = ["Counts", "ElasticStateCorrector", "value_and_gradient"]
+__all__ = ["ElasticStateCorrector", "InnerWork", "value_and_gradient"]

@@ -64,6 +64,7 @@ class CholeskyMetric(ElasticStateMetric):
     def __init__(self, config: Any):
         super().__init__(config)
         self.lower = nn.Parameter(torch.empty(self.size, self.size))
+        self._kept: tuple[Any, Tensor] | None = None
 
     @property
     def one(self) -> float:
@@ -74,8 +75,19 @@ class CholeskyMetric(ElasticStateMetric):
         L = lower.tril(-1) + torch.diag(F.softplus(lower.diagonal()))
         return L @ L.mT + self.epsilon * torch.eye(self.size, dtype=L.dtype, device=L.device)
 
+    def factor(self) -> Tensor:
+        """The lower triangular (d, d) factor of G. Without gradients it is kept for as long as the weights stay."""
+        lower = self.lower
+        if (torch.is_grad_enabled() and lower.requires_grad) or lower.is_inference():
+            return torch.linalg.cholesky(self.matrix())
+        state = (lower.data_ptr(), lower._version, lower.dtype, lower.device)
+        if self._kept is None or self._kept[0] != state:
+            with torch.inference_mode(False), torch.no_grad():
+                self._kept = state, torch.linalg.cholesky(self.matrix())
+        return self._kept[1]
+
     def solver(self) -> Callable[[Tensor], Tensor]:
-        factor = torch.linalg.cholesky(self.matrix())
+        factor = self.factor()
         return lambda g: torch.cholesky_solve(g.mT, factor).mT
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .cache_elastic_state import ElasticStateCache
 from .configuration_elastic_state import ElasticStateConfig
-from .corrector_elastic_state import Counts, ElasticStateCorrector
+from .corrector_elastic_state import ElasticStateCorrector, InnerWork
 from .gate_elastic_state import ElasticStateGate, policy_loss
 from .inputs_elastic_state import check_cache, check_features, check_shift, read_cap, read_depths, read_mask
 from .latent_elastic_state import ElasticStateLatent
@@ -169,7 +169,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         observations = input_features if observations is None else observations
         propose = self.source.start(input_features, real, cache, spectral_budget)
         z, history = self._begin(cache, input_features, observations)
-        counts, steps = Counts(), []
+        work, steps = InnerWork(), []
         for t in range(L):
             observation = tree_map(lambda x: x[:, t], observations)  # noqa: B023 (used at once)
             z0 = propose(t, z).to(z.dtype)
@@ -177,7 +177,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 z0 = self.corrector.retract(z0)
             here = None if real is None else real[:, t]
             depths = None if forced is None else forced[:, t]
-            step = self._refine(z0, observation, history, here, depths, cap, gate_threshold_shift, counts)
+            step = self._refine(z0, observation, history, here, depths, cap, gate_threshold_shift, work)
             z = step["latents"] if here is None else torch.where(here[:, None], step["latents"], z)
             step["latents"] = z
             history = commit(self.objective, history, step["readouts"], observation, here)
@@ -186,7 +186,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             cache.update(z, history, L)
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
-        stacked |= {"gradient_calls": counts.gradients, "objective_calls": counts.values}
+        stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values}
         output = ElasticStateOutput(past_key_values=cache if use_cache else None, **stacked)
         if output.losses is not None:
             counted = torch.ones(B, L, dtype=torch.bool, device=z.device) if real is None else real
@@ -219,7 +219,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         depths: Tensor | None,
         cap: int,
         shift: float,
-        counts: Counts,
+        work: InnerWork,
     ) -> dict[str, Tensor]:
         """One position: the fields of ElasticStateOutput without L, and those of a sampled depth."""
         y = self._read(z0)
@@ -237,7 +237,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             return judge(self._read(z), rows)
 
         proposal_losses = losses = judge(y)
-        counts.values += len(y)
+        work.values += len(y)
         masks, sampled = None, {}
         if depths is None and self.training and self.config.gate_training == "policy_gradient":
             sample = self.gate.sample(proposal_losses, shift, cap)
@@ -250,13 +250,13 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             depths = depths * real
             masks = None if masks is None else masks * real[:, None]
         if masks is None:
-            z, expected = self.corrector.refine(z0, depths, evaluate, counts), depths.to(z0.dtype)
+            z, expected = self.corrector.refine(z0, depths, evaluate, work), depths.to(z0.dtype)
         else:
-            z, expected = self.corrector.refine_softly(z0, masks, evaluate, counts), masks.sum(1)
+            z, expected = self.corrector.refine_softly(z0, masks, evaluate, work), masks.sum(1)
         if z is not z0:
             y = self._read(z)
             losses = judge(y)
-            counts.values += len(y)
+            work.values += len(y)
         return sampled | {
             "latents": z,
             "proposals": z0,

@@ -6,7 +6,7 @@ import torch
 from elastic_states import Counting, random_inputs, random_model
 from torch import nn
 
-from modeling_essm.companions.elastic_state.corrector_elastic_state import Counts, value_and_gradient
+from modeling_essm.companions.elastic_state.corrector_elastic_state import InnerWork, value_and_gradient
 
 
 @torch.no_grad()
@@ -22,9 +22,9 @@ def quadratic(model, seed=3):
 
 def refine(model, z0, depth, evaluate):
     depths = torch.full((len(z0),), depth) if isinstance(depth, int) else depth
-    counts = Counts()
+    work = InnerWork()
     with torch.no_grad():
-        return model.corrector.refine(z0, depths, evaluate, counts), counts
+        return model.corrector.refine(z0, depths, evaluate, work), work
 
 
 @pytest.mark.parametrize("metric", ["cholesky", "diagonal", "low_rank"])
@@ -32,9 +32,9 @@ def test_newton_reaches_the_minimiser_in_one_step(metric):
     model = random_model(metric=metric)
     model.corrector.log_step_size.data.fill_(0.5)  # alpha is at most 1
     evaluate, c = quadratic(model)
-    z, counts = refine(model, random_inputs(4, 6), 1, evaluate)
+    z, work = refine(model, random_inputs(4, 6), 1, evaluate)
     torch.testing.assert_close(z, c.expand(4, 6), rtol=0, atol=1e-10)  # fp64
-    assert counts.gradients == counts.values == counts.accepted == 4
+    assert work.gradients == work.values == work.accepted == 4
 
 
 @pytest.mark.parametrize("kind", ["constant", "kappa"])
@@ -49,7 +49,7 @@ def test_steps_stay_in_the_trust_region(kind):
         rho = 0.3 * (kappa / (kappa + 0.01)).sqrt() if kind == "kappa" else torch.full_like(kappa, 0.3)
         expected = torch.minimum(kappa.sqrt(), rho)
         assert (kappa.sqrt() < 0.5 * rho).any() and (kappa.sqrt() > 2 * rho).any()
-        # 1e-12 under the roots counts where kappa is about 1e-6
+        # 1e-12 under the roots work where kappa is about 1e-6
         torch.testing.assert_close(corrector.metric.norm(v), expected, rtol=1e-5, atol=0)
         assert (corrector.metric.norm(v) <= 0.3 * (1 + 1e-5)).all()
         cosine = -(v * solve(g)).sum(1) / v.norm(dim=1) / solve(g).norm(dim=1)
@@ -88,14 +88,14 @@ def test_accepted_steps_never_raise_the_objective(acceptance):
     taken, _ = refine(random_model(acceptance="none", step_size=1.0), z0, 1, wavy)
     raised = wavy(taken, None) > wavy(z0, None)
     assert 5 < raised.sum() < 40  # there is something to reject, and something to accept
-    z, counts = refine(random_model(acceptance=acceptance, step_size=1.0), z0, 1, wavy)
+    z, work = refine(random_model(acceptance=acceptance, step_size=1.0), z0, 1, wavy)
     assert (wavy(z, None) <= wavy(z0, None)).all() and torch.equal(z[~raised], taken[~raised])
     kept = (z == z0).all(1)
-    assert counts.gradients == 40 and counts.accepted == 40 - kept.sum()
+    assert work.gradients == 40 and work.accepted == 40 - kept.sum()
     if acceptance == "reject":
-        assert torch.equal(kept, raised) and counts.values == 40
+        assert torch.equal(kept, raised) and work.values == 40
     else:
-        assert kept.sum() < raised.sum() and 40 + raised.sum() < counts.values <= 40 + 2 * raised.sum()
+        assert kept.sum() < raised.sum() and 40 + raised.sum() < work.values <= 40 + 2 * raised.sum()
 
 
 def test_a_shorter_step_is_half_of_the_longer():
@@ -109,15 +109,15 @@ def test_a_shorter_step_is_half_of_the_longer():
     def evaluate(z, rows):
         return 0.5 * (c if rows is None else c[rows]) * z.square().sum(1)
 
-    z, counts = refine(model, z0, 1, evaluate)
+    z, work = refine(model, z0, 1, evaluate)
     factor = 1 - c * torch.tensor([1.0, 0.5, 0.25, 0.0])
     torch.testing.assert_close(z, factor[:, None] * z0)
-    assert counts.values == 4 + 3 + 2 and counts.accepted == 3
+    assert work.values == 4 + 3 + 2 and work.accepted == 3
 
 
 def test_a_nan_is_not_accepted():
-    z, counts = refine(random_model(), random_inputs(2, 6), 2, lambda z, rows: z.sum(1) / 0 - z.sum(1) / 0)
-    assert torch.equal(z, random_inputs(2, 6)) and counts.accepted == 0
+    z, work = refine(random_model(), random_inputs(2, 6), 2, lambda z, rows: z.sum(1) / 0 - z.sum(1) / 0)
+    assert torch.equal(z, random_inputs(2, 6)) and work.accepted == 0
 
 
 def test_rows_are_refined_on_their_own_and_only_as_often_as_they_ask():
@@ -130,8 +130,8 @@ def test_rows_are_refined_on_their_own_and_only_as_often_as_they_ask():
             seen.append(rows.tolist())
         return wavy(z, rows)
 
-    z, counts = refine(model, z0, depths, counted)
-    assert seen == [[0, 2, 3, 5], [0, 2, 5], [2, 5]] and counts.gradients == int(depths.sum())
+    z, work = refine(model, z0, depths, counted)
+    assert seen == [[0, 2, 3, 5], [0, 2, 5], [2, 5]] and work.gradients == int(depths.sum())
     alone = torch.cat([refine(model, z0[i : i + 1], int(depths[i]), wavy)[0] for i in range(6)])
     torch.testing.assert_close(z, alone, rtol=0, atol=1e-13)
     assert torch.equal(z[depths == 0], z0[depths == 0])
@@ -150,7 +150,7 @@ def test_training_through_the_inner_gradient(order):
     model = random_model(gradient_order=order, step_size=0.5).train()
     evaluate, _ = quadratic(model)
     z0 = random_inputs(1, 6).requires_grad_()
-    z = model.corrector.refine(z0, torch.tensor([1]), evaluate, Counts())
+    z = model.corrector.refine(z0, torch.tensor([1]), evaluate, InnerWork())
     (grad,) = torch.autograd.grad(z[0, 0], z0)
     alpha = model.corrector.step_size.item() if order == 2 else 0.0
     torch.testing.assert_close(grad[0], torch.eye(6, dtype=torch.float64)[0] * (1 - alpha), rtol=0, atol=1e-12)

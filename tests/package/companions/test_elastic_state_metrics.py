@@ -1,6 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Solving with a metric is solving with its dense matrix, which stays positive definite whatever is learned."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from elastic_states import random_inputs, random_model, tiny
@@ -48,3 +51,24 @@ def test_eigenvalues_stay_above_epsilon(metric):
     eigenvalues = torch.linalg.eigvalsh(metric.matrix().detach())
     assert eigenvalues.min() >= 0.01 * (1 - 1e-9) - 1e-12 * float(eigenvalues.max())  # rounding of fp64
     assert metric.solver()(random_inputs(2, 6)).isfinite().all()
+
+
+def test_a_kept_factor_follows_the_weights():
+    """A stream factors G once; an optimizer's step, loading, another dtype and a copy make it anew."""
+    model = random_model(metric="cholesky")
+    metric, g = model.corrector.metric, random_inputs(3, 6)
+    with torch.no_grad():
+        first = metric.factor()
+        assert metric.factor() is first
+        with torch.inference_mode():
+            assert metric.factor() is first
+        copied = copy.deepcopy(model).corrector.metric
+        pickle.loads(pickle.dumps(metric))
+        metric.lower.add_(0.5)
+        torch.testing.assert_close(metric.solver()(g), torch.linalg.solve(metric.matrix(), g.mT).mT)
+        assert not torch.equal(metric.factor(), first)
+        torch.testing.assert_close(copied.factor(), first)
+        metric.load_state_dict(copied.state_dict())
+        torch.testing.assert_close(metric.factor(), first)
+        assert metric.float().factor().dtype == torch.float32
+    assert metric.factor().requires_grad and metric.factor() is not metric.factor()

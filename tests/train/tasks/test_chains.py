@@ -6,6 +6,7 @@ import gzip
 import numpy as np
 import pytest
 import torch
+from tiny_chains import helix, pdb_line, write_chains
 
 from essm_train.tasks import chains
 from essm_train.tasks.chains import (
@@ -19,17 +20,6 @@ from essm_train.tasks.chains import (
     internal,
     place_next,
 )
-
-
-def pdb_line(i, place, atom=" CA ", alternative=" "):
-    x, y, z = place
-    return f"ATOM  {i:5d} {atom}{alternative}ALA A{i:4d}    {x:8.3f}{y:8.3f}{z:8.3f}  1.00  0.00           C\n"
-
-
-def helix(n):
-    """Like an alpha helix: neighbours are 3.8 A apart."""
-    turn = np.radians(100) * np.arange(n)
-    return np.stack([2.3 * np.cos(turn), 2.3 * np.sin(turn), 1.5 * np.arange(n)], 1)
 
 
 def test_a_chain_is_read_up_to_a_break_a_second_model_and_alternatives(tmp_path):
@@ -50,9 +40,8 @@ def test_a_chain_is_read_up_to_a_break_a_second_model_and_alternatives(tmp_path)
 
 
 def test_chains_are_split_by_name_and_too_few_are_named(tmp_path):
-    for i in range(20):
-        n = 30 if i == 7 else WINDOW + i
-        (tmp_path / f"{i:02}.pdb").write_text("".join(pdb_line(j, place) for j, place in enumerate(helix(n))))
+    write_chains(tmp_path, 20, WINDOW)
+    (tmp_path / "07.pdb").write_text("".join(pdb_line(j, place) for j, place in enumerate(helix(30))))
     train, test = chains.read_chains(tmp_path)
     assert (len(train), len(test)) == (3, 16) and not {len(c) for c in train} & {len(c) for c in test}
     assert all(len(chain) >= WINDOW for chain in train + test)

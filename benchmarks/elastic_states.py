@@ -1,0 +1,401 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Is it worth to refine a state where its objective asks for it? Elastic state models against what they compete with.
+
+    python -m benchmarks.elastic_states --data_dir data --processes 2
+    python -m benchmarks.elastic_states --tasks repair --only SSM ESM --seeds 0 --updates 50
+    python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states
+
+Tasks: loops of real protein chains, and mazes that are seen five cells wide. Rows: the recurrence alone (SSM), a causal
+Transformer and a recurrence with attention of as many parameters, the elastic state model (ESM), a Transformer of two
+thirds of them, and ESMs with another metric, another training of the gate, or another penalty on depth. All learn from
+the same batches in the same order, by the objective of their last states and by what an expert or a native chain says.
+With the weights of each ESM beside its own gate: no refinement, all of it, the mean depth everywhere, its depths
+shuffled over positions, and all steps that its mean pays for where a position is difficult and none elsewhere.
+Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
+objective before refinement, the mean depth around the first difficult position, FLOPs of matrix products a position as
+counted while streaming one row, and its time. One JSON file a run; a sweep that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from . import common, sweep_tables, sweeps
+from .elastic_tasks import TASKS, Measured
+from .matched_models import Row
+from .sweeps import Run
+
+METRIC = "metric"
+RATE = 3e-3
+AROUND = 10  # positions on each side of the first difficult one
+METRICS = ("energy", "rmsd_outside", "rmsd_loop", "gap", "failures", "detour")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a row differs from the ESM.
+
+    Attributes:
+        backbone: "transformer" or "hybrid" in place of the model's own recurrence, sized to the ESM's parameters.
+        refined: whether there is a corrector at work. share: of the ESM's parameters. frozen_metric: G stays I.
+    """
+
+    backbone: str | None = None
+    refined: bool = True
+    share: float = 1.0
+    frozen_metric: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "SSM": Method(refined=False),
+    "Transformer": Method("transformer", refined=False),
+    "SSM + attention": Method("hybrid", refined=False),
+    "ESM": Method(),
+    "Transformer, small": Method("transformer", refined=False, share=2 / 3),
+    "ESM, penalty 0": Method(fields={"compute_penalty": 0.0}),
+    "ESM, penalty 0.3": Method(fields={"compute_penalty": 0.3}),
+    "ESM, penalty 3": Method(fields={"compute_penalty": 3.0}),
+    "ESM, metric I": Method(frozen_metric=True, fields={"metric": "diagonal"}),
+    "ESM, diagonal metric": Method(fields={"metric": "diagonal"}),
+    "ESM, low-rank metric": Method(fields={"metric": "low_rank"}),
+    "ESM, relaxed gate": Method(fields={"gate_training": "relaxed"}),
+    "ESM, policy gradient": Method(fields={"gate_training": "policy_gradient"}),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a table have in common."""
+
+    data_dir: str
+    updates: int
+    batch_size: int = 8
+    latent_size: int = 64
+    hidden_size: int = 64
+    max_refine_depth: int = 3
+    compute_penalty: float = 0.03
+    test_count: int = 44
+
+    def values(self) -> dict[str, Any]:
+        """As JSON gives them back; in which folder the data lies is not part of them."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "data_dir"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models.
+
+
+def make_model(settings: Settings, method: Method, task: Any) -> Any:
+    """A new model of the row, at its share of the ESM's parameters, to 5%."""
+    from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
+
+    fields = {name: getattr(settings, name) for name in ("latent_size", "hidden_size", "max_refine_depth")}
+    fields |= {"num_input_features": task.features, "readout_size": task.readouts, "readout_hidden_size": 64}
+    config = ElasticStateConfig(**fields | {"compute_penalty": settings.compute_penalty} | method.fields)
+    if method.backbone is not None:
+        config = matched_config(config, method.backbone, method.share)
+    model = ElasticStateModel(config)
+    if method.frozen_metric:
+        model.corrector.metric.requires_grad_(False)
+    return model.set_objective(task.objective())
+
+
+def matched_config(config: Any, kind: str, share: float) -> Any:
+    """The configuration around another backbone, without feedback, of the size that is nearest to that share.
+
+    Raises:
+        ValueError: no size is within 5%.
+    """
+    from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
+
+    def count(config: Any) -> int:
+        with torch.device("meta"):
+            return ElasticStateModel(config).num_parameters()
+
+    target, found = share * count(config), []
+    given = {"feedback": False, "metric": "diagonal"}  # a metric that is not used has few weights
+    for width in (16, 24, 32, 40, 48):
+        for inner in range(8, 4 * width + 1, 4):
+            fields = config.to_dict() | given | {"backbone_config": backbone_config(kind, width, inner)}
+            found.append(ElasticStateConfig(**{k: v for k, v in fields.items() if k != "auto_map"}))
+    counts = [count(config) for config in found]
+    best = min(range(len(found)), key=lambda i: abs(counts[i] - target))
+    if abs(counts[best] - target) > 0.05 * target:
+        raise ValueError(f"no {kind} has {target:,.0f} parameters to 5%, the nearest {counts[best]:,}")
+    return found[best]
+
+
+def backbone_config(kind: str, width: int, inner: int) -> Any:
+    """One block of a Transformer, or a spectral layer and one of attention, each with its feed-forward layer."""
+    from transformers import LlamaConfig
+
+    from modeling_essm import ESSMConfig
+
+    fields: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "vocab_size": 8}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+    if kind == "transformer":
+        return LlamaConfig(**fields, num_hidden_layers=1)
+    fields |= {"block": "gated", "num_hidden_layers": 2, "inner_size": width, "num_heads": 1, "mixing_size": 1}
+    layers = ["linear_attention", "full_attention"]
+    return ESSMConfig(**fields, layer_types=layers, num_spectral_channels=8, filter_length=512)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is told of a model.
+
+
+def auroc(scores: Tensor, positive: Tensor) -> float:
+    """The chance that a positive has a larger score than a negative, ties counting half; NaN without both."""
+    order = scores.double().unique(return_inverse=True)[1]
+    ranks = torch.zeros(len(scores), dtype=torch.float64)
+    counts = torch.bincount(order).double()
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[order]
+    P, N = int(positive.sum()), int((~positive).sum())
+    return float((ranks[positive].sum() - P * (P + 1) / 2) / (P * N)) if P and N else float("nan")
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's, ties at their mean rank; NaN where one is constant."""
+    ranks = []
+    for values in (a, b):
+        order = values.double().unique(return_inverse=True)[1]
+        counts = torch.bincount(order).double()
+        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[order])
+    found = torch.corrcoef(torch.stack(ranks))[0, 1]
+    return float(found)
+
+
+def around_events(measured: Measured) -> list[float | None]:
+    """Mean depth from 10 positions before the first difficult one of a stream to 10 after it, where it exists."""
+    rows = [(int(hard.int().argmax()), i) for i, hard in enumerate(measured.difficult & measured.real) if hard.any()]
+    found: list[float | None] = []
+    for offset in range(-AROUND, AROUND + 1):
+        places = [(i, at + offset) for at, i in rows if 0 <= at + offset < measured.real.shape[1]]
+        depths = [float(measured.depths[i, t]) for i, t in places if measured.real[i, t]]
+        found.append(float(np.mean(depths)) if depths else None)
+    return found
+
+
+def told(measured: Measured, most: int) -> dict[str, Any]:
+    """Metrics and what depths have to do with difficulty."""
+    depths, losses, hard = (x[measured.real] for x in (measured.depths, measured.losses, measured.difficult))
+    result = {"values": measured.values, "mean_depth": float(depths.double().mean())}
+    result["histogram"] = torch.bincount(depths, minlength=most + 1).tolist()
+    if result["mean_depth"]:
+        result |= {"auroc": auroc(depths, hard), "rank_correlation": rank_correlation(depths, losses)}
+        result |= {
+            "depth_difficult": float(depths[hard].double().mean()),
+            "depth_easy": float(depths[~hard].double().mean()),
+        }
+        result["around_events"] = around_events(measured)
+    return result
+
+
+def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict[str, Any]:
+    """The same weights with depths that are not the gate's."""
+    mean = float(own.depths[own.real].double().mean())
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = own.depths.clone()
+    there = own.depths[own.real]
+    shuffled[own.real] = there[torch.randperm(len(there), generator=generator)]
+    share = float((own.difficult & own.real).sum() / own.real.sum())
+    where = (own.difficult * min(most, round(mean / max(share, 1e-9)))).long()
+    depths = {"none": 0, "all": most, "mean everywhere": min(most, round(mean)), "shuffled": shuffled}
+    depths |= {"where difficult": where}
+    return {name: told(task.measure(model, refine_depth=depth), most) for name, depth in depths.items()}
+
+
+class Flops(TorchDispatchMode):
+    """Counts those of matrix products and attention while it is entered, of inner gradients too.
+
+    torch's own FlopCounterMode follows modules with hooks that autograd.grad refuses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@torch.no_grad()
+def cost(task: Any, model: Any, depth: int | None) -> dict[str, float]:
+    """FLOPs of matrix products, and seconds, of a position of one stream, batch 1, as it comes."""
+    features, observations = task.stream()
+
+    def run() -> None:
+        cache = None
+        for t in range(len(features)):
+            seen = {name: x[t][None] for name, x in observations.items()}
+            cache = model.step(features[t][None], cache, seen, refine_depth=depth).past_key_values
+
+    with Flops() as flops:
+        run()
+    started = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - started
+    return {"flops": flops.total / len(features), "seconds": seconds / len(features)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run.
+
+
+@functools.cache
+def open_task(settings: Settings, name: str) -> Any:
+    return TASKS[name](settings.data_dir, settings.test_count)
+
+
+def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
+    """All updates, at a rate that warms up over a tenth and falls to zero; gates that relax harden on the way."""
+    rng, seconds = np.random.default_rng(run.seed), 0.0
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
+    for update in range(settings.updates):
+        batch = task.batch(rng, settings.batch_size, model)
+        if method.fields.get("gate_training") == "relaxed":
+            model.set_gate_temperature(0.1 ** (update / settings.updates))
+        started = time.process_time()
+        model.train()
+        mask = None if method.backbone else batch.get("real")
+        depth = None if method.refined else 0
+        output = model(
+            batch["input_features"], batch["observations"], attention_mask=mask, refine_depth=depth, use_cache=False
+        )
+        loss = output.loss + task.loss(output, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not bool(torch.isfinite(loss + norm)):
+            return {"diverged": True, "cpu_seconds": seconds}
+        optimizer.step()
+        scheduler.step()
+        seconds += time.process_time() - started
+    return {"diverged": False, "cpu_seconds": seconds}
+
+
+def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
+    """Train on one thread, measure, write the file in one move, return what it holds."""
+    from essm_train.files import write_json
+
+    task, method = open_task(settings, run.task or ""), ROWS[run.name]
+    with common.threads(1):
+        torch.manual_seed(run.seed)
+        model = make_model(settings, method, task)
+        record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
+        record |= {"settings": settings.values(), "definition": definition(settings, run)}
+        record |= {"parameters": model.num_parameters()} | train(model, method, task, settings, run)
+        if record["diverged"]:
+            record[METRIC] = None
+        else:
+            model.eval()
+            most, depth = settings.max_refine_depth, None if method.refined else 0
+            own = task.measure(model, refine_depth=depth)
+            record["own"], record[METRIC] = told(own, most), {"1": own.values[task.metric]}
+            record["controls"] = controls(task, model, own, most, run.seed) if method.refined else {}
+            record["cost"] = cost(task, model, depth)
+        record["machine"] = common.machine(torch.device("cpu"))
+    write_json(path, record)
+    return record
+
+
+def definition(settings: Settings, run: Run) -> dict[str, Any]:
+    """What a run found must have been made with."""
+    task = open_task(settings, run.task or "").identity
+    return json.loads(json.dumps({"task": task, "row": dataclasses.asdict(ROWS[run.name])}))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs.
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every row and every control of every task: means and deviations over seeds."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["task"], record["model"]), []).append(record)
+    results = []
+    for (task, model), runs in groups.items():
+        whole = [r for r in runs if not r["diverged"]]
+        for control in (None, *(whole[0]["controls"] if whole else ())):
+            found = [r["own"] if control is None else r["controls"][control] for r in whole]
+            if not found:
+                continue
+            row: dict[str, Any] = {
+                "task": task,
+                "model": model,
+                "control": control,
+                "seeds": [r["seed"] for r in whole],
+            }
+            row |= {"diverged": len(runs) - len(whole), "parameters": whole[0]["parameters"]}
+            row |= {name: sweep_tables.mean([f["values"][name] for f in found]) for name in found[0]["values"]}
+            for name in ("mean_depth", "auroc", "rank_correlation", "depth_difficult", "depth_easy"):
+                if all(name in f for f in found):
+                    row[name] = sweep_tables.mean([f[name] for f in found])
+            if control is None:
+                row |= {name: sweep_tables.mean([r["cost"][name] for r in whole]) for name in ("flops", "seconds")}
+            results.append(row)
+    return results
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """A table for each task; rows of controls are indented."""
+    for task in dict.fromkeys(r["task"] for r in results):
+        rows = [r for r in results if r["task"] == task]
+        metrics = [name for name in METRICS if name in rows[0]]
+        print(f"\n{task}")
+        cells = []
+        for r in rows:
+            name = r["model"] if r["control"] is None else f"..{r['control']}"
+            shown = [sweep_tables.shown(r.get(metric)) for metric in (*metrics, "mean_depth", "auroc")]
+            cost = [f"{r['flops']['mean']:,.0f}", f"{r['seconds']['mean'] * 1e3:.2f}"] if "flops" in r else ["-", "-"]
+            cells.append([name.replace(" ", "_"), len(r["seeds"]), *shown, *cost])
+        common.table(f"row seeds {' '.join(metrics)} mean_depth auroc flops ms", cells)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Perform what is missing, then print the tables and write them."""
+    p = common.parser(__doc__)
+    p.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
+    p.add_argument("--data_dir", default="data", help="folder with protein_chains")
+    sweeps.add_arguments(p, {name: Row(1, rates=(RATE,)) for name in ROWS}, "runs/elastic_states", updates=400)
+    args = p.parse_args(argv)
+    sweeps.check_arguments(p, args)
+    names = args.only or [*ROWS]
+    if not args.table:
+        settings = Settings(args.data_dir, args.updates)
+        if args.quick:
+            settings = dataclasses.replace(settings, updates=min(args.updates, 2), test_count=2, batch_size=2)
+        rows = {name: Row(1, rates=(RATE,)) for name in names}
+        runs = sweeps.runs_of(rows, names, args, args.tasks)
+
+        def wanted(run: Run) -> dict[str, Any]:
+            return settings.values() | {"definition": definition(settings, run)}
+
+        sweeps.sweep(runs, args.runs_dir, args.processes, functools.partial(perform, settings), wanted, METRIC)
+    records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
+    device, report = common.start("elastic_states", args, **records[0]["settings"])
+    report["results"] = summarise(records)
+    print_tables(report["results"])
+    return common.finish(report, args, device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Elastic state models compared: statistics of depths that are known, sizes that match, batches, and a tiny sweep."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_chains import write_chains
+
+from benchmarks import elastic_states
+from benchmarks.elastic_states import ROWS, Settings, around_events, auroc, cost, make_model, rank_correlation, told
+from benchmarks.elastic_tasks import Maze, Measured, Repair
+
+
+def test_auroc_and_rank_correlation_with_ties():
+    scores = torch.tensor([0, 1, 1, 2, 0])
+    hard = torch.tensor([False, True, False, True, False])
+    pairs = [(s > t) + 0.5 * (s == t) for s in (1, 2) for t in (0, 1, 0)]
+    assert auroc(scores, hard) == pytest.approx(np.mean(pairs)) and np.isnan(auroc(scores, hard | True))
+    assert rank_correlation(scores, scores.float().exp()) == pytest.approx(1.0)
+    assert rank_correlation(scores, -scores) == pytest.approx(-1.0)
+    ranks = np.corrcoef([1.5, 3.5, 3.5, 5, 1.5], [1, 2, 3, 4, 5])[0, 1]
+    assert rank_correlation(scores, torch.arange(5.0)) == pytest.approx(ranks)
+
+
+def test_depths_are_told_of_positions_that_exist():
+    depths = torch.tensor([[0, 2, 1, 3], [1, 1, 0, 3]])
+    hard = torch.tensor([[False, True, False, True], [False, False, True, True]])
+    real = torch.tensor([[True, True, True, True], [True, True, True, False]])
+    found = told(Measured({"energy": 1.0}, depths, depths.float(), hard, real), 3)
+    assert found["mean_depth"] == pytest.approx(8 / 7) and found["histogram"] == [2, 3, 1, 1]
+    assert found["depth_difficult"] == pytest.approx(5 / 3) and found["depth_easy"] == pytest.approx(3 / 4)
+    events = around_events(Measured({}, depths, depths.float(), hard, real))
+    assert events[elastic_states.AROUND - 2 :][:4] == [1.0, 0.5, 1.0, 1.0] and events[0] is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("data")
+    write_chains(found / "protein_chains", 18)
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("kind", [Repair, Maze])
+def test_rows_have_the_parameters_of_the_whole_model(name, kind, folder):
+    task, settings = kind(folder, 1), Settings(str(folder), 1)
+    whole = make_model(settings, ROWS["ESM"], task).num_parameters()
+    if ROWS[name].backbone:
+        model = make_model(settings, ROWS[name], task)
+        assert model.num_parameters() == pytest.approx(ROWS[name].share * whole, rel=0.05)
+
+
+def test_flops_of_inner_steps_are_counted(folder):
+    task, settings = Repair(folder, 1), Settings(str(folder), 1, latent_size=8, hidden_size=8)
+    torch.manual_seed(0)
+    model = make_model(settings, ROWS["ESM, metric I"], task).eval()
+    none, one, two = (cost(task, model, depth)["flops"] for depth in (0, 1, 2))
+    readout = 2 * (8 * 64 + 64 * 3)
+    assert none == 2 * (12 * 8 + 8 * 8) + readout
+    # forward and backward of the readout, its value for "reject", and once more for the state that is committed
+    assert two - one == 3 * readout and one - none == 4 * readout
+
+
+def test_batches_are_the_same_at_a_seed_and_walks_end():
+    task = Maze("", 1)
+    torch.manual_seed(0)
+    model = make_model(Settings("", 1, latent_size=8, hidden_size=8), ROWS["SSM"], task).train()
+    one, other = (task.batch(np.random.default_rng(3), 3, model) for _ in range(2))
+    assert model.training and one["input_features"].shape == (3, task.length, task.features)
+    assert all(torch.equal(one[name], other[name]) for name in ("input_features", "expert", "real"))
+    still = (~one["real"]).nonzero()
+    assert all(not one["real"][i, t:].any() for i, t in still)
+
+
+def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    argv = ["--quick", "--data_dir", str(folder), "--only", "SSM", "ESM", "Transformer", "--seeds", "0"]
+    argv += ["--runs_dir", str(tmp_path / "runs"), "--out", str(out)]
+    elastic_states.main(argv)
+    rows = json.loads(out.read_text())["results"]
+    for task in ("repair", "maze"):
+        found = {(r["model"], r["control"]): r for r in rows if r["task"] == task}
+        assert {control for model, control in found if model == "ESM"} == {
+            *(None, "none", "all", "mean everywhere", "shuffled", "where difficult")
+        }
+        assert found["SSM", None]["mean_depth"]["mean"] == 0 and found["ESM", "all"]["mean_depth"]["mean"] == 3
+        assert found["ESM", None]["flops"]["mean"] > found["SSM", None]["flops"]["mean"]
+    capsys.readouterr()
+    elastic_states.main(argv)
+    assert "6 of 6 runs are there" in capsys.readouterr().out
