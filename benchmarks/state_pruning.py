@@ -7,10 +7,10 @@
 
 A run trains a model of more modes than its task needs, then prunes it by every method at every ratio, without training
 in between, and measures the error on the same test samples. Tasks: MNIST averaged to 14 x 14 and read pixel by pixel,
-the first 512 bytes of IMDb reviews, and four spoken words. A method is a value of a mode (energy, H-infinity,
-magnitude) and a scope: uniform ranks within each layer, global over all, and prefix relative to the better modes of
-the layer, which makes AIRE-Prune of the energy, LAST of the H-infinity norm and LAMP of the magnitude; beside them
-energies with the conjugates, random choice, and balanced truncation to the same number of modes in each layer.
+the words of the first 512 bytes of IMDb reviews, and four spoken words. A method is a value of a mode (energy,
+H-infinity, magnitude) and a scope: uniform ranks within each layer, global over all, and prefix relative to the better
+modes of the layer, which makes AIRE-Prune of the energy, LAST of the H-infinity norm and LAMP of the magnitude; beside
+them energies with the conjugates, random choice, and balanced truncation to the same number of modes in each layer.
 Reported of each: the largest ratio up to which no ratio loses more than a point, paired with the whole model seed by
 seed; the area under accuracy over ratio; the steepest fall between two ratios; how far energies of modes add up to the
 energy of what is pruned; and every bound of `certificate` over the gain of what is pruned, on a dense grid. One JSON
@@ -24,8 +24,10 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 import statistics
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +72,15 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """A task of `classification_tasks`, with images averaged over squares of `pool` pixels a side."""
+    """A task of `classification_tasks`, with images averaged over squares of `pool` pixels a side, and texts read as
+    words that are hashed into `words` ids instead of byte by byte: a small model learns nothing from bytes so soon."""
 
     name: str
     pool: int = 1
+    words: int = 0
 
 
-TASKS = {"digits": Task("smnist", 2), "reviews": Task("text:max_length=512"), "words": Task("speech4")}
+TASKS = {"digits": Task("smnist", 2), "reviews": Task("text:max_length=512", words=4096), "words": Task("speech4")}
 
 
 @dataclass(frozen=True)
@@ -105,23 +109,39 @@ class Settings:
 # One run.
 
 
-def batch_of(reader: Any, samples: Sequence[Any], pool: int, device: Any) -> dict[str, Tensor]:
+def batch_of(reader: Any, samples: Sequence[Any], task: Task, device: Any) -> dict[str, Tensor]:
     """Inputs and labels; of pooled images a row of pixels is a sequence (B, (side / pool)^2, 1)."""
     from essm_train.data.rows import collate
 
-    batch = {name: value.to(device) for name, value in collate(reader, list(samples)).items()}
-    if pool > 1 and (side := round(batch["input_features"].shape[1] ** 0.5)) % pool == 0:
+    batch, pool = collate(reader, list(samples)), task.pool
+    if task.words:
+        rows = [word_ids(sample.values, task.words) for sample in samples]
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)  # with 0, which is no word
+        batch = {"labels": batch["labels"], "input_ids": ids, "attention_mask": (ids > 0).long()}
+    elif pool > 1 and (side := round(batch["input_features"].shape[1] ** 0.5)) % pool == 0:
         pixels = batch["input_features"].transpose(1, 2).unflatten(2, (side, side))
         batch = {"labels": batch["labels"], "input_features": F.avg_pool2d(pixels, pool).flatten(2).transpose(1, 2)}
-    return batch
+    return {name: value.to(device) for name, value in batch.items()}
 
 
-def make_model(name: str, settings: Settings, data: Any) -> nn.Module:
-    from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification
+def word_ids(text: Any, count: int) -> Tensor:
+    """Ids in [1, count) of the words of a text that is given as its bytes, the same in every process; at least one."""
+    words = re.findall(rb"[a-z']+", bytes(byte for byte in text if byte < 256).lower()) or [b""]
+    return torch.tensor([1 + zlib.crc32(word) % (count - 1) for word in words])
 
+
+def model_fields(task: Task, settings: Any, data: Any) -> dict[str, Any]:
+    """Of the configuration of a classifier of that task."""
     fields = {"num_labels": data.num_labels, "problem_type": "single_label_classification", **data.reader.config_fields}
     fields |= {"hidden_size": settings.hidden_size, "num_hidden_layers": settings.num_hidden_layers}
-    return DiagonalSSMForSequenceClassification(DiagonalSSMConfig(**fields | MODELS[name])).float()
+    return fields | ({"vocab_size": task.words, "pad_token_id": 0} if task.words else {})
+
+
+def make_model(name: str, task: Task, settings: Settings, data: Any) -> nn.Module:
+    from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification
+
+    config = DiagonalSSMConfig(**model_fields(task, settings, data) | MODELS[name])
+    return DiagonalSSMForSequenceClassification(config).float()
 
 
 @torch.inference_mode()
@@ -207,11 +227,11 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
     device = torch.device(settings.device)
     with common.threads(1):
         torch.manual_seed(run.seed)
-        model = make_model(run.name, settings, data).to(device)
+        model = make_model(run.name, task, settings, data).to(device)
         source, size = MapSamples(data.source.samples, run.seed), args.per_device_train_batch_size
 
         def next_forward() -> Any:
-            batch = batch_of(data.reader, source.load(source.draw(size)), task.pool, device)
+            batch = batch_of(data.reader, source.load(source.draw(size)), task, device)
             return functools.partial(run_at_budget, model, batch)
 
         record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
@@ -219,7 +239,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         record |= {"parameters": sum(p.numel() for p in model.parameters())}
         record |= sweeps.train(model, next_forward, args, size, "samples")
         starts = range(0, len(test), TEST_BATCH)
-        batches = [batch_of(data.reader, test[i : i + TEST_BATCH], task.pool, device) for i in starts]
+        batches = [batch_of(data.reader, test[i : i + TEST_BATCH], task, device) for i in starts]
         started = time.process_time()
         record[METRIC] = None if record["diverged"] else {"1": score(model, batches)}
         record["pruned"] = {}

@@ -8,9 +8,10 @@
 A run trains an LRU of 64 modes with balanced truncation in its warm-up, then, from the same seed and on the same
 samples, a new one of the order that the first ended with; both are measured on the same test samples, and by the
 processor time of their updates. "full" is the model that keeps its 64 modes. Rows "every n" attempt at other distances.
-Tasks: MNIST averaged to 14 x 14 and grey CIFAR to 16 x 16, read pixel by pixel; and the first 512 bytes of IMDb reviews
-as the control, where the order is expected to matter little. Best, mean of the best three and mean of all seeds are
-reported, and differences seed by seed. One JSON file a run; a sweep that was killed goes on when it is started again.
+Tasks: MNIST averaged to 14 x 14 and grey CIFAR to 16 x 16, read pixel by pixel; and the words of the first 512 bytes of
+IMDb reviews as the control, where the order is expected to matter little. Best, mean of the best three and mean of all
+seeds are reported, and differences seed by seed. One JSON file a run; a sweep that was killed goes on when it is
+started again.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ import torch
 
 from . import classification_tasks, common, sweep_tables, sweeps
 from .classification_tasks import TEST_BATCH, Row
-from .state_pruning import Task, batch_of, score
+from .state_pruning import Task, batch_of, model_fields, score
 from .sweeps import Run
 
 METRIC = "error"
 RATE = 4e-3
-TASKS = {"digits": Task("smnist", 2), "pictures": Task("image", 2), "reviews": Task("text:max_length=512")}
+TASKS = {"digits": Task("smnist", 2), "pictures": Task("image", 2), "reviews": Task("text:max_length=512", words=4096)}
 
 
 @dataclass(frozen=True)
@@ -122,22 +123,19 @@ def trained(
     args.warmup_steps = settings.warmup
     device = torch.device(settings.device)
     torch.manual_seed(run.seed)
-    fields = {"num_labels": data.num_labels, "problem_type": "single_label_classification", **data.reader.config_fields}
-    fields |= {"hidden_size": settings.hidden_size, "num_hidden_layers": settings.num_hidden_layers}
-    config = DiagonalSSMConfig(parameterization="lru", norm="batch", state_sizes=list(sizes), **fields)
+    fields = model_fields(task, settings, data) | {"parameterization": "lru", "norm": "batch"}
+    config = DiagonalSSMConfig(**fields, state_sizes=list(sizes))
     model = DiagonalSSMForSequenceClassification(config).float().to(device)
     source, size = MapSamples(data.source.samples, run.seed), args.per_device_train_batch_size
 
     def next_forward() -> Any:
-        batch = batch_of(data.reader, source.load(source.draw(size)), task.pool, device)
+        batch = batch_of(data.reader, source.load(source.draw(size)), task, device)
         return functools.partial(run_at_budget, model, batch)
 
     hook = {} if after_step is None else {"after_step": functools.partial(after_step, model)}
     record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     record |= sweeps.train(model, next_forward, args, size, "samples", **hook)
-    batches = [
-        batch_of(data.reader, test[i : i + TEST_BATCH], task.pool, device) for i in range(0, len(test), TEST_BATCH)
-    ]
+    batches = [batch_of(data.reader, test[i : i + TEST_BATCH], task, device) for i in range(0, len(test), TEST_BATCH)]
     record[METRIC] = None if record["diverged"] else score(model, batches)
     return record | {"sizes": list(config.state_sizes)}
 

@@ -8,7 +8,18 @@ import pytest
 import torch
 
 from benchmarks import state_pruning
-from benchmarks.state_pruning import METHODS, MODELS, Settings, additivity, largest_within, make_model, pruned, sizes_at
+from benchmarks.state_pruning import (
+    METHODS,
+    MODELS,
+    Settings,
+    Task,
+    additivity,
+    largest_within,
+    make_model,
+    pruned,
+    sizes_at,
+    word_ids,
+)
 from modeling_essm.companions import elastic_layers, is_pruned
 
 
@@ -27,17 +38,28 @@ def test_images_are_averaged_over_squares(monkeypatch):
     images = torch.arange(2 * 16.0).view(2, 16, 1)
     batch = {"input_features": images, "labels": torch.tensor([1, 2])}
     monkeypatch.setattr("essm_train.data.rows.collate", lambda reader, samples: batch)
-    found = state_pruning.batch_of(None, [], 2, "cpu")
+    found = state_pruning.batch_of(None, [], Task("smnist", 2), "cpu")
     assert found["input_features"][0, :, 0].tolist() == [2.5, 4.5, 10.5, 12.5]  # of rows 0123 4567 89.. of a 4 x 4
     assert found["labels"].tolist() == [1, 2]
-    assert state_pruning.batch_of(None, [], 1, "cpu")["input_features"] is images
+    assert torch.equal(state_pruning.batch_of(None, [], Task("smnist"), "cpu")["input_features"], images)
+
+
+def test_words_are_the_same_ids_wherever_they_stand(monkeypatch):
+    one, other = (word_ids(text.encode(), 50) for text in ("It was, it wasn't!", "IT"))
+    assert one.tolist() == word_ids(b"it was it wasn't", 50).tolist() and one[0] == one[2] == other[0]
+    assert len(one) == 4 and 1 <= int(one.min()) <= int(one.max()) < 50
+    assert len(word_ids(b"!", 50)) == 1 and word_ids([*b"it", 257], 50).tolist() == other.tolist()
+    samples = [SimpleNamespace(values=text, label=1) for text in (b"a good one", b"bad")]
+    monkeypatch.setattr("essm_train.data.rows.collate", lambda reader, samples: {"labels": torch.tensor([1, 1])})
+    batch = state_pruning.batch_of(None, samples, Task("text", words=50), "cpu")
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]] and batch["input_ids"][1, 1:].tolist() == [0, 0]
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
     data = SimpleNamespace(num_labels=3, reader=SimpleNamespace(config_fields={"num_input_features": 1}))
-    return make_model(request.param, Settings(None, 1, hidden_size=4), data)
+    return make_model(request.param, Task("smnist"), Settings(None, 1, hidden_size=4), data)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -55,7 +77,7 @@ def test_energies_of_equal_modes_do_not_add_up():
     """Of m equal modes the energy is m^2 of one, m times the sum of energies: also where only the weaker half goes."""
     torch.manual_seed(0)
     data = SimpleNamespace(num_labels=3, reader=SimpleNamespace(config_fields={"num_input_features": 1}))
-    model = make_model("s5", Settings(None, 1, hidden_size=4, num_hidden_layers=1), data)
+    model = make_model("s5", Task("smnist"), Settings(None, 1, hidden_size=4, num_hidden_layers=1), data)
     (layer,) = elastic_layers(model)
     system = layer.read()
     n = system.modes
@@ -106,7 +128,7 @@ def test_certificates_hold_on_a_model(model):
 
 def test_a_sweep_from_end_to_end(tmp_path, data_dir, capsys):
     out = tmp_path / "found.json"
-    argv = ["--quick", "--data_dir", data_dir, "--tasks", "digits", "--seeds", "0", "--out", str(out)]
+    argv = ["--quick", "--data_dir", data_dir, "--tasks", "digits", "reviews", "--seeds", "0", "--out", str(out)]
     argv += ["--runs_dir", str(tmp_path / "runs")]
     state_pruning.main(argv)
     report = json.loads(out.read_text())
@@ -114,4 +136,4 @@ def test_a_sweep_from_end_to_end(tmp_path, data_dir, capsys):
     assert all(row["least"] >= 1 - 1e-9 for row in report["certificates"]) and out.with_suffix(".png").exists()
     capsys.readouterr()
     state_pruning.main(argv)
-    assert "2 of 2 runs are there" in capsys.readouterr().out
+    assert "4 of 4 runs are there" in capsys.readouterr().out
