@@ -45,6 +45,13 @@ def test_prune_a_state_space():
     assert len({line.split("accuracy")[1] for line in lines[:3]}) == 1
 
 
+def test_refine_a_stream():
+    """After a few updates the gate may do anything; what is refined at all fits better than what is not."""
+    lines = run_example("refine_a_stream.py", "2").splitlines()[-3:]
+    none, _, everywhere = (float(line.split("error")[1].split(",")[0]) for line in lines)
+    assert everywhere < none and "0.00 inner steps" in lines[0] and "4.00 inner steps" in lines[2]
+
+
 def test_finetune_with_trainer():
     before, after = run_example("finetune_with_trainer.py", "20").splitlines()[-2:]
     values = [[float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in (before, after)]
