@@ -60,6 +60,16 @@ def test_the_expert_takes_as_many_steps_as_the_shortest_way():
     assert opened > 0
 
 
+def test_the_expert_walks_around_a_door_where_that_is_shorter():
+    maze = np.zeros((5, 5), dtype=np.int8)
+    maze[1:3, 1:3] = CELL
+    maze[1, 1] = DOOR
+    walk = Walk(maze, (2, 1), (1, 2))  # up through the door 2 + 1, or right and up 1 + 1
+    assert walk.optimal == 2 and walk.expert() == 1
+    walk.maze[1, 1] = CELL
+    assert walk.expert() == 0  # as short, and first
+
+
 def corridor():
     """A straight corridor of seven cells with a door in the fourth, walker at its left end, goal at its right."""
     maze = np.zeros((9, 9), dtype=np.int8)

@@ -120,7 +120,8 @@ def draw(chains: list[np.ndarray], rng: np.random.Generator) -> Window:
     """A window anywhere in any chain, turned at random, with its first residue at the origin."""
     chain = chains[rng.integers(len(chains))]
     first = int(rng.integers(len(chain) - WINDOW + 1))
-    turn, _ = np.linalg.qr(rng.normal(size=(3, 3)))
+    turn, triangle = np.linalg.qr(rng.normal(size=(3, 3)))
+    turn = turn * np.sign(np.diag(triangle))  # of all orthogonal matrices alike
     turn = turn * np.sign(np.linalg.det(turn))  # chains are chiral: no mirror images
     native = (chain[first : first + WINDOW] - chain[first]) @ turn.T
     return disturb(native, rng)
