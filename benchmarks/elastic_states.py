@@ -7,13 +7,14 @@
 
 Tasks: loops of real protein chains, and mazes that are seen five cells wide. Rows: the recurrence alone (SSM), a causal
 Transformer and a recurrence with attention of as many parameters, the elastic state model (ESM), a Transformer of two
-thirds of them, and ESMs with another metric, another training of the gate, or another penalty on depth. All learn from
-the same batches in the same order, by the objective of their last states and by what an expert or a native chain says.
-With the weights of each ESM beside its own gate: no refinement, all of it, the mean depth everywhere, its depths
-shuffled over positions, and all steps that its mean pays for where a position is difficult and none elsewhere.
-Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
-objective before refinement, the mean depth around the first difficult position, FLOPs of matrix products a position as
-counted while streaming one row, and its time. One JSON file a run; a sweep that was killed goes on.
+thirds of them, and ESMs with another metric, another training of the gate, another penalty on depth, or proposals that
+learn from what they were refined to. All learn from the same batches in the same order, by the objective of their last
+states and by what an expert or a native chain says. With the weights of each ESM beside its own gate: no refinement,
+all of it, the mean depth everywhere, its depths shuffled over positions, and all steps that its mean pays for where a
+position is difficult and none elsewhere. Reported: the metrics, mean depth, how well depth tells difficult positions
+(AUROC), its rank correlation with the objective before refinement, the mean depth around the first difficult position,
+FLOPs of matrix products a position as counted while streaming one row, and its time. One JSON file a run; a sweep that
+was killed goes on.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ class Method:
     Attributes:
         backbone: "transformer" or "hybrid" in place of the model's own recurrence, sized to the ESM's parameters.
         refined: whether there is a corrector at work. share: of the ESM's parameters. frozen_metric: G stays I.
+        distilled: share of the updates, the last ones, that also pull proposals to the states they were refined to.
     """
 
     backbone: str | None = None
     refined: bool = True
     share: float = 1.0
     frozen_metric: bool = False
+    distilled: float = 0.0
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -72,6 +75,7 @@ ROWS = {
     "ESM, diagonal metric": Method(fields={"metric": "diagonal"}),
     "ESM, low-rank metric": Method(fields={"metric": "low_rank"}),
     "ESM, relaxed gate": Method(fields={"gate_training": "relaxed"}),
+    "ESM, distilled": Method(distilled=0.5),
     "ESM, policy gradient": Method(fields={"gate_training": "policy_gradient"}),
 }
 
@@ -280,6 +284,8 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
             batch["input_features"], batch["observations"], attention_mask=mask, refine_depth=depth, use_cache=False
         )
         loss = output.loss + task.loss(output, batch)
+        if update >= settings.updates * (1 - method.distilled):
+            loss = loss + distillation(output, batch.get("real"))
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -289,6 +295,12 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
         scheduler.step()
         seconds += time.process_time() - started
     return {"diverged": False, "cpu_seconds": seconds}
+
+
+def distillation(output: Any, real: Tensor | None) -> Tensor:
+    """(): squared distance of proposals from the refined states, which get no gradient, over positions that exist."""
+    each = (output.proposals - output.latents.detach()).square().mean(-1)
+    return each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
 
 
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:

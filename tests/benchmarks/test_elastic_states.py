@@ -2,6 +2,7 @@
 """Elastic state models compared: statistics of depths that are known, sizes that match, batches, and a tiny sweep."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,6 +62,17 @@ def test_flops_of_inner_steps_are_counted(folder):
     assert none == 2 * (12 * 8 + 8 * 8) + readout
     # forward and backward of the readout, its value for "reject", and once more for the state that is committed
     assert two - one == 3 * readout and one - none == 4 * readout
+
+
+def test_proposals_learn_from_refined_states_alone():
+    proposals, latents = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(2))
+    real = torch.tensor([[True, True, False], [True, False, False]])
+    output = SimpleNamespace(proposals=proposals, latents=latents)
+    elastic_states.distillation(output, real).backward()
+    expected = 2 * (proposals - latents).detach() * real[..., None] / (4 * 3)
+    torch.testing.assert_close(proposals.grad, expected)
+    assert latents.grad is None
+    torch.testing.assert_close(elastic_states.distillation(output, None), (proposals - latents).square().mean())
 
 
 def test_batches_are_the_same_at_a_seed_and_walks_end():
