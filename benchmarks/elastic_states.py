@@ -13,8 +13,8 @@ states and by what an expert or a native chain says. With the weights of each ES
 all of it, the mean depth everywhere, its depths shuffled over positions, and all steps that its mean pays for where a
 position is difficult and none elsewhere. Reported: the metrics, mean depth, how well depth tells difficult positions
 (AUROC), its rank correlation with the objective before refinement, the mean depth around the first difficult position,
-FLOPs of matrix products a position as counted while streaming one row, and its time. One JSON file a run; a sweep that
-was killed goes on.
+FLOPs of matrix products a position as counted while streaming one row, and its time. One JSON file a run, its weights
+beside it; a sweep that was killed goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -303,8 +304,28 @@ def distillation(output: Any, real: Tensor | None) -> Tensor:
     return each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
 
 
+def weights_of(path: Path) -> Path:
+    """Where the weights of the run that this file tells of lie."""
+    return path.with_suffix(".safetensors")
+
+
+def load_trained(path: Path, task: Any) -> Any:
+    """The model of a finished run, in eval mode.
+
+    Raises:
+        ValueError: a run that diverged, or whose weights are gone.
+    """
+    record = json.loads(path.read_text())
+    if record["diverged"] or not weights_of(path).exists():
+        raise ValueError(f"{weights_of(path)} does not exist: the run diverged, or delete {path.name} and train again")
+    settings = Settings("", **record["settings"])
+    model = make_model(settings, ROWS[record["model"]], task)
+    load_model(model, str(weights_of(path)))
+    return model.eval()
+
+
 def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
-    """Train on one thread, measure, write the file in one move, return what it holds."""
+    """Train on one thread, measure, write weights and then the file in one move, return what it holds."""
     from essm_train.files import write_json
 
     task, method = open_task(settings, run.task or ""), ROWS[run.name]
@@ -323,6 +344,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
             record["own"], record[METRIC] = told(own, most), {"1": own.values[task.metric]}
             record["controls"] = controls(task, model, own, most, run.seed) if method.refined else {}
             record["cost"] = cost(task, model, depth)
+            save_model(model, str(weights_of(path)))
         record["machine"] = common.machine(torch.device("cpu"))
     write_json(path, record)
     return record

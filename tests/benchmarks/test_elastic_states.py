@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_chains import write_chains
 
-from benchmarks import elastic_states
+from benchmarks import elastic_figures, elastic_states
 from benchmarks.elastic_states import ROWS, Settings, around_events, auroc, cost, make_model, rank_correlation, told
 from benchmarks.elastic_tasks import Maze, Measured, Repair
 
@@ -102,3 +102,45 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
     capsys.readouterr()
     elastic_states.main(argv)
     assert "6 of 6 runs are there" in capsys.readouterr().out
+
+    argv = ["--data_dir", str(folder), "--runs_dir", str(tmp_path / "runs"), "--out_dir", str(tmp_path)]
+    written = elastic_figures.main([*argv, "--example", "1"])
+    assert [path.name for path in written] == [f"elastic_states{x}.png" for x in ("_repair", "_maze", "")]
+    assert all(path.stat().st_size > 10_000 for path in written)
+    elastic_figures.main([*argv, "--model", "ESM, metric I"])
+    assert "not drawn" in capsys.readouterr().out
+
+
+@torch.no_grad()
+def test_figures_show_what_is_measured(folder):
+    torch.manual_seed(0)
+    for kind in (Maze, Repair):
+        task = kind(folder, 3)
+        model = make_model(Settings(str(folder), 1, latent_size=8, hidden_size=8), ROWS["ESM"], task).eval()
+        measured = task.measure(model)
+        if kind is Maze:
+            found = elastic_figures.walk_through(model, 2)
+            there = measured.real[2]
+            assert found["difficult"].tolist() == measured.difficult[2][there].tolist()
+        else:
+            found = elastic_figures.repair(model, task, 2)
+            there = measured.real[2]
+            steps = np.diff(found["read"], axis=0) / 3.8
+            np.testing.assert_allclose(steps, task.test["observations"]["step"][2], atol=1e-4)
+            assert found["energies"][1] == pytest.approx(float(measured_losses(model, task)[2].mean()), rel=1e-4)
+        assert found["depth"].tolist() == measured.depths[2][there].tolist()
+
+
+def measured_losses(model, task):
+    return model(task.test["input_features"], task.test["observations"]).losses
+
+
+def test_weights_of_runs_come_back(folder, tmp_path):
+    task, run = Repair(folder, 2), elastic_states.Run("ESM, metric I", 3e-3, 0, "repair")
+    settings = Settings(str(folder), 2, batch_size=2, latent_size=8, hidden_size=8, test_count=2)
+    record = elastic_states.perform(settings, run, tmp_path / run.file)
+    model = elastic_states.load_trained(tmp_path / run.file, task)
+    assert task.measure(model).values == pytest.approx(record["own"]["values"], rel=1e-4)
+    elastic_states.weights_of(tmp_path / run.file).unlink()
+    with pytest.raises(ValueError, match="train again"):
+        elastic_states.load_trained(tmp_path / run.file, task)

@@ -1,0 +1,207 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Elastic state models at work, to be looked at: a walk through a maze, a chain before and after, quality by cost.
+
+    python -m benchmarks.elastic_figures --data_dir data --runs_dir runs/elastic_states
+    python -m benchmarks.elastic_figures --data_dir data --runs_dir runs/elastic_states --example 5 --seed 1
+
+Draws what `benchmarks.elastic_states` has trained; a figure whose run is missing is left out, and a line says so. The
+maze and the chain are the first ones of the test sets unless another is asked for, not chosen by their looks.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+
+from essm_train.tasks import chains, mazes
+
+from . import common, sweeps
+from .elastic_states import METRICS, RATE, ROWS, load_trained, summarise
+from .elastic_tasks import TASKS, Maze, Repair, observation_of
+
+MAZE_SEED = 12345  # of the test mazes
+FRAMES = 5
+COLORS = "viridis"
+NAMES = {"energy": "energy of the repaired chain", "failures": "share of mazes not solved"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A walk.
+
+
+@torch.no_grad()
+def walk_through(model: Any, example: int) -> dict[str, Any]:
+    """One test maze walked by the values that a model says.
+
+    Returns:
+        maze (n, n) as it was at the start, start, goal, and for each step: place (T, 2), depth (T,), difficult (T,);
+        "end" (2,), where the walk ended, and whether it "arrived".
+    """
+    rng = np.random.default_rng(MAZE_SEED)
+    walk = [mazes.new_walk(rng, Maze.side) for _ in range(example + 1)][example]
+    found: dict[str, Any] = {"maze": walk.maze.copy(), "start": walk.at, "goal": walk.goal}
+    cache, rows = None, []
+    while not (walk.arrived or walk.late):
+        seen = mazes.stack([walk.observe()])
+        output = model.step(seen["features"], cache, observation_of(seen))
+        cache = output.past_key_values
+        rows.append((*walk.at, int(output.refine_depths), walk.difficult()))
+        walk.step(int(mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin()))
+    table = np.array(rows)
+    found |= {"place": table[:, :2], "depth": table[:, 2], "difficult": table[:, 3].astype(bool)}
+    return found | {"end": walk.at, "arrived": walk.arrived, "optimal": walk.optimal}
+
+
+def draw_walk(walked: dict[str, Any], most: int) -> Figure:
+    """A strip of the maze at five moments, K_t as the colour of where it was spent, and K_t over time below."""
+    T = len(walked["depth"])
+    moments = np.unique(np.linspace(1, T, FRAMES).round().astype(int))
+    figure = Figure(figsize=(3 * len(moments), 4.6), layout="constrained")
+    grid = figure.add_gridspec(2, len(moments), height_ratios=(3, 1))
+    for i, upto in enumerate(moments):
+        axes = figure.add_subplot(grid[0, i])
+        shade = np.choose(walked["maze"], (0.25, 1.0, 0.7))  # walls, cells, closed doors
+        axes.imshow(shade, cmap="gray", vmin=0, vmax=1)
+        places = np.vstack([walked["place"], walked["end"]])[: upto + 1]
+        axes.plot(places[:, 1], places[:, 0], color="0.5", linewidth=1)
+        order = np.argsort(walked["depth"][:upto], kind="stable")  # the deepest on top where a cell was met twice
+        at = walked["place"][:upto][order]
+        axes.scatter(
+            at[:, 1], at[:, 0], c=walked["depth"][:upto][order], cmap=COLORS, vmin=0, vmax=most, s=45, zorder=2
+        )
+        axes.plot(walked["goal"][1], walked["goal"][0], "*", color="crimson", markersize=14)
+        axes.plot(walked["start"][1], walked["start"][0], "x", color="crimson", markersize=9)
+        axes.set_title(f"after {upto} steps", fontsize=9)
+        axes.set_axis_off()
+    below = figure.add_subplot(grid[1, :])
+    bars = below.bar(np.arange(T), walked["depth"], color=_colors(walked["depth"], most))
+    bars[0].set_label("depth K_t")
+    hard = np.flatnonzero(walked["difficult"])
+    below.plot(hard, np.full(len(hard), -0.35), "^", color="crimson", markersize=5, label="junction or door")
+    below.set(xlabel="step", ylabel="K_t", xlim=(-1, T), ylim=(-0.7, most + 0.3), yticks=range(most + 1))
+    below.legend(fontsize=8, loc="upper right")
+    end = "arrived" if walked["arrived"] else "not arrived"
+    figure.suptitle(f"{end} in {T} steps, {walked['optimal']} at best (x start, star goal, light gray closed doors)")
+    return figure
+
+
+def _colors(depths: np.ndarray, most: int) -> Any:
+    from matplotlib import colormaps
+
+    return colormaps[COLORS](depths / most)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A chain.
+
+
+@torch.no_grad()
+def repair(model: Any, task: Repair, example: int) -> dict[str, Any]:
+    """One test window mended: places (64, 3) in A "native", as "read" and "repaired"; depth (63,), loop (63,) bool."""
+    one = {name: value[example : example + 1] for name, value in task.test.items() if name != "observations"}
+    seen = {name: value[example : example + 1] for name, value in task.test["observations"].items()}
+    output = model(one["input_features"], seen)
+
+    def places(steps: torch.Tensor) -> np.ndarray:
+        return np.vstack([np.zeros(3), steps[0].cumsum(0).numpy() * chains.BOND])
+
+    found = {"native": places(one["native"]), "read": places(seen["step"]), "repaired": places(output.readouts)}
+    found |= {"depth": output.refine_depths[0].numpy(), "loop": one["loop"][0].numpy()}
+    energies = model(one["input_features"], seen, refine_depth=0).losses, output.losses
+    found["energies"] = [float(e.mean()) for e in energies]
+    return found
+
+
+def draw_repair(found: dict[str, Any], most: int) -> Figure:
+    """The chain as it was read and as it was mended, the native one behind both, and K_t residue by residue."""
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(3, 1))
+    loop = np.flatnonzero(found["loop"]) + 1
+    near = slice(max(0, loop[0] - 8), loop[-1] + 9)  # the loop and what it is held by
+    for i, name in enumerate(("read", "repaired")):
+        axes: Any = figure.add_subplot(grid[0, i], projection="3d")
+        axes.plot(*found["native"][near].T, color="0.75", linewidth=4, label="native")
+        axes.plot(*found[name][near].T, color="0.35", linewidth=1)
+        shown = found[name][1:][near]
+        depths = found["depth"][near][: len(shown)]
+        marks = _colors(depths, most) if name == "repaired" else "0.35"
+        axes.scatter(*shown.T, c=marks, s=35, depthshade=False)
+        axes.scatter(*found[name][loop].T, facecolors="none", edgecolors="crimson", s=110, label="disturbed loop")
+        axes.set_title({"read": "as read", "repaired": "repaired, coloured by K_t"}[name])
+        axes.set_aspect("equal")
+        axes.legend(fontsize=8)
+    below = figure.add_subplot(grid[1, :])
+    below.bar(np.arange(1, len(found["depth"]) + 1), found["depth"], color=_colors(found["depth"], most))
+    below.axvspan(loop[0] - 0.5, loop[-1] + 0.5, color="crimson", alpha=0.12, label="disturbed loop")
+    below.set(xlabel="residue", ylabel="K_t", ylim=(0, most + 0.2), yticks=range(most + 1))
+    below.legend(fontsize=8)
+    before, after = found["energies"]
+    figure.suptitle(f"energy a residue {before:.3f} unrefined, {after:.3f} refined, same weights")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All rows.
+
+
+def draw_rows(results: list[dict[str, Any]]) -> Figure:
+    """Quality by FLOPs for every row, a panel a task."""
+    tasks = [*dict.fromkeys(r["task"] for r in results)]
+    figure = Figure(figsize=(6.5 * len(tasks), 5), layout="constrained")
+    for axes, task in zip(np.atleast_1d(figure.subplots(1, len(tasks))), tasks):
+        rows = [r for r in results if r["task"] == task and r["control"] is None]
+        metric = next(name for name in METRICS if name in rows[0])
+        for i, r in enumerate(rows):
+            style = {"marker": "o" if r["model"].startswith("ESM") else "s", "color": f"C{i % 10}"}
+            value = r[metric]
+            axes.errorbar(
+                r["flops"]["mean"], value["mean"], yerr=value["deviation"], **style, capsize=2, label=r["model"]
+            )
+        axes.set(xscale="log", xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
+        axes.legend(fontsize=7)
+    return figure
+
+
+def main(argv: list[str] | None = None) -> list[Path]:
+    """Draw what can be drawn, say what cannot; the files."""
+    from essm_train.files import write_figure
+
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--data_dir", default="data", help="folder with protein_chains")
+    p.add_argument("--runs_dir", type=Path, default=Path("runs/elastic_states"))
+    p.add_argument("--model", default="ESM", choices=[name for name, row in ROWS.items() if row.refined])
+    p.add_argument("--seed", type=int, default=0, help="of the trained model")
+    p.add_argument("--example", type=int, default=0, help="which maze, and which window, of the test sets")
+    p.add_argument("--out_dir", type=Path, default=common.RESULTS)
+    args = p.parse_args(argv)
+    if args.example < 0:
+        p.error(f"--example must be at least 0, got {args.example}")
+    records = sweeps.collect(args.runs_dir)
+    most = records[0]["settings"]["max_refine_depth"]
+    written = []
+    for name in TASKS:
+        path = args.runs_dir / sweeps.Run(args.model, RATE, args.seed, name).file
+        if not path.exists():
+            print(f"not drawn: {path} does not exist")
+            continue
+        task = TASKS[name](args.data_dir)
+        model = load_trained(path, task)
+        if isinstance(task, Repair):
+            figure = draw_repair(repair(model, task, args.example), most)
+        else:
+            figure = draw_walk(walk_through(model, args.example), most)
+        written.append(args.out_dir / f"elastic_states_{name}.png")
+        write_figure(written[-1], figure, dpi=110)
+    written.append(args.out_dir / "elastic_states.png")
+    write_figure(written[-1], draw_rows(summarise(records)), dpi=110)
+    print("\n".join(f"written: {path}" for path in written))
+    return written
+
+
+if __name__ == "__main__":
+    main()

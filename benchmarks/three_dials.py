@@ -1,0 +1,339 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Three dials in one model: spectral budget K, state size n, and depth of refinement K_t. Which buys most?
+
+    python -m benchmarks.three_dials --data_dir data --processes 2
+    python -m benchmarks.three_dials --table --runs_dir runs/three_dials
+
+Task: loops of real protein chains (`benchmarks.elastic_tasks.Repair`). The model is an elastic state model whose
+backbone is a spectral layer and after it a diagonal state space (S5), so that all three can be turned in one set of
+weights: it is trained once, with a random K of its eight channels and a random cap on K_t in every update, each drawn
+on its own. Then K is set per call, states are removed after training (AIRE, all layers in one ranking), and depth is
+0, 1, 3 or what the gate asks for. For each combination: energy of held-out chains, distance from the native ones, and
+FLOPs of matrix products a position while streaming. A combination is on the front of a seed if no other one has less of
+both. One JSON file a run, its weights not kept; a sweep that was killed goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from modeling_essm import ESSMConfig, ESSMModel
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel
+
+from . import common, sweep_tables, sweeps
+from .elastic_states import Flops, open_task
+from .matched_models import Row
+from .sweeps import Run
+
+METRIC = "energy"
+NAME = "three dials"
+RATE = 3e-3
+BUDGETS = (2, 4, 8)
+KEPT = (1.0, 0.5, 0.25)  # share of the modes
+GATE = "gate"
+DEPTHS = (0, 1, 3, GATE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A backbone with two dials.
+
+
+class TwoStageConfig(PreTrainedConfig):
+    """A spectral model and a diagonal state space after it, both as dictionaries of their configurations."""
+
+    model_type = "spectral_then_diagonal"
+
+    def __init__(self, spectral: Any = None, diagonal: Any = None, **kwargs: Any):
+        self.spectral, self.diagonal = spectral or {}, diagonal or {}
+        self.hidden_size = self.diagonal.get("hidden_size", 0)
+        super().__init__(**kwargs)
+
+
+class TwoStageModel(PreTrainedModel):
+    """(B, L, D) to (B, L, D); `past_key_values` holds the caches of both."""
+
+    config_class = TwoStageConfig
+    _is_stateful = True
+
+    def __init__(self, config: TwoStageConfig):
+        super().__init__(config)
+        self.spectral = ESSMModel(ESSMConfig(**config.spectral))
+        self.diagonal = DiagonalSSMModel(DiagonalSSMConfig(**config.diagonal))
+        self.post_init()
+
+    def forward(
+        self,
+        inputs_embeds: Tensor,
+        past_key_values: Any = None,
+        use_cache: bool = False,
+        spectral_budget: int | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        first, second = past_key_values or (None, None)
+        options = {"use_cache": use_cache, "return_dict": True}
+        seen = self.spectral(
+            inputs_embeds=inputs_embeds, past_key_values=first, spectral_budget=spectral_budget, **options
+        )
+        told = self.diagonal(inputs_embeds=seen.last_hidden_state, past_key_values=second, **options)
+        caches = (seen.past_key_values, told.past_key_values) if use_cache else None
+        return BaseModelOutputWithPast(last_hidden_state=told.last_hidden_state, past_key_values=caches)
+
+
+AutoConfig.register(TwoStageConfig.model_type, TwoStageConfig, exist_ok=True)
+AutoModel.register(TwoStageConfig, TwoStageModel, exist_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One run.
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all runs of a table have in common."""
+
+    data_dir: str
+    updates: int
+    batch_size: int = 8
+    hidden_size: int = 32
+    state_size: int = 32
+    latent_size: int = 32
+    max_refine_depth: int = 3
+    compute_penalty: float = 0.03
+    test_count: int = 44
+    positions: int = 63  # of the stream whose FLOPs are counted
+
+    def values(self) -> dict[str, Any]:
+        """As JSON gives them back; in which folder the data lies is not part of them."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "data_dir"}
+
+
+def make_model(settings: Settings, task: Any) -> Any:
+    """A new elastic state model around both stages, without feedback, so that sequences are read at once."""
+    from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
+
+    D = settings.hidden_size
+    spectral = {"hidden_size": D, "intermediate_size": D, "vocab_size": 8, "block": "gated", "num_hidden_layers": 1}
+    spectral |= {"inner_size": D, "num_heads": 1, "mixing_size": 1, "num_spectral_channels": max(BUDGETS)}
+    spectral |= {"filter_length": 512}
+    diagonal = {"hidden_size": D, "state_size": settings.state_size, "num_hidden_layers": 1, "vocab_size": 8}
+    config = ElasticStateConfig(
+        num_input_features=task.features,
+        readout_size=task.readouts,
+        latent_size=settings.latent_size,
+        max_refine_depth=settings.max_refine_depth,
+        compute_penalty=settings.compute_penalty,
+        feedback=False,
+        backbone_config=TwoStageConfig(spectral, diagonal),
+    )
+    return ElasticStateModel(config).set_objective(task.objective())
+
+
+def train(model: Any, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
+    """All updates, with a random K of BUDGETS and a random cap on depth in each."""
+    rng, seconds = np.random.default_rng(run.seed), 0.0
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
+    model.train()
+    for _ in range(settings.updates):
+        batch = task.batch(rng, settings.batch_size, model)
+        dials = {"spectral_budget": int(rng.choice(BUDGETS))}
+        dials["max_refine_depth"] = int(rng.integers(settings.max_refine_depth + 1))
+        started = time.process_time()
+        output = model(batch["input_features"], batch["observations"], use_cache=False, **dials)
+        loss = output.loss + task.loss(output, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if not bool(torch.isfinite(loss + norm)):
+            return {"diverged": True, "cpu_seconds": seconds}
+        optimizer.step()
+        scheduler.step()
+        seconds += time.process_time() - started
+    return {"diverged": False, "cpu_seconds": seconds}
+
+
+@torch.no_grad()
+def flops(model: Any, task: Any, positions: int, **dials: Any) -> float:
+    """Of matrix products, a position of one stream as it comes, batch 1; mean over so many positions."""
+    features, observations = task.stream()
+    cache = None
+    with Flops() as counted:
+        for t in range(positions):
+            seen = {name: x[t][None] for name, x in observations.items()}
+            cache = model.step(features[t][None], cache, seen, **dials).past_key_values
+    return counted.total / positions
+
+
+def smaller(model: Any, share: float) -> Any:
+    """A copy whose diagonal state space keeps this share of its modes, by AIRE; the model itself for all of them."""
+    from modeling_essm.companions import allocate, importance, prune, remove
+
+    if share == 1.0:
+        return model
+    model = copy.deepcopy(model)
+    stage = model.source.backbone.diagonal
+    prune(stage, allocate(importance(stage, "aire"), amount=1 - share))
+    remove(stage)
+    return model
+
+
+def grid(model: Any, task: Any, positions: int) -> list[dict[str, Any]]:
+    """Every combination of the dials: what was asked for, quality, mean depth and FLOPs."""
+    found = []
+    for kept in KEPT:
+        small = smaller(model, kept)
+        sizes = small.source.backbone.diagonal.config.state_sizes
+        for K, depth in itertools.product(BUDGETS, DEPTHS):
+            dials = {"spectral_budget": K, "refine_depth": None if depth == GATE else depth}
+            measured = task.measure(small, **dials)
+            row = {"budget": K, "kept": kept, "states": sizes, "depth": depth}
+            row |= {"mean_depth": float(measured.depths.double().mean())} | measured.values
+            found.append(row | {"flops": flops(small, task, positions, **dials)})
+    return found
+
+
+def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
+    """Train on one thread, measure the grid, write the file in one move, return what it holds."""
+    from essm_train.files import write_json
+
+    task = open_task(settings, "repair")
+    with common.threads(1):
+        torch.manual_seed(run.seed)
+        model = make_model(settings, task)
+        record: dict[str, Any] = {"model": run.name, "rate": run.rate, "seed": run.seed, "task": run.task}
+        record |= {"settings": settings.values(), "definition": definition(settings)}
+        record |= {"parameters": model.num_parameters()} | train(model, task, settings, run)
+        record["grid"] = [] if record["diverged"] else grid(model.eval(), task, settings.positions)
+        record[METRIC] = None if record["diverged"] else {"all": record["grid"][len(DEPTHS) * len(BUDGETS) - 1][METRIC]}
+        record["machine"] = common.machine(torch.device("cpu"))
+    write_json(path, record)
+    return record
+
+
+def definition(settings: Settings) -> dict[str, Any]:
+    """What a run found must have been made with."""
+    dials = {"budgets": BUDGETS, "kept": KEPT, "depths": DEPTHS, "task": open_task(settings, "repair").identity}
+    return json.loads(json.dumps(dials))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# All runs.
+
+
+def front(rows: list[dict[str, Any]]) -> list[bool]:
+    """Which rows no other one beats in energy at no more FLOPs, or in FLOPs at no more energy."""
+
+    def beaten(row: dict[str, Any]) -> bool:
+        return any(
+            other[METRIC] <= row[METRIC]
+            and other["flops"] <= row["flops"]
+            and (other[METRIC], other["flops"]) != (row[METRIC], row["flops"])
+            for other in rows
+        )
+
+    return [not beaten(row) for row in rows]
+
+
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every combination: mean and deviation over seeds, and at how many seeds it is on the front."""
+    whole = [r["grid"] for r in records if not r["diverged"]]
+    fronts = [front(rows) for rows in whole]
+    results = []
+    for i, row in enumerate(whole[0] if whole else ()):
+        result: dict[str, Any] = {name: row[name] for name in ("budget", "kept", "states", "depth")}
+        for name in (METRIC, "rmsd_outside", "rmsd_loop", "gap", "mean_depth", "flops"):
+            result[name] = sweep_tables.mean([rows[i][name] for rows in whole])
+        results.append(result | {"on_front": sum(marks[i] for marks in fronts), "seeds": len(whole)})
+    return results
+
+
+def effects(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each dial turned down by itself from everything: what energy it costs, and the share of FLOPs it saves."""
+    most = {"budget": max(BUDGETS), "kept": 1.0, "depth": GATE}
+    rows = {tuple(r[name] for name in most): r for r in results}
+    whole = rows[tuple(most.values())]
+    found = []
+    for name, values in (("budget", BUDGETS[:-1]), ("kept", KEPT[1:]), ("depth", DEPTHS[:-1])):
+        for value in values:
+            row = rows[tuple((most | {name: value}).values())]
+            change = row[METRIC]["mean"] / whole[METRIC]["mean"] - 1
+            saved = 1 - row["flops"]["mean"] / whole["flops"]["mean"]
+            found.append({"dial": name, "set_to": value, "energy_change": change, "flops_saved": saved})
+    return found
+
+
+def draw(results: list[dict[str, Any]]) -> Figure:
+    """Energy by FLOPs: a line along depth for each K (colour) and share of states (marker)."""
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for (i, K), (marker, kept) in itertools.product(enumerate(BUDGETS), zip("osv", KEPT)):
+        rows = [r for r in results if r["budget"] == K and r["kept"] == kept]
+        rows.sort(key=lambda r: r["flops"]["mean"])
+        x, y = [r["flops"]["mean"] for r in rows], [r[METRIC]["mean"] for r in rows]
+        axes.plot(x, y, marker=marker, color=f"C{i}", linewidth=0.8, markersize=6, label=f"K {K}, {kept:.0%} of states")
+        gated = next(r for r in rows if r["depth"] == GATE)
+        axes.plot(gated["flops"]["mean"], gated[METRIC]["mean"], marker=marker, color="black", markersize=3)
+    axes.set(xlabel="FLOPs a position", ylabel="energy of the repaired chain", yscale="log")
+    axes.legend(fontsize=8, title="black centre: the gate's own depth", title_fontsize=8)
+    return figure
+
+
+def print_tables(results: list[dict[str, Any]], dials: list[dict[str, Any]]) -> None:
+    rows = []
+    for r in sorted(results, key=lambda r: r["flops"]["mean"]):
+        shown = [sweep_tables.shown(r[name]) for name in (METRIC, "rmsd_outside", "rmsd_loop", "mean_depth")]
+        rows.append([r["budget"], f"{r['kept']:.0%}", r["depth"], *shown, f"{r['flops']['mean']:,.0f}", r["on_front"]])
+    common.table("K states depth energy rmsd_outside rmsd_loop mean_depth flops front", rows)
+    print("\none dial turned down from everything")
+    rows = [[r["dial"], r["set_to"], f"{r['energy_change']:+.1%}", f"{r['flops_saved']:.1%}"] for r in dials]
+    common.table("dial set_to energy flops_saved", rows)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Perform what is missing, then print the tables, draw and write them."""
+    from essm_train.files import write_figure
+
+    p = common.parser(__doc__)
+    p.add_argument("--data_dir", default="data", help="folder with protein_chains")
+    rows = {NAME: Row(1, rates=(RATE,))}
+    sweeps.add_arguments(p, rows, "runs/three_dials", updates=400)
+    args = p.parse_args(argv)
+    sweeps.check_arguments(p, args)
+    if not args.table:
+        settings = Settings(args.data_dir, args.updates)
+        if args.quick:
+            settings = dataclasses.replace(
+                settings, updates=min(args.updates, 2), test_count=1, batch_size=1, positions=2
+            )
+
+        def wanted(run: Run) -> dict[str, Any]:
+            return settings.values() | {"definition": definition(settings)}
+
+        runs = sweeps.runs_of(rows, [NAME], args, ["repair"])
+        sweeps.sweep(runs, args.runs_dir, args.processes, functools.partial(perform, settings), wanted, METRIC)
+    records = sweeps.collect(args.runs_dir)
+    device, report = common.start("three_dials", args, **records[0]["settings"])
+    report["results"] = summarise(records)
+    report["one_dial"] = effects(report["results"])
+    print_tables(report["results"], report["one_dial"])
+    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report["results"]), dpi=110)
+    return common.finish(report, args, device)
+
+
+if __name__ == "__main__":
+    main()
