@@ -279,14 +279,17 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
             model.set_gate_temperature(0.1 ** (update / settings.updates))
         started = time.process_time()
         model.train()
-        mask = None if method.backbone else batch.get("real")
-        depth = None if method.refined else 0
+        real, depth = batch.get("real"), None if method.refined else 0
+        mask = None if method.backbone else real  # other backbones take no mask
         output = model(
             batch["input_features"], batch["observations"], attention_mask=mask, refine_depth=depth, use_cache=False
         )
-        loss = output.loss + task.loss(output, batch)
+        loss = output.loss
+        if method.backbone:
+            loss = mean_of((1 + model.config.proposal_weight) * output.losses, real)
+        loss = loss + task.loss(output, batch)
         if update >= settings.updates * (1 - method.distilled):
-            loss = loss + distillation(output, batch.get("real"))
+            loss = loss + distillation(output, real)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -298,10 +301,14 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
     return {"diverged": False, "cpu_seconds": seconds}
 
 
+def mean_of(each: Tensor, real: Tensor | None) -> Tensor:
+    """(): of (B, L) over the positions that exist."""
+    return each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
+
+
 def distillation(output: Any, real: Tensor | None) -> Tensor:
     """(): squared distance of proposals from the refined states, which get no gradient, over positions that exist."""
-    each = (output.proposals - output.latents.detach()).square().mean(-1)
-    return each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
+    return mean_of((output.proposals - output.latents.detach()).square().mean(-1), real)
 
 
 def weights_of(path: Path) -> Path:

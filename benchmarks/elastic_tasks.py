@@ -102,7 +102,9 @@ class Maze:
                 cache = output.past_key_values
                 actions = mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1).tolist()
             for walk, action in zip(walks, actions):
-                if not walk.arrived:
+                if walk.arrived:
+                    walk.stay()
+                else:
                     walk.step(int(rng.integers(4)) if rng.random() < 0.15 else action)
             rows.append(seen)
         model.train(training)
@@ -138,7 +140,7 @@ class Maze:
             actions = mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1).tolist()
             for walk, action in zip(walks, actions):
                 if walk.arrived or walk.late:
-                    walk.moved = (0, 0)
+                    walk.stay()
                 else:
                     walk.step(action)
         stacked = {name: torch.stack(values, 1) for name, values in kept.items()}

@@ -84,6 +84,9 @@ def test_batches_are_the_same_at_a_seed_and_walks_end():
     assert all(torch.equal(one[name], other[name]) for name in ("input_features", "expert", "real"))
     there = one["observations"]["goal"].abs().sum(-1) > 0
     assert torch.equal(one["real"], there) and not there.all()  # some arrive within 40 steps
+    here = one["real"].long().cumsum(1) + 1  # the step of an arrival is seen once
+    late = torch.arange(task.length) > here.amax(1, keepdim=True) - 1
+    assert late.any() and not one["observations"]["moved"][late].any()
 
 
 def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
@@ -144,3 +147,16 @@ def test_weights_of_runs_come_back(folder, tmp_path):
     elastic_states.weights_of(tmp_path / run.file).unlink()
     with pytest.raises(ValueError, match="train again"):
         elastic_states.load_trained(tmp_path / run.file, task)
+
+
+def test_what_comes_after_an_arrival_is_not_learnt_from(folder):
+    """A backbone without a mask has the loss of one with it."""
+    task = Maze("", 1)
+    torch.manual_seed(0)
+    model = make_model(Settings("", 1, latent_size=8, hidden_size=8), ROWS["SSM"], task).train()
+    batch = task.batch(np.random.default_rng(3), 3, model)
+    output = model(batch["input_features"], batch["observations"], refine_depth=0, use_cache=False)
+    loss = elastic_states.mean_of((1 + model.config.proposal_weight) * output.losses, batch["real"])
+    masked = model(batch["input_features"], batch["observations"], attention_mask=batch["real"], refine_depth=0)
+    torch.testing.assert_close(loss, masked.loss)
+    assert not torch.allclose(loss, output.loss, rtol=1e-2)

@@ -128,6 +128,10 @@ class Walk:
         self.moved = (self.at[0] - before[0], self.at[1] - before[1])
         self.last, self.steps = action, self.steps + 1
 
+    def stay(self) -> None:
+        """What is observed next is the same place again; no step is counted."""
+        self.moved = (0, 0)
+
     def observe(self) -> dict[str, np.ndarray]:
         """view (5, 5) kinds; goal (2,) its offset; moved (2,) since the last observation; features (82,)."""
         padded = np.pad(self.maze, SIDE)
