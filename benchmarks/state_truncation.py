@@ -2,7 +2,7 @@
 """Does a state space that shrinks while it trains end better than one born small? Balanced truncation (CompreSSM).
 
     python -m benchmarks.state_truncation --data_dir data --processes 2
-    python -m benchmarks.state_truncation --tasks digits --only "tau 0.15" --seeds 0 --updates 400
+    python -m benchmarks.state_truncation --tasks digits --only "tau 0.15" --seeds 0 --updates 1000
     python -m benchmarks.state_truncation --table --runs_dir runs/state_truncation
 
 A run trains an LRU of 64 modes with balanced truncation in its warm-up, then, from the same seed and on the same
@@ -34,7 +34,7 @@ from .state_pruning import Task, batch_of, model_fields, score
 from .sweeps import Run
 
 METRIC = "error"
-RATE = 4e-3
+RATE = 1e-2
 TASKS = {"digits": Task("smnist", 2), "pictures": Task("image", 2), "reviews": Task("text:max_length=512", words=4096)}
 
 
@@ -59,6 +59,7 @@ ROWS = {
     "tau 0.02": Truncated(0.02),
     "tau 0.15, every 50": Truncated(0.15, every=50),
     "tau 0.15, every 200": Truncated(0.15, every=200),
+    "tau 0.15, every 800": Truncated(0.15, every=800),
 }
 
 
@@ -68,7 +69,7 @@ class Settings:
 
     data_dir: str | None
     updates: int
-    hidden_size: int = 8
+    hidden_size: int = 16
     num_hidden_layers: int = 1
     state_size: int = 64
     test_samples: int = 1000
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--data_dir", help="data folders, separated as in PATH; by default $ESSM_DATA, or data")
     p.add_argument("--test_samples", type=int, default=1000, help="at most, the same for every run of a task")
     rows = {name: Row(1, rates=(RATE,)) for name in ROWS}
-    sweeps.add_arguments(p, rows, "runs/state_truncation", updates=1000)
+    sweeps.add_arguments(p, rows, "runs/state_truncation", updates=4000)
     p.set_defaults(seeds=[0, 1, 2, 3, 4])
     args = p.parse_args(argv)
     sweeps.check_arguments(p, args, "test_samples")
