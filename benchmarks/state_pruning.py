@@ -83,6 +83,9 @@ class Task:
 TASKS = {"digits": Task("smnist", 2), "reviews": Task("text:max_length=512", words=4096), "words": Task("speech4")}
 
 
+CHOICE = {"aire": "AIRE", "last": "LAST", "balanced": "balanced truncation", "random": "random"}
+
+
 @dataclass(frozen=True)
 class Settings:
     """What all runs of a table have in common."""
@@ -275,6 +278,12 @@ def largest_within(errors: Sequence[float], ratios: Sequence[float], most: float
     return ratios[lost.index(True) - 1] if True in lost else ratios[-1]
 
 
+def area_of(curve: dict[str, Any]) -> float:
+    """Mean accuracy over the ratios."""
+    ratios = curve["ratios"]
+    return float(np.trapezoid([1 - e for e in curve["errors"]], ratios)) / (ratios[-1] - ratios[0])
+
+
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every method on every task and model: means and deviations over seeds."""
     results = []
@@ -283,12 +292,12 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         groups.setdefault((record["task"], record["model"]), []).append(record)
     for (task, model), runs in groups.items():
         whole = [r for r in runs if not r["diverged"]]
+        reference = [area_of(r["pruned"]["aire"]) for r in whole]
         for method in METHODS if whole else ():
             curves = [r["pruned"][method] for r in whole]
             ratios = curves[0]["ratios"]
-            width = ratios[-1] - ratios[0]
             accuracies = [[1 - e for e in curve["errors"]] for curve in curves]
-            area = [float(np.trapezoid(values, ratios)) / width for values in accuracies]
+            area = [area_of(curve) for curve in curves]
             fall = [max(a - b for a, b in itertools.pairwise(values)) for values in accuracies]
             results.append(
                 {
@@ -301,6 +310,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                         [largest_within(curve["errors"], ratios) for curve in curves]
                     ),
                     "area": sweep_tables.mean(area),
+                    "area_minus_aire": sweep_tables.mean([a - b for a, b in zip(area, reference)]),
                     "steepest_fall": sweep_tables.mean(fall),
                     "ratios": ratios,
                     "curve": [sweep_tables.mean([values[i] for values in accuracies]) for i in range(len(ratios))],
@@ -339,10 +349,10 @@ def print_tables(results: list[dict[str, Any]]) -> None:
         )
         first = rows[0]
         print(f"\n{task}, {model}: accuracy {sweep_tables.shown(first['accuracy'])}, {len(first['seeds'])} seeds")
-        names = ("area", "largest_within_a_point", "steepest_fall")
+        names, signs = ("area", "area_minus_aire", "largest_within_a_point", "steepest_fall"), ("", "+", "", "")
         common.table(
             f"method {' '.join(names)}",
-            [[r["method"].replace(" ", "_"), *(sweep_tables.shown(r[name]) for name in names)] for r in rows],
+            [[r["method"], *(sweep_tables.shown(r[name], sign) for name, sign in zip(names, signs))] for r in rows],
         )
 
 
@@ -374,6 +384,29 @@ def draw(results: list[dict[str, Any]]) -> Figure:
             each.grid(alpha=0.3)
     handles, labels = grid[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=8)
+    return figure
+
+
+def draw_choice(results: list[dict[str, Any]]) -> Figure:
+    """What to use when: accuracy lost by AIRE, LAST and balanced truncation where all layers keep the same order.
+
+    The band is a deviation over seeds.
+    """
+    panels = list(dict.fromkeys((r["task"], r["model"]) for r in results))
+    figure = Figure(figsize=(4 * len(panels) / 2, 6.5), layout="constrained")
+    grid = figure.subplots(2, -(-len(panels) // 2), squeeze=False)
+    for axes, panel in zip(grid.T.flat, panels):
+        for color, (method, label) in zip(("C0", "C3", "C2", "0.6"), CHOICE.items()):
+            result = next(r for r in results if (r["task"], r["model"], r["method"]) == (*panel, method))
+            lost = 100 * np.array([result["curve"][0]["mean"] - point["mean"] for point in result["curve"]])
+            wide = 100 * np.array([point["deviation"] for point in result["curve"]])
+            axes.plot(result["ratios"], lost, color=color, label=label)
+            axes.fill_between(result["ratios"], lost - wide, lost + wide, color=color, alpha=0.12, linewidth=0)
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set(title=", ".join(panel), xlabel="share of modes removed", ylabel="points of accuracy lost")
+        axes.set_ylim(-3, 40)
+        axes.grid(alpha=0.3)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(CHOICE), fontsize=9)
     return figure
 
 
@@ -409,7 +442,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print_tables(report["results"])
     print("\nBounds over measured gains")
     common.table("task model bound layers least median largest", [[*row.values()] for row in report["certificates"]])
-    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report["results"]))
+    path = common.report_path(report, args, device)
+    write_figure(path.with_suffix(".png"), draw(report["results"]))
+    write_figure(path.with_name(f"{path.stem}_choice.png"), draw_choice(report["results"]))
     return common.finish(report, args, device)
 
 

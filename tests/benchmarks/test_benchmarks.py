@@ -90,6 +90,7 @@ def config_folder(tmp_path):
     return str(tmp_path / "mine")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_benchmark_measures_the_configuration_of_a_folder(benchmark_module, tmp_path, config_folder, monkeypatch, name):
     module = benchmark_module(name)

@@ -28,6 +28,7 @@ def run(data_dir, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_every_model_runs_every_task(run, tmp_path, capsys):
     report = run("--rates", "0.01", "--seeds", "0")
     assert [r["task"] for r in report["results"]] == [task for task in TASKS for _ in ROWS]

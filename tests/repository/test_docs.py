@@ -2,9 +2,12 @@
 """What the pages say runs: Python blocks from top to bottom, scripts and flags of commands as the scripts know them."""
 
 import ast
+import contextlib
 import functools
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -32,10 +35,16 @@ def commands(page: Path) -> list[str]:
 @functools.cache
 def flags_of(script: str) -> frozenset[str]:
     """What a script lists in its help."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return frozenset(re.findall(r"--\w+", run.stdout))
+    shown, argv, path = io.StringIO(), sys.argv, sys.path[:]
+    sys.argv = [script, "--help"]
+    sys.path.insert(0, str((ROOT / script).parent))
+    try:
+        with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as stop:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    assert not stop.value.code, stop.value
+    return frozenset(re.findall(r"--\w+", shown.getvalue()))
 
 
 @pytest.fixture

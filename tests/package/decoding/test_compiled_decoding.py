@@ -66,6 +66,7 @@ def test_steps_equal_eager_ones(variant, budget, taken):
             assert_close(layer.tensors[name], other.tensors[name])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_inductor(taken):
     model = compile_decoding(random_model(num_hidden_layers=1), [4, 32])

@@ -235,6 +235,7 @@ def test_runner_errors(novels):
         reproduce.reproduce("table4", novels(max_steps=-1, rows=["base"], seeds=1))
 
 
+@pytest.mark.slow
 def test_rows_are_shared_left_out_and_set_beside_the_paper(novels, tmp_path, capsys, monkeypatch):
     """Books without PG19: one ES-SSM and one baseline, whose single figure stands under the full budget."""
     tiny = reproduce.task_arguments("novels", "data", "small")

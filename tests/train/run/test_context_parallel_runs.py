@@ -54,6 +54,7 @@ def test_two_sharded_ranks_equal_one(text, tmp_path):
     assert_same_figures(two, one)
 
 
+@pytest.mark.slow
 def test_four_ranks_are_two_replicas_of_two(text, tmp_path):
     changes = text | {"max_steps": 3, "gradient_accumulation_steps": 2}
     one = run(tmp_path / "one", 1, **changes)

@@ -156,8 +156,11 @@ def test_fsdp2_equals_one_rank_and_leaves_a_model_that_loads(one_rank, fsdp2):
 
 @pytest.mark.parametrize(
     ("kind", "environment"),
-    [("map-style", {}), ("streaming", {}), ("streaming", FSDP2)],
-    ids=["map-style-ddp", "streaming-ddp", "streaming-fsdp2"],
+    [
+        pytest.param("map-style", {}, id="map-style-ddp"),
+        pytest.param("streaming", {}, id="streaming-ddp", marks=pytest.mark.slow),
+        pytest.param("streaming", FSDP2, id="streaming-fsdp2", marks=pytest.mark.slow),
+    ],
 )
 def test_two_ranks_killed_twice_resume_bit_for_bit(kind, environment, data, tmp_path):
     """Every rank has its own dropout, so the random state of each must come back."""

@@ -51,7 +51,9 @@ EPOCH_AND_A_HALF = {
 }
 
 
-@pytest.mark.parametrize("kind", ["map-style", "streaming", "gated"])
+@pytest.mark.parametrize(
+    "kind", ["map-style", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("streaming", "gated"))]
+)
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, tmp_path):
     """In mid-epoch, between checkpoints and inside of a checkpoint, with the buffer and the rest of a row half used."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
