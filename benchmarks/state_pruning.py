@@ -314,6 +314,9 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "steepest_fall": sweep_tables.mean(fall),
                     "ratios": ratios,
                     "curve": [sweep_tables.mean([values[i] for values in accuracies]) for i in range(len(ratios))],
+                    "lost": [
+                        sweep_tables.mean([values[0] - values[i] for values in accuracies]) for i in range(len(ratios))
+                    ],
                     "kept_by_layer": [
                         [statistics.fmean(curve["kept"][i][layer] for curve in curves) for layer in range(len(kept))]
                         for i, kept in enumerate(curves[0]["kept"])
@@ -359,7 +362,7 @@ def print_tables(results: list[dict[str, Any]]) -> None:
 def draw(results: list[dict[str, Any]]) -> Figure:
     """Over the share that is pruned, for each task and model: accuracy above, modes kept by layer below."""
     panels = list(dict.fromkeys((r["task"], r["model"]) for r in results))
-    figure = Figure(figsize=(5 * len(panels), 8), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(panels), 7), layout="constrained")
     styles = {"global": "-", "uniform": "--"}
     grid, profiles = figure.subplots(2, len(panels), squeeze=False, height_ratios=(5, 3))
     for axes, below, panel in zip(grid, profiles, panels):
@@ -388,7 +391,7 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 
 def draw_choice(results: list[dict[str, Any]]) -> Figure:
-    """What to use when: accuracy lost by AIRE, LAST and balanced truncation where all layers keep the same order.
+    """What to use when: accuracy that AIRE, LAST and balanced truncation lose with as many modes left in all.
 
     The band is a deviation over seeds.
     """
@@ -398,8 +401,7 @@ def draw_choice(results: list[dict[str, Any]]) -> Figure:
     for axes, panel in zip(grid.T.flat, panels):
         for color, (method, label) in zip(("C0", "C3", "C2", "0.6"), CHOICE.items()):
             result = next(r for r in results if (r["task"], r["model"], r["method"]) == (*panel, method))
-            lost = 100 * np.array([result["curve"][0]["mean"] - point["mean"] for point in result["curve"]])
-            wide = 100 * np.array([point["deviation"] for point in result["curve"]])
+            lost, wide = (100 * np.array([x[name] for x in result["lost"]]) for name in ("mean", "deviation"))
             axes.plot(result["ratios"], lost, color=color, label=label)
             axes.fill_between(result["ratios"], lost - wide, lost + wide, color=color, alpha=0.12, linewidth=0)
         axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
