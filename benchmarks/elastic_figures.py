@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from essm_train.tasks import chains, mazes
@@ -91,8 +92,6 @@ def draw_walk(walked: dict[str, Any], most: int) -> Figure:
 
 
 def _colors(depths: np.ndarray, most: int) -> Any:
-    from matplotlib import colormaps
-
     return colormaps[COLORS](depths / most)
 
 

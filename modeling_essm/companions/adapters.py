@@ -194,6 +194,16 @@ def _layers(model: nn.Module) -> Iterator[ElasticLayer]:
             yield ElasticLayer(name, module, adapter)
 
 
+def config_around(model: nn.Module, name: str) -> Any:
+    """The configuration of the innermost module around a layer, or of the layer, that has one; None without any.
+
+    A model can be built around another one: the sizes of a layer are told by the configuration of the model it is of.
+    """
+    path = name.split(".")
+    around = (model.get_submodule(".".join(path[:i])) for i in range(len(path), -1, -1))
+    return next((module.config for module in around if getattr(module, "config", None) is not None), None)
+
+
 def owner(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a tensor of a layer, and the tensor's name in it."""
     path, _, attribute = name.rpartition(".")

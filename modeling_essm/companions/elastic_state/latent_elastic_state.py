@@ -24,8 +24,8 @@ class ElasticStateLatent(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        backbone = config.backbone_config
-        self.backbone = AutoModel.from_config(backbone, dtype=torch.get_default_dtype())
+        self.backbone = AutoModel.from_config(config.backbone_config, dtype=torch.get_default_dtype())
+        backbone = config.backbone_config = self.backbone.config  # one object: sizes that change are saved
         self.embed_features = nn.Linear(config.num_input_features, backbone.hidden_size)
         self.feedback = nn.Linear(config.latent_size, backbone.hidden_size, bias=False) if config.feedback else None
         self.proposal = nn.Linear(backbone.hidden_size, config.latent_size)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..adapters import Adapter, ElasticLayer, elastic_layers
+from ..adapters import Adapter, ElasticLayer, config_around, elastic_layers
 from .masks import masked_tensors, restore
 
 
@@ -37,9 +37,10 @@ def remove(model: nn.Module) -> list[int]:
     for layer, keep in zip(layers, masks):
         stored = layer.adapter.shape(layer.module)[-1]
         sizes.append(stored if keep is None else int(keep.sum(-1).max()) if keep.numel() else 0)
-    groups: dict[type[Adapter], list[int]] = {}
+    groups: dict[tuple[type[Adapter], int], list[int]] = {}
+    configs = [config_around(model, layer.name) for layer in layers]
     for i, layer in enumerate(layers):
-        groups.setdefault(type(layer.adapter), []).append(i)
+        groups.setdefault((type(layer.adapter), id(configs[i])), []).append(i)
     for members in groups.values():
         adapter = layers[members[0]].adapter
         if adapter.uniform:
@@ -49,8 +50,7 @@ def remove(model: nn.Module) -> list[int]:
         for i in members:
             if (keep := masks[i]) is not None:
                 adapter.shrink(layers[i].module, keep, sizes[i])
-        config = getattr(model, "config", None)
-        if config is not None:
+        if (config := configs[members[0]]) is not None:
             adapter.update_config(config, [layers[i].module for i in members], [sizes[i] for i in members])
     return sizes
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..adapters import Adapter, ElasticLayer, adapter_of
+from ..adapters import Adapter, ElasticLayer, adapter_of, config_around
 from ..systems import DiagonalSystem
 from .balancing import Truncation, equalise, truncate
 from .gramians import check_stable
@@ -203,10 +203,11 @@ def apply_truncation(model: nn.Module, layers: dict[str, Any], results: Sequence
 
 
 def record_sizes(model: nn.Module, layers: dict[str, Any]) -> None:
-    """config.state_sizes, if the model has a config: what is stored for each layer, padding included."""
-    config = getattr(model, "config", None)
-    if config is not None:
-        config.state_sizes = [read_layer(layer).lam.shape[-1] for layer in layers.values()]
+    """config.state_sizes, where there is a config: what is stored for each of its layers, padding included."""
+    configs = [config_around(model, name) for name in layers]
+    for config in {id(config): config for config in configs if config is not None}.values():
+        mine = (layer for layer, other in zip(layers.values(), configs) if other is config)
+        config.state_sizes = [read_layer(layer).lam.shape[-1] for layer in mine]
 
 
 def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:

@@ -8,7 +8,15 @@ from elastic_states import random_model as elastic_model
 from helpers import randomise, tiny_config
 from transformers import GPT2Config, MambaConfig
 
-from modeling_essm.companions import DiagonalSSMConfig, ElasticStateModel
+from modeling_essm.companions import (
+    DiagonalSSMConfig,
+    ElasticStateModel,
+    allocate,
+    balanced_truncate,
+    importance,
+    prune,
+    remove,
+)
 
 BACKBONES = {
     "essm": lambda: tiny_config(hidden_size=8, num_hidden_layers=1),
@@ -120,3 +128,19 @@ def test_masks_need_the_own_recurrence():
     assert run(random_model("essm"), x, attention_mask=torch.ones(2, 3)).readouts.shape == (2, 3, 5)
     with pytest.raises(ValueError, match="spectral_budget needs a backbone that has one"):
         random_model("gpt2")(x, spectral_budget=2)
+
+
+def halved(model):
+    prune(model, allocate(importance(model, "aire"), amount=0.5))
+    remove(model)
+
+
+@pytest.mark.parametrize("smaller", [halved, lambda model: balanced_truncate(model, sizes=2)])
+def test_a_backbone_with_fewer_states_is_saved(smaller, tmp_path):
+    """The configuration of the backbone, inside that of the model, tells the new sizes."""
+    model, x = random_model("diagonal"), random_inputs(2, 4, 5, dtype=torch.float32)
+    smaller(model)
+    assert model.config.backbone_config.state_sizes == [2] and not hasattr(model.config, "state_sizes")
+    model.save_pretrained(tmp_path)
+    loaded = ElasticStateModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(run(loaded, x, refine_depth=1).readouts, run(model, x, refine_depth=1).readouts)
