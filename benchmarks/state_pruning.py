@@ -188,19 +188,19 @@ def additivity(model: nn.Module, ratio: float) -> list[float]:
     from modeling_essm.companions import allocate, importance
     from modeling_essm.companions.pruning.mode_values import energy
     from modeling_essm.companions.systems import DiagonalSystem
-    from modeling_essm.companions.truncation.gramians import gramians
+    from modeling_essm.companions.truncation.gramians import gramians, matrices
 
     found = []
     for layer in allocate(importance(model, "aire"), amount=ratio).layers:
         system = layer.system
         assert system is not None
-        C = system.C[0] if system.bidirectional else system.C
         gone = ~layer.keep
-        if system.siso or not gone.any():
+        if not gone.any():
             continue
-        part = DiagonalSystem(system.lam[gone], system.B[gone], C[:, gone], "complex")
-        P, _ = gramians(part)
-        together = float((part.C @ P @ part.C.mH).diagonal().sum().real)
+        B = torch.where(gone if system.siso else gone[:, None], system.B, 0.0)
+        part = DiagonalSystem(system.lam, B, system.C[0] if system.bidirectional else system.C, "complex")
+        (P, _), (_, _, C) = gramians(part), matrices(part)
+        together = float((C @ P @ C.mH).diagonal(dim1=-2, dim2=-1).sum().real)
         found.append(together / float(energy(part).sum()))
     return found
 

@@ -93,6 +93,21 @@ def test_energies_of_equal_modes_do_not_add_up():
     assert same == pytest.approx(n / 2, rel=1e-3)  # the weaker half, all equal among themselves
 
 
+def test_modes_of_other_channels_add():
+    """With modes for each channel, those of one add like equals, and those of two add their energies."""
+    data = SimpleNamespace(num_labels=2, reader=SimpleNamespace(config_fields={"num_input_features": 1}))
+    settings = Settings(None, 1, hidden_size=2, num_hidden_layers=1)
+    model = make_model("s4d", Task("smnist"), settings, data)
+    (layer,) = elastic_layers(model)
+    system = layer.read()
+    lam, C = torch.full_like(system.lam, 0.5), torch.full_like(system.C, 2.0)
+    C[:, :, :5] = 0.1  # AIRE prunes these, in both channels
+    layer.module.set_lti(lam, torch.ones_like(system.B), C, system.present)
+    ratio = 5 / system.lam.shape[1]
+    (found,) = additivity(model, ratio)
+    assert found == pytest.approx(5, rel=1e-3)  # and not 10
+
+
 def test_summary_of_known_runs(capsys):
     def record(seed, errors):
         curve = {"ratios": [0.0, 0.5], "errors": errors, "kept": [[4], [2]]}
