@@ -5,10 +5,10 @@
     python -m benchmarks.elastic_states --tasks repair --only SSM ESM --seeds 0 --updates 50
     python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states
 
-Tasks: loops of real protein chains, and mazes that are seen five cells wide. Rows: the recurrence alone (SSM), a causal
-Transformer and a recurrence with attention of as many parameters, the elastic state model (ESM), a Transformer of two
-thirds of them, and ESMs with another metric, another training of the gate, another penalty on depth, or proposals that
-learn from what they were refined to. All learn from the same batches in the same order, by the objective of their last
+Tasks: loops of real protein chains, and, with four times the updates, mazes that are seen five cells wide. Rows: the
+recurrence alone (SSM), a causal Transformer and a recurrence with attention of as many parameters, the elastic state
+model (ESM), a Transformer of two thirds of them, and ESMs with another metric, another training of the gate, another
+penalty on depth, or proposals that learn from what they were refined to. All learn from the same batches in the same order, by the objective of their last
 states and by what an expert or a native chain says. With the weights of each ESM beside its own gate: no refinement,
 all of it, the mean depth everywhere, its depths shuffled over positions, and all steps that its mean pays for where a
 position is difficult and none elsewhere. Reported: the metrics, mean depth, how well depth tells difficult positions
@@ -341,7 +341,8 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         model = make_model(settings, method, task)
         record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
         record |= {"settings": settings.values(), "definition": definition(settings, run)}
-        record |= {"parameters": model.num_parameters()} | train(model, method, task, settings, run)
+        long = dataclasses.replace(settings, updates=settings.updates * task.longer)
+        record |= {"parameters": model.num_parameters()} | train(model, method, task, long, run)
         if record["diverged"]:
             record[METRIC] = None
         else:

@@ -40,7 +40,7 @@ class Measured:
 class Repair:
     """Loops of real protein chains (`essm_train.tasks.chains`); the metric is the energy, the lower the better."""
 
-    features, readouts, metric = chains.FEATURES, 3, "energy"
+    features, readouts, metric, longer = chains.FEATURES, 3, "energy", 1
 
     def __init__(self, data_dir: str | Path, test_windows: int = 44):
         self.train, held_out = chains.read_chains(Path(data_dir) / "protein_chains")
@@ -74,10 +74,11 @@ class Maze:
     """Mazes of 11 x 11 (`essm_train.tasks.mazes`); the metric is the share of unseen ones that are not solved."""
 
     features, readouts, metric, side, length = mazes.FEATURES, mazes.READOUTS, "failures", 11, 40
+    longer = 4  # updates over those of a table: after as many as chains need, half of the walkers are still lost
 
     def __init__(self, data_dir: str | Path = "", test_mazes: int = 100):
         self.test_mazes = test_mazes
-        self.identity = {"side": self.side, "test_mazes": test_mazes}
+        self.identity = {"side": self.side, "test_mazes": test_mazes, "longer": self.longer}
 
     def objective(self) -> Any:
         return mazes.ValueConsistency(self.side)

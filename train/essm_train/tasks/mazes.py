@@ -69,8 +69,9 @@ def distances(maze: np.ndarray, goal: tuple[int, int]) -> np.ndarray:
     V[goal] = 0.0
     open_cells = maze != WALL
     cost = np.where(maze == DOOR, 2.0, 1.0)
+    entered = np.full((len(V) + 2, len(V) + 2), FAR)
     while True:
-        entered = np.pad(V + cost, 1, constant_values=FAR)
+        entered[1:-1, 1:-1] = V + cost
         around = [entered[1 + dr : 1 + dr + len(V), 1 + dc : 1 + dc + len(V)] for dr, dc in MOVES]
         new = np.where(open_cells, np.minimum(V, np.min(around, axis=0)), FAR)
         if np.array_equal(new, V):
