@@ -8,13 +8,13 @@
 Tasks: loops of real protein chains, and, with four times the updates, mazes that are seen five cells wide. Rows: the
 recurrence alone (SSM), a causal Transformer and a recurrence with attention of as many parameters, the elastic state
 model (ESM), a Transformer of two thirds of them, and ESMs with another metric, another training of the gate, another
-penalty on depth, or proposals that learn from what they were refined to. All learn from the same batches in the same order, by the objective of their last
-states and by what an expert or a native chain says. With the weights of each ESM beside its own gate: no refinement,
-all of it, the mean depth everywhere, its depths shuffled over positions, and all steps that its mean pays for where a
-position is difficult and none elsewhere. Reported: the metrics, mean depth, how well depth tells difficult positions
-(AUROC), its rank correlation with the objective before refinement, the mean depth around the first difficult position,
-FLOPs of matrix products a position as counted while streaming one row, and its time. One JSON file a run, its weights
-beside it; a sweep that was killed goes on.
+penalty on depth, or proposals that learn from what they were refined to. All learn from the same batches in the same
+order, by the objective of their last states and by what an expert or a native chain says. With the weights of each ESM
+beside its own gate: no refinement, all of it, the mean depth everywhere, its depths shuffled over positions, and all
+steps that its mean pays for where a position is difficult and none elsewhere. Reported: the metrics, mean depth, how
+well depth tells difficult positions (AUROC), its rank correlation with the objective before refinement, the mean depth
+around the first difficult position, FLOPs of matrix products a position as counted while streaming one row, and its
+time. One JSON file a run, its weights beside it; a sweep that was killed goes on.
 """
 
 from __future__ import annotations
