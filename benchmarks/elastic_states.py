@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from . import common, sweep_tables, sweeps
-from .elastic_tasks import TASKS, Measured
+from .elastic_tasks import TASKS, Measured, Repair
 from .matched_models import Row
 from .sweeps import Run
 
@@ -436,6 +436,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("elastic_states", args, **records[0]["settings"])
     report["results"] = summarise(records)
     print_tables(report["results"])
+    if "repair" in args.tasks and (Path(args.data_dir) / "protein_chains").is_dir():
+        report["references"] = Repair(args.data_dir, records[0]["settings"]["test_count"]).references()
+        metrics = [name for name in METRICS if name in report["references"]["native"]]
+        rows = [
+            [name.replace(" ", "_"), *(f"{values[m]:.4f}" for m in metrics)]
+            for name, values in report["references"].items()
+        ]
+        print("\nthe chains of repair themselves")
+        common.table(f"chain {' '.join(metrics)}", rows)
     return common.finish(report, args, device)
 
 

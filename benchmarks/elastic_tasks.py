@@ -65,6 +65,20 @@ class Repair:
         real = torch.ones_like(test["loop"])
         return Measured(values, output.refine_depths, output.proposal_losses, test["loop"], real)
 
+    @torch.no_grad()
+    def references(self) -> dict[str, dict[str, float]]:
+        """The metrics of the test windows "as read", with their disturbed loops, and of the "native" ones."""
+        observations, objective = self.test["observations"], self.objective()
+        found = {}
+        for name, steps in {"as read": observations["step"], "native": self.test["native"]}.items():
+            history, energies = objective.initial_history({n: x[:, 0] for n, x in observations.items()}), []
+            for t in range(steps.shape[1]):
+                seen = {n: x[:, t] for n, x in observations.items()}
+                energies.append(objective(steps[:, t], seen, history))
+                history = objective.commit(history, steps[:, t], seen)
+            found[name] = chains.quality(steps, torch.stack(energies, 1), self.test)
+        return found
+
     def stream(self) -> tuple[Tensor, Any]:
         """Features (L, F) and observations of one test window, to time steps on."""
         return self.test["input_features"][0], {name: x[0] for name, x in self.test["observations"].items()}

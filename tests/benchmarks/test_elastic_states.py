@@ -94,7 +94,10 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
     argv = ["--quick", "--data_dir", str(folder), "--only", "SSM", "ESM", "Transformer", "--seeds", "0"]
     argv += ["--runs_dir", str(tmp_path / "runs"), "--out", str(out)]
     elastic_states.main(argv)
-    rows = json.loads(out.read_text())["results"]
+    report = json.loads(out.read_text())
+    rows, (read, native) = report["results"], report["references"].values()
+    assert native["rmsd_loop"] == 0 < read["rmsd_loop"] and native["energy"] < read["energy"]
+    assert read["rmsd_outside"] == pytest.approx(0, abs=1e-4)
     for task in ("repair", "maze"):
         found = {(r["model"], r["control"]): r for r in rows if r["task"] == task}
         assert {control for model, control in found if model == "ESM"} == {
