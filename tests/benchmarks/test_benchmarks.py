@@ -31,6 +31,7 @@ TINY = {  # report: arguments
     "training_step_essm": ["--table", "essm", "--lengths", "64", "32", "--batches", "1", "2"],
     "training_step_dropout": ["--table", "dropout", "--length", "64"],
 }
+SLOW = ("prefix_loading", "training_step_dropout")
 MODULES = {
     "decoding_limit": "decoding",
     "training_step_essm": "training_step",
@@ -49,7 +50,7 @@ def benchmark_module(monkeypatch):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TINY])
 def test_benchmark_writes_its_report(benchmark_module, tmp_path, name):
     path = tmp_path / f"{name}.json"
     arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--out", str(path), *TINY[name]]

@@ -62,6 +62,7 @@ def test_four_ranks_are_two_replicas_of_two(text, tmp_path):
     assert_same_figures(four, one)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(text, tmp_path):
     """With dropout, so that the random state of each rank matters."""
     changes = text | {"dropout": 0.1, "context_parallel": 2}

@@ -208,7 +208,9 @@ def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp
     assert same(tmp_path / "run", fsdp2 / "run")
 
 
-@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "environment", [pytest.param({}, id="ddp", marks=pytest.mark.slow), pytest.param(FSDP2, id="fsdp2")]
+)
 def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(environment, data, tmp_path):
     order = command_line(tmp_path / "run", **data["map-style"])
     codes, log = train_apart(order, tmp_path, ("break_weight_at_update", 6, 1), ranks=2, environment=environment)
@@ -218,7 +220,9 @@ def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(environm
     assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize("environment", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "environment", [pytest.param({}, id="ddp", marks=pytest.mark.slow), pytest.param(FSDP2, id="fsdp2")]
+)
 def test_a_lost_rank_is_no_full_disk(environment, data, tmp_path):
     """It dies while the ranks write a checkpoint."""
     order = command_line(tmp_path / "run", **data["map-style"])

@@ -171,7 +171,7 @@ def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
         make_accelerator(args)
 
 
-@pytest.mark.parametrize("script", ["train_clm", "train_classification"])
+@pytest.mark.parametrize("script", ["train_clm", pytest.param("train_classification", marks=pytest.mark.slow)])
 def test_waiting_threads_soon_sleep(script):
     """As the OpenMP library reads it when torch is imported: spinning ones slow down whoever else uses the cores, and
     those that sleep at once come late to the small products of a gated block."""
