@@ -60,6 +60,10 @@ class Adapter:
         """The parameters among `mode_dims` that are C."""
         return tuple(getattr(layer, "output_names", ()))
 
+    def tensors(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
+        """What `shrink` replaces by name: (module, name of a parameter or buffer of it)."""
+        return [owner(layer, name) for name in self.mode_dims(layer)]
+
     def shape(self, layer: nn.Module) -> tuple[int, ...]:
         """Shape of a mask over the layer's modes: (n,) or (H, n)."""
         return tuple(self.read(layer).lam.shape)
@@ -97,7 +101,8 @@ class Adapter:
             replace(module, attribute, taken)
 
     def update_config(self, config: Any, layers: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        """Write the new numbers of modes of all layers of this adapter into the model's config."""
+        """Write the new numbers of modes of all layers of this adapter into a config that is around them, if it has
+        a field for them."""
 
 
 class DiagonalAdapter(Adapter):
@@ -150,7 +155,8 @@ def adapter_of(layer: nn.Module) -> Adapter | None:
             return _REGISTERED[cls]
         if (where := _LIBRARY.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
             return getattr(import_module(f".{where[0]}", __package__), where[1])()
-    return DiagonalAdapter() if hasattr(layer, "lti") and hasattr(layer, "set_lti") else None
+    own = type(layer)  # of the class: wrappers, torch.compile's among them, pass on what the layer inside them has
+    return DiagonalAdapter() if hasattr(own, "lti") and hasattr(own, "set_lti") else None
 
 
 @dataclass(frozen=True)
@@ -194,20 +200,36 @@ def _layers(model: nn.Module) -> Iterator[ElasticLayer]:
             yield ElasticLayer(name, module, adapter)
 
 
-def config_around(model: nn.Module, name: str) -> Any:
-    """The configuration of the innermost module around a layer, or of the layer, that has one; None without any.
+def record_sizes(model: nn.Module, layers: Sequence[ElasticLayer], sizes: Sequence[int]) -> None:
+    """Write the numbers of modes into every configuration around the layers, which is given those of its own layers.
 
-    A model can be built around another one: the sizes of a layer are told by the configuration of the model it is of.
+    A model can be built around another one, and either configuration, or both, can tell the sizes.
     """
-    path = name.split(".")
-    around = (model.get_submodule(".".join(path[:i])) for i in range(len(path), -1, -1))
-    return next((module.config for module in around if getattr(module, "config", None) is not None), None)
+    around: dict[tuple[int, type[Adapter]], tuple[Any, list[int]]] = {}
+    for i, layer in enumerate(layers):
+        path = layer.name.split(".")
+        modules = [model, *(model.get_submodule(".".join(path[:n])) for n in range(1, len(path)))]
+        for config in {id(c): c for m in modules if (c := getattr(m, "config", None)) is not None}.values():
+            around.setdefault((id(config), type(layer.adapter)), (config, []))[1].append(i)
+    for config, own in around.values():
+        layers[own[0]].adapter.update_config(config, [layers[i].module for i in own], [sizes[i] for i in own])
 
 
 def owner(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a tensor of a layer, and the tensor's name in it."""
     path, _, attribute = name.rpartition(".")
     return layer.get_submodule(path), attribute
+
+
+def check_plain(layer: ElasticLayer, tensors: Sequence[tuple[nn.Module, str]]) -> None:
+    """Raises ValueError for a tensor that is not the module's own, as where PEFT has wrapped a projection."""
+    for module, name in tensors:
+        own = name in module._parameters or name in module._buffers
+        if not own and not parametrize.is_parametrized(module, name):
+            raise ValueError(
+                f"{layer.name}: {name} must be a tensor of a plain module, but {type(module).__name__} wraps it: merge "
+                "adapters into the model first (PEFT: merge_and_unload)"
+            )
 
 
 def replace(module: nn.Module, name: str, value: Tensor) -> None:

@@ -72,7 +72,8 @@ class SelectiveAdapter(Adapter):
         return layer.intermediate_size
 
     def update_config(self, config: Any, layers: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        config.state_size = sizes[0]
+        if hasattr(config, "state_size"):
+            config.state_size = sizes[0]
 
 
 class MambaAdapter(SelectiveAdapter):
@@ -88,6 +89,9 @@ class MambaAdapter(SelectiveAdapter):
         rank, B, C = layer.x_proj(x).split([layer.time_step_rank, N, N], dim=-1)
         delta = F.softplus(layer.dt_proj(rank).double())
         return _steps(delta, -layer.A_log.double().exp(), B.unsqueeze(2), C.unsqueeze(2), mask)
+
+    def tensors(self, layer: Any) -> list[tuple[nn.Module, str]]:
+        return [(layer.x_proj, "weight"), (layer, "A_log")]
 
     def masks(self, layer: Any, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
         first = layer.time_step_rank + layer.ssm_state_size
@@ -129,6 +133,10 @@ class Mamba2Adapter(SelectiveAdapter):
 
     def channel_width(self, layer: Any) -> int:
         return layer.head_dim
+
+    def tensors(self, layer: Any) -> list[tuple[nn.Module, str]]:
+        modules = (layer.conv1d, layer.in_proj)
+        return [(m, name) for m in modules for name in ("weight", "bias") if getattr(m, name) is not None]
 
     def masks(self, layer: Any, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
         # C_t = act(conv(...)): without the filter's weight and bias it is act(0) = 0.
@@ -241,8 +249,9 @@ def measure_energies(
     """Energies of the states of selective layers while a model reads calibration text.
 
     Args:
-        calibration: batches of input_ids (B, L), or of keyword arguments of the model; with an attention_mask, padding
-            does not count. The model runs in evaluation mode, without gradients, and comes back in its own mode.
+        calibration: batches of input_ids (B, L), or of keyword arguments of the model, or a single one; with an
+            attention_mask, padding does not count. The model runs in evaluation mode, without gradients, and comes
+            back in its own mode.
         how: "frozen" or "along".
     Returns:
         For every layer's name the energies (N,), float64, summed over channels, on the CPU.
@@ -250,6 +259,8 @@ def measure_energies(
         ValueError: no text.
         TypeError: a batch that is neither a tensor nor keyword arguments.
     """
+    if isinstance(calibration, (Tensor, Mapping)):
+        calibration = [calibration]
     means = {layer.name: _Means() for layer in layers}
     handles = [
         layer.module.register_forward_pre_hook(_hook(layer, means[layer.name], how), with_kwargs=True)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..adapters import ElasticLayer, elastic_layers
+from ..adapters import ElasticLayer, check_plain, elastic_layers
 from .plans import Plan
 
 
@@ -80,7 +80,7 @@ def prune(model: nn.Module, plan: Plan) -> None:
     torch does not pickle parametrized modules as such.
 
     Raises:
-        ValueError: a plan for another model, a C that is parametrized otherwise.
+        ValueError: a plan for another model, a C that is parametrized otherwise or wrapped, as under PEFT.
     """
     layers = matched(model, plan)
     restore(model)
@@ -89,6 +89,7 @@ def prune(model: nn.Module, plan: Plan) -> None:
         for module, name, mask in layer.adapter.masks(layer.module, own.keep):
             if parametrize.is_parametrized(module, name):
                 raise ValueError(f"{layer.name}: {name} must be a plain parameter, but it is parametrized")
+            check_plain(layer, [(module, name)])
             todo.append((module, name, ModeMask(mask, own.keep)))
     for module, name, step in todo:
         step.hooks = [

@@ -64,7 +64,10 @@ class Plan:
 
     @property
     def sizes(self) -> list[int]:
-        """Modes stored per layer once the others are removed; with modes per channel the largest number of any."""
+        """Modes that each layer needs to store; with modes per channel the largest number of any.
+
+        What `remove` returns, except that all layers of a Mamba store as many as the one that needs most.
+        """
         return [layer.size for layer in self.layers]
 
     @property
@@ -94,13 +97,15 @@ class Plan:
         Args:
             model: the model before pruning; only a plan that was read from a file needs it.
         Raises:
-            ValueError: a plan from a file without a model, a selective layer, an unstable mode.
+            ValueError: a plan from a file without a model, a model with masks, a selective layer, an unstable mode.
         """
         from .certificates import certificate
-        from .masks import matched
+        from .masks import is_pruned, matched
 
         plan = self
         if model is not None:
+            if is_pruned(model):
+                raise ValueError("a certificate needs the model before pruning, got one with masks: restore it first")
             pairs = zip(self.layers, matched(model, self))
             plan = replace(self, layers=tuple(replace(own, system=layer.read()) for own, layer in pairs))
         for layer in plan.layers:

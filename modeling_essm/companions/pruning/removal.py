@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..adapters import Adapter, ElasticLayer, config_around, elastic_layers
+from ..adapters import Adapter, ElasticLayer, check_plain, elastic_layers, record_sizes
 from .masks import masked_tensors, restore
 
 
@@ -24,7 +24,7 @@ def remove(model: nn.Module) -> list[int]:
     Returns:
         The number of modes that each layer now stores per channel.
     Raises:
-        ValueError: the model has no masks.
+        ValueError: the model has no masks, or a tensor that would shrink is not the module's own, as under PEFT.
     """
     layers = elastic_layers(model)
     masks = [_kept(layer) for layer in layers]
@@ -32,15 +32,17 @@ def remove(model: nn.Module) -> list[int]:
         raise ValueError(
             f"model must be pruned before modes can be removed, got a {type(model).__name__} without masks"
         )
+    for layer, keep in zip(layers, masks):
+        if keep is not None:
+            check_plain(layer, layer.adapter.tensors(layer.module))
     restore(model)
     sizes = []
     for layer, keep in zip(layers, masks):
         stored = layer.adapter.shape(layer.module)[-1]
         sizes.append(stored if keep is None else int(keep.sum(-1).max()) if keep.numel() else 0)
-    groups: dict[tuple[type[Adapter], int], list[int]] = {}
-    configs = [config_around(model, layer.name) for layer in layers]
+    groups: dict[type[Adapter], list[int]] = {}
     for i, layer in enumerate(layers):
-        groups.setdefault((type(layer.adapter), id(configs[i])), []).append(i)
+        groups.setdefault(type(layer.adapter), []).append(i)
     for members in groups.values():
         adapter = layers[members[0]].adapter
         if adapter.uniform:
@@ -50,8 +52,7 @@ def remove(model: nn.Module) -> list[int]:
         for i in members:
             if (keep := masks[i]) is not None:
                 adapter.shrink(layers[i].module, keep, sizes[i])
-        if (config := configs[members[0]]) is not None:
-            adapter.update_config(config, [layers[i].module for i in members], [sizes[i] for i in members])
+    record_sizes(model, layers, sizes)
     return sizes
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..adapters import Adapter, ElasticLayer, adapter_of, config_around
+from ..adapters import Adapter, ElasticLayer, adapter_of, record_sizes
 from ..systems import DiagonalSystem
 from .balancing import Truncation, equalise, truncate
 from .gramians import check_stable
@@ -179,6 +179,8 @@ def _plan_layer(
         check_stable(system.lam if system.present is None else system.lam[system.present])
     except ValueError as error:
         return str(error)
+    if type(size) is int:
+        size = min(size, system.lam.shape[-1])
     result = truncate(system, tau=tau, size=size, variant=variant)
     if result.system.modes < (1.0 - min_reduction) * system.modes:
         return replace(result, system=equalise(result.system))
@@ -198,16 +200,14 @@ def apply_truncation(model: nn.Module, layers: dict[str, Any], results: Sequence
             replaced += write_layer(layer, after)
         rows.append(LayerTruncation(name, system.modes, after.modes, after.lam.shape[-1], bound, hankel, refused))
     if replaced:
-        record_sizes(model, layers)
+        _record(model, layers)
     return TruncationReport(tuple(rows), tuple(replaced))
 
 
-def record_sizes(model: nn.Module, layers: dict[str, Any]) -> None:
-    """config.state_sizes, where there is a config: what is stored for each of its layers, padding included."""
-    configs = [config_around(model, name) for name in layers]
-    for config in {id(config): config for config in configs if config is not None}.values():
-        mine = (layer for layer, other in zip(layers.values(), configs) if other is config)
-        config.state_sizes = [read_layer(layer).lam.shape[-1] for layer in mine]
+def _record(model: nn.Module, layers: dict[str, Any]) -> None:
+    """What is stored for each layer, padding included, into the configs that tell it."""
+    found = [ElasticLayer(name, layer, _adapter(layer)) for name, layer in layers.items()]
+    record_sizes(model, found, [read_layer(layer).lam.shape[-1] for layer in layers.values()])
 
 
 def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:
@@ -229,5 +229,5 @@ def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:
             B = system.B[..., :size] if system.siso else system.B[:size]
             smaller = replace(system, lam=system.lam[..., :size], B=B, C=system.C[..., :size], present=present)
             replaced += write_layer(layer, smaller)
-    record_sizes(model, layers)
+    _record(model, layers)
     return replaced

@@ -17,15 +17,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..adapters import adapter_of
+from ..pruning.mamba_states import MambaAdapter
 from ..systems import DiagonalSystem
 
 LARGEST_MEAN = 1.0 - 1e-3  # what a mean outside the unit circle is scaled to
 
 
 def selective_layers(model: nn.Module) -> dict[str, Any]:
-    """Layers like transformers' MambaMixer, by name: x_proj gives delta's factor, B and C; A_log is (D, N)."""
-    parts = ("x_proj", "dt_proj", "A_log", "time_step_rank")
-    return {name: m for name, m in model.named_modules() if all(hasattr(m, part) for part in parts)}
+    """The library's MambaMixers, by name: x_proj gives delta's factor, B and C; A_log is (D, N).
+
+    Relatives that normalise delta, B or C behind x_proj (FalconMamba, Jamba) are not among them.
+    """
+    return {name: m for name, m in model.named_modules() if isinstance(adapter_of(m), MambaAdapter)}
 
 
 def averaged_systems(model: nn.Module, calibration: Iterable[Any]) -> dict[str, DiagonalSystem]:
@@ -33,8 +37,8 @@ def averaged_systems(model: nn.Module, calibration: Iterable[Any]) -> dict[str, 
 
     Args:
         model: runs in evaluation mode, without gradients, and comes back in the mode that it had.
-        calibration: batches of input_ids (b, L), or of keyword arguments of the model; positions where their
-            attention_mask is 0 do not count.
+        calibration: batches of input_ids (b, L), or of keyword arguments of the model, or a single one; positions
+            where their attention_mask is 0 do not count.
     Returns:
         Systems of lam, B and C (D, N), with output "real".
     Raises:
@@ -44,6 +48,8 @@ def averaged_systems(model: nn.Module, calibration: Iterable[Any]) -> dict[str, 
     if not layers:
         raise ValueError("the model has no selective layer like MambaMixer, so there is nothing to average")
     sums = {name: _Sums(layer) for name, layer in layers.items()}
+    if isinstance(calibration, (Tensor, Mapping)):
+        calibration = [calibration]
     counted: list[Tensor | None] = [None]
 
     def observer(name: str) -> Any:

@@ -141,10 +141,13 @@ class HankelTracker:
         layers = diagonal_layers(self.model)
         for name in self.sigma:
             system = read_layer(layers[name])
-            sigma = balance(*gramians(system)).sigma.numpy()
-            values = dict.fromkeys(FIGURES, float("nan")) | self._at(sigma)
+            values = dict.fromkeys(FIGURES, float("nan"))
+            sigma = np.empty(0)
+            if system.modes:  # a layer can have lost all
+                sigma = balance(*gramians(system)).sigma.numpy()
+                values |= self._at(sigma)
             last = self._last.get(name)
-            if last is not None and len(last.lam) == len(system.lam):
+            if system.modes and last is not None and len(last.lam) == len(system.lam):
                 values |= {
                     "distance": hankel_distance(last, system),
                     "movement": float(np.abs(sigma - self.sigma[name][-1]).max()),

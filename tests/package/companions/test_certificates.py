@@ -7,7 +7,15 @@ import pytest
 import torch
 from companion_layers import Stack, impulse_responses, random_system
 
-from modeling_essm.companions import DiagonalSystem, allocate, certificate, end_to_end_bound, hinf_norm, importance
+from modeling_essm.companions import (
+    DiagonalSystem,
+    allocate,
+    certificate,
+    end_to_end_bound,
+    hinf_norm,
+    importance,
+    prune,
+)
 from modeling_essm.companions.pruning.certificates import BOUNDS
 
 layouts = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])
@@ -152,3 +160,11 @@ def test_end_to_end():
         end_to_end_bound([1, 1], [1], [1, 1])
     with pytest.raises(ValueError, match="at least 0"):
         end_to_end_bound([-1], [1], [1])
+
+
+def test_a_masked_model_has_nothing_to_certify():
+    model = Stack(random_system(), random_system(seed=1))
+    plan = allocate(importance(model, "last"), amount=0.5)
+    prune(model, plan)
+    with pytest.raises(ValueError, match="got one with masks"):
+        plan.certificate(model)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from recurrences import RecurrentConfig, RecurrentModel, impulse_response, random_system, training_data
 
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel
 from modeling_essm.companions.systems import DiagonalSystem
 from modeling_essm.companions.truncation.gramians import hankel_singular_values, matrices
-from modeling_essm.companions.truncation.models import balanced_truncate
+from modeling_essm.companions.truncation.models import balanced_truncate, diagonal_layers
 from modeling_essm.companions.truncation.tracking import (
     FIGURES,
     HankelTracker,
@@ -195,3 +196,16 @@ def test_models_that_cannot_be_tracked():
         HankelTracker(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"bottom must be in \(0, 1\), got 1"):
         HankelTracker(RecurrentModel(RecurrentConfig()), bottom=1)
+
+
+def test_a_layer_that_has_lost_all_is_followed_still():
+    torch.manual_seed(0)
+    model = DiagonalSSMModel(DiagonalSSMConfig(parameterization="lru", state_size=4, num_hidden_layers=2, vocab_size=9))
+    tracker = HankelTracker(model)
+    tracker(0)
+    first = next(iter(diagonal_layers(model).values()))
+    first.select_modes(torch.arange(0))
+    tracker(1)
+    figures = next(iter(tracker.figures.values()))
+    assert all(np.isnan(values[1]) for values in figures.values())
+    assert not np.isnan([*tracker.figures.values()][1]["movement"][1])

@@ -254,3 +254,47 @@ def test_the_report(name):
     assert report.sizes == [6, 6] and report.layers[0].kind == name.split("_")[0]
     assert report.layers[0].states == 6 * 32 and report.layers[0].energy is None
     assert "prune with calibration" in str(report)
+
+
+class Wrapped(torch.nn.Module):
+    """A projection inside another module, as an adapter has it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base_layer = layer
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    @property
+    def bias(self):
+        return self.base_layer.bias
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+@pytest.mark.parametrize(("name", "part"), [("mamba", "x_proj"), ("mamba2", "in_proj")])
+def test_wrapped_projections_are_refused_before_anything_changes(name, part):
+    model = build(name)
+    plan = allocate(importance(model, "aire", [ids()]), amount=0.5)
+    mixer = model.backbone.layers[0].mixer
+    setattr(mixer, part, Wrapped(getattr(mixer, part)))
+    before = model(ids()).logits
+    with pytest.raises(ValueError, match=r"layers\.0.* must be a tensor of a plain module.*merge_and_unload"):
+        prune(model, plan)
+        masked = model(ids()).logits
+        try:
+            remove(model)
+        finally:
+            assert torch.equal(model(ids()).logits, masked)
+            restore(model)
+    assert torch.equal(model(ids()).logits, before)
+
+
+def test_one_batch_can_stand_by_itself():
+    model = build("mamba")
+    one = importance(model, "aire", ids()).layers[0].raw
+    assert torch.equal(one, importance(model, "aire", [{"input_ids": ids()}]).layers[0].raw)
+    assert torch.equal(one, importance(model, "aire", {"input_ids": ids()}).layers[0].raw)

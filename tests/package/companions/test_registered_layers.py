@@ -1,6 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """A layer of a user's own class: every tool works on it through its adapter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -59,3 +61,40 @@ def test_truncated(model):
 def test_selective_and_unknown_layers_are_not_truncated(model):
     with pytest.raises(ValueError, match="nothing can be truncated"):
         balanced_truncate(torch.nn.Sequential(torch.nn.Linear(2, 2)), sizes=1)
+
+
+class Sized(torch.nn.Module):
+    """A model whose own configuration tells the sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(n=[6, 6])
+        self.layers = torch.nn.Sequential(Modes(0), Modes(1))
+
+
+class SizedAdapter(ModesAdapter):
+    def update_config(self, config, layers, sizes):
+        config.n = list(sizes)
+
+
+@pytest.mark.parametrize("how", ["removed", "truncated"])
+def test_a_config_with_names_of_its_own(model, how):
+    companions.register(Modes, SizedAdapter())
+    mine = Sized()
+    if how == "truncated":
+        balanced_truncate(mine, sizes=4)
+    else:
+        prune(mine, allocate(importance(mine, "last"), amount=1 / 3, scope="uniform"))
+        remove(mine)
+    assert vars(mine.config) == {"n": [4, 4]} and len(mine.layers[0].poles) == 4
+
+
+def test_one_size_for_all_is_a_bound(model):
+    balanced_truncate(model, sizes=[6, 3])
+    assert balanced_truncate(model, sizes=5).sizes == [5, 3]
+
+
+def test_wrapped_layers_count_once(monkeypatch):
+    layer = companions.DiagonalSSMModel(companions.DiagonalSSMConfig(state_size=4, num_hidden_layers=1, vocab_size=9))
+    layer.layers[0].mixer = torch.compile(layer.layers[0].mixer)
+    assert describe(layer).sizes == [4]

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from recurrences import error_norm
-from transformers import MambaConfig, MambaModel
+from transformers import FalconMambaConfig, FalconMambaModel, MambaConfig, MambaModel
 
 from modeling_essm.companions.truncation.balancing import channels, truncate
 from modeling_essm.companions.truncation.selective_average import averaged_systems
@@ -89,3 +89,16 @@ def test_nothing_to_average(model):
         averaged_systems(torch.nn.Linear(2, 2), [])
     with pytest.raises(ValueError, match="at least one token"):
         averaged_systems(model, [])
+
+
+def test_relatives_with_norms_behind_the_projection_are_refused():
+    """Their delta, B and C are not what x_proj gives."""
+    config = FalconMambaConfig(vocab_size=20, hidden_size=4, state_size=N, num_hidden_layers=1, time_step_rank=2)
+    with pytest.raises(ValueError, match="no selective layer like MambaMixer"):
+        averaged_systems(FalconMambaModel(config), torch.ones(1, 3, dtype=torch.long))
+
+
+def test_one_batch_can_stand_by_itself(model):
+    ids = torch.arange(6).view(1, 6)
+    one, other = averaged_systems(model, ids), averaged_systems(model, [ids])
+    assert all(torch.equal(one[name].lam, other[name].lam) for name in other)

@@ -3,6 +3,7 @@
 
 import json
 import random
+import shutil
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.commands import prune
+from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.pruning import PruningCurve
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM
@@ -159,3 +161,54 @@ def test_a_limit_that_nothing_meets(saved, texts, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"exceeded by the first step, 0\.25 of the modes, which loses 0\.5"):
         run(saved, texts, tmp_path, max_loss=0.1)
     assert not (tmp_path / "model").exists()
+
+
+def test_other_weights_in_the_same_folder_are_measured_anew(saved, texts, tmp_path, monkeypatch):
+    """What a run left that was cut off is of the weights and the text that it had."""
+    folder = tmp_path / "model"
+    shutil.copytree(saved, folder)
+    partial = tmp_path / "out" / "pruning_partial.json"
+    monkeypatch.setattr(prune, "save_pruned", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, texts, tmp_path / "out", amount=0.25)
+    first = json.loads(partial.read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(3)
+    model.save_pretrained(folder)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, texts, tmp_path / "out", amount=0.25)
+    second = json.loads(partial.read_text())
+    assert first["identity"].keys() == second["identity"].keys()
+    assert all(abs(a - b) > 1e-3 for a, b in zip(first["values"].values(), second["values"].values()))
+    other = texts.with_name("texts2")
+    shutil.copytree(texts, other, dirs_exist_ok=True)
+    (other / "heldout.txt").write_text("edcba " * 60)
+    args = {"model": str(folder), "output_dir": "x", "amount": 0.5}
+    one, two = (prune.PruneArguments(**args, text_files=[str(f / "heldout.txt")]) for f in (texts, other))
+    assert one.identity(model)["sha256"] != two.identity(model)["sha256"]
+
+
+def test_filling_is_no_calibration_text(texts):
+    args = prune.PruneArguments(
+        model=str(texts), output_dir="x", amount=0.5, text_files=["y"], block_size=256, max_blocks=4
+    )
+    args.calibration_files = [str(texts / "other.txt")]
+    (batch,) = prune._calibration(args, None)
+    assert batch["attention_mask"].sum() == 402  # 400 bytes and <eos>, and one that both blocks have
+    assert (batch["attention_mask"] == 1).equal(batch["input_ids"] != ByteEncoder().pad_id)
+
+
+def test_unstable_modes_need_a_horizon_and_have_no_bound(texts, tmp_path):
+    torch.manual_seed(0)
+    config = DiagonalSSMConfig(**SMALL, parameterization="s5", state_size=6, clip_eigs=False)
+    model = DiagonalSSMForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[1].mixer.Lambda[:, 0] = 0.01  # real parts above 0 grow
+    model.save_pretrained(tmp_path / "s5")
+    with pytest.raises(ValueError, match="horizon"):
+        run(tmp_path / "s5", texts, tmp_path / "out", amount=0.25)
+    run(tmp_path / "s5", texts, tmp_path / "out", amount=0.25, method="magnitude")
+    found = run(tmp_path / "s5", texts, tmp_path / "far", amount=0.9, horizon=32)
+    assert found["arguments"]["horizon"] == 32
+    assert "| none |" in (tmp_path / "far" / "pruning.md").read_text()

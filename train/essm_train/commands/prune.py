@@ -16,6 +16,7 @@ which says what was kept. A command that was killed goes on where it was.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,14 +28,24 @@ from transformers import PreTrainedModel
 import essm_train.baselines.models  # noqa: F401, whose Mamba and Mamba-2 the Auto classes then know
 from essm_train.arguments import arg
 from essm_train.commands.errors import command
+from essm_train.data.documents import files_of
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder, Encoder, TokenizerEncoder, open_tokenizer
-from essm_train.files import check_writable, publish, temporary_folder, write_figure, write_json, write_text
+from essm_train.files import (
+    check_writable,
+    publish,
+    sha256_of,
+    temporary_folder,
+    write_figure,
+    write_json,
+    write_text,
+)
 from essm_train.measure.evaluation import TaskData, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
 from essm_train.models import TRUST_HELP
 from modeling_essm.companions import Plan, allocate, describe, importance, prune, remove
-from modeling_essm.companions.pruning.plans import SCOPES
+from modeling_essm.companions.pruning.certificates import certificate
+from modeling_essm.companions.pruning.plans import SCOPES, LayerPlan
 from modeling_essm.companions.pruning.scores import METHODS
 
 _FILES = ("pruning.json", "pruning.md", "pruning.png", "plan.json")
@@ -61,6 +72,9 @@ class PruneArguments:
     block_size: int = arg(512, "Tokens per block of held-out and calibration text.")
     max_blocks: int = arg(64, "Blocks of each, spread evenly over the text.")
     calibration_files: list[str] | None = arg(None, "Text that the energies of Mamba's states are measured on.")
+    horizon: int | None = arg(
+        None, "Steps that energies are summed over, for modes that are not stable (|lam| >= 1); by default all."
+    )
     step: float = arg(0.05, "Between the ratios that are measured.")
     seed: int = arg(0, "Of method 'random'.")
     trust_remote_code: bool = arg(False, TRUST_HELP)
@@ -79,6 +93,8 @@ class PruneArguments:
         for name, legal in (("method", METHODS), ("scope", SCOPES)):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        if self.horizon is not None and self.horizon < 1:
+            raise ValueError(f"horizon must be at least 1, got {self.horizon}")
         for name in ("block_size", "max_blocks"):
             if getattr(self, name) < 2 - (name == "max_blocks"):
                 raise ValueError(f"{name} must be at least {2 - (name == 'max_blocks')}, got {getattr(self, name)}")
@@ -90,10 +106,12 @@ class PruneArguments:
         ladder = {round(i * self.step, 6) for i in range(count + 1)} | ({self.amount} if self.amount else set())
         return tuple(sorted(ladder))
 
-    def identity(self) -> dict[str, Any]:
-        """What measured values depend on."""
+    def identity(self, model: PreTrainedModel) -> dict[str, Any]:
+        """What measured values depend on: the arguments, and what the weights and the files of text hold."""
         silent = {"output_dir", "amount", "max_loss", "step", "trust_remote_code"}
-        return {name: value for name, value in vars(self).items() if name not in silent}
+        found = {name: value for name, value in vars(self).items() if name not in silent}
+        files = files_of([*(self.text_files or []), *(self.calibration_files or [])])
+        return found | {"sha256": [digest_of(model), *(sha256_of(Path(path)) for path in files)]}
 
 
 def _encoder(model: str) -> Encoder:
@@ -111,12 +129,23 @@ def _open(args: PruneArguments) -> tuple[TaskData, Encoder | None]:
     return open_text(args.text_files or [], encoder, args.block_size, args.max_blocks), encoder
 
 
-def _calibration(args: PruneArguments, encoder: Encoder | None) -> list[torch.Tensor] | None:
-    """Batches of 8 blocks of text."""
+def digest_of(model: PreTrainedModel) -> str:
+    """SHA-256 of all weights."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _calibration(args: PruneArguments, encoder: Encoder | None) -> list[dict[str, torch.Tensor]] | None:
+    """Batches of 8 blocks of text; what fills up the last block is masked."""
     if args.calibration_files is None:
         return None
-    blocks, _ = read_blocks(args.calibration_files, encoder or _encoder(args.model), args.block_size, args.max_blocks)
-    return list(blocks.split(8))
+    encoder = encoder or _encoder(args.model)
+    blocks, _ = read_blocks(args.calibration_files, encoder, args.block_size, args.max_blocks)
+    real = (blocks != encoder.pad_id).flip(1).cumsum(1).flip(1) > 0  # up to the last token of text
+    return [{"input_ids": ids, "attention_mask": mask} for ids, mask in zip(blocks.split(8), real.long().split(8))]
 
 
 def choose(curve: PruningCurve, args: PruneArguments) -> float:
@@ -144,11 +173,19 @@ def _table(facts: dict[str, Any], curve: PruningCurve, plan: Plan) -> str:
         "| layer | kind | modes | kept | stored | error bound (H-infinity) |",
         "|---|---|---|---|---|---|",
     ]
-    certified = all(layer.system is not None for layer in plan.layers)
-    bounds = [f"{bound['best']:.4g}" for bound in plan.certificate()] if certified else ["-"] * len(plan.layers)
-    for layer, kept, stored, bound in zip(plan.layers, modes["kept"], modes["stored"], bounds):
-        lines.append(f"| {layer.name} | {layer.kind} | {layer.modes} | {kept} | {stored} | {bound} |")
+    for layer, kept, stored in zip(plan.layers, modes["kept"], modes["stored"]):
+        lines.append(f"| {layer.name} | {layer.kind} | {layer.modes} | {kept} | {stored} | {_bound(layer)} |")
     return "\n".join([*lines, "", curve.markdown()])
+
+
+def _bound(layer: LayerPlan) -> str:
+    """What certifies a layer's error; "-" where nothing does, and "none" where an unstable mode goes."""
+    if layer.system is None:
+        return "-"
+    try:
+        return f"{certificate(layer.system, layer.keep, layer.name)['best']:.4g}"
+    except ValueError:
+        return "none"
 
 
 def _card(table: str, model: PreTrainedModel, args: PruneArguments) -> str:
@@ -183,9 +220,10 @@ def main(args: PruneArguments) -> None:
     data, encoder = _open(args)
     calibration = _calibration(args, encoder)
     model = data.load(args.model, args.trust_remote_code).eval()
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
-    report = describe(model)
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is not None and device.type != "mps":  # which has no fp64
+        model.to(device)
+    report, identity = describe(model), args.identity(model)
     print(f"{report}\n{data.description}\n")
     ranked = importance(
         model,
@@ -194,12 +232,13 @@ def main(args: PruneArguments) -> None:
         args.seed,
         bidirectional=args.bidirectional,
         granularity=args.granularity,
+        horizon=args.horizon,
     )
 
     def plan(ratio: float) -> Plan:
         return allocate(ranked, amount=ratio, scope=args.scope)
 
-    curve = measure_ratios(model, plan, args.ratios, data, output_dir / "pruning_partial.json", args.identity())
+    curve = measure_ratios(model, plan, args.ratios, data, output_dir / "pruning_partial.json", identity)
     ratio = choose(curve, args)
     chosen = plan(ratio)
     prune(model, chosen)
