@@ -14,8 +14,9 @@ A Mamba of two layers and 16 states reads text; then every layer is left with n 
     average alone       that average in place of the recurrence, truncated: nothing depends on the input
 
 The first three drop states for all channels of a layer at once, and shorten x_proj; a projection is the channel's own
-and makes its recurrence dense, so at equal n it keeps the layer's weights and costs n times the work. Reported: bits
-per byte of the same held-out blocks by n, seed by seed. One JSON file a seed; a sweep that was killed goes on.
+and makes its recurrence dense, so at equal n it keeps the layer's weights and costs n times the work. An average has
+fewer directions above rounding than 16, and no row with more. Reported: bits per byte of the same held-out blocks by n,
+seed by seed. One JSON file a seed; a sweep that was killed goes on.
 """
 
 from __future__ import annotations
@@ -212,8 +213,19 @@ def definition() -> dict[str, Any]:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every way and number of states the mean over seeds, and what it loses against the whole model, paired."""
+    """Of every way and number of states the mean over seeds, and what it loses against the whole model, paired.
+
+    An average has fewer directions above rounding than a layer has states: asked for more it gives the same model
+    again, and those rows are left out.
+    """
     whole = [record for record in records if not record["diverged"]]
+
+    def sizes(way: str) -> list[str]:
+        ascending = sorted(whole[0]["reduced"][way], key=int)
+        before = [None, *ascending]
+        same = [all(r["reduced"][way][n] == r["reduced"][way].get(m) for r in whole) for m, n in zip(before, ascending)]
+        return [n for n, repeated in zip(ascending, same) if way in ENERGIES or not repeated][::-1]
+
     return [
         {
             "way": way,
@@ -223,7 +235,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "loss": sweep_tables.mean([r["reduced"][way][size] - r[METRIC]["1"] for r in whole]),
         }
         for way in (WAYS if whole else ())
-        for size in whole[0]["reduced"][way]
+        for size in sizes(way)
     ]
 
 

@@ -181,9 +181,9 @@ def pruned(model: nn.Module, method: str, ratio: float, seed: int) -> tuple[nn.M
 
 
 def additivity(model: nn.Module, ratio: float) -> list[float]:
-    """Of each layer, the energy of the modes that AIRE prunes over the sum of their energies, exact ones.
+    """Of each layer, the energy of the modes that AIRE prunes over the sum of their energies.
 
-    The energy of a set is that of its impulse response, cross terms between modes included, of one direction.
+    The energy of a set is that of its complex impulse response, cross terms between modes included, of one direction.
     """
     from modeling_essm.companions import allocate, importance
     from modeling_essm.companions.pruning.mode_values import energy

@@ -108,3 +108,12 @@ def test_a_run_from_end_to_end(tmp_path, capsys):
     capsys.readouterr()
     selective_states.main(argv)  # nothing is trained again
     assert "1 of 1 runs are there" in capsys.readouterr().out
+
+
+def test_directions_that_an_average_does_not_have_are_no_rows():
+    energies, average = {"12": 2.1, "8": 2.2, "4": 2.3}, {"12": 2.6, "8": 2.6, "4": 2.7}
+    reduced = {way: average if "average" in way else energies for way in selective_states.WAYS}
+    record = {"diverged": False, "seed": 0, "bits per byte": {"1": 2.0}, "reduced": reduced}
+    rows = selective_states.summarise([record])
+    sizes = {way: [r["states"] for r in rows if r["way"] == way] for way in selective_states.WAYS}
+    assert sizes["exact energies"] == [12, 8, 4] and sizes["balanced average"] == [8, 4]
