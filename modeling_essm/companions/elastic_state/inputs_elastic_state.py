@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .objectives_elastic_state import tree_map
 
 
 def check_features(features: Tensor, width: int) -> None:
@@ -26,6 +29,21 @@ def check_cache(cache: Any, batch_size: int, latent_size: int) -> None:
             f"past_key_values holds latents of shape {tuple(cache.latent.shape)}, but the call needs "
             f"({batch_size}, {latent_size})"
         )
+
+
+def check_observations(observations: Any, B: int, L: int) -> None:
+    """Raises ValueError for a tensor of the nest that is not (B, L, ..)."""
+    for tensor in pytree.tree_leaves(observations):
+        if isinstance(tensor, Tensor) and tuple(tensor.shape[:2]) != (B, L):
+            raise ValueError(
+                f"observations must be one for each position of input_features, ({B}, {L}, ..), got a tensor of shape "
+                f"{tuple(tensor.shape)}"
+            )
+
+
+def blank(tree: Any, real: Tensor) -> Any:
+    """The nest (B, L, ..) with zeros at positions that are not real (B, L)."""
+    return tree_map(lambda x: x.masked_fill(~real.view(*real.shape, *(1,) * (x.ndim - 2)), 0), tree)
 
 
 def read_mask(attention_mask: Tensor | None, B: int, L: int, past: int) -> Tensor | None:

@@ -2,9 +2,9 @@
 """A latent beside any causal backbone of transformers: h = backbone(W_x x + W_z z), z0 = Retract(W_p h).
 
 Refinement changes z and nothing else: the backbone's cache is what its inputs made it. With feedback the committed z
-enters the next input, and the backbone runs step by step; caches hold no graph, so that training sends gradients
-through z from step to step, but not through the backbone's past. Without feedback the backbone reads a sequence that
-begins at once, and gradients are complete.
+enters the next input, and the backbone runs step by step; its cache is cut from the graph after each of them, so that
+training sends gradients through z from step to step, but not through the backbone's past. Without feedback the backbone
+reads a sequence that begins at once, and gradients are complete.
 Letters: B batch, L sequence, F input features, D width of the backbone, d width of the latent.
 """
 
@@ -17,6 +17,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel
+
+
+def map_cache(cache: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """The cache with function(tensor) in the place of each tensor that it holds, in lists, dicts and layers too."""
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if isinstance(value, dict):
+            return {key: visit(held) for key, held in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(visit, value))
+        if id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            seen.add(id(value))
+            for name, held in vars(value).items():
+                if isinstance(held, (Tensor, dict, list, tuple)):
+                    setattr(value, name, visit(held))
+        return value
+
+    seen: set[int] = set()
+    return visit(cache)
 
 
 class ElasticStateLatent(nn.Module):
@@ -47,7 +68,8 @@ class ElasticStateLatent(nn.Module):
             real: None. cache: an `ElasticStateCache`, whose backbone_cache is replaced, or None. spectral_budget: the
                 backbone's, or None for its default.
         Raises:
-            ValueError: positions that are not real.
+            ValueError: positions that are not real; and the function, with gradients, for a backbone that writes to its
+                cache in place.
         """
         if real is not None and not bool(real.all()):
             raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
@@ -57,11 +79,26 @@ class ElasticStateLatent(nn.Module):
 
         def run(inputs: Tensor, past: Any, keep: bool) -> tuple[Tensor, Any]:
             given = {self.cache_name: past, "use_cache": keep, **extra}
+            held: list[tuple[Tensor, int]] = []
+
+            def note(tensor: Tensor) -> Tensor:
+                held.append((tensor, tensor._version))
+                return tensor
+
+            if torch.is_grad_enabled() and past is not None:
+                map_cache(past, note)
             outputs = self.backbone(inputs_embeds=inputs, return_dict=True, **given)
+            if any(tensor._version != version for tensor, version in held):
+                raise ValueError(
+                    f"{type(self.backbone).__name__} writes to its cache in place, so it cannot be trained step by step: "
+                    "feedback=False, or torch.no_grad()"
+                )
             new = getattr(outputs, self.cache_name, None) if keep else None
+            if torch.is_grad_enabled() and new is not None:
+                new = map_cache(new, Tensor.detach)
             if cache is not None:
                 cache.backbone_cache = new
-            return outputs.last_hidden_state, new
+            return outputs.last_hidden_state.to(self.proposal.weight.dtype), new
 
         feedback = self.feedback
         if feedback is None and (past is None or u.shape[1] == 1):

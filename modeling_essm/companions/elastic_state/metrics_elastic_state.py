@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ LOW_RANK_STD = 0.01
 def at_least_fp32(tensor: Tensor) -> Tensor:
     """In fp32, or fp64 if that is what it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Products in the dtype of their factors: half of it is not enough for a matrix that has to stay positive."""
+    return torch.autocast(tensor.device.type, enabled=False)
 
 
 class ElasticStateMetric(nn.Module):
@@ -64,7 +70,7 @@ class CholeskyMetric(ElasticStateMetric):
     def __init__(self, config: Any):
         super().__init__(config)
         self.lower = nn.Parameter(torch.empty(self.size, self.size))
-        self._kept: tuple[Any, Tensor] | None = None
+        self._kept: tuple[Tensor, Tensor] | None = None  # the weights, and the factor that they have
 
     @property
     def one(self) -> float:
@@ -73,18 +79,20 @@ class CholeskyMetric(ElasticStateMetric):
     def matrix(self) -> Tensor:
         lower = at_least_fp32(self.lower)
         L = lower.tril(-1) + torch.diag(F.softplus(lower.diagonal()))
-        return L @ L.mT + self.epsilon * torch.eye(self.size, dtype=L.dtype, device=L.device)
+        with without_autocast(L):
+            return L @ L.mT + self.epsilon * torch.eye(self.size, dtype=L.dtype, device=L.device)
 
     def factor(self) -> Tensor:
         """The lower triangular (d, d) factor of G. Without gradients it is kept for as long as the weights stay."""
         lower = self.lower
         if (torch.is_grad_enabled() and lower.requires_grad) or lower.is_inference():
             return torch.linalg.cholesky(self.matrix())
-        state = (lower.data_ptr(), lower._version, lower.dtype, lower.device)
-        if self._kept is None or self._kept[0] != state:
+        kept = self._kept
+        same = kept is not None and kept[0].device == lower.device and kept[0].dtype == lower.dtype
+        if kept is None or not same or not torch.equal(kept[0], lower):
             with torch.inference_mode(False), torch.no_grad():
-                self._kept = state, torch.linalg.cholesky(self.matrix())
-        return self._kept[1]
+                kept = self._kept = lower.clone(), torch.linalg.cholesky(self.matrix())
+        return kept[1]
 
     def solver(self) -> Callable[[Tensor], Tensor]:
         factor = self.factor()
@@ -127,16 +135,19 @@ class LowRankMetric(DiagonalMetric):
 
     def matrix(self) -> Tensor:
         U = at_least_fp32(self.U)
-        return super().matrix() + U @ U.mT
+        with without_autocast(U):
+            return super().matrix() + U @ U.mT
 
     def solver(self) -> Callable[[Tensor], Tensor]:
         diagonal, U = self.diagonal, at_least_fp32(self.U)
         scaled = U / diagonal[:, None]
-        inner = torch.eye(U.shape[1], dtype=U.dtype, device=U.device) + U.mT @ scaled
-        factor = torch.linalg.cholesky(inner)
+        with without_autocast(U):
+            inner = torch.eye(U.shape[1], dtype=U.dtype, device=U.device) + U.mT @ scaled
+            factor = torch.linalg.cholesky(inner)
 
         def solve(g: Tensor) -> Tensor:
-            return g / diagonal - torch.cholesky_solve((g @ scaled).mT, factor).mT @ scaled.mT
+            with without_autocast(g):
+                return g / diagonal - torch.cholesky_solve((g @ scaled).mT, factor).mT @ scaled.mT
 
         return solve
 

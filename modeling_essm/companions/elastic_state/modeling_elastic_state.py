@@ -14,6 +14,7 @@ Letters: B batch, L sequence, F input features, d width of the latent, K depth.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import torch
@@ -26,10 +27,19 @@ from .cache_elastic_state import ElasticStateCache
 from .configuration_elastic_state import ElasticStateConfig
 from .corrector_elastic_state import ElasticStateCorrector, InnerWork
 from .gate_elastic_state import ElasticStateGate, policy_loss
-from .inputs_elastic_state import check_cache, check_features, check_shift, read_cap, read_depths, read_mask
+from .inputs_elastic_state import (
+    blank,
+    check_cache,
+    check_features,
+    check_observations,
+    check_shift,
+    read_cap,
+    read_depths,
+    read_mask,
+)
 from .latent_elastic_state import ElasticStateLatent
 from .metrics_elastic_state import ElasticStateMetric
-from .objectives_elastic_state import commit, initial_history, make_objective, rows_of, tree_map
+from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, tree_map
 from .outputs_elastic_state import ElasticStateOutput
 from .recurrence_elastic_state import ElasticStateRecurrence
 
@@ -40,8 +50,11 @@ class ElasticStatePreTrainedModel(PreTrainedModel):
     main_input_name = "input_features"
     accepts_loss_kwargs = False
     _is_stateful = True
-    # The poles, the metric, the step size and the gate: what bf16 rounds off of them moves every later state.
-    _keep_in_fp32_modules_strict: ClassVar = ["nu_log", "theta_log", "gamma_log", "corrector", "gate"]
+    # The poles, the metric, the step size and the gate: what bf16 rounds off of them moves every later state. Names are
+    # searched as regular expressions in those of all weights, and backbones have gates too.
+    _keep_in_fp32_modules_strict: ClassVar = [
+        rf"^(?:model\.)?{name}" for name in (r"source\.(?:nu_log|theta_log|gamma_log)$", r"corrector\.", r"gate\.")
+    ]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -53,6 +66,15 @@ class ElasticStatePreTrainedModel(PreTrainedModel):
                 init.zeros_(module.bias)
         else:
             super()._init_weights(module)
+        if module is getattr(self, "objective", None):
+            self._restore_constants(module)
+
+    def _restore_constants(self, objective: nn.Module) -> None:
+        """Buffers that no checkpoint holds, which from_pretrained leaves without values, as the objective is made."""
+        made = make_objective(self.config)
+        for name, part in made.named_modules() if type(made) is type(objective) else ():
+            for key in part._non_persistent_buffers_set:
+                init.copy_(objective.get_buffer(f"{name}.{key}" if name else key), part.get_buffer(key))
 
 
 class ElasticStateModel(ElasticStatePreTrainedModel):
@@ -64,6 +86,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
     """
 
     def __init__(self, config: ElasticStateConfig):
+        config = copy.deepcopy(config)  # a gate's temperature and a backbone's sizes change, of this model alone
         super().__init__(config)
         own = config.backbone_config is None
         self.source = ElasticStateRecurrence(config) if own else ElasticStateLatent(config)
@@ -74,6 +97,10 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         self.corrector = ElasticStateCorrector(config)
         self.gate = ElasticStateGate(config)
         self.objective = make_objective(config)
+        if not own:  # transformers looks for these in the modules of a model, not in what they hold
+            for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+                given = (getattr(each, name, None) or () for each in (self, self.source.backbone))
+                setattr(self, name, set().union(*given))
         self.post_init()
 
     def get_input_embeddings(self) -> None:
@@ -82,11 +109,16 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
     def set_objective(self, objective: Any) -> ElasticStateModel:
         """Refine on this objective from now on; this model. A module's weights become part of the model's.
 
+        A configuration that names an objective of another class, registered here, no longer does: what is loaded
+        later would not be what was attached.
+
         Raises:
             ValueError: what cannot be called, None excepted.
         """
         if objective is not None and not callable(objective):
             raise ValueError(f"an objective is called with (y, observation, history), got {type(objective).__name__}")
+        if self.config.objective in OBJECTIVES and type(objective) is not type(getattr(self, "objective", None)):
+            self.config.objective = self.config.objective_arguments = None
         if hasattr(self, "objective"):
             del self.objective  # a module and a function are held in different places
         self.objective = objective
@@ -141,8 +173,9 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             a gate's "straight_through" and "relaxed" compute all of them. States are refined without a graph through
             the inner gradient unless config.gradient_order is 2.
         Raises:
-            ValueError: no objective where states are to be refined, an objective that does not give (B,), arguments
-                out of range or of another shape, a spectral_budget for a backbone without, or a mask for one.
+            ValueError: no objective where states are to be refined, an objective that does not give (B,), observations
+                or arguments out of range or of another shape, a spectral_budget for a backbone without, or a mask for
+                one.
         """
         config = self.config
         check_features(input_features, config.num_input_features)
@@ -167,6 +200,9 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 f"(now {config.objective!r}), or refine_depth=0"
             )
         observations = input_features if observations is None else observations
+        check_observations(observations, B, L)
+        if real is not None:  # positions that do not exist may hold anything
+            input_features, observations = (blank(x, real) for x in (input_features, observations))
         propose = self.source.start(input_features, real, cache, spectral_budget)
         z, history = self._begin(cache, input_features, observations)
         work, steps = InnerWork(), []

@@ -48,7 +48,10 @@ def register_objective(name: str, factory: Callable[..., Any]) -> None:
 def make_objective(config: Any) -> Any:
     """The objective that the configuration names; None without a name, or with one that is not registered here."""
     factory = OBJECTIVES.get(config.objective)
-    return None if factory is None else factory(**(config.objective_arguments or {}))
+    if factory is None:
+        return None
+    with torch.device("cpu"):  # from_pretrained makes models on the meta device, where constants have no values
+        return factory(**(config.objective_arguments or {}))
 
 
 def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:

@@ -22,9 +22,10 @@ BACKBONES = {
     "essm": lambda: tiny_config(hidden_size=8, num_hidden_layers=1),
     "diagonal": lambda: DiagonalSSMConfig(hidden_size=8, num_hidden_layers=1, state_size=4, vocab_size=300),
     "mamba": lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, state_size=4, vocab_size=8),
+    "gated": lambda: tiny_config(block="gated", hidden_size=8, num_hidden_layers=1),
     "gpt2": lambda: GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32, vocab_size=8),
 }
-backbones = pytest.mark.parametrize("kind", BACKBONES)
+backbones = pytest.mark.parametrize("kind", ["essm", "diagonal", "mamba", "gpt2"])
 FIELDS = ("readouts", "latents", "proposals", "losses", "refine_depths")
 ATOL = 2e-5  # fp32, where steps and sequences sum in another order
 
@@ -144,3 +145,53 @@ def test_a_backbone_with_fewer_states_is_saved(smaller, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = ElasticStateModel.from_pretrained(tmp_path).eval()
     assert torch.equal(run(loaded, x, refine_depth=1).readouts, run(model, x, refine_depth=1).readouts)
+
+
+@pytest.mark.parametrize("kind", BACKBONES)
+def test_half_precision(kind, tmp_path):
+    """The gate and the metric of the latent stay in fp32, and of a backbone what it keeps by itself: not its gates."""
+    model, x = random_model(kind), random_inputs(2, 3, 5, dtype=torch.float32)
+    exact = run(model, x, refine_depth=2)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "whole")
+    model.source.backbone.save_pretrained(tmp_path / "backbone")
+    loaded = ElasticStateModel.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).eval()
+    alone = type(model.source.backbone).from_pretrained(tmp_path / "backbone", dtype=torch.bfloat16)
+    kept = {name for name, parameter in loaded.named_parameters() if parameter.dtype == torch.float32}
+    prefix = "source.backbone."
+    assert {name.removeprefix(prefix) for name in kept if name.startswith(prefix)} == {
+        name for name, parameter in alone.named_parameters() if parameter.dtype == torch.float32
+    }
+    assert {name.partition(".")[0] for name in kept if not name.startswith(prefix)} == {"corrector", "gate"}
+    output = run(loaded, x, refine_depth=2)
+    assert output.latents.dtype == torch.float32
+    torch.testing.assert_close(output.readouts, exact.readouts, rtol=0, atol=0.15)  # 2^-8 of values near 3, added up
+
+
+def test_a_cache_that_is_written_in_place_cannot_be_trained_with():
+    model, x = random_model("mamba").train(), random_inputs(2, 3, 5, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"MambaModel writes to its cache in place.*feedback=False"):
+        model(x)
+    run(model, x)
+    random_model("mamba", feedback=False).train()(x).loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["essm", "diagonal", "gpt2"])
+def test_training_with_feedback_keeps_no_graph_of_the_past(kind):
+    """Gradients go through z alone: where z has no way into the next input, outputs give none to earlier inputs."""
+    model, x = random_model(kind).train(), random_inputs(2, 3, 5, dtype=torch.float32).requires_grad_()
+    model(x, x.detach()).loss.backward()
+    with torch.no_grad():
+        model.source.feedback.weight.zero_()
+    x.grad = None
+    model(x, refine_depth=0).readouts[:, 2].sum().backward()
+    assert (x.grad[:, 2] != 0).any() and not x.grad[:, :2].any()
+
+
+def test_models_of_one_configuration_are_apart():
+    config = random_model("diagonal").config
+    one, other = ElasticStateModel(config), ElasticStateModel(config)
+    halved(other)
+    other.set_gate_temperature(0.1)
+    assert other.config.backbone_config.state_sizes == [2]
+    assert one.config.backbone_config.state_sizes == config.backbone_config.state_sizes == [4]
+    assert one.config.gate_temperature == config.gate_temperature == 1.0

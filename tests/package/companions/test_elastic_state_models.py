@@ -302,6 +302,11 @@ def test_bad_configurations(fields, message):
         ({"gate_threshold_shift": float("nan")}, "gate_threshold_shift must be a number, got nan"),
         ({"spectral_budget": 3}, "spectral_budget needs a backbone that has one, got 3"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must have shape \(2, 3\)"),
+        (
+            {"observations": torch.zeros(2, 2, 5)},
+            r"observations must be one for each .*\(2, 3, \.\.\), got .*\(2, 2, 5\)",
+        ),
+        ({"observations": {"a": torch.zeros(1, 3, 5)}}, r"got a tensor of shape \(1, 3, 5\)"),
         ({"past_key_values": []}, "past_key_values must be an ElasticStateCache, got list"),
     ],
 )
@@ -319,3 +324,46 @@ def test_a_bad_objective_and_a_cache_of_other_rows():
     model.set_objective(lambda y, observation, history: y.sum())
     with pytest.raises(ValueError, match=r"an objective must give \(2,\) numbers, got shape \(\)"):
         model(x)
+
+
+class Constant(torch.nn.Module):
+    """The squared error in units that are constants, in a buffer and as a plain tensor."""
+
+    def __init__(self, unit=2.0):
+        super().__init__()
+        self.register_buffer("unit", torch.full((5,), unit), persistent=False)
+        self.plain = torch.tensor([unit])
+
+    def forward(self, y, observation, history):
+        return ((y - observation) / self.unit * self.plain).square().mean(-1)
+
+
+def test_an_objective_with_constants_is_found_on_loading(tmp_path, monkeypatch):
+    monkeypatch.setitem(objectives.OBJECTIVES, "constant", Constant)
+    fields = {"objective": "constant", "objective_arguments": {"unit": 0.3}, "dtype": torch.float32}
+    model, x = random_model(**fields), random_inputs(2, 3, 5, dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = ElasticStateModel.from_pretrained(tmp_path)
+    assert torch.equal(again.objective.unit, model.objective.unit)
+    torch.testing.assert_close(run(again, x).losses, run(model, x).losses, rtol=0, atol=ALIGNED)
+
+
+def test_another_objective_takes_the_name_away(tmp_path):
+    """So that a model does not come back with one that it was not refined on."""
+    model = random_model(dtype=torch.float32)
+    assert model.set_objective(objectives.SquaredError()).config.objective == "squared_error"
+    model.set_objective(Counting())
+    model.save_pretrained(tmp_path)
+    assert model.config.objective is None and ElasticStateModel.from_pretrained(tmp_path).objective is None
+
+
+def test_what_lies_at_positions_that_do_not_exist_is_not_read():
+    model, x = random_model().train(), random_inputs(2, 4, 5)
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
+    grads = []
+    for filling in (0.0, float("nan")):
+        filled = x.masked_fill(mask[..., None] == 0, filling)
+        model.zero_grad()
+        model(filled, attention_mask=mask).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))

@@ -107,8 +107,8 @@ class Walk:
 
     @property
     def late(self) -> bool:
-        """Beyond the steps within which an arrival counts."""
-        return self.steps > 2 * self.optimal + 20
+        """All steps are taken within which an arrival counts."""
+        return self.steps >= 2 * self.optimal + 20
 
     def expert(self) -> int:
         """The action of a shortest way, of an opened door too."""
@@ -144,7 +144,7 @@ class Walk:
         return {"view": view, "goal": goal, "moved": np.array(self.moved, dtype=np.int64), "features": features}
 
     def difficult(self) -> bool:
-        """Whether there is something to decide: a junction, a door or the end of a corridor beside the walker."""
+        """Whether there is something to decide: a junction, or a door beside the walker."""
         r, c = self.at
         around = [self.maze[r + dr, c + dc] for dr, dc in MOVES]
         return sum(kind != WALL for kind in around) >= 3 or DOOR in around
