@@ -90,8 +90,8 @@ class ElasticStateLatent(nn.Module):
             outputs = self.backbone(inputs_embeds=inputs, return_dict=True, **given)
             if any(tensor._version != version for tensor, version in held):
                 raise ValueError(
-                    f"{type(self.backbone).__name__} writes to its cache in place, so it cannot be trained step by step: "
-                    "feedback=False, or torch.no_grad()"
+                    f"{type(self.backbone).__name__} writes to its cache in place, so it cannot be trained step by "
+                    "step: feedback=False, or torch.no_grad()"
                 )
             new = getattr(outputs, self.cache_name, None) if keep else None
             if torch.is_grad_enabled() and new is not None:
