@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from torch import Tensor
 
-from essm_train.tasks import chains, mazes
+from essm_train.tasks import chains
 
 from . import common, sweeps
 from .elastic_states import METRICS, RATE, ROWS, load_trained, summarise
-from .elastic_tasks import TASKS, Maze, Repair, observation_of
+from .elastic_tasks import TASKS, Maze, Repair, gate
 
-MAZE_SEED = 12345  # of the test mazes
 FRAMES = 5
 COLORS = "viridis"
 NAMES = {"energy": "energy of the repaired chain", "failures": "share of mazes not solved"}
@@ -35,27 +34,18 @@ NAMES = {"energy": "energy of the repaired chain", "failures": "share of mazes n
 # A walk.
 
 
-@torch.no_grad()
-def walk_through(model: Any, example: int) -> dict[str, Any]:
+def walk_through(model: Any, task: Maze, example: int) -> dict[str, Any]:
     """One test maze walked by the values that a model says.
 
     Returns:
         maze (n, n) as it was at the start, start, goal, and for each step: place (T, 2), depth (T,), difficult (T,);
         "end" (2,), where the walk ended, and whether it "arrived".
     """
-    rng = np.random.default_rng(MAZE_SEED)
-    walk = [mazes.new_walk(rng, Maze.side) for _ in range(example + 1)][example]
-    found: dict[str, Any] = {"maze": walk.maze.copy(), "start": walk.at, "goal": walk.goal}
-    cache, rows = None, []
-    while not (walk.arrived or walk.late):
-        seen = mazes.stack([walk.observe()])
-        output = model.step(seen["features"], cache, observation_of(seen))
-        cache = output.past_key_values
-        rows.append((*walk.at, int(output.refine_depths), walk.difficult()))
-        walk.step(int(mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin()))
-    table = np.array(rows)
-    found |= {"place": table[:, :2], "depth": table[:, 2], "difficult": table[:, 3].astype(bool)}
-    return found | {"end": walk.at, "arrived": walk.arrived, "optimal": walk.optimal}
+    before, walks = task.test_walks()[example], task.test_walks()[example : example + 1]
+    seen = {name: x[0].numpy() for name, x in task.walk(model, walks, gate).items()}
+    found: dict[str, Any] = {"maze": before.maze, "start": before.at, "goal": before.goal, "optimal": before.optimal}
+    found |= {"place": seen["place"], "depth": seen["depths"], "difficult": seen["difficult"]}
+    return found | {"end": walks[0].at, "arrived": walks[0].arrived}
 
 
 def draw_walk(walked: dict[str, Any], most: int) -> Figure:
@@ -99,21 +89,18 @@ def _colors(depths: np.ndarray, most: int) -> Any:
 # A chain.
 
 
-@torch.no_grad()
 def repair(model: Any, task: Repair, example: int) -> dict[str, Any]:
     """One test window mended: places (64, 3) in A "native", as "read" and "repaired"; depth (63,), loop (63,) bool."""
-    one = {name: value[example : example + 1] for name, value in task.test.items() if name != "observations"}
-    seen = {name: value[example : example + 1] for name, value in task.test["observations"].items()}
-    output = model(one["input_features"], seen)
+    batch = task.window(example)
+    refined, unrefined = task.follow(model, batch), task.follow(model, batch, lambda difficult: 0)
 
-    def places(steps: torch.Tensor) -> np.ndarray:
-        return np.vstack([np.zeros(3), steps[0].cumsum(0).numpy() * chains.BOND])
+    def places(places: Tensor) -> np.ndarray:
+        return np.vstack([np.zeros(3), places[0].numpy() * chains.BOND])
 
-    found = {"native": places(one["native"]), "read": places(seen["step"]), "repaired": places(output.readouts)}
-    found |= {"depth": output.refine_depths[0].numpy(), "loop": one["loop"][0].numpy()}
-    energies = model(one["input_features"], seen, refine_depth=0).losses, output.losses
-    found["energies"] = [float(e.mean()) for e in energies]
-    return found
+    found = {"native": places(batch["native"].cumsum(1)), "read": places(batch["observations"]["place"])}
+    found |= {"repaired": places(refined["places"]), "depth": refined["depths"][0].numpy()}
+    found["loop"] = batch["loop"][0].numpy()
+    return found | {"energies": [float(each["energies"].mean()) for each in (unrefined, refined)]}
 
 
 def draw_repair(found: dict[str, Any], most: int) -> Figure:
@@ -193,7 +180,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
         if isinstance(task, Repair):
             figure = draw_repair(repair(model, task, args.example), most)
         else:
-            figure = draw_walk(walk_through(model, args.example), most)
+            figure = draw_walk(walk_through(model, task, args.example), most)
         written.append(args.out_dir / f"elastic_states_{name}.png")
         write_figure(written[-1], figure, dpi=110)
     written.append(args.out_dir / "elastic_states.png")

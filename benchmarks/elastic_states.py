@@ -7,14 +7,16 @@
 
 Tasks: loops of real protein chains, and, with four times the updates, mazes that are seen five cells wide. Rows: the
 recurrence alone (SSM), a causal Transformer and a recurrence with attention of as many parameters, the elastic state
-model (ESM), a Transformer of two thirds of them, and ESMs with another metric, another training of the gate, another
-penalty on depth, or proposals that learn from what they were refined to. All learn from the same batches in the same
-order, by the objective of their last states and by what an expert or a native chain says. With the weights of each ESM
-beside its own gate: no refinement, all of it, the mean depth everywhere, its depths shuffled over positions, and all
-steps that its mean pays for where a position is difficult and none elsewhere. Reported: the metrics, mean depth, how
-well depth tells difficult positions (AUROC), its rank correlation with the objective before refinement, the mean depth
-around the first difficult position, FLOPs of matrix products a position as counted while streaming one row, and its
-time. One JSON file a run, its weights beside it; a sweep that was killed goes on.
+model (ESM), Transformers of two thirds of them and of the FLOPs that the ESM has with one step a position, and ESMs
+with another metric, another training of the gate, another penalty on depth, or proposals that learn from what they were
+refined to. All learn from the same chains and mazes in the same order, coming through them by themselves, and by the
+objective of their last states and what an expert or a native chain says. With the weights of each ESM beside its own
+gate: no refinement, all of it, and its mean depth spent everywhere alike, by chance in the gate's proportions, and
+where a position is difficult before it is spent elsewhere. Reported: the metrics, mean depth, how well depth tells
+difficult positions (AUROC), its rank correlation with the objective of the proposal and with how wrong the proposal is
+by what the objective does not see, the mean depth around the first difficult position, FLOPs of products, solves and
+attention a position as counted on four test streams, and time. One JSON file a run, its weights beside it; a sweep that
+was killed goes on.
 """
 
 from __future__ import annotations
@@ -31,17 +33,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from . import common, sweep_tables, sweeps
-from .elastic_tasks import TASKS, Measured, Repair
+from .elastic_measures import STREAMS, controls, cost, told
+from .elastic_tasks import TASKS, Repair, gate
 from .matched_models import Row
 from .sweeps import Run
 
 METRIC = "metric"
 RATE = 3e-3
-AROUND = 10  # positions on each side of the first difficult one
+TOLD = (
+    *("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult"),
+    *("depth_difficult", "depth_easy"),
+)
 METRICS = ("energy", "rmsd_outside", "rmsd_loop", "gap", "failures", "detour")
 
 
@@ -51,7 +55,8 @@ class Method:
 
     Attributes:
         backbone: "transformer" or "hybrid" in place of the model's own recurrence, sized to the ESM's parameters.
-        refined: whether there is a corrector at work. share: of the ESM's parameters. frozen_metric: G stays I.
+        refined: whether there is a corrector at work. frozen_metric: G stays I.
+        share: of the ESM's parameters; 0: as many as have the FLOPs of the ESM with one step a position.
         distilled: share of the updates, the last ones, that also pull proposals to the states they were refined to.
     """
 
@@ -69,6 +74,7 @@ ROWS = {
     "SSM + attention": Method("hybrid", refined=False),
     "ESM": Method(),
     "Transformer, small": Method("transformer", refined=False, share=2 / 3),
+    "Transformer, FLOPs of ESM": Method("transformer", refined=False, share=0.0),
     "ESM, penalty 0": Method(fields={"compute_penalty": 0.0}),
     "ESM, penalty 0.3": Method(fields={"compute_penalty": 0.3}),
     "ESM, penalty 3": Method(fields={"compute_penalty": 3.0}),
@@ -111,11 +117,23 @@ def make_model(settings: Settings, method: Method, task: Any) -> Any:
     fields |= {"num_input_features": task.features, "readout_size": task.readouts, "readout_hidden_size": 64}
     config = ElasticStateConfig(**fields | {"compute_penalty": settings.compute_penalty} | method.fields)
     if method.backbone is not None:
-        config = matched_config(config, method.backbone, method.share)
+        config = matched_config(config, method.backbone, method.share or flops_of_one_step(config, task))
     model = ElasticStateModel(config)
     if method.frozen_metric:
         model.corrector.metric.requires_grad_(False)
     return model.set_objective(task.objective())
+
+
+def flops_of_one_step(config: Any, task: Any) -> float:
+    """FLOPs of an ESM with one inner step a position, over those of a Transformer with as many parameters."""
+    from modeling_essm.companions import ElasticStateModel
+
+    models = [ElasticStateModel(each) for each in (config, matched_config(config, "transformer", 1.0))]
+    one, other = (
+        cost(task, model.set_objective(task.objective()).eval(), depth, streams=1)["flops"]
+        for model, depth in zip(models, (1, 0))
+    )
+    return one / other
 
 
 def matched_config(config: Any, kind: str, share: float) -> Any:
@@ -132,7 +150,7 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
 
     target, found = share * count(config), []
     given = {"feedback": False, "metric": "diagonal"}  # a metric that is not used has few weights
-    for width in (16, 24, 32, 40, 48):
+    for width in (16, 24, 32, 40, 48, 56, 64):
         for inner in range(8, 4 * width + 1, 4):
             fields = config.to_dict() | given | {"backbone_config": backbone_config(kind, width, inner)}
             found.append(ElasticStateConfig(**{k: v for k, v in fields.items() if k != "auto_map"}))
@@ -159,107 +177,6 @@ def backbone_config(kind: str, width: int, inner: int) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is told of a model.
-
-
-def auroc(scores: Tensor, positive: Tensor) -> float:
-    """The chance that a positive has a larger score than a negative, ties counting half; NaN without both."""
-    order = scores.double().unique(return_inverse=True)[1]
-    ranks = torch.zeros(len(scores), dtype=torch.float64)
-    counts = torch.bincount(order).double()
-    ranks = (counts.cumsum(0) - (counts - 1) / 2)[order]
-    P, N = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - P * (P + 1) / 2) / (P * N)) if P and N else float("nan")
-
-
-def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's, ties at their mean rank; NaN where one is constant."""
-    ranks = []
-    for values in (a, b):
-        order = values.double().unique(return_inverse=True)[1]
-        counts = torch.bincount(order).double()
-        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[order])
-    found = torch.corrcoef(torch.stack(ranks))[0, 1]
-    return float(found)
-
-
-def around_events(measured: Measured) -> list[float | None]:
-    """Mean depth from 10 positions before the first difficult one of a stream to 10 after it, where it exists."""
-    rows = [(int(hard.int().argmax()), i) for i, hard in enumerate(measured.difficult & measured.real) if hard.any()]
-    found: list[float | None] = []
-    for offset in range(-AROUND, AROUND + 1):
-        places = [(i, at + offset) for at, i in rows if 0 <= at + offset < measured.real.shape[1]]
-        depths = [float(measured.depths[i, t]) for i, t in places if measured.real[i, t]]
-        found.append(float(np.mean(depths)) if depths else None)
-    return found
-
-
-def told(measured: Measured, most: int) -> dict[str, Any]:
-    """Metrics and what depths have to do with difficulty."""
-    depths, losses, hard = (x[measured.real] for x in (measured.depths, measured.losses, measured.difficult))
-    result = {"values": measured.values, "mean_depth": float(depths.double().mean())}
-    result["histogram"] = torch.bincount(depths, minlength=most + 1).tolist()
-    if result["mean_depth"]:
-        result |= {"auroc": auroc(depths, hard), "rank_correlation": rank_correlation(depths, losses)}
-        result |= {
-            "depth_difficult": float(depths[hard].double().mean()),
-            "depth_easy": float(depths[~hard].double().mean()),
-        }
-        result["around_events"] = around_events(measured)
-    return result
-
-
-def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict[str, Any]:
-    """The same weights with depths that are not the gate's."""
-    mean = float(own.depths[own.real].double().mean())
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = own.depths.clone()
-    there = own.depths[own.real]
-    shuffled[own.real] = there[torch.randperm(len(there), generator=generator)]
-    share = float((own.difficult & own.real).sum() / own.real.sum())
-    where = (own.difficult * min(most, round(mean / max(share, 1e-9)))).long()
-    depths = {"none": 0, "all": most, "mean everywhere": min(most, round(mean)), "shuffled": shuffled}
-    depths |= {"where difficult": where}
-    return {name: told(task.measure(model, refine_depth=depth), most) for name, depth in depths.items()}
-
-
-class Flops(TorchDispatchMode):
-    """Counts those of matrix products and attention while it is entered, of inner gradients too.
-
-    torch's own FlopCounterMode follows modules with hooks that autograd.grad refuses.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-@torch.no_grad()
-def cost(task: Any, model: Any, depth: int | None) -> dict[str, float]:
-    """FLOPs of matrix products, and seconds, of a position of one stream, batch 1, as it comes."""
-    features, observations = task.stream()
-
-    def run() -> None:
-        cache = None
-        for t in range(len(features)):
-            seen = {name: x[t][None] for name, x in observations.items()}
-            cache = model.step(features[t][None], cache, seen, refine_depth=depth).past_key_values
-
-    with Flops() as flops:
-        run()
-    started = time.perf_counter()
-    run()
-    seconds = time.perf_counter() - started
-    return {"flops": flops.total / len(features), "seconds": seconds / len(features)}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # One run.
 
 
@@ -270,11 +187,11 @@ def open_task(settings: Settings, name: str) -> Any:
 
 def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, at a rate that warms up over a tenth and falls to zero; gates that relax harden on the way."""
-    rng, seconds = np.random.default_rng(run.seed), 0.0
+    seconds = 0.0
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
     for update in range(settings.updates):
-        batch = task.batch(rng, settings.batch_size, model)
+        batch = task.batch(np.random.default_rng((run.seed, update)), settings.batch_size, model)
         if method.fields.get("gate_training") == "relaxed":
             model.set_gate_temperature(0.1 ** (update / settings.updates))
         started = time.process_time()
@@ -348,10 +265,10 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         else:
             model.eval()
             most, depth = settings.max_refine_depth, None if method.refined else 0
-            own = task.measure(model, refine_depth=depth)
+            own = task.measure(model, gate if method.refined else lambda difficult: 0)
             record["own"], record[METRIC] = told(own, most), {"1": own.values[task.metric]}
             record["controls"] = controls(task, model, own, most, run.seed) if method.refined else {}
-            record["cost"] = cost(task, model, depth)
+            record["cost"] = cost(task, model, depth, min(STREAMS, settings.test_count))
             save_model(model, str(weights_of(path)))
         record["machine"] = common.machine(torch.device("cpu"))
     write_json(path, record)
@@ -388,7 +305,7 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
             row |= {"diverged": len(runs) - len(whole), "parameters": whole[0]["parameters"]}
             row |= {name: sweep_tables.mean([f["values"][name] for f in found]) for name in found[0]["values"]}
-            for name in ("mean_depth", "auroc", "rank_correlation", "depth_difficult", "depth_easy"):
+            for name in TOLD:
                 if all(name in f for f in found):
                     row[name] = sweep_tables.mean([f[name] for f in found])
             if control is None:
@@ -406,10 +323,12 @@ def print_tables(results: list[dict[str, Any]]) -> None:
         cells = []
         for r in rows:
             name = r["model"] if r["control"] is None else f"..{r['control']}"
-            shown = [sweep_tables.shown(r.get(metric)) for metric in (*metrics, "mean_depth", "auroc")]
+            shown = [
+                sweep_tables.shown(r.get(metric)) for metric in (*metrics, "mean_depth", "auroc", "error_correlation")
+            ]
             cost = [f"{r['flops']['mean']:,.0f}", f"{r['seconds']['mean'] * 1e3:.2f}"] if "flops" in r else ["-", "-"]
             cells.append([name.replace(" ", "_"), len(r["seeds"]), *shown, *cost])
-        common.table(f"row seeds {' '.join(metrics)} mean_depth auroc flops ms", cells)
+        common.table(f"row seeds {' '.join(metrics)} mean_depth auroc error_correlation flops ms", cells)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -1,13 +1,16 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The two streams that elastic state models are compared on: batches to learn from, and what is measured of a model.
 
-Letters: B batch, L positions of a stream.
+In both a model acts and lives with what it did: the chain goes on from where it put the last residue, and the walker
+from where it went. What an objective knows of that past, the place reached or the values said before, is an input of
+every model, so that those without refinement see it too.
+Letters: B batch, L positions of a stream, F features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,11 @@ from torch import Tensor
 
 from essm_train.tasks import chains, mazes
 
-Depths = Callable[[int], Any]  # refine_depth of a position; gives None for the gate's own
+Depths = Callable[[Tensor], Any]  # of which positions (B,) are difficult now: refine_depth, or None for the gate's own
+
+
+def gate(difficult: Tensor) -> None:
+    """The depths that the model's own gate asks for."""
 
 
 @dataclass
@@ -27,43 +34,86 @@ class Measured:
 
     Attributes:
         values: the metrics. depths: (B, L) int64, the K of each position. losses: (B, L), the objective of proposals.
+        errors: (B, L) of proposals, by what the objective does not see: distance in bonds of the step from the native
+            one, or 1 where the move that they speak for is on no shortest way.
         difficult: (B, L) bool. real: (B, L) bool, positions that exist.
+        places: (B, L, ..), where the model was at each position, for figures.
     """
 
     values: dict[str, float]
     depths: Tensor
     losses: Tensor
+    errors: Tensor
     difficult: Tensor
     real: Tensor
+    places: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Repair:
-    """Loops of real protein chains (`essm_train.tasks.chains`); the metric is the energy, the lower the better."""
+    """Loops of real protein chains (`essm_train.tasks.chains`); the metric is the energy, the lower the better.
 
-    features, readouts, metric, longer = chains.FEATURES, 3, "energy", 1
+    Beside the chain as it was read every model is told how far it has drifted: where the chain as read is, less where
+    its own ends.
+    """
+
+    features, readouts, metric, longer = chains.FEATURES + 3, 3, "energy", 1
 
     def __init__(self, data_dir: str | Path, test_windows: int = 44):
         self.train, held_out = chains.read_chains(Path(data_dir) / "protein_chains")
         self.test = chains.collate(chains.fixed_windows(held_out)[:test_windows])
-        self.identity = {"train_chains": len(self.train), "test_windows": len(self.test["loop"])}
+        self.identity = {"train_chains": len(self.train), "test_windows": len(self.test["loop"]), "closed_loop": True}
 
     def objective(self) -> Any:
         return chains.RepairEnergy()
 
-    def batch(self, rng: np.random.Generator, size: int, model: Any) -> dict[str, Any]:
-        return chains.collate([chains.draw(self.train, rng) for _ in range(size)])
+    @torch.no_grad()
+    def follow(
+        self, model: Any, batch: dict[str, Any], depths: Depths = gate, errors: bool = False, **dials: Any
+    ) -> dict[str, Tensor]:
+        """The model along the chains of a batch, in eval mode: what it was given and what it said, (B, L, ..)."""
+        training = model.training
+        model.eval()
+        observations, place, cache = batch["observations"], torch.zeros_like(batch["native"][:, 0]), None
+        rows: list[dict[str, Tensor]] = []
+        for t in range(batch["native"].shape[1]):
+            seen = {name: x[:, t] for name, x in observations.items()}
+            drift = seen["place"] - seen["step"] - place
+            given = torch.cat([batch["input_features"][:, t], drift], 1)
+            output = model.step(given, cache, seen, refine_depth=depths(batch["loop"][:, t]), **dials)
+            cache, y = output.past_key_values, output.readouts[:, 0]
+            place = place + y
+            row = {"features": given, "readouts": y, "places": place, "depths": output.refine_depths[:, 0]}
+            row |= {"losses": output.proposal_losses[:, 0], "energies": output.losses[:, 0]}
+            if errors:
+                proposed = model.readout(output.proposals[:, 0]).to(y.dtype)
+                row["errors"] = (proposed - batch["native"][:, t]).norm(dim=-1)
+            rows.append(row)
+        model.train(training)
+        return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
+
+    def batch(self, rng: np.random.Generator, size: int, model: Any, **dials: Any) -> dict[str, Any]:
+        """Windows as the model, as it is now, comes through them."""
+        batch = chains.collate([chains.draw(self.train, rng) for _ in range(size)])
+        return batch | {"input_features": self.follow(model, batch, **dials)["features"]}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
         """(): squared distance from the native steps, in training alone."""
         return (output.readouts - batch["native"]).square().sum(-1).mean()
 
-    @torch.no_grad()
-    def measure(self, model: Any, **dials: Any) -> Measured:
-        test = self.test
-        output = model(test["input_features"], test["observations"], **dials)
-        values = chains.quality(output.readouts, output.losses, test)
-        real = torch.ones_like(test["loop"])
-        return Measured(values, output.refine_depths, output.proposal_losses, test["loop"], real)
+    def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
+        test, found = self.test, self.follow(model, self.test, depths, errors=True, **dials)
+        values = chains.quality(found["readouts"], found["energies"], test)
+        told = (found[name] for name in ("depths", "losses", "errors"))
+        return Measured(values, *told, test["loop"], torch.ones_like(test["loop"]), found["places"])
+
+    def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
+        """Run the model along one test window, batch 1; its positions."""
+        return self.follow(model, self.window(index), depths, **dials)["readouts"].shape[1]
+
+    def window(self, index: int) -> dict[str, Any]:
+        """A batch of one test window."""
+        one: dict[str, Any] = {name: x[index : index + 1] for name, x in self.test.items() if isinstance(x, Tensor)}
+        return one | {"observations": {name: x[index : index + 1] for name, x in self.test["observations"].items()}}
 
     @torch.no_grad()
     def references(self) -> dict[str, dict[str, float]]:
@@ -79,52 +129,93 @@ class Repair:
             found[name] = chains.quality(steps, torch.stack(energies, 1), self.test)
         return found
 
-    def stream(self) -> tuple[Tensor, Any]:
-        """Features (L, F) and observations of one test window, to time steps on."""
-        return self.test["input_features"][0], {name: x[0] for name, x in self.test["observations"].items()}
-
 
 class Maze:
-    """Mazes of 11 x 11 (`essm_train.tasks.mazes`); the metric is the share of unseen ones that are not solved."""
+    """Mazes of 11 x 11 (`essm_train.tasks.mazes`); the metric is the share of unseen ones that are not solved.
 
-    features, readouts, metric, side, length = mazes.FEATURES, mazes.READOUTS, "failures", 11, 40
+    Beside what it sees every model is told what it said before of the cells in view, and of which it said something.
+    """
+
+    features, readouts, metric, side, length = mazes.FEATURES + 2 * 25, mazes.READOUTS, "failures", 11, 40
     longer = 4  # updates over those of a table: after as many as chains need, half of the walkers are still lost
+    test_seed = 12345  # mazes that no training seed draws
 
     def __init__(self, data_dir: str | Path = "", test_mazes: int = 100):
         self.test_mazes = test_mazes
-        self.identity = {"side": self.side, "test_mazes": test_mazes, "longer": self.longer}
+        self.identity = {"side": self.side, "test_mazes": test_mazes, "longer": self.longer, "told_its_values": True}
 
     def objective(self) -> Any:
         return mazes.ValueConsistency(self.side)
 
-    def batch(self, rng: np.random.Generator, size: int, model: Any) -> dict[str, Any]:
-        """Walks of 40 steps: half of the batches follow the expert, half its own proposals; 15% of steps are random.
+    @torch.no_grad()
+    def follow(
+        self, model: Any, walks: list[mazes.Walk], depths: Depths = gate, errors: bool = False, **dials: Any
+    ) -> Iterator[dict[str, Tensor]]:
+        """What the walkers see, what the model says and does: a dict of (B, ..) for each position.
 
-        What comes after an arrival does not count.
+        The one who iterates moves the walkers in between. The model is in eval mode.
+        """
+        memory, history, cache = self.objective(), None, None
+        while True:
+            seen = mazes.stack([walk.observe() for walk in walks])
+            if history is None:
+                history = memory.initial_history(observation_of(seen))
+            said, known = memory.remembered(history, observation_of(seen))
+            given = torch.cat([seen["features"], said / self.side, known.to(said.dtype)], 1)
+            difficult = torch.tensor([walk.difficult() for walk in walks])
+            training = model.training
+            model.eval()
+            output = model.step(given, cache, observation_of(seen), refine_depth=depths(difficult), **dials)
+            model.train(training)
+            cache = output.past_key_values
+            history = memory.commit(history, output.readouts[:, 0], observation_of(seen))
+            row = {"errors": self.errors(model, output, walks, seen["view"])} if errors else {}
+            yield (
+                seen
+                | row
+                | {
+                    "features": given,
+                    "expert": torch.tensor([walk.expert() for walk in walks]),
+                    "real": torch.tensor([not walk.arrived for walk in walks]),
+                    "late": torch.tensor([walk.late for walk in walks]),
+                    "place": torch.tensor([walk.at for walk in walks]),
+                    "difficult": difficult,
+                    "actions": mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1),
+                    "depths": output.refine_depths[:, 0],
+                    "losses": output.proposal_losses[:, 0],
+                }
+            )
+
+    @staticmethod
+    def errors(model: Any, output: Any, walks: list[mazes.Walk], view: Tensor) -> Tensor:
+        """(B,): 1 where the move that the proposal speaks for is on no shortest way."""
+        proposed = model.readout(output.proposals[:, 0]).to(output.readouts.dtype)
+        found = []
+        for walk, action in zip(walks, mazes.costs_and_values(proposed, view).argmin(-1).tolist()):
+            costs = walk.costs()
+            found.append(float(costs[action] > costs.min()))
+        return torch.tensor(found)
+
+    def batch(self, rng: np.random.Generator, size: int, model: Any, **dials: Any) -> dict[str, Any]:
+        """Walks of 40 steps: half of the batches follow the expert, half the model; 15% of steps are random.
+
+        What comes after an arrival does not count. Mazes, and the steps that are random, are those of `rng` whatever
+        the model does.
         """
         walks = [mazes.new_walk(rng, self.side) for _ in range(size)]
-        own, cache, training = rng.random() < 0.5, None, model.training
-        model.eval()
-        rows: list[dict[str, Tensor]] = []
-        for _ in range(self.length):
-            seen = mazes.stack([walk.observe() for walk in walks])
-            seen["real"] = torch.tensor([not walk.arrived for walk in walks])
-            seen["expert"] = torch.tensor([walk.expert() for walk in walks])
-            actions = seen["expert"].tolist()
-            if own:
-                with torch.no_grad():
-                    output = model.step(seen["features"], cache, observation_of(seen), refine_depth=0)
-                cache = output.past_key_values
-                actions = mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1).tolist()
-            for walk, action in zip(walks, actions):
+        own = rng.random() < 0.5
+        noisy, noise = rng.random((self.length, size)) < 0.15, rng.integers(4, size=(self.length, size))
+        rows = []
+        for t, row in zip(range(self.length), self.follow(model, walks, **dials)):
+            rows.append(row)
+            actions = (row["actions"] if own else row["expert"]).numpy()
+            for walk, action in zip(walks, np.where(noisy[t], noise[t], actions).tolist()):
                 if walk.arrived:
                     walk.stay()
                 else:
-                    walk.step(int(rng.integers(4)) if rng.random() < 0.15 else action)
-            rows.append(seen)
-        model.train(training)
+                    walk.step(action)
         seen = {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
-        return {"input_features": seen["features"], "observations": observation_of(seen), **seen}
+        return seen | {"input_features": seen["features"], "observations": observation_of(seen)}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
         """(): cross-entropy of the moves that the values speak for against the expert's, in training alone."""
@@ -133,45 +224,36 @@ class Maze:
         real = batch["real"].flatten()
         return (each * real).sum() / real.sum().clamp(min=1)
 
-    @torch.no_grad()
-    def measure(self, model: Any, **dials: Any) -> Measured:
-        """Streams of walkers that go where the values say, until all have arrived or are late.
+    def test_walks(self) -> list[mazes.Walk]:
+        rng = np.random.default_rng(self.test_seed)
+        return [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
 
-        A tensor refine_depth (B, L) gives the depth of each position; beyond L it begins again.
-        """
-        rng = np.random.default_rng(12345)  # mazes that no training seed draws
-        walks = [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
-        depths = dials.pop("refine_depth", None)
-        cache, kept = None, {name: [] for name in ("depths", "losses", "difficult", "real")}
-        while not all(walk.arrived or walk.late for walk in walks):
-            seen, t = mazes.stack([walk.observe() for walk in walks]), len(kept["real"])
-            depth = depths[:, t % depths.shape[1]] if isinstance(depths, Tensor) else depths
-            output = model.step(seen["features"], cache, observation_of(seen), refine_depth=depth, **dials)
-            cache = output.past_key_values
-            kept["real"].append(torch.tensor([not (walk.arrived or walk.late) for walk in walks]))
-            kept["difficult"].append(torch.tensor([walk.difficult() for walk in walks]))
-            kept["depths"].append(output.refine_depths[:, 0])
-            kept["losses"].append(output.proposal_losses[:, 0])
-            actions = mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1).tolist()
-            for walk, action in zip(walks, actions):
+    def walk(self, model: Any, walks: list[mazes.Walk], depths: Depths, **dials: Any) -> dict[str, Tensor]:
+        """Walkers that go where the values say, until all have arrived or are late: what `follow` gives, (B, L, ..)."""
+        rows = []
+        for row in self.follow(model, walks, depths, **dials):
+            if not bool((row["real"] & ~row["late"]).any()):
+                break
+            rows.append(row | {"real": row["real"] & ~row["late"]})
+            for walk, action in zip(walks, row["actions"].tolist()):
                 if walk.arrived or walk.late:
                     walk.stay()
                 else:
                     walk.step(action)
-        stacked = {name: torch.stack(values, 1) for name, values in kept.items()}
-        failed = [walk for walk in walks if not walk.arrived]
-        arrived = [walk.steps / walk.optimal for walk in walks if walk.arrived]
-        values = {"failures": len(failed) / len(walks), "detour": float(np.mean(arrived)) if arrived else float("nan")}
-        return Measured(values, **stacked)
+        return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
 
-    def stream(self) -> tuple[Tensor, Any]:
-        """Features (L, F) and observations of one expert's walk, to time steps on."""
-        walk, rows = mazes.new_walk(np.random.default_rng(7), self.side), []
-        while not walk.arrived:
-            rows.append(walk.observe())
-            walk.step(walk.expert())
-        seen = mazes.stack(rows)
-        return seen["features"], observation_of(seen)
+    def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
+        walks = self.test_walks()
+        seen = self.walk(model, walks, depths, errors=True, **dials)
+        arrived = [walk.steps / walk.optimal for walk in walks if walk.arrived]
+        values = {"failures": 1 - len(arrived) / len(walks)}
+        values["detour"] = float(np.mean(arrived)) if arrived else float("nan")
+        fields = (seen[name] for name in ("depths", "losses", "errors", "difficult", "real", "place"))
+        return Measured(values, *fields)
+
+    def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
+        """Run the model through one test maze, batch 1; its positions."""
+        return self.walk(model, self.test_walks()[index : index + 1], depths, **dials)["real"].shape[1]
 
 
 def observation_of(seen: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ backbone is a spectral layer and after it a diagonal state space (S5), so that a
 weights: it is trained once, with a random K of its eight channels and a random cap on K_t in every update, each drawn
 on its own. Then K is set per call, states are removed after training (AIRE, all layers in one ranking), and depth is
 0, 1, 3 or what the gate asks for. For each combination: energy of held-out chains, distance from the native ones, and
-FLOPs of matrix products a position while streaming. A combination is on the front of a seed if no other one has less of
+FLOPs a position while streaming, counted as there. A combination is on the front of a seed if no other one has less of
 both. One JSON file a run, its weights not kept; a sweep that was killed goes on.
 """
 
@@ -36,7 +36,9 @@ from modeling_essm import ESSMConfig, ESSMModel
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel
 
 from . import common, sweep_tables, sweeps
-from .elastic_states import Flops, open_task
+from .elastic_measures import STREAMS, cost
+from .elastic_states import open_task
+from .elastic_tasks import gate
 from .matched_models import Row
 from .sweeps import Run
 
@@ -115,7 +117,6 @@ class Settings:
     max_refine_depth: int = 3
     compute_penalty: float = 0.03
     test_count: int = 44
-    positions: int = 63  # of the stream whose FLOPs are counted
 
     def values(self) -> dict[str, Any]:
         """As JSON gives them back; in which folder the data lies is not part of them."""
@@ -145,14 +146,15 @@ def make_model(settings: Settings, task: Any) -> Any:
 
 def train(model: Any, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, with a random K of BUDGETS and a random cap on depth in each."""
-    rng, seconds = np.random.default_rng(run.seed), 0.0
+    seconds = 0.0
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
     model.train()
-    for _ in range(settings.updates):
-        batch = task.batch(rng, settings.batch_size, model)
+    for update in range(settings.updates):
+        rng = np.random.default_rng((run.seed, update))
         dials = {"spectral_budget": int(rng.choice(BUDGETS))}
         dials["max_refine_depth"] = int(rng.integers(settings.max_refine_depth + 1))
+        batch = task.batch(rng, settings.batch_size, model, **dials)
         started = time.process_time()
         output = model(batch["input_features"], batch["observations"], use_cache=False, **dials)
         loss = output.loss + task.loss(output, batch)
@@ -165,18 +167,6 @@ def train(model: Any, task: Any, settings: Settings, run: Run) -> dict[str, Any]
         scheduler.step()
         seconds += time.process_time() - started
     return {"diverged": False, "cpu_seconds": seconds}
-
-
-@torch.no_grad()
-def flops(model: Any, task: Any, positions: int, **dials: Any) -> float:
-    """Of matrix products, a position of one stream as it comes, batch 1; mean over so many positions."""
-    features, observations = task.stream()
-    cache = None
-    with Flops() as counted:
-        for t in range(positions):
-            seen = {name: x[t][None] for name, x in observations.items()}
-            cache = model.step(features[t][None], cache, seen, **dials).past_key_values
-    return counted.total / positions
 
 
 def smaller(model: Any, share: float) -> Any:
@@ -192,18 +182,18 @@ def smaller(model: Any, share: float) -> Any:
     return model
 
 
-def grid(model: Any, task: Any, positions: int) -> list[dict[str, Any]]:
+def grid(model: Any, task: Any, streams: int) -> list[dict[str, Any]]:
     """Every combination of the dials: what was asked for, quality, mean depth and FLOPs."""
     found = []
     for kept in KEPT:
         small = smaller(model, kept)
         sizes = small.source.backbone.diagonal.config.state_sizes
         for K, depth in itertools.product(BUDGETS, DEPTHS):
-            dials = {"spectral_budget": K, "refine_depth": None if depth == GATE else depth}
-            measured = task.measure(small, **dials)
+            fixed = None if depth == GATE else int(depth)
+            measured = task.measure(small, gate if fixed is None else lambda difficult: fixed, spectral_budget=K)  # noqa: B023 (used at once)
             row = {"budget": K, "kept": kept, "states": sizes, "depth": depth}
             row |= {"mean_depth": float(measured.depths.double().mean())} | measured.values
-            found.append(row | {"flops": flops(small, task, positions, **dials)})
+            found.append(row | {"flops": cost(task, small, fixed, streams, spectral_budget=K)["flops"]})
     return found
 
 
@@ -218,7 +208,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         record: dict[str, Any] = {"model": run.name, "rate": run.rate, "seed": run.seed, "task": run.task}
         record |= {"settings": settings.values(), "definition": definition(settings)}
         record |= {"parameters": model.num_parameters()} | train(model, task, settings, run)
-        record["grid"] = [] if record["diverged"] else grid(model.eval(), task, settings.positions)
+        record["grid"] = [] if record["diverged"] else grid(model.eval(), task, min(STREAMS, settings.test_count))
         record[METRIC] = None if record["diverged"] else {"all": record["grid"][len(DEPTHS) * len(BUDGETS) - 1][METRIC]}
         record["machine"] = common.machine(torch.device("cpu"))
     write_json(path, record)
@@ -317,9 +307,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if not args.table:
         settings = Settings(args.data_dir, args.updates)
         if args.quick:
-            settings = dataclasses.replace(
-                settings, updates=min(args.updates, 2), test_count=1, batch_size=1, positions=2
-            )
+            settings = dataclasses.replace(settings, updates=min(args.updates, 2), test_count=1, batch_size=1)
 
         def wanted(run: Run) -> dict[str, Any]:
             return settings.values() | {"definition": definition(settings)}

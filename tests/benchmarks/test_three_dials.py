@@ -8,8 +8,9 @@ import torch
 from tiny_chains import write_chains
 
 from benchmarks import three_dials
+from benchmarks.elastic_measures import cost
 from benchmarks.elastic_tasks import Repair
-from benchmarks.three_dials import Settings, effects, flops, front, make_model, smaller
+from benchmarks.three_dials import Settings, effects, front, make_model, smaller
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +33,19 @@ def model(folder, task):
 
 @torch.no_grad()
 def test_every_dial_changes_the_output_and_costs_more_when_it_is_turned_up(model, task):
-    features, observations = task.test["input_features"], task.test["observations"]
-    whole = {"spectral_budget": 8, "refine_depth": 3}
-    outputs, costs = [], []
-    for small, dials in (
-        (model, whole),
-        (model, whole | {"spectral_budget": 2}),
-        (smaller(model, 0.25), whole),
-        (model, whole | {"refine_depth": 1}),
-    ):
-        outputs.append(small(features, observations, **dials).readouts)
-        costs.append(flops(small, task, 3, **dials))
-    for output, cost in zip(outputs[1:], costs[1:]):
-        assert (output - outputs[0]).abs().max() > 1e-4 and cost < costs[0]
+    places, costs = [], []
+    for small, K, depth in ((model, 8, 3), (model, 2, 3), (smaller(model, 0.25), 8, 3), (model, 8, 1)):
+        places.append(task.measure(small, lambda difficult, depth=depth: depth, spectral_budget=K).places)
+        costs.append(cost(task, small, depth, 1, spectral_budget=K)["flops"])
+    for place, flops in zip(places[1:], costs[1:]):
+        assert (place - places[0]).abs().max() > 1e-4 and flops < costs[0]
     assert model.source.backbone.diagonal.config.state_sizes == [32]  # a copy was made smaller
 
 
 @torch.no_grad()
 def test_streams_give_what_sequences_give(model, task):
-    features, observations = task.test["input_features"][:1], task.test["observations"]
+    observations = task.test["observations"]
+    features = task.follow(model, task.test, spectral_budget=4)["features"][:1]
     whole = model(features, {n: x[:1] for n, x in observations.items()}, spectral_budget=4, refine_depth=2).readouts
     cache, found = None, []
     for t in range(features.shape[1]):
@@ -80,6 +75,7 @@ def test_effects_are_of_one_dial():
     assert found["kept", 0.25]["energy_change"] == pytest.approx(3.0) and len(found) == 7
 
 
+@pytest.mark.slow
 def test_a_table_from_end_to_end(folder, tmp_path, capsys):
     out = tmp_path / "found.json"
     argv = ["--quick", "--data_dir", str(folder), "--seeds", "0", "--runs_dir", str(tmp_path / "runs")]

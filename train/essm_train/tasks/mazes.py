@@ -110,13 +110,17 @@ class Walk:
         """All steps are taken within which an arrival counts."""
         return self.steps >= 2 * self.optimal + 20
 
-    def expert(self) -> int:
-        """The action of a shortest way, of an opened door too."""
+    def costs(self) -> np.ndarray:
+        """Steps to the goal by each move first, (4,), of an opened door too; FAR and more into a wall."""
         around = []
         for dr, dc in MOVES:
             r, c = self.at[0] + dr, self.at[1] + dc
             around.append(self.to_goal[r, c] + (2.0 if self.maze[r, c] == DOOR else 1.0))
-        return int(np.argmin(around))
+        return np.array(around)
+
+    def expert(self) -> int:
+        """The action of a shortest way."""
+        return int(self.costs().argmin())
 
     def step(self, action: int) -> None:
         """Move one cell; open a door instead of passing it; stay before a wall."""
@@ -211,6 +215,11 @@ class ValueConsistency(nn.Module):
         rows, columns = at[:, :1] + offsets, at[:, 1:] + offsets
         return (rows[:, :, None] * history["memory"].shape[-1] + columns[:, None]).flatten(1), at
 
+    def remembered(self, history: dict[str, Tensor], observation: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """What was committed of the cells in view, (B, 25), and where something was, (B, 25) bool; 0 elsewhere."""
+        patch, _ = self._patch(history, observation)
+        return history["memory"].flatten(1).gather(1, patch), history["known"].flatten(1).gather(1, patch) > 0
+
     def commit(self, history: dict[str, Tensor], y: Tensor, observation: dict[str, Tensor]) -> dict[str, Tensor]:
         """Remember the values of the inner cells."""
         patch, at = self._patch(history, observation)
@@ -240,9 +249,8 @@ class ValueConsistency(nn.Module):
         target = -T * torch.logsumexp(-around / T, 0)
         closed = (around >= FAR).all(0)  # a cell that nothing leads to
         agree = torch.where(closed, 0.0, (V[:, inside, inside] - target).square())
-        patch, _ = self._patch(history, observation)
-        said = history["memory"].flatten(1).gather(1, patch).view_as(V).to(V.dtype)
-        known = history["known"].flatten(1).gather(1, patch).view_as(V) > 0
+        said, known = (x.view_as(V) for x in self.remembered(history, observation))
+        said = said.to(V.dtype)
         outer = torch.where(known, (V - said).square(), F.relu(crow - V).square())
         each = outer.clone()
         each[:, inside, inside] = agree

@@ -1,0 +1,165 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""What is told of an elastic state model: what its depths have to do with difficulty, controls, and what it costs."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .elastic_tasks import Depths, Measured, gate
+
+AROUND = 10  # positions on each side of the first difficult one
+STREAMS = 4  # test streams that costs are the means of
+
+
+def auroc(scores: Tensor, positive: Tensor) -> float:
+    """The chance that a positive has a larger score than a negative, ties counting half; NaN without both."""
+    order = scores.double().unique(return_inverse=True)[1]
+    ranks = torch.zeros(len(scores), dtype=torch.float64)
+    counts = torch.bincount(order).double()
+    ranks = (counts.cumsum(0) - (counts - 1) / 2)[order]
+    P, N = int(positive.sum()), int((~positive).sum())
+    return float((ranks[positive].sum() - P * (P + 1) / 2) / (P * N)) if P and N else float("nan")
+
+
+def rank_correlation(a: Tensor, b: Tensor) -> float:
+    """Spearman's, ties at their mean rank; NaN where one is constant."""
+    ranks = []
+    for values in (a, b):
+        order = values.double().unique(return_inverse=True)[1]
+        counts = torch.bincount(order).double()
+        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[order])
+    found = torch.corrcoef(torch.stack(ranks))[0, 1]
+    return float(found)
+
+
+def around_events(measured: Measured) -> list[float | None]:
+    """Mean depth from 10 positions before the first difficult one of a stream to 10 after it, where it exists."""
+    rows = [(int(hard.int().argmax()), i) for i, hard in enumerate(measured.difficult & measured.real) if hard.any()]
+    found: list[float | None] = []
+    for offset in range(-AROUND, AROUND + 1):
+        places = [(i, at + offset) for at, i in rows if 0 <= at + offset < measured.real.shape[1]]
+        depths = [float(measured.depths[i, t]) for i, t in places if measured.real[i, t]]
+        found.append(float(np.mean(depths)) if depths else None)
+    return found
+
+
+def told(measured: Measured, most: int) -> dict[str, Any]:
+    """Metrics and what depths have to do with difficulty."""
+    fields = (measured.depths, measured.losses, measured.errors, measured.difficult)
+    depths, losses, errors, hard = (x[measured.real] for x in fields)
+    result = {"values": measured.values, "mean_depth": float(depths.double().mean())}
+    result["histogram"] = torch.bincount(depths, minlength=most + 1).tolist()
+    if result["mean_depth"]:
+        result |= {"auroc": auroc(depths, hard), "rank_correlation": rank_correlation(depths, losses)}
+        result |= {"error_correlation": rank_correlation(depths, errors)}
+        result |= {"error_correlation_difficult": rank_correlation(depths[hard], errors[hard])}
+        result |= {
+            "depth_difficult": float(depths[hard].double().mean()),
+            "depth_easy": float(depths[~hard].double().mean()),
+        }
+        result["around_events"] = around_events(measured)
+    return result
+
+
+def dithered(mean: Tensor, generator: torch.Generator) -> Tensor:
+    """Integers whose means are these, each one of the two next to it."""
+    return (mean + torch.rand(mean.shape, generator=generator)).floor().long()
+
+
+def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict[str, Any]:
+    """The same weights with depths that are not the gate's; the last three spend on average what the gate does."""
+    there = own.depths[own.real]
+    mean, share = float(there.double().mean()), float(own.difficult[own.real].double().mean())
+    there_first = min(float(most), mean / share) if share else 0.0
+    elsewhere = max(0.0, mean - share * there_first) / (1 - share) if share < 1 else 0.0
+
+    def everywhere(difficult: Tensor) -> Tensor:
+        return dithered(torch.full(difficult.shape, mean), generator)
+
+    def by_chance(difficult: Tensor) -> Tensor:
+        return there[torch.randint(len(there), difficult.shape, generator=generator)]
+
+    def where_difficult(difficult: Tensor) -> Tensor:
+        return dithered(torch.where(difficult, there_first, elsewhere), generator)
+
+    depths: dict[str, Depths] = {"none": lambda difficult: 0, "all": lambda difficult: most}
+    depths |= {"mean everywhere": everywhere, "by chance": by_chance, "where difficult": where_difficult}
+    found = {}
+    for name, depth in depths.items():
+        generator = torch.Generator().manual_seed(seed)
+        found[name] = told(task.measure(model, depth), most)
+    return found
+
+
+def flops_of_solve(B: Any, L: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two triangular solves, shapes (.., d, k) and (.., d, d)."""
+    return 2 * math.prod(B) * L[-1]
+
+
+def flops_of_cholesky(A: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return math.prod(A) * A[-1] // 3
+
+
+def flops_of_attention(q: Any, k: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Scores and their sum, (.., L, d) and (.., S, d)."""
+    return 4 * math.prod(q) * k[-2]
+
+
+FORMULAS = {  # what torch has none for, of shapes
+    torch.ops.aten.cholesky_solve: flops_of_solve,
+    torch.ops.aten.linalg_cholesky_ex: flops_of_cholesky,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops_of_attention,
+}
+
+
+class Flops(TorchDispatchMode):
+    """Counts those of matrix products, solves and attention while it is entered, of inner gradients too.
+
+    torch's own FlopCounterMode follows modules with hooks that autograd.grad refuses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if (own := FORMULAS.get(func._overloadpacket)) is not None:
+            self.total += own(*(x.shape for x in args if isinstance(x, Tensor)))
+        elif (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+@torch.no_grad()
+def cost(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> dict[str, float]:
+    """FLOPs of a position of test streams, batch 1, as they come, and seconds of the model's own steps."""
+    depths: Depths = gate if depth is None else lambda difficult: depth
+    original, spent = model.step, 0.0
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal spent
+        started = time.perf_counter()
+        output = original(*args, **kwargs)
+        spent += time.perf_counter() - started
+        return output
+
+    def run() -> int:
+        return sum(task.stream(model, i, depths, **dials) for i in range(streams))
+
+    with Flops() as flops:
+        positions = run()
+    model.step = timed
+    try:
+        run()
+    finally:
+        del model.step
+    return {"flops": flops.total / positions, "seconds": spent / positions}
