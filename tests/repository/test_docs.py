@@ -35,14 +35,12 @@ def commands(page: Path) -> list[str]:
 @functools.cache
 def flags_of(script: str) -> frozenset[str]:
     """What a script lists in its help."""
-    shown, argv, path = io.StringIO(), sys.argv, sys.path[:]
-    sys.argv = [script, "--help"]
-    sys.path.insert(0, str((ROOT / script).parent))
-    try:
+    shown = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, "--help"])
+        patch.syspath_prepend(str((ROOT / script).parent))
         with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as stop:
             runpy.run_path(str(ROOT / script), run_name="__main__")
-    finally:
-        sys.argv, sys.path[:] = argv, path
     assert not stop.value.code, stop.value
     return frozenset(re.findall(r"--\w+", shown.getvalue()))
 

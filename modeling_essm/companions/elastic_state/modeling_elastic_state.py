@@ -220,12 +220,18 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             steps.append(step)
         if cache is not None:
             cache.update(z, history, L)
+        return self._output(steps, work, real, cache if use_cache else None)
+
+    def _output(
+        self, steps: list[dict[str, Tensor]], work: InnerWork, real: Tensor | None, cache: ElasticStateCache | None
+    ) -> ElasticStateOutput:
+        """What all positions gave, and the loss over those that are real (B, L)."""
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
         stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values}
-        output = ElasticStateOutput(past_key_values=cache if use_cache else None, **stacked)
+        output = ElasticStateOutput(past_key_values=cache, **stacked)
         if output.losses is not None:
-            counted = torch.ones(B, L, dtype=torch.bool, device=z.device) if real is None else real
+            counted = torch.ones_like(output.losses, dtype=torch.bool) if real is None else real
             output.loss = self._loss(output, counted, log_prob, entropy)
         return output
 
