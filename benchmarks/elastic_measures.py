@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .elastic_tasks import Depths, Measured, gate
+from .elastic_tasks import Depths, Measured, always
 
 AROUND = 10  # positions on each side of the first difficult one
 STREAMS = 4  # test streams that costs are the means of
@@ -142,7 +142,7 @@ class Flops(TorchDispatchMode):
 @torch.no_grad()
 def cost(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> dict[str, float]:
     """FLOPs of a position of test streams, batch 1, as they come, and seconds of the model's own steps."""
-    depths: Depths = gate if depth is None else lambda difficult: depth
+    depths = always(depth)
     original, spent = model.step, 0.0
 
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,11 @@ def gate(difficult: Tensor) -> None:
     """The depths that the model's own gate asks for."""
 
 
+def always(depth: int | None) -> Depths:
+    """The same depth everywhere; the gate's own for None."""
+    return gate if depth is None else lambda difficult: depth
+
+
 @dataclass
 class Measured:
     """What a model did on test streams.
