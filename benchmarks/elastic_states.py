@@ -35,7 +35,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor
 
 from . import common, sweep_tables, sweeps
-from .elastic_measures import STREAMS, controls, cost, told
+from .elastic_measures import STREAMS, auroc, controls, cost, told
 from .elastic_tasks import TASKS, Repair, gate
 from .matched_models import Row
 from .sweeps import Run
@@ -148,17 +148,20 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
         with torch.device("meta"):
             return ElasticStateModel(config).num_parameters()
 
+    def sized(width: int, inner: int) -> Any:
+        given = {"feedback": False, "metric": "diagonal"}  # a metric that is not used has few weights
+        fields = config.to_dict() | given | {"backbone_config": backbone_config(kind, width, inner)}
+        return ElasticStateConfig(**{k: v for k, v in fields.items() if k != "auto_map"})
+
     target, found = share * count(config), []
-    given = {"feedback": False, "metric": "diagonal"}  # a metric that is not used has few weights
     for width in (16, 24, 32, 40, 48, 56, 64):
-        for inner in range(8, 4 * width + 1, 4):
-            fields = config.to_dict() | given | {"backbone_config": backbone_config(kind, width, inner)}
-            found.append(ElasticStateConfig(**{k: v for k, v in fields.items() if k != "auto_map"}))
-    counts = [count(config) for config in found]
-    best = min(range(len(found)), key=lambda i: abs(counts[i] - target))
-    if abs(counts[best] - target) > 0.05 * target:
-        raise ValueError(f"no {kind} has {target:,.0f} parameters to 5%, the nearest {counts[best]:,}")
-    return found[best]
+        least, more = count(sized(width, 8)), count(sized(width, 12))  # their number is linear in the inner width
+        steps = min(max(round((target - least) / (more - least)), 0), width - 2)
+        found.append((abs(least + steps * (more - least) - target), sized(width, 8 + 4 * steps)))
+    best = min(found, key=lambda each: each[0])[1]
+    if abs(count(best) - target) > 0.05 * target:
+        raise ValueError(f"no {kind} has {target:,.0f} parameters to 5%, the nearest {count(best):,}")
+    return best
 
 
 def backbone_config(kind: str, width: int, inner: int) -> Any:
@@ -356,13 +359,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report["results"] = summarise(records)
     print_tables(report["results"])
     if "repair" in args.tasks and (Path(args.data_dir) / "protein_chains").is_dir():
-        report["references"] = Repair(args.data_dir, records[0]["settings"]["test_count"]).references()
-        metrics = [name for name in METRICS if name in report["references"]["native"]]
+        report["references"] = {
+            name: found.values | {"objective_auroc": auroc(found.losses.flatten(), found.difficult.flatten())}
+            for name, found in Repair(args.data_dir, records[0]["settings"]["test_count"]).references().items()
+        }
+        metrics = [*(name for name in METRICS if name in report["references"]["native"]), "objective_auroc"]
         rows = [
             [name.replace(" ", "_"), *(f"{values[m]:.4f}" for m in metrics)]
             for name, values in report["references"].items()
         ]
-        print("\nthe chains of repair themselves")
+        print("\nthe chains of repair themselves, and how well their objective tells loops")
         common.table(f"chain {' '.join(metrics)}", rows)
     return common.finish(report, args, device)
 

@@ -121,17 +121,21 @@ class Repair:
         return one | {"observations": {name: x[index : index + 1] for name, x in self.test["observations"].items()}}
 
     @torch.no_grad()
-    def references(self) -> dict[str, dict[str, float]]:
-        """The metrics of the test windows "as read", with their disturbed loops, and of the "native" ones."""
+    def references(self) -> dict[str, Measured]:
+        """The test windows "as read", with their disturbed loops, and "native": what a model that copies them finds."""
         observations, objective = self.test["observations"], self.objective()
         found = {}
         for name, steps in {"as read": observations["step"], "native": self.test["native"]}.items():
-            history, energies = objective.initial_history({n: x[:, 0] for n, x in observations.items()}), []
+            history, rows = objective.initial_history({n: x[:, 0] for n, x in observations.items()}), []
             for t in range(steps.shape[1]):
                 seen = {n: x[:, t] for n, x in observations.items()}
-                energies.append(objective(steps[:, t], seen, history))
+                rows.append(objective(steps[:, t], seen, history))
                 history = objective.commit(history, steps[:, t], seen)
-            found[name] = chains.quality(steps, torch.stack(energies, 1), self.test)
+            energies, loop = torch.stack(rows, 1), self.test["loop"]
+            errors, values = (steps - self.test["native"]).norm(dim=-1), chains.quality(steps, energies, self.test)
+            found[name] = Measured(
+                values, torch.zeros_like(loop, dtype=torch.long), energies, errors, loop, torch.ones_like(loop)
+            )
         return found
 
 

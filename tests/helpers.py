@@ -25,6 +25,14 @@ VARIANTS = {
     "gated-diagonal": {"block": "gated", "mixing_size": 1, "inner_size": 24, "conv_kernel_size": 3},
 }
 variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+# For what takes seconds each: one of either block always, the others among the slow tests.
+mostly_slow_variants = pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(fields, id=name, marks=() if name in ("ar-shift", "gated") else pytest.mark.slow)
+        for name, fields in VARIANTS.items()
+    ],
+)
 
 
 def tiny_config(cls=ESSMConfig, **fields) -> ESSMConfig:

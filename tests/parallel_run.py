@@ -1,15 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """What the tests of `modeling_essm.parallel` run on several gloo ranks, each a process of its own."""
 
-import multiprocessing
-import os
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from apart import start
 from helpers import random_ids, random_model
 from operators import make_inputs, reachable_state, relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,18 +29,10 @@ def _on_rank(rank: int, ranks: int, folder: str, function, arguments: tuple) -> 
     dist.destroy_process_group()
 
 
-_context = multiprocessing.get_context("forkserver")  # its server imports everything once
-_context.set_forkserver_preload(["parallel_run"])
-
-
 def on_ranks(ranks: int, function, *arguments) -> list:
     """function(group, *arguments) on that many gloo ranks: what each returns."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(ranks):
-            processes.append(_context.Process(target=_on_rank, args=(rank, ranks, folder, function, arguments)))
-            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for the server, when it starts
-                processes[-1].start()
+        processes = [start(_on_rank, (rank, ranks, folder, function, arguments)) for rank in range(ranks)]
         for process in processes:
             process.join()
         assert [process.exitcode for process in processes] == [0] * ranks

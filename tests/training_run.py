@@ -7,13 +7,11 @@ Whatever a test breaks or watches is patched in here; the scripts know nothing o
 import contextlib
 import json
 import math
-import multiprocessing
 import os
 import random
 import resource
 import signal
 import socket
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -21,6 +19,7 @@ from unittest import mock
 import numpy as np
 import tokenizers
 import torch
+from apart import redirect, start
 from datasets import Dataset
 from helpers import ROOT
 from safetensors.torch import load_file
@@ -277,19 +276,13 @@ def full_disk_at(name: str) -> None:
 def _apart(
     arguments: list[str], log: Path, samples: Path | None, fault: tuple | None, environment: dict[str, str]
 ) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    redirect(log, 1, 2)
     os.environ.update(environment)
     if samples is not None:
         watch_samples(Path(arguments[arguments.index("--output_dir") + 1]), samples)
     if fault is not None:
         globals()[fault[0]](*fault[1:])
     train(arguments)
-
-
-_context = multiprocessing.get_context("forkserver")  # its server imports everything once
-_context.set_forkserver_preload(["training_run"])
 
 
 def train_apart(
@@ -321,9 +314,7 @@ def train_apart(
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         parts = (arguments, log, folder if samples else None, fault, environment | own)
-        processes.append(_context.Process(target=_apart, args=parts))
-        with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for the server, when it starts
-            processes[-1].start()
+        processes.append(start(_apart, parts))
     for process in processes:
         process.join()
     return [process.exitcode for process in processes], log.read_text()

@@ -237,6 +237,7 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
     rows, (read, native) = report["results"], report["references"].values()
     assert native["rmsd_loop"] == 0 < read["rmsd_loop"] and native["energy"] < read["energy"]
     assert read["rmsd_outside"] == pytest.approx(0, abs=1e-4)
+    assert read["objective_auroc"] > 0.8
     for task in ("repair", "maze"):
         found = {(r["model"], r["control"]): r for r in rows if r["task"] == task}
         assert {control for model, control in found if model == "ESM"} == {

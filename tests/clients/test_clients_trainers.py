@@ -5,18 +5,17 @@ What budget dropout does in both trainers is tested in test_budget_dropout, pack
 """
 
 import contextlib
-import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
+from apart import start
 from helpers import assert_close, random_ids, random_model
 from safetensors.torch import load_file
 from training_run import command_line, train_apart, write_held_out, write_text
@@ -234,13 +233,10 @@ def sharded(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    context = multiprocessing.get_context("forkserver")  # training_run has said what it imports once for all
     ranks = []
-    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        for rank in range(2):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            ranks.append(context.Process(target=sharded_rank, args=(folder, FSDP2 | address | own)))
-            ranks[-1].start()
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        ranks.append(start(sharded_rank, (folder, FSDP2 | address | own)))
     for process in ranks:
         process.join()
     assert [process.exitcode for process in ranks] == [0, 0], (folder / "log-0").read_text()[-4000:]

@@ -7,7 +7,7 @@ import os
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model, variants
+from helpers import assert_close, mostly_slow_variants, random_ids, random_model, variants
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -141,7 +141,7 @@ def test_shrinking_makes_nothing_larger():
     assert roomy.num_bytes == filled(model, ids, 8).num_bytes
 
 
-@variants
+@mostly_slow_variants
 def test_states_have_one_layout(variant, tmp_path):
     """The same named tensors in a cache, in its file and in an exported program."""
     model = random_model(**variant)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import (
     assert_close,
+    mostly_slow_variants,
     pad,
     random_ids,
     random_masks,
@@ -27,7 +28,7 @@ from modeling_essm import (
 # --- torch.compile and torch.export
 
 
-@variants
+@mostly_slow_variants
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_forward_and_training_equal_eager(variant, backend):
     torch._dynamo.reset()
@@ -82,7 +83,7 @@ def test_export_with_fixed_shape(variant):
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@variants
+@mostly_slow_variants
 def test_export_with_any_batch_and_length(masked, variant):
     model, ids = random_model(**variant), random_ids(2, 21)
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=512)

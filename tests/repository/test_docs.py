@@ -5,15 +5,14 @@ import ast
 import contextlib
 import functools
 import io
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from apart import run_script
 from helpers import ROOT, random_model
 
 from modeling_essm import build_byte_tokenizer
@@ -67,16 +66,14 @@ def test_python_blocks_run(page, folder):
     ast.parse(code)
     if "budget_profile" in code or "sweet-spot" in code:
         calibrate(folder)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    (folder / "blocks.py").write_text(code)
+    run = run_script(folder / "blocks.py")
     assert run.returncode == 0, run.stderr[-3000:]
 
 
 def calibrate(folder):
     arguments = ["--model", "runs/train_clm/model", "--text_files", "heldout.txt", "--budgets", "2", "6", "8"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "train/calibrate.py"), *arguments]
-    run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    run = run_script(ROOT / "train/calibrate.py", *arguments, cwd=folder)
     assert run.returncode == 0, run.stderr[-3000:]
 
 
@@ -108,9 +105,7 @@ def test_links_lead_somewhere(page):
 
 def test_the_script_draws_the_pictures(tmp_path):
     """All that lie in docs/figures, small and not empty; and every one of them stands on a page."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "docs/figures/make.py", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    run = run_script("docs/figures/make.py", tmp_path, cwd=ROOT)
     assert run.returncode == 0, run.stderr[-3000:]
     committed = {path.name: path for path in (ROOT / "docs/figures").glob("*.png")}
     assert {path.name for path in tmp_path.iterdir()} == set(committed)

@@ -1,24 +1,18 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every example runs offline from end to end and is short."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from apart import run_script
 from helpers import ROOT, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_essm import build_byte_tokenizer
 
 EXAMPLES = ROOT / "examples"
-PATHS = (str(ROOT), str(ROOT / "train"))
 
 
 def run_example(name: str, *arguments: str, stdin: str = "") -> str:
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(PATHS)}
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    run = subprocess.run(command, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    run = run_script(EXAMPLES / name, *arguments, stdin=stdin)
     assert run.returncode == 0, run.stderr
     return run.stdout
 

@@ -2,15 +2,13 @@
 """train_classification.py: text and features, map-style and streamed; resume, errors that name the row, the sweep."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from apart import run_script
 from classification_run import NO_SIZES, RUNS, final_tensors, load, read, same, signals, texts, train, write
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -217,7 +215,8 @@ train_classification.main(
 )
 """
     line = arguments(tmp_path, **RUNS[run], test_file=files[f"{RUNS[run]['kind']} test"])
-    killed = subprocess.run([sys.executable, "-c", script, *line], capture_output=True, text=True, env=dict(os.environ))
+    (tmp_path / "killed.py").write_text(script)
+    killed = run_script(tmp_path / "killed.py", *line)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003"]
     train(line)

@@ -4,8 +4,6 @@
 import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from apart import run_script
 from helpers import ROOT, random_model, randomise
 from transformers import AutoModelForSequenceClassification
 
@@ -134,7 +133,7 @@ def test_the_script_evaluates_pairs(pairs, tmp_path):
     model.save_pretrained(folder)
     script = ROOT / "train/evaluate_model.py"
     line = ["--task", "retrieval", "--data_dir", pairs, "--scale", "small", "--models", folder, "--budgets", 2, 5]
-    done = subprocess.run([sys.executable, script, *map(str, line)], capture_output=True, text=True)
+    done = run_script(script, *line)
     assert done.returncode == 0, done.stderr
     assert "23 pairs of new_aan_pairs.test.tsv" in done.stdout and "| 5 |" in done.stdout
     found = json.loads((tmp_path / "run" / "evaluation" / "evaluation.json").read_text())
