@@ -65,6 +65,7 @@ def test_compiled_forward_with_cache_mask_and_layer_budgets():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor_equals_eager():
     torch._dynamo.reset()
     model, ids = random_model(num_hidden_layers=1), random_ids(2, 21)

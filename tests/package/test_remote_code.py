@@ -355,7 +355,9 @@ def derived(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["saved", "named"])
-@pytest.mark.parametrize("package", [False, True], ids=["alone", "with-package"])
+@pytest.mark.parametrize(
+    "package", [pytest.param(False, id="alone"), pytest.param(True, id="with-package", marks=pytest.mark.slow)]
+)
 def test_a_derived_class_loads_as_what_it_is(derived, kind, package, tmp_path):
     where = Path(modeling_essm.__file__).parents[1] if package else None
     arguments = derived[0] / kind, tmp_path / "again", "with-package" if package else "alone"

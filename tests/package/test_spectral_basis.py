@@ -90,6 +90,7 @@ def test_sign_convention(H):
     assert (phi[0] > 0).all()  # follows from k-1 sign changes, where phi_k(0) is as small as 1e-8
 
 
+@pytest.mark.slow
 def test_same_basis_on_another_thread_count():
     # Another thread count is another summation order in BLAS, the nearest to another BLAS that one machine offers.
     code = (

@@ -233,6 +233,7 @@ def test_a_lost_rank_is_no_full_disk(environment, data, tmp_path):
     assert "Make room" not in log and not list_checkpoints(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_several_ranks_say_once_why_they_refuse(data, tmp_path):
     """As a user starts them, while another run has the folder."""
     (tmp_path / "run").mkdir()
