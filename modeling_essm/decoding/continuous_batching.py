@@ -245,12 +245,10 @@ class ContinuousBatch:
             self._running.append(request)
 
     def _decode(self) -> None:
-        budgets = [request.budget for request in self._running]
+        budgets = torch.tensor([request.budget for request in self._running])
         tokens = torch.tensor([[request.tokens[-1]] for request in self._running], device=self.model.device)
-        same = len(set(budgets)) == 1  # then a compiled step fits
-        budget = budgets[0] if same else torch.tensor(budgets)
         try:
-            out = self.model(tokens, past_key_values=self._cache, use_cache=True, spectral_budget=budget)
+            out = self.model(tokens, past_key_values=self._cache, use_cache=True, spectral_budget=budgets)
         except Exception as error:  # some layers' states have advanced, and others have not
             for request in self._running:
                 request.fail(error)

@@ -78,7 +78,7 @@ def test_admission_is_by_memory(model):
     capacity = model.config.num_spectral_channels
     small, large = (ContinuousBatch(model, ROOM)._bytes_of(K) for K in (1, capacity))
     batch = ContinuousBatch(model, 3 * large - 1)
-    requests = [batch.submit(PROMPTS[0], 30, K) for K in (1, 1, 1, capacity, 1)]
+    requests = [batch.submit(PROMPTS[0], 30 + 5 * i, K) for i, K in enumerate((1, 1, 1, capacity, 1))]
     most = 0
     while batch:
         batch.step()
@@ -124,8 +124,9 @@ def test_a_request_that_dies_leaves_no_trace(model):
     by_processor = batch.submit(PROMPTS[4], 12, logits_processor=LogitsProcessorList([explode]), eos_token_id=[])
     leaves = [batch.submit(PROMPTS[1], 12, eos_token_id=[]) for _ in range(3)]
     batch.cancel(leaves[0])
-    while leaves[1].status != "reading":
+    while leaves[1]._cache is None:
         batch.step()
+    assert leaves[1].status == "reading"
     batch.cancel(leaves[1])
     while leaves[2].status != "running":
         batch.step()
@@ -155,6 +156,22 @@ def test_a_callback_may_cancel_any_request(model):
     finish(batch)
     assert other.status == itself.status == "cancelled" and len(itself.tokens) == 1
     assert kept.tokens == alone(model, PROMPTS[2], 2, 6)
+
+
+def test_a_row_that_another_one_cancels_gets_nothing_more(model):
+    """Not even the token that was computed beside the other's."""
+    batch, told = ContinuousBatch(model, ROOM), []
+
+    def cancel(token):
+        if len(later.tokens) == 4 and not later.over:
+            told.append("cancelled")
+            batch.cancel(later)
+
+    batch.submit(PROMPTS[0], 20, on_token=cancel, eos_token_id=[])
+    later = batch.submit(PROMPTS[2], 20, on_token=told.append, eos_token_id=[])
+    finish(batch)
+    assert later.status == "cancelled" and len(later.tokens) == 4
+    assert told == [*later.tokens, "cancelled"]
 
 
 def test_a_call_that_fails_ends_the_rows_it_was_for(model, monkeypatch):
