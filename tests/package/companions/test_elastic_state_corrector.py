@@ -75,6 +75,11 @@ def test_retraction(retraction):
     retracted = corrector.retract(z)
     torch.testing.assert_close(retracted.norm(dim=1), norms[retraction].double())
     torch.testing.assert_close(nn.functional.cosine_similarity(retracted, z), torch.ones(20, dtype=torch.float64))
+    with torch.no_grad():
+        start, v = retracted, random_inputs(20, 6, seed=7)
+        moved, free = corrector.move(start, start, v), start + corrector.step_size * v
+    torch.testing.assert_close(moved, corrector.retract(free))  # steps end there too
+    assert torch.equal(moved, free) == (retraction == "none")
 
 
 def wavy(z, rows):
