@@ -125,22 +125,28 @@ def test_a_nan_is_not_accepted():
     assert torch.equal(z, random_inputs(2, 6)) and work.accepted == 0
 
 
-def test_rows_are_refined_on_their_own_and_only_as_often_as_they_ask():
+@pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
+def test_rows_are_refined_on_their_own_and_only_as_often_as_they_ask(acceptance):
     """A batch with depths 0 to 3 is its rows one by one; gradients are computed for sum K rows."""
-    model, depths = random_model(drift=0.1, trust_radius=0.5), torch.tensor([2, 0, 3, 1, 0, 3])
-    z0, seen = random_inputs(6, 6), []
+    model, depths = random_model(acceptance=acceptance, step_size=1.0), torch.tensor([2, 0, 3, 1, 0, 3])
+    z0, scales, seen = random_inputs(6, 6), torch.tensor([0.1, 1.0, 0.6, 2.0, 0.3, 1.5]), []
+
+    def objective(z, rows):  # of its own for every row
+        return (scales[rows, None] * z).sin().square().sum(1) + (scales[rows, None] * z).square().sum(1)
 
     def counted(z, rows):
         if z.requires_grad:
             seen.append(rows.tolist())
-        return wavy(z, rows)
+        return objective(z, rows)
 
     z, work = refine(model, z0, depths, counted)
     assert seen == [[0, 2, 3, 5], [0, 2, 5], [2, 5]] and work.gradients == int(depths.sum())
-    alone = torch.cat([refine(model, z0[i : i + 1], int(depths[i]), wavy)[0] for i in range(6)])
+    of = lambda i: lambda z, rows: objective(z, torch.full((len(z),), i))  # noqa: E731
+    alone = torch.cat([refine(model, z0[i : i + 1], int(depths[i]), of(i))[0] for i in range(6)])
+    assert (work.values > work.gradients) == (acceptance == "backtrack")  # there is something to halve
     torch.testing.assert_close(z, alone, rtol=0, atol=1e-13)
     assert torch.equal(z[depths == 0], z0[depths == 0])
-    assert not torch.isclose(z, z0).all(1)[depths > 0].any()
+    assert not torch.equal(z[3], z0[3]) or acceptance == "reject"
 
 
 def test_ascent_on_the_negative_objective():

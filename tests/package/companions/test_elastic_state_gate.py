@@ -45,6 +45,9 @@ def test_straight_through_is_hard_with_the_gradient_of_the_sigmoid():
     soft = torch.autograd.grad((weights * p).sum(), list(gate.parameters()))
     torch.testing.assert_close(hard, soft)
     assert all((g != 0).all() for g in hard)
+    losses = LOSSES.clone().requires_grad_()
+    gate.masks(losses).sum().backward()
+    assert losses.grad is None  # proposals do not learn to look harder or easier
 
 
 def test_relaxed_is_the_sigmoid_and_hardens():

@@ -170,6 +170,25 @@ def test_an_objective_keeps_its_history():
     torch.testing.assert_close(reordered.readouts[:, 0], again.readouts[:, -1], rtol=0, atol=1e-12)
 
 
+def test_a_history_holds_the_last_steps_as_data():
+    """Of rows that have none yet, "real" is false; no graph, and rows of a mask keep theirs."""
+    y = random_inputs(4, 3, 5).requires_grad_()
+    history = objectives.initial_history(None, y[0, :, :1].detach(), 2, y[0])
+    for t in range(4):
+        real = torch.tensor([True, t < 2, t == 0])
+        history = objectives.commit(None, history, y[t], y[t, :, :1].detach(), real)
+    assert not history["readouts"].requires_grad
+    for row, last in enumerate(([2, 3], [0, 1], [None, 0])):
+        assert history["real"][row].tolist() == [t is not None for t in last]
+        for place, t in enumerate(last):
+            expected = torch.zeros(5, dtype=torch.float64) if t is None else y[t, row]
+            assert torch.equal(history["readouts"][row, place], expected)
+            assert torch.equal(history["observations"][row, place], expected[:1])
+    own = Longest()
+    after = objectives.commit(own, own.initial_history(y[0].detach()), y[0], y[0].detach(), None)
+    assert not after["top"].requires_grad
+
+
 def test_padding_does_not_exist():
     model, x = random_model(history_length=2), random_inputs(3, 8, 5)
     model.set_objective(smooth)
@@ -187,6 +206,8 @@ def test_padding_does_not_exist():
         torch.testing.assert_close(output.past_key_values.latent[i], last, rtol=0, atol=1e-12)
         total, count = total + alone.loss * real.sum(), count + real.sum()
     torch.testing.assert_close(output.loss, total / count)
+    forced = run(model, x, attention_mask=mask, refine_depth=2)
+    assert torch.equal(forced.refine_depths, 2 * mask) and forced.gradient_calls == 2 * mask.sum()
 
 
 def test_the_loss_is_objective_plus_penalty():
