@@ -63,9 +63,9 @@ class Repair:
 
     features, readouts, metric, longer = chains.FEATURES + 3, 3, "energy", 1
 
-    def __init__(self, data_dir: str | Path, test_windows: int = 44):
+    def __init__(self, data_dir: str | Path, test_count: int = 44):
         self.train, held_out = chains.read_chains(Path(data_dir) / "protein_chains")
-        self.test = chains.collate(chains.fixed_windows(held_out)[:test_windows])
+        self.test = chains.collate(chains.fixed_windows(held_out)[:test_count])
         self.identity = {"train_chains": len(self.train), "test_windows": len(self.test["loop"]), "closed_loop": True}
 
     def objective(self) -> Any:
@@ -149,9 +149,10 @@ class Maze:
     longer = 4  # updates over those of a table: after as many as chains need, half of the walkers are still lost
     test_seed = 12345  # mazes that no training seed draws
 
-    def __init__(self, data_dir: str | Path = "", test_mazes: int = 100):
-        self.test_mazes = test_mazes
-        self.identity = {"side": self.side, "test_mazes": test_mazes, "longer": self.longer, "told_its_values": True}
+    def __init__(self, data_dir: str | Path = "", test_count: int = 44):
+        self.test_mazes = 5 * test_count  # a maze says less than a window of a chain: solved, or not
+        self.identity = {"side": self.side, "test_mazes": self.test_mazes, "longer": self.longer}
+        self.identity |= {"told_its_values": True}
 
     def objective(self) -> Any:
         return mazes.ValueConsistency(self.side)
