@@ -36,7 +36,7 @@ from torch import Tensor
 
 from . import common, sweep_tables, sweeps
 from .elastic_measures import STREAMS, auroc, controls, cost, told
-from .elastic_tasks import TASKS, Repair, gate
+from .elastic_tasks import TASKS, Depths, Repair, always
 from .matched_models import Row
 from .sweeps import Run
 
@@ -66,6 +66,11 @@ class Method:
     frozen_metric: bool = False
     distilled: float = 0.0
     fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def depths(self) -> Depths:
+        """Those it learns and works with."""
+        return always(None if self.refined else 0)
 
 
 ROWS = {
@@ -194,7 +199,8 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
     for update in range(settings.updates):
-        batch = task.batch(np.random.default_rng((run.seed, update)), settings.batch_size, model)
+        rng = np.random.default_rng((run.seed, update))
+        batch = task.batch(rng, settings.batch_size, model, method.depths)
         if method.fields.get("gate_training") == "relaxed":
             model.set_gate_temperature(0.1 ** (update / settings.updates))
         started = time.process_time()
@@ -268,7 +274,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         else:
             model.eval()
             most, depth = settings.max_refine_depth, None if method.refined else 0
-            own = task.measure(model, gate if method.refined else lambda difficult: 0)
+            own = task.measure(model, method.depths)
             record["own"], record[METRIC] = told(own, most), {"1": own.values[task.metric]}
             record["controls"] = controls(task, model, own, most, run.seed) if method.refined else {}
             record["cost"] = cost(task, model, depth, min(STREAMS, settings.test_count))

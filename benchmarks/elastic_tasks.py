@@ -96,10 +96,12 @@ class Repair:
         model.train(training)
         return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
 
-    def batch(self, rng: np.random.Generator, size: int, model: Any, **dials: Any) -> dict[str, Any]:
+    def batch(
+        self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
+    ) -> dict[str, Any]:
         """Windows as the model, as it is now, comes through them."""
         batch = chains.collate([chains.draw(self.train, rng) for _ in range(size)])
-        return batch | {"input_features": self.follow(model, batch, **dials)["features"]}
+        return batch | {"input_features": self.follow(model, batch, depths, **dials)["features"]}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
         """(): squared distance from the native steps, in training alone."""
@@ -206,7 +208,9 @@ class Maze:
             found.append(float(costs[action] > costs.min()))
         return torch.tensor(found)
 
-    def batch(self, rng: np.random.Generator, size: int, model: Any, **dials: Any) -> dict[str, Any]:
+    def batch(
+        self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
+    ) -> dict[str, Any]:
         """Walks of 40 steps: half of the batches follow the expert, half the model; 15% of steps are random.
 
         What comes after an arrival does not count. Mazes, and the steps that are random, are those of `rng` whatever
@@ -216,7 +220,7 @@ class Maze:
         own = rng.random() < 0.5
         noisy, noise = rng.random((self.length, size)) < 0.15, rng.integers(4, size=(self.length, size))
         rows = []
-        for t, row in zip(range(self.length), self.follow(model, walks, **dials)):
+        for t, row in zip(range(self.length), self.follow(model, walks, depths, **dials)):
             rows.append(row)
             actions = (row["actions"] if own else row["expert"]).numpy()
             for walk, action in zip(walks, np.where(noisy[t], noise[t], actions).tolist()):

@@ -179,6 +179,19 @@ def test_what_comes_after_an_arrival_stays():
     assert late.any() and not one["observations"]["moved"][late].any()
 
 
+@pytest.mark.parametrize("kind", [Repair, Maze])
+@pytest.mark.parametrize("name", ["SSM", "ESM"])
+def test_rows_without_refinement_learn_without_it(kind, name, folder, monkeypatch):
+    """Where they go by themselves too: else they would meet in tests what they have never seen."""
+    settings, task = Settings(str(folder), 2, batch_size=2, latent_size=8, hidden_size=8), kind(folder, 1)
+    torch.manual_seed(0)
+    model, taken = make_model(settings, ROWS[name], task), []
+    move = model.corrector._step
+    monkeypatch.setattr(model.corrector, "_step", lambda *args: taken.append(1) or move(*args))
+    elastic_states.train(model, ROWS[name], task, settings, elastic_states.Run(name, 3e-3, 0, "either"))
+    assert bool(taken) == (name == "ESM")
+
+
 def test_models_are_told_what_their_objective_knows(folder):
     """How far a chain has drifted, and what was said before of the cells in view."""
     torch.manual_seed(0)
