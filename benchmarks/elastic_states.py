@@ -15,8 +15,8 @@ gate: no refinement, all of it, and its mean depth spent everywhere alike, by ch
 where a position is difficult before it is spent elsewhere. Reported: the metrics, mean depth, how well depth tells
 difficult positions (AUROC), its rank correlation with the objective of the proposal and with how wrong the proposal is
 by what the objective does not see, the mean depth around the first difficult position, FLOPs of products, solves and
-attention a position as counted on four test streams, and time. One JSON file a run, its weights beside it; a sweep that
-was killed goes on.
+attention a position as counted on four test streams, and time; of runs at several --rates each row's best. One JSON
+file a run, its weights beside it; a sweep that was killed goes on.
 """
 
 from __future__ import annotations
@@ -295,13 +295,13 @@ def definition(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every row and every control of every task: means and deviations over seeds."""
+    """Every row at its best rate, and its controls, of every task: means and deviations over seeds."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         groups.setdefault((record["task"], record["model"]), []).append(record)
     results = []
     for (task, model), runs in groups.items():
-        whole = [r for r in runs if not r["diverged"]]
+        rates, whole = sweep_tables.at_best_rate(runs, METRIC)
         for control in (None, *(whole[0]["controls"] if whole else ())):
             found = [r["own"] if control is None else r["controls"][control] for r in whole]
             if not found:
@@ -312,7 +312,8 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "control": control,
                 "seeds": [r["seed"] for r in whole],
             }
-            row |= {"diverged": len(runs) - len(whole), "parameters": whole[0]["parameters"]}
+            row |= {"diverged": sum(r["diverged"] for r in runs), "parameters": whole[0]["parameters"]}
+            row |= {"rate": whole[0]["rate"], "rates": {f"{rate:g}": value for rate, value in rates.items()}}
             row |= {name: sweep_tables.mean([f["values"][name] for f in found]) for name in found[0]["values"]}
             for name in TOLD:
                 if all(name in f for f in found):

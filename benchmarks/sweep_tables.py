@@ -19,13 +19,15 @@ def mean(values: Sequence[float]) -> dict[str, float]:
     return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
-def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
-    """One model at its best rate, that of the lowest mean over budgets and the seeds that all its rates have.
+def at_best_rate(records: list[dict[str, Any]], metric: str) -> tuple[dict[float, float | None], list[dict[str, Any]]]:
+    """The runs of one model at its best rate: of the lowest mean over budgets and the seeds that all its rates have.
 
     A diverged run rules its rate out.
 
     Args:
         metric: what runs hold for each budget, better where lower.
+    Returns:
+        The mean at each rate, None if it is ruled out; and the runs by seed, none if every rate is.
     """
     by_rate: dict[float, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda r: (r["rate"], r["seed"])):
@@ -39,15 +41,20 @@ def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
         )
         for rate, runs in by_rate.items()
     }
+    whole = {rate: value for rate, value in means.items() if value is not None}
+    return means, by_rate[min(whole, key=lambda rate: whole[rate])] if whole else []
+
+
+def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """One model at its best rate, as `at_best_rate` finds it."""
+    means, runs = at_best_rate(records, metric)
     first = records[0]
     kept = ("task", "model", "metric", "definition", "parameters", "sizes", "cache_bytes")
     result = {name: first[name] for name in kept if name in first}
     result |= {"rates": {f"{rate:g}": value for rate, value in means.items()}, "best_rate": None}
-    whole = {rate: value for rate, value in means.items() if value is not None}
-    if not whole:
+    if not runs:
         return result
-    best = min(whole, key=lambda rate: whole[rate])
-    runs = by_rate[best]
+    best = runs[0]["rate"]
     (speed,) = (name for name in runs[0] if name.endswith(SPEED))
     ends = (min(means), max(means))
     return result | {
