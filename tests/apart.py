@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 context = multiprocessing.get_context("forkserver")  # its server imports everything once
 context.set_forkserver_preload(["training_run"])
 
@@ -65,5 +67,5 @@ def _script(command: list[str], folder: Path, cwd: str, stdin: str) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     os.chdir(cwd)
     sys.argv = command
-    sys.path.insert(0, str(Path(command[0]).resolve().parent))
+    pytest.MonkeyPatch().syspath_prepend(Path(command[0]).resolve().parent)  # as `python script` does
     runpy.run_path(command[0], run_name="__main__")
