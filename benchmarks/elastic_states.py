@@ -36,7 +36,7 @@ from torch import Tensor
 
 from . import common, sweep_tables, sweeps
 from .elastic_measures import STREAMS, auroc, controls, cost, told
-from .elastic_tasks import TASKS, Depths, Repair, always
+from .elastic_tasks import TASKS, Repair, always
 from .matched_models import Row
 from .sweeps import Run
 
@@ -68,9 +68,9 @@ class Method:
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def depths(self) -> Depths:
-        """Those it learns and works with."""
-        return always(None if self.refined else 0)
+    def depth(self) -> int | None:
+        """What it learns and works with everywhere; None for the gate's."""
+        return None if self.refined else 0
 
 
 ROWS = {
@@ -200,15 +200,19 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
     for update in range(settings.updates):
         rng = np.random.default_rng((run.seed, update))
-        batch = task.batch(rng, settings.batch_size, model, method.depths)
+        batch = task.batch(rng, settings.batch_size, model, always(method.depth))
         if method.fields.get("gate_training") == "relaxed":
             model.set_gate_temperature(0.1 ** (update / settings.updates))
         started = time.process_time()
         model.train()
-        real, depth = batch.get("real"), None if method.refined else 0
+        real = batch.get("real")
         mask = None if method.backbone else real  # other backbones take no mask
         output = model(
-            batch["input_features"], batch["observations"], attention_mask=mask, refine_depth=depth, use_cache=False
+            batch["input_features"],
+            batch["observations"],
+            attention_mask=mask,
+            refine_depth=method.depth,
+            use_cache=False,
         )
         loss = output.loss
         if method.backbone:
@@ -273,11 +277,10 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
             record[METRIC] = None
         else:
             model.eval()
-            most, depth = settings.max_refine_depth, None if method.refined else 0
-            own = task.measure(model, method.depths)
+            most, own = settings.max_refine_depth, task.measure(model, always(method.depth))
             record["own"], record[METRIC] = told(own, most), {"1": own.values[task.metric]}
             record["controls"] = controls(task, model, own, most, run.seed) if method.refined else {}
-            record["cost"] = cost(task, model, depth, min(STREAMS, settings.test_count))
+            record["cost"] = cost(task, model, method.depth, min(STREAMS, settings.test_count))
             save_model(model, str(weights_of(path)))
         record["machine"] = common.machine(torch.device("cpu"))
     write_json(path, record)
