@@ -4,8 +4,9 @@
     python -m benchmarks.elastic_figures --data_dir data --runs_dir runs/elastic_states
     python -m benchmarks.elastic_figures --data_dir data --runs_dir runs/elastic_states --example 5 --seed 1
 
-Draws what `benchmarks.elastic_states` has trained; a figure whose run is missing is left out, and a line says so. The
-maze and the chain are the first ones of the test sets unless another is asked for, not chosen by their looks.
+Draws what `benchmarks.elastic_states` has trained, each row at its best rate; a figure whose run is missing is left
+out, and a line says so. The maze and the chain are the first ones of the test sets unless another is asked for, not
+chosen by their looks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from essm_train.tasks import chains
 
 from . import common, sweeps
-from .elastic_states import METRICS, RATE, ROWS, load_trained, summarise
+from .elastic_states import METRICS, ROWS, load_trained, summarise
 from .elastic_tasks import TASKS, Maze, Repair, gate
 
 FRAMES = 5
@@ -168,15 +169,16 @@ def main(argv: list[str] | None = None) -> list[Path]:
     if args.example < 0:
         p.error(f"--example must be at least 0, got {args.example}")
     records = sweeps.collect(args.runs_dir)
-    most = records[0]["settings"]["max_refine_depth"]
+    most, results = records[0]["settings"]["max_refine_depth"], summarise(records)
+    rates = {(r["task"], r["model"], seed): r["rate"] for r in results for seed in r["seeds"]}
     written = []
     for name in TASKS:
-        path = args.runs_dir / sweeps.Run(args.model, RATE, args.seed, name).file
-        if not path.exists():
-            print(f"not drawn: {path} does not exist")
+        rate = rates.get((name, args.model, args.seed))
+        if rate is None:
+            print(f"not drawn: {args.model} of seed {args.seed} on {name}, {args.runs_dir} has no such run")
             continue
         task = TASKS[name](args.data_dir)
-        model = load_trained(path, task)
+        model = load_trained(args.runs_dir / sweeps.Run(args.model, rate, args.seed, name).file, task)
         if isinstance(task, Repair):
             figure = draw_repair(repair(model, task, args.example), most)
         else:
@@ -184,7 +186,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
         written.append(args.out_dir / f"elastic_states_{name}.png")
         write_figure(written[-1], figure, dpi=110)
     written.append(args.out_dir / "elastic_states.png")
-    write_figure(written[-1], draw_rows(summarise(records)), dpi=110)
+    write_figure(written[-1], draw_rows(results), dpi=110)
     print("\n".join(f"written: {path}" for path in written))
     return written
 
