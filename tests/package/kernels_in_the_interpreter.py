@@ -159,7 +159,8 @@ HEADS = {  # m, C, R, K, heads h, widths d and e, gates a channel G
 
 @dtypes
 @pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
-def test_heads(shape, dtype):
+def test_heads(shape, dtype, monkeypatch):
+    monkeypatch.setattr(kernels_essm, "_SMS", 10)  # so that parts of dM are of several chunks, the last one of fewer
     m, C, R, K, h, d, e, G = shape
     D, basis = h * d, Realization(H, K + 16, C)
     chunks, x, gates = random(m, C, D, dtype=dtype), random(m, K + 16, D, seed=1), random(m, R, K, G, dtype=dtype)
