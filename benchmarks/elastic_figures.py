@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from essm_train.tasks import chains
 
 from . import common, sweeps
+from .elastic_measures import AROUND
 from .elastic_states import METRICS, ROWS, load_trained, summarise
 from .elastic_tasks import TASKS, Maze, Repair, gate
 
@@ -76,7 +78,8 @@ def draw_walk(walked: dict[str, Any], most: int) -> Figure:
     hard = np.flatnonzero(walked["difficult"])
     below.plot(hard, np.full(len(hard), -0.35), "^", color="crimson", markersize=5, label="junction or door")
     below.set(xlabel="step", ylabel="K_t", xlim=(-1, T), ylim=(-0.7, most + 0.3), yticks=range(most + 1))
-    below.legend(fontsize=8, loc="upper right")
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    below.legend(fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
     end = "arrived" if walked["arrived"] else "not arrived"
     figure.suptitle(f"{end} in {T} steps, {walked['optimal']} at best (x start, star goal, light gray closed doors)")
     return figure
@@ -137,20 +140,27 @@ def draw_repair(found: dict[str, Any], most: int) -> Figure:
 
 
 def draw_rows(results: list[dict[str, Any]]) -> Figure:
-    """Quality by FLOPs for every row, a panel a task."""
+    """Quality by FLOPs for every row, and depth about the first difficult position; a column a task."""
     tasks = [*dict.fromkeys(r["task"] for r in results)]
-    figure = Figure(figsize=(6.5 * len(tasks), 5), layout="constrained")
-    for axes, task in zip(np.atleast_1d(figure.subplots(1, len(tasks))), tasks):
+    figure = Figure(figsize=(6.5 * len(tasks), 8), layout="constrained")
+    colors = dict(zip(ROWS, colormaps["tab20"].colors))
+    panels = figure.subplots(2, len(tasks), squeeze=False, height_ratios=(5, 3))
+    for axes, below, task in zip(*panels, tasks):
         rows = [r for r in results if r["task"] == task and r["control"] is None]
         metric = next(name for name in METRICS if name in rows[0])
-        for i, r in enumerate(rows):
-            style = {"marker": "o" if r["model"].startswith("ESM") else "s", "color": f"C{i % 10}"}
+        for r in rows:
+            style = {"marker": "o" if r["model"].startswith("ESM") else "s", "color": colors[r["model"]]}
             value = r[metric]
             axes.errorbar(
                 r["flops"]["mean"], value["mean"], yerr=value["deviation"], **style, capsize=2, label=r["model"]
             )
+            aligned = [np.nan if at is None else at["mean"] for at in r.get("around_events", [])]
+            below.plot(np.arange(len(aligned)) - AROUND, aligned, color=colors[r["model"]])
+        below.axvline(0, color="0.7", linewidth=1, zorder=0)
         axes.set(xscale="log", xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
         axes.legend(fontsize=7)
+        below.set(xlabel="steps after the first difficult position", ylabel="mean depth K_t", ylim=(0, None))
+        below.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
@@ -171,6 +181,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     records = sweeps.collect(args.runs_dir)
     most, results = records[0]["settings"]["max_refine_depth"], summarise(records)
     rates = {(r["task"], r["model"], seed): r["rate"] for r in results for seed in r["seeds"]}
+    args.out_dir.mkdir(parents=True, exist_ok=True)
     written = []
     for name in TASKS:
         rate = rates.get((name, args.model, args.seed))

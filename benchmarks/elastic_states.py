@@ -23,7 +23,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -299,11 +301,11 @@ def definition(settings: Settings, run: Run) -> dict[str, Any]:
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every row at its best rate, and its controls, of every task: means and deviations over seeds."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        groups.setdefault((record["task"], record["model"]), []).append(record)
     results = []
-    for (task, model), runs in groups.items():
+    for task, model in itertools.product(TASKS, ROWS):
+        runs = [record for record in records if (record["task"], record["model"]) == (task, model)]
+        if not runs:
+            continue
         rates, whole = sweep_tables.at_best_rate(runs, METRIC)
         for control in (None, *(whole[0]["controls"] if whole else ())):
             found = [r["own"] if control is None else r["controls"][control] for r in whole]
@@ -317,12 +319,15 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             }
             row |= {"diverged": sum(r["diverged"] for r in runs), "parameters": whole[0]["parameters"]}
             row |= {"rate": whole[0]["rate"], "rates": {f"{rate:g}": value for rate, value in rates.items()}}
-            row |= {name: sweep_tables.mean([f["values"][name] for f in found]) for name in found[0]["values"]}
-            for name in TOLD:
-                if all(name in f for f in found):
-                    row[name] = sweep_tables.mean([f[name] for f in found])
+            for name in (*found[0]["values"], *TOLD):
+                values = [f["values"].get(name, f.get(name, math.nan)) for f in found]
+                if all(map(math.isfinite, values)):  # no correlation where depth is constant, no detour without arrival
+                    row[name] = sweep_tables.mean(values)
             if control is None:
                 row |= {name: sweep_tables.mean([r["cost"][name] for r in whole]) for name in ("flops", "seconds")}
+                aligned = [f["around_events"] for f in found if "around_events" in f]
+                if aligned:
+                    row["around_events"] = [None if None in at else sweep_tables.mean([*at]) for at in zip(*aligned)]
             results.append(row)
     return results
 

@@ -240,6 +240,21 @@ def test_proposals_are_wrong_by_what_the_objective_does_not_see(folder):
                 break
 
 
+def test_rows_are_means_of_what_every_seed_has():
+    def record(seed, energy, **told):
+        own = {"values": {"energy": energy}, "mean_depth": 1.0} | told
+        record = {"task": "repair", "model": "ESM", "rate": 0.01, "seed": seed, "diverged": False, "parameters": 9}
+        return record | {"own": own, "metric": {"1": energy}, "controls": {}, "cost": {"flops": 8.0, "seconds": 2.0}}
+
+    aligned = {"around_events": [None, 1.0, 2.0]}
+    records = [record(0, 1.0, auroc=0.5, rank_correlation=float("nan"), **aligned), record(1, 3.0, auroc=0.7)]
+    (row,) = elastic_states.summarise(records)
+    assert row["energy"] == {"mean": 2.0, "deviation": pytest.approx(2**0.5)} and row["auroc"]["mean"] == 0.6
+    assert "rank_correlation" not in row  # not defined for all of them
+    assert [at and at["mean"] for at in row["around_events"]] == [None, 1.0, 2.0]
+    json.dumps(row, allow_nan=False)
+
+
 @pytest.mark.slow
 def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
     out = tmp_path / "found.json"
