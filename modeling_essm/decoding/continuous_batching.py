@@ -7,10 +7,10 @@
         batch.step()  # request.tokens grows
     request.status    # "finished"
 
-Every step reads one piece of one prompt and decodes one token of every running row, so a long prompt delays the others
-by a piece at a time. A row's state has a size that is known before it is read, so a request waits until there is room
-for it and never has to be put out again. Rows are computed each by itself: what one asks for, and how it ends, changes
-no other.
+Every step reads one piece of one prompt, of all admitted ones in turn, and decodes one token of every running row, so a
+long prompt delays the others by a piece at a time. A row's state has a size that is known before it is read, so a
+request waits until there is room for it and never has to be put out again. Rows are computed each by itself: what one
+asks for, and how it ends, changes no other. If the model itself fails on the running rows, they all fail.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Request:
         self.processor, self.generator, self.on_token = processor, generator, on_token
         self.tokens: list[int] = []
         self.status = WAITING
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._cache: ESSMCache | None = None  # while it is being read
         self._read = 0
 
@@ -65,8 +65,10 @@ class Request:
     def over(self) -> bool:
         return self.status in (FINISHED, CANCELLED, FAILED)
 
-    def fail(self, error: Exception) -> None:
-        self.status, self.error = FAILED, error
+    def fail(self, error: BaseException) -> None:
+        """End it so, unless it is over."""
+        if not self.over:
+            self.status, self.error = FAILED, error
 
     def take(self, logits: Tensor, likeliest: int, finite: bool) -> None:
         """Choose the next token and see whether it was the last; what goes wrong ends this request alone.
@@ -82,8 +84,13 @@ class Request:
             token = likeliest
             if self.processor is not None:
                 ids = torch.cat([self.input_ids, self.input_ids.new_tensor([self.tokens])], 1)
-                logits = self.processor(ids, logits[None].float())[0]
-                token = int(logits.argmax())
+                scores = self.processor(ids, logits[None].float())
+                if scores.shape != (1, len(logits)) or not scores.max() > -torch.inf:
+                    raise ValueError(
+                        f"logits_processor must give {(1, len(logits))} scores, one above -inf and none NaN, got "
+                        f"{tuple(scores.shape)} with the maximum {scores.max()}"
+                    )
+                logits, token = scores[0], int(scores.argmax())
             if self.generator is not None:
                 token = int(torch.multinomial(logits.float().softmax(-1).cpu(), 1, generator=self.generator))
             self.tokens.append(token)
@@ -128,6 +135,7 @@ class ContinuousBatch:
         self._running: list[Request] = []
         self._cache: ESSMCache | None = None  # of the running rows, in their order
         self._row_bytes: dict[int, int] = {}
+        self._stepping = False
 
     def __bool__(self) -> bool:
         """Whether any request is not over."""
@@ -135,7 +143,7 @@ class ContinuousBatch:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a state."""
+        """Requests that hold a state, or the room for one."""
         return len(self._running) + len(self._reading)
 
     @property
@@ -157,32 +165,42 @@ class ContinuousBatch:
         """Queue a request; `step` works on it.
 
         Args:
-            input_ids: (L,) or (1, L) prompt, L >= 1. spectral_budget: one budget for all layers.
-            eos_token_id: ids that end it; by default those of the model's generation_config.
+            input_ids: (L,) or (1, L) prompt, L >= 1. spectral_budget: one budget for all layers; by default that of the
+                model's generation_config, or else of its config.
+            eos_token_id: ids that end it, [] for none; by default those of the model's generation_config.
             logits_processor: applied to (1, V) logits before a token is chosen. generator: on the CPU; draws from the
                 probabilities, where without one the likeliest token is taken.
             on_token: called with every new token; if it raises, the request fails.
         Raises:
-            ValueError: an empty prompt, ids out of range, a bad budget, or a state larger than max_state_bytes.
+            ValueError: a prompt that is empty or more than one, ids out of range, a bad budget, a state larger than
+                max_state_bytes, or an argument of another type.
         """
-        ids = torch.as_tensor(input_ids, dtype=torch.int64).reshape(1, -1).to(self.model.device)
-        vocabulary = self.model.config.vocab_size
-        if ids.shape[1] == 0 or not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-            raise ValueError(f"input_ids must be at least one id in [0, {vocabulary - 1}], got {ids[0].tolist()[:20]}")
+        defaults, vocabulary = self.model.generation_config, self.model.config.vocab_size
+        ids = _token_ids("input_ids", input_ids, vocabulary)
+        if ids.numel() == 0 or ids.shape not in ((ids.numel(),), (1, ids.numel())):
+            raise ValueError(f"input_ids must be one prompt (L,) or (1, L) of at least one id, got {tuple(ids.shape)}")
         _require_positive("max_new_tokens", max_new_tokens)
+        for name, value in (("logits_processor", logits_processor), ("on_token", on_token)):
+            if value is not None and not callable(value):
+                raise ValueError(f"{name} must be called, as a function or a LogitsProcessorList is, got {value!r}")
+        if generator is not None and (not isinstance(generator, torch.Generator) or generator.device.type != "cpu"):
+            raise ValueError(f"generator must be a torch.Generator on the CPU, got {generator!r}")
+        if spectral_budget is None:
+            spectral_budget = getattr(defaults, "spectral_budget", None)
         resolved = self.model.config.resolve_budget(spectral_budget, batch_size=1)
         budget = max(resolved.layers)  # layers of less capacity run at theirs
         if resolved.rows is not None or resolved.layers != self.model.config.resolve_budget(budget).layers:
-            raise ValueError(f"a request has one spectral_budget for all layers, got {spectral_budget!r}")
+            raise ValueError(f"a request has one spectral_budget, an integer for all layers, got {[*resolved.layers]}")
         if (needed := self._bytes_of(budget)) > self.max_state_bytes:
             raise ValueError(
                 f"spectral_budget {budget} takes {needed} bytes of state a row, more than max_state_bytes "
                 f"{self.max_state_bytes}"
             )
         if eos_token_id is None:
-            eos_token_id = self.model.generation_config.eos_token_id
-        ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id
-        request = Request(ids, max_new_tokens, budget, frozenset(ends), logits_processor, generator, on_token)
+            eos_token_id = defaults.eos_token_id
+        ends = [] if eos_token_id is None else _token_ids("eos_token_id", eos_token_id, vocabulary).flatten().tolist()
+        prompt = ids.reshape(1, -1).to(self.model.device)
+        request = Request(prompt, max_new_tokens, budget, frozenset(ends), logits_processor, generator, on_token)
         self._waiting.append(request)
         return request
 
@@ -194,16 +212,34 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what there is room for, read one piece of one prompt, decode one token of every running row."""
-        while self._waiting and self._has_room(self._waiting[0]):
-            request = self._waiting.popleft()
-            request.status = READING
-            self._reading.append(request)
-        if self._running:
-            self._decode()
-        if self._reading:
-            self._read(self._reading[0])
-        self._drop_those_over()
+        """Admit what there is room for, read one piece of one prompt, decode one token of every running row.
+
+        What interrupts it, such as KeyboardInterrupt, fails every request that holds a state, since states and tokens
+        may no longer fit each other; those that wait for room go on waiting.
+
+        Raises:
+            RuntimeError: called by an on_token.
+        """
+        if self._stepping:
+            raise RuntimeError("step is at work: on_token must not call it")
+        self._stepping = True
+        try:
+            while self._waiting and self._has_room(self._waiting[0]):
+                request = self._waiting.popleft()
+                request.status = READING
+                self._reading.append(request)
+            if self._running:
+                self._decode()
+            if self._reading:
+                self._read(self._reading[0])
+            self._drop_those_over()
+        except BaseException as error:
+            for request in (*self._reading, *self._running):
+                request.fail(error)
+            self._drop_those_over()
+            raise
+        finally:
+            self._stepping = False
 
     def _has_room(self, request: Request) -> bool:
         held = [*self._reading, *self._running]
@@ -231,18 +267,19 @@ class ContinuousBatch:
                 spectral_budget=request.budget,
                 logits_to_keep=1,
             )
-        except Exception as error:  # such as no memory for the piece
+            request._cache, request._read = out.past_key_values, request._read + piece.shape[1]
+            if request._read < request.input_ids.shape[1]:
+                self._reading.rotate(-1)
+                return
+            _take_each([request], out.logits[:, -1])
+            if not request.over:
+                joined = request._cache if self._cache is None else ESSMCache.merge([self._cache, request._cache])
+        except Exception as error:  # such as no memory for the piece, or for both
             request.fail(error)
-            return
-        request._cache, request._read = out.past_key_values, request._read + piece.shape[1]
-        if request._read < request.input_ids.shape[1]:
-            return
-        self._reading.popleft()
-        state, request._cache, request.status = out.past_key_values, None, RUNNING
-        _take_each([request], out.logits[:, -1])
         if not request.over:
-            self._cache = state if self._cache is None else ESSMCache.merge([self._cache, state])
+            self._reading.remove(request)
             self._running.append(request)
+            self._cache, request._cache, request.status = joined, None, RUNNING
 
     def _decode(self) -> None:
         budgets = torch.tensor([request.budget for request in self._running])
@@ -262,8 +299,8 @@ class ContinuousBatch:
         self._reading = deque(request for request in self._reading if not request.over)
         stay = [i for i, request in enumerate(self._running) if not request.over]
         if len(stay) < len(self._running):
-            self._running = [self._running[i] for i in stay]
             self._cache = self._cache.select(stay) if stay and self._cache is not None else None
+            self._running = [self._running[i] for i in stay]
 
 
 def _take_each(requests: list[Request], logits: Tensor) -> None:
@@ -271,6 +308,24 @@ def _take_each(requests: list[Request], logits: Tensor) -> None:
     likeliest, finite = logits.argmax(-1).tolist(), logits.isfinite().all(-1).tolist()
     for row in zip(requests, logits, likeliest, finite):
         row[0].take(*row[1:])
+
+
+def _token_ids(name: str, given: Any, vocabulary: int) -> Tensor:
+    """As an integer tensor.
+
+    Raises:
+        ValueError: not integers, or one out of range.
+    """
+    try:
+        ids = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be token ids, got {given!r}") from error
+    if ids.numel() == 0:
+        return ids.long()
+    numbers = ids.dtype != torch.bool and not ids.is_floating_point() and not ids.is_complex()
+    if not numbers or not 0 <= int(ids.long().min()) <= int(ids.long().max()) < vocabulary:
+        raise ValueError(f"{name} must be integers in [0, {vocabulary - 1}], got {ids.flatten()[:20].tolist()}")
+    return ids.long()
 
 
 def _require_positive(name: str, value: Any) -> None:

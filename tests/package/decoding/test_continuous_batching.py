@@ -6,7 +6,7 @@ import torch
 from helpers import random_model
 from transformers import LogitsProcessorList
 
-from modeling_essm import ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMForCausalLM
 from modeling_essm.decoding import ContinuousBatch, compile_decoding
 
 PROMPTS = [list(text) for text in (b"The ", b"In the beginning there was", b"x", b"Once upon a time", b"It was a dark")]
@@ -200,6 +200,116 @@ def test_a_row_without_finite_logits_fails_alone(model):
     assert good.status == "finished" and len(good.tokens) == 5
 
 
+@pytest.mark.parametrize(
+    "processor",
+    [
+        lambda ids, scores: torch.cat([scores, scores[:, -1:] + 9], 1),
+        lambda ids, scores: scores.index_fill(1, torch.tensor([5]), torch.nan),
+        lambda ids, scores: torch.full_like(scores, -torch.inf),
+    ],
+    ids=["wider", "NaN", "all-banned"],
+)
+def test_a_processor_of_no_use_fails_alone(model, processor):
+    batch = ContinuousBatch(model, ROOM)
+    good = batch.submit(PROMPTS[0], 9, 2, eos_token_id=[])
+    bad = batch.submit(PROMPTS[2], 9, 2, logits_processor=processor, eos_token_id=[])
+    finish(batch)
+    assert bad.status == "failed" and not bad.tokens and "logits_processor must give (1, " in str(bad.error)
+    assert good.tokens == alone(model, PROMPTS[0], 2, 9)
+
+
+@pytest.mark.parametrize("where", ["callback", "decoding", "reading", "select"])
+def test_an_interrupt_fails_what_holds_a_state(model, monkeypatch, where):
+    """Its states and tokens may not fit each other; what waits is answered as if alone."""
+    batch = ContinuousBatch(model, ROOM, max_rows=2, prefill_chunk_size=5)
+
+    def interrupt(*arguments, **options):
+        raise KeyboardInterrupt
+
+    # The second one is read while the first one runs; the third waits.
+    first = batch.submit(PROMPTS[0], 3, 2, eos_token_id=[])
+    second = batch.submit(PROMPTS[1], 9, 2, eos_token_id=[])
+    third = batch.submit(PROMPTS[2], 9, 2, eos_token_id=[])
+    batch.step()
+    with monkeypatch.context() as patch:
+        if where == "callback":
+            first.on_token = interrupt
+        elif where == "select":
+            second._read = second.input_ids.shape[1] - 1  # read on, so that two rows run when the first one ends
+            patch.setattr(ESSMCache, "select", interrupt)
+        else:
+            name = {"decoding": "_decode", "reading": "_read"}[where]
+            work = getattr(batch, name)
+            patch.setattr(batch, name, lambda *arguments: (work(*arguments), interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            finish(batch)
+    assert first.over and isinstance(second.error, KeyboardInterrupt) and third.status == "waiting"
+    assert batch.state_bytes == 0 and batch.num_running == 0
+    finish(batch)
+    assert third.tokens == alone(model, PROMPTS[2], 2, 9)
+
+
+def test_no_room_to_join_fails_the_one_that_joins(model, monkeypatch):
+    def no_memory(caches):
+        raise torch.OutOfMemoryError("no memory for both")
+
+    batch = ContinuousBatch(model, ROOM)
+    running = batch.submit(PROMPTS[0], 9, 2, eos_token_id=[])
+    batch.step()
+    joins = batch.submit(PROMPTS[1], 9, 2, eos_token_id=[])
+    with monkeypatch.context() as patch:
+        patch.setattr(ESSMCache, "merge", no_memory)
+        batch.step()
+    assert joins.status == "failed" and "no memory for both" in str(joins.error) and joins._cache is None
+    finish(batch)
+    assert running.tokens == alone(model, PROMPTS[0], 2, 9)
+
+
+def test_step_is_not_for_callbacks(model):
+    batch = ContinuousBatch(model, ROOM)
+    bad = batch.submit(PROMPTS[0], 9, 2, on_token=lambda token: batch.step())
+    good = batch.submit(PROMPTS[1], 9, 2, eos_token_id=[])
+    finish(batch)
+    assert bad.status == "failed" and "on_token must not call it" in str(bad.error)
+    assert good.tokens == alone(model, PROMPTS[1], 2, 9)
+
+
+def test_prompts_are_read_in_turn(model):
+    """A short one does not wait for all of a long one that came before it."""
+    batch = ContinuousBatch(model, ROOM, prefill_chunk_size=4)
+    long, short = batch.submit(PROMPTS[1] * 9, 3, eos_token_id=[]), batch.submit(PROMPTS[2], 3, 2, eos_token_id=[])
+    batch.step()
+    batch.step()
+    assert len(short.tokens) == 1 and long.status == "reading"
+    finish(batch)
+    assert short.tokens == alone(model, PROMPTS[2], 2, 3)
+    assert long.tokens == alone(model, PROMPTS[1] * 9, long.budget, 3)
+
+
+def test_defaults_are_those_of_generate():
+    model = random_model(ESSMForCausalLM).eval()
+    model.generation_config.spectral_budget = 1
+    expected = alone(model, PROMPTS[0], None, 8)
+    assert expected == alone(model, PROMPTS[0], 1, 8) != alone(model, PROMPTS[0], budget_of(model, 2), 8)
+    model.generation_config.eos_token_id = [expected[4], 0]
+    for end in (None, torch.tensor([expected[4]]), expected[4]):
+        batch = ContinuousBatch(model, ROOM)
+        request = batch.submit(torch.tensor([PROMPTS[0]]), 8, eos_token_id=end)
+        finish(batch)
+        assert request.tokens == expected[: expected.index(expected[4]) + 1]
+
+
+def test_what_a_callback_cancels_stays_cancelled(model):
+    def leave(token):
+        batch.cancel(request)
+        raise RuntimeError("and then it raises")
+
+    batch = ContinuousBatch(model, ROOM)
+    request = batch.submit(PROMPTS[0], 9, on_token=leave)
+    finish(batch)
+    assert request.status == "cancelled" and request.error is None
+
+
 def test_sampling_is_the_requests_own(model):
     """Its generator and processors; the draws of others change nothing."""
 
@@ -232,11 +342,20 @@ def test_rows_of_one_budget_take_the_compiled_step(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": []}, r"at least one id in \[0, \d+\], got \[\]"),
-        ({"input_ids": [1, 9999]}, r"got \[1, 9999\]"),
+        ({"input_ids": []}, r"at least one id, got \(0,\)"),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, r"one prompt \(L,\) or \(1, L\) .*, got \(2, 3\)"),
+        ({"input_ids": torch.tensor(3)}, r"got \(\)"),
+        ({"input_ids": [1, 9999]}, r"in \[0, \d+\], got \[1, 9999\]"),
+        ({"input_ids": [1.5, 2.0]}, r"input_ids must be integers in \[0, \d+\], got \[1.5, 2.0\]"),
+        ({"input_ids": [True]}, "input_ids must be integers"),
+        ({"input_ids": "abc"}, "input_ids must be token ids, got 'abc'"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"spectral_budget": 99}, "got 99"),
-        ({"spectral_budget": [1, 2]}, "one spectral_budget for all layers"),
+        ({"spectral_budget": [1, 2]}, r"one spectral_budget, an integer for all layers, got \[1, 2\]"),
+        ({"eos_token_id": [-5]}, r"eos_token_id must be integers in \[0, \d+\], got \[-5\]"),
+        ({"logits_processor": [explode]}, "logits_processor must be called"),
+        ({"on_token": 3}, "on_token must be called, .* got 3"),
+        ({"generator": 3}, "generator must be a torch.Generator on the CPU, got 3"),
     ],
 )
 def test_bad_requests_are_refused(model, arguments, message):
