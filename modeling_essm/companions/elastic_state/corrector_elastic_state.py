@@ -31,7 +31,7 @@ class InnerWork:
     were kept; and the metric's solver, once it has been factored."""
 
     def __init__(self) -> None:
-        self.gradients = self.values = self.accepted = 0
+        self.gradients = self.values = self.kept = 0
         self.solve: Callable[[Tensor], Tensor] | None = None
 
 
@@ -118,7 +118,7 @@ class ElasticStateCorrector(nn.Module):
         new = self.move(z, z0, v)
         acceptance = config.training_acceptance if self.training else config.acceptance
         if acceptance == "none":
-            work.accepted += len(z)
+            work.kept += len(z)
             return new
         good = self._no_worse(new, evaluate, rows, before, work)
         for halving in range(MOST_HALVINGS if acceptance == "backtrack" else 0):
@@ -129,7 +129,7 @@ class ElasticStateCorrector(nn.Module):
             there = again if rows is None else rows[again]
             good = good.index_copy(0, again, self._no_worse(shorter, evaluate, there, before[again], work))
             new = new.index_copy(0, again, shorter)
-        work.accepted += int(good.sum())
+        work.kept += int(good.sum())
         return torch.where(good[:, None], new, z)
 
     @staticmethod
@@ -147,7 +147,7 @@ def value_and_gradient(
     Args:
         second_order: whether the gradient carries a graph of its own.
     Raises:
-        ValueError: an objective that is not one number for each row.
+        ValueError: an objective whose value autograd cannot follow to the state.
     """
     with torch.inference_mode(False), torch.enable_grad():
         if second_order and z.requires_grad:
@@ -155,6 +155,8 @@ def value_and_gradient(
         else:
             leaf = (z.clone() if z.is_inference() else z.detach()).requires_grad_()
         losses = evaluate(leaf, rows)
+        if not losses.requires_grad:
+            raise ValueError("the objective must be computed from y by functions that autograd knows")
         (g,) = torch.autograd.grad(losses.sum(), leaf, create_graph=second_order, materialize_grads=True)
     return losses.detach(), g
 

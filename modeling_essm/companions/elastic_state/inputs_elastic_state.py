@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -15,9 +17,9 @@ from .objectives_elastic_state import tree_map
 
 def check_features(features: Tensor, width: int) -> None:
     """Raises ValueError unless (B, L, width) with L >= 1."""
-    shape = tuple(features.shape)
-    if len(shape) != 3 or shape[-1] != width or shape[1] == 0:
-        raise ValueError(f"input_features must have shape (B, L, {width}) with L >= 1, got {shape}")
+    shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+    if isinstance(shape, str) or len(shape) != 3 or shape[-1] != width or shape[1] == 0:
+        raise ValueError(f"input_features must be a tensor of shape (B, L, {width}) with L >= 1, got {shape}")
 
 
 def check_cache(cache: Any, batch_size: int, latent_size: int) -> None:
@@ -32,12 +34,12 @@ def check_cache(cache: Any, batch_size: int, latent_size: int) -> None:
 
 
 def check_observations(observations: Any, B: int, L: int) -> None:
-    """Raises ValueError for a tensor of the nest that is not (B, L, ..)."""
-    for tensor in pytree.tree_leaves(observations):
-        if isinstance(tensor, Tensor) and tuple(tensor.shape[:2]) != (B, L):
+    """Raises ValueError for a leaf of the nest that is not a tensor (B, L, ..)."""
+    for leaf in pytree.tree_leaves(observations):
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape[:2]) != (B, L):
+            found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
             raise ValueError(
-                f"observations must be one for each position of input_features, ({B}, {L}, ..), got a tensor of shape "
-                f"{tuple(tensor.shape)}"
+                f"observations must be tensors, one for each position of input_features, ({B}, {L}, ..), got {found}"
             )
 
 
@@ -54,6 +56,7 @@ def read_mask(attention_mask: Tensor | None, B: int, L: int, past: int) -> Tenso
     """
     if attention_mask is None:
         return None
+    attention_mask = torch.as_tensor(attention_mask)
     if tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
         raise ValueError(
             f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
@@ -71,7 +74,10 @@ def read_depths(refine_depth: Any, most: int, B: int, L: int, device: torch.devi
     """
     if refine_depth is None:
         return None
-    depths = refine_depth if isinstance(refine_depth, Tensor) else torch.tensor(refine_depth)
+    try:
+        depths = torch.as_tensor(refine_depth)
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a ragged list
+        raise ValueError(f"refine_depth must be integers in [0, {most}], got {refine_depth!r}") from error
     legal = not (depths.is_floating_point() or depths.is_complex() or depths.dtype == torch.bool)
     if not legal or (depths.numel() and not 0 <= int(depths.min()) <= int(depths.max()) <= most):
         raise ValueError(f"refine_depth must be integers in [0, {most}], got {refine_depth!r}")
@@ -84,12 +90,14 @@ def read_cap(max_refine_depth: int | None, most: int) -> int:
     """The cap of a call. Raises ValueError unless an integer in [0, most], or None."""
     if max_refine_depth is None:
         return most
-    if type(max_refine_depth) is not int or not 0 <= max_refine_depth <= most:
+    whole = isinstance(max_refine_depth, Integral) and not isinstance(max_refine_depth, bool)
+    if not whole or not 0 <= max_refine_depth <= most:
         raise ValueError(f"max_refine_depth must be an integer in [0, {most}], got {max_refine_depth!r}")
-    return max_refine_depth
+    return int(max_refine_depth)
 
 
 def check_shift(gate_threshold_shift: float) -> None:
     """Raises ValueError for a NaN; infinities close the gate, or open it."""
-    if math.isnan(gate_threshold_shift):
-        raise ValueError(f"gate_threshold_shift must be a number, got {gate_threshold_shift}")
+    shift = gate_threshold_shift
+    if isinstance(shift, bool) or not isinstance(shift, (int, float, np.number)) or math.isnan(shift):
+        raise ValueError(f"gate_threshold_shift must be a number, got {shift!r}")

@@ -47,6 +47,8 @@ class ElasticStateLatent(nn.Module):
         super().__init__()
         self.backbone = AutoModel.from_config(config.backbone_config, dtype=torch.get_default_dtype())
         backbone = config.backbone_config = self.backbone.config  # one object: sizes that change are saved
+        if not hasattr(backbone, "hidden_size"):
+            raise ValueError(f"a backbone's configuration must have hidden_size, {type(backbone).__name__} has none")
         self.embed_features = nn.Linear(config.num_input_features, backbone.hidden_size)
         self.feedback = nn.Linear(config.latent_size, backbone.hidden_size, bias=False) if config.feedback else None
         self.proposal = nn.Linear(backbone.hidden_size, config.latent_size)
@@ -65,13 +67,13 @@ class ElasticStateLatent(nn.Module):
         """Reads (B, L, F); returns the function (t, committed z (B, d)) -> proposal (B, d) before retraction.
 
         Args:
-            real: None. cache: an `ElasticStateCache`, whose backbone_cache is replaced, or None. spectral_budget: the
-                backbone's, or None for its default.
+            real: None, as all are. cache: an `ElasticStateCache`, whose backbone_cache is replaced, or None.
+            spectral_budget: the backbone's, or None for its default.
         Raises:
             ValueError: positions that are not real; and the function, with gradients, for a backbone that writes to its
                 cache in place.
         """
-        if real is not None and not bool(real.all()):
+        if real is not None:
             raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
         extra = {} if spectral_budget is None else {"spectral_budget": spectral_budget}
         u = self.embed_features(features.to(self.embed_features.weight.dtype))

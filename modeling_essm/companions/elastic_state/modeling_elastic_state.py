@@ -109,15 +109,15 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
     def set_objective(self, objective: Any) -> ElasticStateModel:
         """Refine on this objective from now on; this model. A module's weights become part of the model's.
 
-        A configuration that names an objective of another class, registered here, no longer does: what is loaded
-        later would not be what was attached.
+        A configuration that names an objective registered here no longer does, unless this is the model's own: what is
+        loaded later would not be what was attached.
 
         Raises:
             ValueError: what cannot be called, None excepted.
         """
         if objective is not None and not callable(objective):
             raise ValueError(f"an objective is called with (y, observation, history), got {type(objective).__name__}")
-        if self.config.objective in OBJECTIVES and type(objective) is not type(getattr(self, "objective", None)):
+        if self.config.objective in OBJECTIVES and objective is not getattr(self, "objective", objective):
             self.config.objective = self.config.objective_arguments = None
         if hasattr(self, "objective"):
             del self.objective  # a module and a function are held in different places
@@ -128,7 +128,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         """T of the gate from now on, for schedules. Raises ValueError unless positive."""
         if not 0 < temperature < float("inf"):
             raise ValueError(f"temperature must be a number in (0, inf), got {temperature!r}")
-        self.config.gate_temperature = temperature
+        self.config.gate_temperature = float(temperature)
 
     def step(
         self, input_features: Tensor, past_key_values: ElasticStateCache | None = None, observation: Any = None, **dials
@@ -156,6 +156,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         max_refine_depth: int | None = None,
         gate_threshold_shift: float = 0.0,
         spectral_budget: Any = None,
+        return_loss: bool = True,
     ) -> ElasticStateOutput:
         """
         Args:
@@ -163,11 +164,13 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 input_features by default.
             attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist: state and
                 history stay as they are, and its depth is 0. Only with the model's own recurrence.
-            past_key_values: ElasticStateCache to continue from; updated in place.
+            past_key_values: ElasticStateCache to continue from; updated in place, and of no use after a call that
+                failed.
             refine_depth: K of every position, instead of the gate's: an int, or integers (B,) or (B, L). With 0 the
                 model is its backbone, and an objective is not needed.
             max_refine_depth: cap of this call on K. gate_threshold_shift: added to all thresholds: more for less work.
-            spectral_budget: of the backbone, where it has one.
+            spectral_budget: of the backbone, where it has one. return_loss: whether the output has `loss`; Trainer
+                evaluates models that have the argument.
         Returns:
             ElasticStateOutput. In eval mode depths are hard and only the steps that are taken are computed; in training
             a gate's "straight_through" and "relaxed" compute all of them. States are refined without a graph through
@@ -204,13 +207,11 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         if real is not None:  # positions that do not exist may hold anything
             input_features, observations = (blank(x, real) for x in (input_features, observations))
         propose = self.source.start(input_features, real, cache, spectral_budget)
-        z, history = self._begin(cache, input_features, observations)
+        z, history = self._begin(cache, input_features, observations, real)
         work, steps = InnerWork(), []
         for t in range(L):
             observation = tree_map(lambda x: x[:, t], observations)  # noqa: B023 (used at once)
-            z0 = propose(t, z).to(z.dtype)
-            if config.backbone_config is not None:
-                z0 = self.corrector.retract(z0)
+            z0 = self.corrector.retract(propose(t, z).to(z.dtype))
             here = None if real is None else real[:, t]
             depths = None if forced is None else forced[:, t]
             step = self._refine(z0, observation, history, here, depths, cap, gate_threshold_shift, work)
@@ -220,30 +221,39 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             steps.append(step)
         if cache is not None:
             cache.update(z, history, L)
-        return self._output(steps, work, real, cache if use_cache else None)
+        return self._output(steps, work, real, cache if use_cache else None, return_loss)
 
     def _output(
-        self, steps: list[dict[str, Tensor]], work: InnerWork, real: Tensor | None, cache: ElasticStateCache | None
+        self,
+        steps: list[dict[str, Tensor]],
+        work: InnerWork,
+        real: Tensor | None,
+        cache: ElasticStateCache | None,
+        return_loss: bool,
     ) -> ElasticStateOutput:
         """What all positions gave, and the loss over those that are real (B, L)."""
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
-        stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values}
+        stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values, "kept_steps": work.kept}
         output = ElasticStateOutput(past_key_values=cache, **stacked)
-        if output.losses is not None:
+        if return_loss and output.losses is not None:
             counted = torch.ones_like(output.losses, dtype=torch.bool) if real is None else real
             output.loss = self._loss(output, counted, log_prob, entropy)
         return output
 
-    def _begin(self, cache: ElasticStateCache | None, features: Tensor, observations: Any) -> tuple[Tensor, Any]:
-        """The committed latent (B, d) and history before the first position."""
+    def _begin(
+        self, cache: ElasticStateCache | None, features: Tensor, observations: Any, real: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """The committed latent (B, d) and history before the first position that is real (B, L)."""
         z, history = (None, None) if cache is None else (cache.latent, cache.history)
         if z is None:
             dtype = torch.promote_types(self.corrector.log_step_size.dtype, torch.float32)
             z = torch.zeros(len(features), self.config.latent_size, dtype=dtype, device=features.device)
         if self.objective is None or history is not None:
             return z, history
-        first = tree_map(lambda x: x[:, 0], observations)
+        rows = torch.arange(len(z), device=z.device)
+        at = torch.zeros_like(rows) if real is None else real.int().argmax(1)
+        first = tree_map(lambda x: x[rows.to(x.device), at.to(x.device)], observations)
         y = z.new_zeros(len(z), self.config.readout_size)
         return z, initial_history(self.objective, first, self.config.history_length, y)
 
@@ -270,10 +280,13 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             return {"latents": z0, "proposals": z0, "readouts": y, "refine_depths": none, "expected_depths": none}
 
         def judge(y: Tensor, rows: Tensor | None = None) -> Tensor:
+            if real is not None:  # nor do gradients come from what does not exist
+                there = real if rows is None else real[rows]
+                y = torch.where(there[:, None], y, y.detach())
             losses = self.objective(y, rows_of(observation, rows), rows_of(history, rows))
             if losses.shape != y.shape[:1]:
                 raise ValueError(f"an objective must give ({len(y)},) numbers, got shape {tuple(losses.shape)}")
-            return losses
+            return losses.to(y.dtype)  # observations may be fp64
 
         def evaluate(z: Tensor, rows: Tensor | None) -> Tensor:
             return judge(self._read(z), rows)
@@ -296,9 +309,10 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         else:
             z, expected = self.corrector.refine_softly(z0, masks, evaluate, work), masks.sum(1)
         if z is not z0:
-            y = self._read(z)
-            losses = judge(y)
-            work.values += len(y)
+            rows = depths.nonzero().flatten() if masks is None else torch.arange(len(z), device=z.device)
+            refined = self._read(z.index_select(0, rows))
+            y, losses = y.index_copy(0, rows, refined), losses.index_copy(0, rows, judge(refined, rows))
+            work.values += len(rows)
         return sampled | {
             "latents": z,
             "proposals": z0,

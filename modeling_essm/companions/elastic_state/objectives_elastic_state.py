@@ -8,7 +8,8 @@ change its tensors or keep them.
 
 `history` is None, or a dict of the last `history_length` steps, oldest first: "readouts" (B, W, d_y), "observations"
 (B, W, ..) and "real" (B, W) bool. An objective with `initial_history(observation)` and `commit(history, y,
-observation)` keeps one of its own instead: any nest of tensors whose first dimension is B.
+observation)` keeps one of its own instead: any nest of tensors whose first dimension is B. It begins with the first
+position of the first call that exists in a row; where none does, with an observation of zeros.
 
 Code does not travel with weights. An objective that a model should find when it loads has a name:
 `register_objective("repair", RepairEnergy)`, then config.objective = "repair", whose own weights are saved with the
@@ -38,11 +39,17 @@ OBJECTIVES: dict[str, Callable[..., Any]] = {"squared_error": SquaredError}
 def register_objective(name: str, factory: Callable[..., Any]) -> None:
     """Let models whose config.objective is `name` make theirs by factory(**config.objective_arguments).
 
+    A factory of the same module and name takes the place of the one before, as when a notebook's cell runs again.
+
     Raises:
-        ValueError: a name that another factory has.
+        ValueError: a name that another factory has, or what cannot be called.
     """
-    if OBJECTIVES.setdefault(name, factory) is not factory:
-        raise ValueError(f"objective {name!r} is registered already, as {OBJECTIVES[name]!r}")
+    if not callable(factory):
+        raise ValueError(f"an objective is made by calling a class or function, got {factory!r}")
+    before = OBJECTIVES.get(name, factory)
+    if any(getattr(before, key, None) != getattr(factory, key, None) for key in ("__module__", "__qualname__")):
+        raise ValueError(f"objective {name!r} is registered already, as {before!r}")
+    OBJECTIVES[name] = factory
 
 
 def make_objective(config: Any) -> Any:

@@ -34,7 +34,7 @@ def test_newton_reaches_the_minimiser_in_one_step(metric):
     evaluate, c = quadratic(model)
     z, work = refine(model, random_inputs(4, 6), 1, evaluate)
     torch.testing.assert_close(z, c.expand(4, 6), rtol=0, atol=1e-10)  # fp64
-    assert work.gradients == work.values == work.accepted == 4
+    assert work.gradients == work.values == work.kept == 4
 
 
 @pytest.mark.parametrize("kind", ["constant", "kappa"])
@@ -96,7 +96,7 @@ def test_accepted_steps_never_raise_the_objective(acceptance):
     z, work = refine(random_model(acceptance=acceptance, step_size=1.0), z0, 1, wavy)
     assert (wavy(z, None) <= wavy(z0, None)).all() and torch.equal(z[~raised], taken[~raised])
     kept = (z == z0).all(1)
-    assert work.gradients == 40 and work.accepted == 40 - kept.sum()
+    assert work.gradients == 40 and work.kept == 40 - kept.sum()
     if acceptance == "reject":
         assert torch.equal(kept, raised) and work.values == 40
     else:
@@ -117,12 +117,12 @@ def test_a_shorter_step_is_half_of_the_longer():
     z, work = refine(model, z0, 1, evaluate)
     factor = 1 - c * torch.tensor([1.0, 0.5, 0.25, 0.0])
     torch.testing.assert_close(z, factor[:, None] * z0)
-    assert work.values == 4 + 3 + 2 and work.accepted == 3
+    assert work.values == 4 + 3 + 2 and work.kept == 3
 
 
 def test_a_nan_is_not_accepted():
     z, work = refine(random_model(), random_inputs(2, 6), 2, lambda z, rows: z.sum(1) / 0 - z.sum(1) / 0)
-    assert torch.equal(z, random_inputs(2, 6)) and work.accepted == 0
+    assert torch.equal(z, random_inputs(2, 6)) and work.kept == 0
 
 
 @pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
