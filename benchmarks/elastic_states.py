@@ -6,12 +6,12 @@
     python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states
 
 Tasks: loops of real protein chains, and, with four times the updates, mazes that are seen five cells wide. Rows: the
-recurrence alone (SSM), a causal Transformer and a recurrence with attention of as many parameters, the elastic state
-model (ESM), Transformers of two thirds of them and of the FLOPs that the ESM has with one step a position, and ESMs
-with another metric, another training of the gate, another penalty on depth, or proposals that learn from what they were
-refined to. All learn from the same chains and mazes in the same order, coming through them by themselves, and by the
-objective of their last states and what an expert or a native chain says. With the weights of each ESM beside its own
-gate: no refinement, all of it, and its mean depth spent everywhere alike, by chance in the gate's proportions, and
+recurrence alone (SSM), the same of as many parameters as the others (SSM, wide), a causal Transformer and a recurrence
+with attention, the elastic state model (ESM), Transformers of two thirds of its parameters and of three times as many,
+and ESMs with another metric, another training of the gate, another penalty on depth, or proposals that learn from what
+they were refined to. All learn from the same chains and mazes in the same order, coming through them by themselves, and
+by the objective of their last states and what an expert or a native chain says. With the weights of each ESM beside its
+own gate: no refinement, all of it, and its mean depth spent everywhere alike, by chance in the gate's proportions, and
 where a position is difficult before it is spent elsewhere. Reported: the metrics, mean depth, how well depth tells
 difficult positions (AUROC), its rank correlation with the objective of the proposal and with how wrong the proposal is
 by what the objective does not see, the mean depth around the first difficult position, FLOPs of products, solves and
@@ -43,7 +43,7 @@ from .matched_models import Row
 from .sweeps import Run
 
 METRIC = "metric"
-RATE = 3e-3
+RATES = (3e-3, 1e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
 TOLD = (
     *("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult"),
     *("depth_difficult", "depth_easy"),
@@ -58,8 +58,8 @@ class Method:
     Attributes:
         backbone: "transformer" or "hybrid" in place of the model's own recurrence, sized to the ESM's parameters.
         refined: whether there is a corrector at work. frozen_metric: G stays I.
-        share: of the ESM's parameters; 0: as many as have the FLOPs of the ESM with one step a position.
-        distilled: share of the updates, the last ones, that also pull proposals to the states they were refined to.
+        share: of the ESM's parameters.
+        distilled: weight, in the second half of training, of pulling proposals to the states they were refined to.
     """
 
     backbone: str | None = None
@@ -81,7 +81,8 @@ ROWS = {
     "SSM + attention": Method("hybrid", refined=False),
     "ESM": Method(),
     "Transformer, small": Method("transformer", refined=False, share=2 / 3),
-    "Transformer, FLOPs of ESM": Method("transformer", refined=False, share=0.0),
+    "Transformer, large": Method("transformer", refined=False, share=3.0),
+    "SSM, wide": Method(refined=False, fields={"latent_size": 96}),
     "ESM, penalty 0": Method(fields={"compute_penalty": 0.0}),
     "ESM, penalty 0.3": Method(fields={"compute_penalty": 0.3}),
     "ESM, penalty 3": Method(fields={"compute_penalty": 3.0}),
@@ -89,7 +90,8 @@ ROWS = {
     "ESM, diagonal metric": Method(fields={"metric": "diagonal"}),
     "ESM, low-rank metric": Method(fields={"metric": "low_rank"}),
     "ESM, relaxed gate": Method(fields={"gate_training": "relaxed"}),
-    "ESM, distilled": Method(distilled=0.5),
+    "ESM, distilled": Method(distilled=1.0),
+    "ESM, distilled, 10": Method(distilled=10.0),
     "ESM, policy gradient": Method(fields={"gate_training": "policy_gradient"}),
 }
 
@@ -124,23 +126,11 @@ def make_model(settings: Settings, method: Method, task: Any) -> Any:
     fields |= {"num_input_features": task.features, "readout_size": task.readouts, "readout_hidden_size": 64}
     config = ElasticStateConfig(**fields | {"compute_penalty": settings.compute_penalty} | method.fields)
     if method.backbone is not None:
-        config = matched_config(config, method.backbone, method.share or flops_of_one_step(config, task))
+        config = matched_config(config, method.backbone, method.share)
     model = ElasticStateModel(config)
     if method.frozen_metric:
         model.corrector.metric.requires_grad_(False)
     return model.set_objective(task.objective())
-
-
-def flops_of_one_step(config: Any, task: Any) -> float:
-    """FLOPs of an ESM with one inner step a position, over those of a Transformer with as many parameters."""
-    from modeling_essm.companions import ElasticStateModel
-
-    models = [ElasticStateModel(each) for each in (config, matched_config(config, "transformer", 1.0))]
-    one, other = (
-        cost(task, model.set_objective(task.objective()).eval(), depth, streams=1)["flops"]
-        for model, depth in zip(models, (1, 0))
-    )
-    return one / other
 
 
 def matched_config(config: Any, kind: str, share: float) -> Any:
@@ -197,6 +187,8 @@ def open_task(settings: Settings, name: str) -> Any:
 
 def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, at a rate that warms up over a tenth and falls to zero; gates that relax harden on the way."""
+    from modeling_essm.companions import distillation_loss
+
     seconds = 0.0
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
@@ -220,8 +212,8 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
         if method.backbone:
             loss = mean_of((1 + model.config.proposal_weight) * output.losses, real)
         loss = loss + task.loss(output, batch)
-        if update >= settings.updates * (1 - method.distilled):
-            loss = loss + distillation(output, real)
+        if method.distilled and update >= settings.updates / 2:
+            loss = loss + method.distilled * distillation_loss(output, real)
         optimizer.zero_grad()
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -238,9 +230,10 @@ def mean_of(each: Tensor, real: Tensor | None) -> Tensor:
     return each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
 
 
-def distillation(output: Any, real: Tensor | None) -> Tensor:
-    """(): squared distance of proposals from the refined states, which get no gradient, over positions that exist."""
-    return mean_of((output.proposals - output.latents.detach()).square().mean(-1), real)
+def parameters_of(model: Any, method: Method) -> int:
+    """Those that the row has a use for."""
+    idle = () if method.refined else ("corrector.", "gate.")
+    return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(idle))
 
 
 def weights_of(path: Path) -> Path:
@@ -274,7 +267,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
         record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
         record |= {"settings": settings.values(), "definition": definition(settings, run)}
         long = dataclasses.replace(settings, updates=settings.updates * task.longer)
-        record |= {"parameters": model.num_parameters()} | train(model, method, task, long, run)
+        record |= {"parameters": parameters_of(model, method)} | train(model, method, task, long, run)
         if record["diverged"]:
             record[METRIC] = None
         else:
@@ -354,7 +347,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
-    sweeps.add_arguments(p, {name: Row(1, rates=(RATE,)) for name in ROWS}, "runs/elastic_states", updates=400)
+    sweeps.add_arguments(p, {name: Row(1, rates=RATES) for name in ROWS}, "runs/elastic_states", updates=400)
     args = p.parse_args(argv)
     sweeps.check_arguments(p, args)
     names = args.only or [*ROWS]
@@ -362,7 +355,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         settings = Settings(args.data_dir, args.updates)
         if args.quick:
             settings = dataclasses.replace(settings, updates=min(args.updates, 2), test_count=2, batch_size=2)
-        rows = {name: Row(1, rates=(RATE,)) for name in names}
+        rows = {name: Row(1, rates=RATES) for name in names}
         runs = sweeps.runs_of(rows, names, args, args.tasks)
 
         def wanted(run: Run) -> dict[str, Any]:

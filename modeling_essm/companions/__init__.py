@@ -15,7 +15,13 @@ from .diagonal_ssm import (
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
 )
-from .elastic_state import ElasticStateCache, ElasticStateConfig, ElasticStateModel, register_objective
+from .elastic_state import (
+    ElasticStateCache,
+    ElasticStateConfig,
+    ElasticStateModel,
+    distillation_loss,
+    register_objective,
+)
 from .pruning.certificates import certificate, end_to_end_bound, hinf_norm
 from .pruning.masks import is_pruned, prune, restore
 from .pruning.plans import Plan, allocate
@@ -54,6 +60,7 @@ __all__ = [
     "certificate",
     "describe",
     "diagonal_ssm",
+    "distillation_loss",
     "elastic_layers",
     "elastic_state",
     "end_to_end_bound",

@@ -14,7 +14,7 @@ from .gate_elastic_state import ElasticStateGate
 from .metrics_elastic_state import METRICS, ElasticStateMetric
 from .modeling_elastic_state import ElasticStateModel, ElasticStatePreTrainedModel
 from .objectives_elastic_state import OBJECTIVES, register_objective
-from .outputs_elastic_state import ElasticStateOutput
+from .outputs_elastic_state import ElasticStateOutput, distillation_loss
 
 AutoConfig.register("elastic_state", ElasticStateConfig, exist_ok=True)
 AutoModel.register(ElasticStateConfig, ElasticStateModel, exist_ok=True)
@@ -32,5 +32,6 @@ __all__ = [
     "ElasticStateModel",
     "ElasticStateOutput",
     "ElasticStatePreTrainedModel",
+    "distillation_loss",
     "register_objective",
 ]

@@ -41,4 +41,23 @@ class ElasticStateOutput(ModelOutput):
     kept_steps: int | None = None
 
 
-__all__ = ["ElasticStateOutput"]
+def distillation_loss(output: ElasticStateOutput, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """() mean over real positions of |z_0 - z_K|^2, where z_K is data: proposals learn what they were refined to.
+
+    Added to the loss of a model that refines well already, it is to save steps (section 8 of the poster).
+
+    Args:
+        attention_mask: (B, L), 1 for real positions; None if all are.
+    Raises:
+        ValueError: an output without latents and proposals.
+    """
+    if output.proposals is None or output.latents is None:
+        raise ValueError("distillation needs an output with latents and proposals")
+    each = (output.proposals - output.latents.detach()).square().sum(-1)
+    if attention_mask is None:
+        return each.mean()
+    real = attention_mask.bool()
+    return each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+
+
+__all__ = ["ElasticStateOutput", "distillation_loss"]

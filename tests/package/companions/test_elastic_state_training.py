@@ -6,8 +6,10 @@ import functools
 import pytest
 import torch
 from elastic_states import hard_stream, tiny
+from transformers import Trainer, TrainingArguments
 
-from modeling_essm.companions import ElasticStateModel
+from modeling_essm.companions import ElasticStateModel, distillation_loss
+from modeling_essm.companions.elastic_state import ElasticStateOutput
 
 
 @functools.cache
@@ -68,6 +70,50 @@ def test_depth_follows_difficulty_and_counts_where_it_falls():
     assert (output.losses < output.proposal_losses)[refined].float().mean() >= 0.95
     plain, _ = on_test_stream(model, refine_depth=0)
     assert plain.losses.mean() > 1.2 * output.losses.mean()
+
+
+def test_distillation_pulls_proposals_to_where_they_were_refined_to():
+    model = trained(0.05)
+    features, signal, _ = hard_stream(4, 5, 3, torch.Generator().manual_seed(3))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [0, 1, 1, 1, 1], [1, 0, 1, 0, 1]])
+    output = model(features, signal, attention_mask=mask, refine_depth=2)
+    apart = (output.proposals - output.latents).pow(2).sum(-1)
+    torch.testing.assert_close(distillation_loss(output, mask), apart[mask == 1].mean())
+    torch.testing.assert_close(distillation_loss(output), apart.mean())
+    proposals = output.proposals.detach().requires_grad_()
+    latents = output.latents.detach().requires_grad_()
+    distillation_loss(ElasticStateOutput(proposals=proposals, latents=latents), mask).backward()
+    torch.testing.assert_close(proposals.grad, 2 * (proposals - latents).detach() * mask[..., None] / mask.sum())
+    assert latents.grad is None
+    assert distillation_loss(model(features, signal, refine_depth=0)) == 0
+
+    before = distillation_loss(model(features, signal, refine_depth=2))
+    names = dict(model.named_parameters())
+    grads = torch.autograd.grad(before, [*names.values()], allow_unused=True)
+    assert not any(g is not None and (g != 0).any() for name, g in zip(names, grads) if name.startswith("readout"))
+    with torch.no_grad():  # a step along what reaches the backbone
+        for (name, weight), g in zip(names.items(), grads):
+            if name.startswith("source") and g is not None:
+                weight.sub_(0.01 * g)
+    after = distillation_loss(model(features, signal, refine_depth=2))
+    trained.cache_clear()  # whose model this was
+    assert after < before
+    with pytest.raises(ValueError, match="needs an output with latents and proposals"):
+        distillation_loss(ElasticStateOutput())
+
+
+def test_trainer_trains_and_evaluates(tmp_path):
+    torch.manual_seed(0)
+    features, signal, _ = hard_stream(8, 5, 3, torch.Generator().manual_seed(0))
+    data = [{"input_features": x, "observations": y} for x, y in zip(features, signal)]
+    model = ElasticStateModel(tiny(num_input_features=3, readout_size=3))
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, learning_rate=1e-2)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    with torch.no_grad():
+        expected = float(model.eval()(features, signal).loss)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4) and expected < before
 
 
 def test_training_lowers_the_objective_of_proposals():
