@@ -198,7 +198,9 @@ class ElasticCache(Cache):
 
 
 class ESSMCache(ElasticCache, DynamicCache):
-    """Constant-size cache of an ES-SSM, for `past_key_values`: to the library a dynamic one, never compiled by itself.
+    """Cache of an ES-SSM for `past_key_values`, of constant size but for what attention layers hold.
+
+    To the library it is a dynamic one, never compiled by itself.
 
     Args:
         config: the model's ESSMConfig.
@@ -213,8 +215,8 @@ class ESSMStaticCache(ElasticCache):
     """An `ESSMCache` whose tensors stay where they are, for torch.compile: what `cache_implementation="static"` makes.
 
     `generate` compiles its steps by itself with such a cache, on accelerators or as its compile_config says. One batch
-    size; `select`, `merge` and `load` give ordinary caches. Arguments and errors as of `ESSMCache`; ValueError for a
-    hybrid, whose keys grow with the text.
+    size; `select`, `merge` and `load_cache` give ordinary caches. Arguments and errors as of `ESSMCache`; ValueError
+    for a hybrid, whose keys grow with the text.
     """
 
     _layer_class = ESSMStaticCacheLayer

@@ -103,8 +103,11 @@ def _is_nonzero(x: Any) -> bool:
 
 
 def _is_rope(x: Any) -> bool:
-    named = isinstance(x, dict) and not x.keys().isdisjoint({"rope_type", "rope_theta"})
-    return named and x.get("rope_type", "default") in ROPE_TYPES
+    if not isinstance(x, dict) or x.keys().isdisjoint({"rope_type", "rope_theta"}):
+        return False
+    theta, factor, share = (x.get(name, 1) for name in ("rope_theta", "factor", "partial_rotary_factor"))
+    legal = _is_nonzero(theta) and _is_nonzero(factor) and theta > 0 and factor >= 1 and share == 1
+    return legal and x.get("rope_type", "default") in ROPE_TYPES
 
 
 def _is_dtype(x: Any) -> bool:
@@ -115,6 +118,7 @@ _WIDTH, _FLAG = _integer(1, _MOST_WIDTH), _one_of(True, False)
 _TEXT: _Rule = ("text", lambda x: isinstance(x, str))
 _TOKEN_ID = _integer(-_MOST_IDS, _MOST_IDS)  # transformers warns of one outside the vocabulary
 _POSITIVE = _number(float("inf"))
+_ROPE = f"a dict whose rope_type is one of {ROPE_TYPES}, rope_theta positive, factor at least 1, and which rotates all"
 _PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
 _RULES: dict[str, _Rule] = {
     "vocab_size": _integer(1, _MOST_IDS),
@@ -124,7 +128,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("inner_size", "num_heads", "mixing_size", "head_hidden_size"), _optional(_WIDTH)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _optional(_WIDTH)),
     **dict.fromkeys(("head_dim", "sliding_window"), _optional(_integer(2, _MOST_WIDTH))),
-    "rope_parameters": _optional((f"a dict whose rope_type is one of {ROPE_TYPES}", _is_rope)),
+    "rope_parameters": _optional((_ROPE, _is_rope)),
     "intermediate_size": _optional(_integer(0, _MOST_WIDTH)),
     "block": _one_of("paper", "gated"),
     "conv_kernel_size": _optional(_integer(0, 64)),
@@ -219,7 +223,7 @@ class ESSMConfig(PreTrainedConfig):
             about 64 and keys and values for each; `head_dim` is even, and about D / heads where it is not given.
         sliding_window (`int`, *optional*): positions, its own included, that one sees in "sliding_attention".
         rope_parameters (`dict`, *optional*): of their rotary embedding as in transformers, by default "rope_type"
-            "default" with "rope_theta" 10,000; "linear", "llama3" and "yarn" are the others.
+            "default" with "rope_theta" 10,000; "linear", "llama3" and "yarn" are the others. No partial_rotary_factor.
         attention_dropout (`float`): rate on attention weights.
         gate_bias (`float`): what the gate's output biases start at; any but 0 starts the gate at equal weights, and a
             larger one changes them more slowly.
@@ -328,7 +332,8 @@ class ESSMConfig(PreTrainedConfig):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or _head_dim(self.hidden_size, self.num_attention_heads)
         if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim must be even and at least 2, as rotary positions need, got {self.head_dim}")
+            default = f"by default hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads}"
+            raise ValueError(f"head_dim must be even and at least 2, {default}, got {self.head_dim}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "

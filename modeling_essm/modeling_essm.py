@@ -339,7 +339,10 @@ class ESSMModel(ESSMPreTrainedModel):
 
 
 class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
-    """ES-SSM with a language-model head. `generate(ids, spectral_budget=6)` decodes at constant memory."""
+    """ES-SSM with a language-model head.
+
+    `generate(ids, spectral_budget=6)` decodes at constant memory unless layers attend.
+    """
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 

@@ -12,9 +12,10 @@ own, because those of torchao pack only for GPUs: what one input gives to up to 
 0..15 with an fp16 scale s and an fp16 bias b, value s q + b, laid out as torch's 4-bit embedding rows.
 
 Kept in full precision: embedding and head, norms, biases, the gate's output layer, the short convolution and the
-diagonal skip of the gated block, and what AR-STU adds: its feedback amplifies errors, and files of torchao 0.18 confuse
-names that begin alike. So are matrices whose rows are shorter than 16, which would spend on scales what they save: with
-`mixing_size` below 16 the M_k, of which a diagonal holds little; in "int4" also rows that 16 does not divide.
+diagonal skip of the gated block, the projections of attention layers, and what AR-STU adds: its feedback amplifies
+errors, and files of torchao 0.18 confuse names that begin alike. So are matrices whose rows are shorter than 16, which
+would spend on scales what they save: with `mixing_size` below 16 the M_k, of which a diagonal holds little; in "int4"
+also rows that 16 does not divide.
 """
 
 from __future__ import annotations

@@ -133,9 +133,16 @@ def _check_states(layers: Sequence[ESSMCacheLayer], config: Any) -> None:
     D, recent, B = config.inner_size, recent_inputs(config), 0
     operator = operator_of(config)
     least, most = operator.num_states(1), operator.num_states(config.filter_length)
+    attends: int | None = None  # the first layer that does
     for i, layer in enumerate(layers):
         if i not in spectral_layers(config):
             B = _check_keys(layer, i, config, B)
+            attends = i if attends is None else attends
+            lengths, others = (each.tensors["lengths"].tolist() for each in (layer, layers[attends]))
+            if lengths != others:
+                raise ValueError(
+                    f"lengths of layer {i} must be those of layer {attends}, {others!r:.100}, got {lengths!r:.100}"
+                )
             continue
         features = layer.tensors.get("features")
         if features is None or features.ndim != 3 or not least <= features.shape[1] <= most or not len(features):
@@ -178,13 +185,15 @@ def _check_keys(layer: ESSMCacheLayer, i: int, config: Any, B: int) -> int:
         raise ValueError(
             f"lengths of layer {i} must be {B} int64 of at least 0, got {lengths.dtype} {lengths.tolist()!r:.100}"
         )
-    least = most = int(lengths.max())
+    least, most = int(lengths.max()), math.inf  # beams may leave more than the longest row has
     if config.layer_types[i] == "sliding_attention":
         least, most = min(least, config.sliding_window - 1), config.sliding_window - 1
     for name, tensor in (("keys", keys), ("values", values)):
         shape = tuple(tensor.shape)
-        if len(shape) != 4 or shape != (B, heads, shape[2], d) or not least <= shape[2] <= max(most, keys.shape[2]):
-            raise ValueError(f"{name} of layer {i} must have shape ({B}, {heads}, T >= {least}, {d}), got {shape}")
+        if len(shape) != 4 or shape != (B, heads, shape[2], d) or not least <= shape[2] <= most:
+            raise ValueError(
+                f"{name} of layer {i} must have shape ({B}, {heads}, T in [{least}, {most}], {d}), got {shape}"
+            )
         if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} of layer {i} must be finite floating-point numbers, got {tensor.dtype}")
     if values.shape != keys.shape:

@@ -305,8 +305,34 @@ def test_a_saved_cache_goes_on_bit_for_bit(tmp_path):
             save_cache(cache, tmp_path / "cache", model)
     cache.layers[1].tensors["lengths"] = lengths
     cache.layers[3].tensors["keys"] = cache.layers[3].tensors["keys"][:, :, 1:]
-    with pytest.raises(ValueError, match=r"keys of layer 3 must have shape \(3, 2, T >= "):
+    with pytest.raises(ValueError, match=r"keys of layer 3 must have shape \(3, 2, T in "):
         save_cache(cache, tmp_path / "cache", model)
+
+
+@torch.no_grad()
+def test_a_cache_that_no_call_leaves_is_refused(tmp_path):
+    """Keys that a window has left behind, and layers that disagree on how much was read."""
+    model, ids = hybrid(), random_ids(1, 9)
+    cache = model(ids).past_key_values
+    window = cache.layers[1].tensors
+    held = dict(window)
+    window.update({name: held[name].repeat(1, 1, 9, 1) for name in ("keys", "values")})
+    with pytest.raises(ValueError, match=r"keys of layer 1 must have shape \(1, 2, T in \[4, 4\]"):
+        save_cache(cache, tmp_path / "cache", model)
+    window.update(held)
+    cache.layers[3].tensors["lengths"] -= 1
+    with pytest.raises(ValueError, match=r"lengths of layer 3 must be those of layer 1, \[9\], got \[8\]"):
+        save_cache(cache, tmp_path / "cache", model)
+
+
+@torch.no_grad()
+def test_compiled_without_a_break():
+    torch._dynamo.reset()
+    model, ids = hybrid(), random_ids(2, 21)
+    padded, mask = pad(ids, [21, 13], "left")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for kwargs in ({"attention_mask": mask}, {"spectral_budget": [3, 9]}, {}):
+        assert_close(compiled(padded, use_cache=False, **kwargs).logits, model(padded, **kwargs).logits)
 
 
 def test_a_cache_of_other_layers_is_refused():
@@ -440,6 +466,21 @@ BAD = {
     ),
     "rope": ({"layer_types": [L_, F_], "rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters must be"),
     "yarn": ({"layer_types": [L_, F_], "rope_parameters": {"rope_type": "yarn"}}, "rope_parameters: .*factor"),
+    **{
+        f"{name} {value}": (
+            {"layer_types": [L_, F_], "rope_parameters": {"rope_type": "linear", "factor": 2.0, name: value}},
+            "rope_parameters must be .*rope_theta positive, factor at least 1",
+        )
+        for name, value in (
+            *(("rope_theta", value) for value in (0.0, -1.0, float("nan"), float("inf"), "a", None)),
+            *(("factor", value) for value in (0.0, 0.5, "x")),
+            ("partial_rotary_factor", 0.5),
+        )
+    },
+    "too-many-heads": (
+        {"layer_types": [L_, F_], "hidden_size": 16, "num_attention_heads": 16},
+        "hidden_size 16 / num_attention_heads 16, got 0",
+    ),
     "dropout": ({"layer_types": [L_, F_], "attention_dropout": 1.0}, "attention_dropout must be"),
     "capacities": (
         {"layer_types": [L_, F_], "spectral_capacities": [32, 32]},
