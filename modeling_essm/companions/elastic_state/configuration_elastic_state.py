@@ -84,7 +84,7 @@ class ElasticStateConfig(PreTrainedConfig):
     """
 
     model_type = "elastic_state"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "gradient_calls", "objective_calls"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "gradient_calls", "objective_calls", "kept_steps"]
 
     num_input_features: int = 8
     latent_size: int = 32

@@ -114,6 +114,7 @@ def test_trainer_trains_and_evaluates(tmp_path):
     with torch.no_grad():
         expected = float(model.eval()(features, signal).loss)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4) and expected < before
+    assert all(x.shape[:2] == (8, 5) for x in trainer.predict(data).predictions)  # not counts, nor a cache
 
 
 def test_training_lowers_the_objective_of_proposals():
