@@ -235,7 +235,8 @@ def test_padding_before_the_first_position_does_not_exist():
     padded, alone = run(model, x, attention_mask=mask), run(model, x[:1, 2:])
     torch.testing.assert_close(padded.losses[0, 2:], alone.losses[0], rtol=0, atol=1e-12)
     assert torch.equal(padded.refine_depths[0, 2:], alone.refine_depths[0]) and alone.refine_depths.any()
-    model.train()(x, attention_mask=mask).loss.backward()
+    model.train().set_objective(lambda y, observation, history: (y - observation).square().sum(-1).sqrt())
+    model(x, attention_mask=mask).loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -327,7 +328,11 @@ def test_save_and_load(metric, tmp_path):
         register_objective("longest", Counting)
     again = type("Longest", (Longest,), {"__qualname__": Longest.__qualname__, "__module__": Longest.__module__})
     register_objective("longest", again)  # as of a notebook's cell that runs twice
-    assert objectives.OBJECTIVES.pop("longest") is again
+    assert objectives.OBJECTIVES["longest"] is again
+    elsewhere = type("Longest", (Longest,), {"__qualname__": Longest.__qualname__, "__module__": "elsewhere"})
+    with pytest.raises(ValueError, match="'longest' is registered already"):
+        register_objective("longest", elsewhere)
+    del objectives.OBJECTIVES["longest"]
     with pytest.raises(ValueError, match="made by calling a class or function, got 3"):
         register_objective("three", 3)
 
