@@ -11,8 +11,18 @@ _cache = tempfile.TemporaryDirectory(prefix="datasets-")
 os.environ["HF_DATASETS_CACHE"] = _cache.name  # before `datasets` is imported; subprocesses inherit it
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` are skipped where there is none."""
+    """Tests marked `gpu` are skipped where there is none; of one marked `sampled(n)` all variants but n are slow."""
+    sampled: dict[tuple, list] = {}
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            sampled.setdefault((item.path, item.originalname), []).append(item)
+    for variants in sampled.values():
+        (kept,) = variants[0].get_closest_marker("sampled").args
+        order = sorted(range(len(variants)), key=lambda i: i * 0.618034 % 1)  # in step with no argument's values
+        for i in order[kept:]:
+            variants[i].add_marker(pytest.mark.slow)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

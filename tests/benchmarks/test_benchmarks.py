@@ -51,6 +51,7 @@ def benchmark_module(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in TINY])
+@pytest.mark.sampled(4)
 def test_benchmark_writes_its_report(benchmark_module, tmp_path, name):
     path = tmp_path / f"{name}.json"
     arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--out", str(path), *TINY[name]]

@@ -32,6 +32,7 @@ def model(folder, task):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_every_dial_changes_the_output_and_costs_more_when_it_is_turned_up(model, task):
     places, costs = [], []
     for small, K, depth in ((model, 8, 3), (model, 2, 3), (smaller(model, 0.25), 8, 3), (model, 8, 1)):

@@ -142,6 +142,7 @@ def test_shrinking_makes_nothing_larger():
 
 
 @mostly_slow_variants
+@pytest.mark.sampled(1)
 def test_states_have_one_layout(variant, tmp_path):
     """The same named tensors in a cache, in its file and in an exported program."""
     model = random_model(**variant)

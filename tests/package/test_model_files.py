@@ -30,6 +30,7 @@ from modeling_essm import (
 
 @mostly_slow_variants
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.sampled(1)
 def test_compiled_forward_and_training_equal_eager(variant, backend):
     torch._dynamo.reset()
     model, ids = random_model(**variant), random_ids(2, 37)
@@ -75,6 +76,7 @@ def test_inductor_equals_eager():
 
 
 @variants
+@pytest.mark.sampled(2)
 def test_export_with_fixed_shape(variant):
     model, ids = random_model(**variant), random_ids(2, 21)
     program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False, "spectral_budget": 6})
@@ -85,6 +87,7 @@ def test_export_with_fixed_shape(variant):
 
 @pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
 @mostly_slow_variants
+@pytest.mark.sampled(1)
 def test_export_with_any_batch_and_length(masked, variant):
     model, ids = random_model(**variant), random_ids(2, 21)
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=512)

@@ -172,6 +172,7 @@ print("loaded", type(model).__name__)
 
 
 @pytest.mark.parametrize("route", ["path", "hub"])
+@pytest.mark.sampled(1)
 def test_folders_load_without_the_package(route, tmp_path):
     model, home = pairs(num_labels=3), tmp_path / "hf_home"
     folder = tmp_path / "saved"

@@ -41,6 +41,7 @@ def outputs(model, budget=None, ids=None):
 @CAPACITIES
 @variants
 @CLASSES
+@pytest.mark.sampled(24)
 def test_a_truncated_model_is_the_large_one_at_that_budget(cls, variant, capacity, tmp_path):
     large = random_model(cls, **variant)
     expected = outputs(large, capacity)

@@ -208,6 +208,7 @@ saved_by = pytest.mark.parametrize("saved", CLASSES)
 @routes
 @saved_by
 @pytest.mark.parametrize("loaded_as", AUTO)
+@pytest.mark.sampled(6)
 def test_every_auto_class_loads_every_folder(children, models, route, saved, loaded_as):
     results = children(route)
     assert results[saved, loaded_as, "class"] == CLASSES[loaded_as].__name__
@@ -273,6 +274,7 @@ def test_the_code_saved_along_is_the_packages(folders, saved):
 
 
 @pytest.mark.parametrize("saved", ["causal", "gated"])
+@pytest.mark.sampled(1)
 def test_package_and_remote_copies_live_in_one_process(folders, saved, tmp_path):
     """Their custom operators must not collide, and caches and configs of either serve both."""
     package = Path(modeling_essm.__file__).parents[1]
@@ -358,6 +360,7 @@ def derived(tmp_path_factory):
 @pytest.mark.parametrize(
     "package", [pytest.param(False, id="alone"), pytest.param(True, id="with-package", marks=pytest.mark.slow)]
 )
+@pytest.mark.sampled(1)
 def test_a_derived_class_loads_as_what_it_is(derived, kind, package, tmp_path):
     where = Path(modeling_essm.__file__).parents[1] if package else None
     arguments = derived[0] / kind, tmp_path / "again", "with-package" if package else "alone"

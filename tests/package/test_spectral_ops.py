@@ -81,6 +81,7 @@ def make_heads(shape, B, L, K, dtype=torch.float64, capacity=None, seed=0):
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "state-and-right-padding"])
 @pytest.mark.parametrize(("B", "L", "K"), [(2, 1, 4), (2, 63, 3), (3, 200, 32), (2, 321, 2)])
 @pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+@pytest.mark.sampled(90)
 def test_heads_agree_with_the_definition(dtype, algorithm, padded, B, L, K, shape):
     operator = SpectralOperator(H)
     u, gates, M = make_heads(shape, B, L, K, dtype, capacity=K + 1)

@@ -106,6 +106,7 @@ print(loaded.config.auto_map[load], AutoConfig.from_pretrained("saved_config", t
         ("essm-lra-retrieval", *["AutoModelForSequenceClassification"] * 2, "pair_essm.ESSMForPairClassification"),
     ],
 )
+@pytest.mark.sampled(1)
 def test_a_clone_loads_by_auto_classes_without_the_package(name, made, loaded, expected, tmp_path):
     """What is saved holds its own code and says so."""
     root = FOLDER.parent

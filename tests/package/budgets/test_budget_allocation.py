@@ -314,6 +314,7 @@ def trained():
     return runs
 
 
+@pytest.mark.slow
 def test_chosen_lists_beat_uniform_and_random_ones(trained):
     rng = np.random.default_rng(0)
     gains = []

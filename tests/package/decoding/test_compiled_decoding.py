@@ -51,6 +51,7 @@ def decode(model, ids, budget, cache=None):
     [({}, 5), ({}, [3, 17]), *((variant, 5) for variant in VARIANTS.values())],
     ids=["full", "per layer", *VARIANTS],
 )
+@pytest.mark.sampled(3)
 def test_steps_equal_eager_ones(variant, budget, taken):
     model = compiled_model([budget], taken, batch_size=2, **variant)
     ids = random_ids(2, 9)
@@ -263,6 +264,7 @@ def compile_config(backend="eager", **fields):
 
 @pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("start", ["ids", "padded", "embeddings"])
+@pytest.mark.sampled(5)
 def test_generate_with_a_static_cache_is_one_graph(start, fields):
     """What the library asks of a static cache: no graph break, and one graph for all steps of all calls of a shape."""
     torch._dynamo.reset()

@@ -29,6 +29,7 @@ def decode(model, ids, draft_budget=None, draft_length=None, **kwargs):
 @variants
 @pytest.mark.parametrize("draft_length", [None, 1, 4])
 @pytest.mark.parametrize("prompt", [1, 2, 19])
+@pytest.mark.sampled(10)
 def test_greedy_is_token_identical(prompt, draft_length, variant):
     model, ids = random_model(**variant), random_ids(3, prompt)
     for budget, draft in ((32, 4), (32, 1), ([5, 20], [3, 2]), (8, 8), (None, 4)):

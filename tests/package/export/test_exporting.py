@@ -110,6 +110,7 @@ def assert_states_close(actual, expected):
 @runtimes
 @cases
 @torch.no_grad()
+@pytest.mark.sampled(4)
 def test_prefill_and_steps_equal_the_model(case, runtime, runners):
     """From nothing, then from the states, in another piece and token by token."""
     model, budget, programs = exported(case)
