@@ -90,8 +90,9 @@ ROWS = {
     "ESM, diagonal metric": Method(fields={"metric": "diagonal"}),
     "ESM, low-rank metric": Method(fields={"metric": "low_rank"}),
     "ESM, relaxed gate": Method(fields={"gate_training": "relaxed"}),
-    "ESM, distilled": Method(distilled=1.0),
-    "ESM, distilled, 10": Method(distilled=10.0),
+    "ESM, distilled 0.03": Method(distilled=0.03),
+    "ESM, distilled 0.1": Method(distilled=0.1),
+    "ESM, distilled 1": Method(distilled=1.0),
     "ESM, policy gradient": Method(fields={"gate_training": "policy_gradient"}),
 }
 
