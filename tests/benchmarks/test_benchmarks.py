@@ -213,6 +213,7 @@ def quick_report(module, tmp_path, *arguments):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_training_step_measures_every_combination_when_asked(benchmark_module, tmp_path):
     module = benchmark_module("training_step")
     shape = ["--lengths", "32", "--batches", "1", "--budgets", "2", "3"]

@@ -300,6 +300,7 @@ def test_figures_show_what_is_measured(folder):
         assert found["depth"].tolist() == measured.depths[2][there].tolist()
 
 
+@pytest.mark.slow
 def test_weights_of_runs_come_back(folder, tmp_path):
     task, run = Repair(folder, 2), elastic_states.Run("ESM, metric I", 3e-3, 0, "repair")
     settings = Settings(str(folder), 2, batch_size=2, latent_size=8, hidden_size=8, test_count=2)

@@ -194,6 +194,7 @@ def run(module, tmp_path, *arguments):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_every_model_runs_every_kind_of_task(tmp_path, capsys):
     names, tasks = [*memory_probes.ROWS], ["mqar:pairs=3", "delay-white"]
     report = run(memory_probes, tmp_path, "--tasks", *tasks, "--rates", "0.01", "--seeds", "0")

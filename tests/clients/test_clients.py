@@ -139,6 +139,7 @@ def whole_and_offloaded(way: str, variant: dict, folder):
 @pytest.mark.parametrize(
     "way", ["from_pretrained", "everything", "capacity", "cpu_offload", "disk_offload", "dispatch_model"]
 )
+@pytest.mark.sampled(5)
 def test_offloaded_weights_change_nothing(way, variant, tmp_path):
     model, offloaded = whole_and_offloaded(way, variant, tmp_path)
     away = [name for name, parameter in offloaded.named_parameters() if parameter.is_meta]

@@ -260,6 +260,7 @@ def assert_same_model(folder, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("how", ["function", "command"])
+@pytest.mark.sampled(1)
 def test_sharded_checkpoints_are_merged_into_a_folder_that_loads(how, sharded, one_process, tmp_path):
     checkpoint = sharded / "SHARDED_STATE_DICT" / "checkpoint-3" / "pytorch_model_fsdp_0"
     assert len(list(checkpoint.glob("*.distcp"))) == 2  # each rank wrote its own

@@ -439,6 +439,7 @@ def test_without_torchao_everything_else_works(folders, tmp_path):
 @pytest.mark.skipif(TORCH < (2, 13), reason="torch 2.11 cannot compile the basis, quantised or not")
 @FORMATS
 @pytest.mark.parametrize("shape", [(2, 20), (1, 1)])
+@pytest.mark.sampled(1)
 def test_compiled_models_agree(models, name, shape):
     model, ids = models[name], random_ids(*shape)
     torch._dynamo.reset()

@@ -46,6 +46,7 @@ def command_line(**values) -> list[str]:
     ],
     ids=["dropout only", "AR-STU", "AR-STU as released", "exponent 0", "gated"],
 )
+@pytest.mark.sampled(2)
 def test_variants_train(changes, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("spectral budgets " * 100)

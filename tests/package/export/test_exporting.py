@@ -300,6 +300,7 @@ def test_other_models_are_refused():
     ids=["features", "ids", "gated"],
 )
 @torch.no_grad()
+@pytest.mark.sampled(1)
 def test_classifiers(pooling, features, block):
     """Under onnxruntime in `test_script_exports_classifiers`."""
     fields = VARIANTS[block] | ONE | {"classifier_pooling": pooling, "num_input_features": features}

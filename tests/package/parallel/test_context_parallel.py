@@ -35,6 +35,7 @@ def check(found: dict[str, float], tolerance: float) -> None:
 
 @orders
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.sampled(2)
 def test_operator_equals_one_process(ranks, order):
     """With an initial state: outputs, gradients of inputs, gates, M_k and that state."""
     cases = list(itertools.product((4, 32), (torch.float32, torch.float64), (False, True), (False, True)))

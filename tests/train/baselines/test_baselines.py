@@ -69,6 +69,7 @@ def test_language_models_match_the_target(architecture, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.sampled(7)
 def test_classifiers_match_the_target(architecture, target):
     D, layers = TARGETS[target]
     fields = {"model_class": BaselineForSequenceClassification, "num_input_features": 40, "num_labels": 12}

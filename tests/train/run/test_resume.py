@@ -300,6 +300,7 @@ def cut(path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
+@pytest.mark.sampled(3)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(name, damage, said, arguments, finished, tmp_path, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     damage(tmp_path / "checkpoint-00000008" / name)
