@@ -261,6 +261,7 @@ def ablation(benchmark_module):
     return module, run
 
 
+@pytest.mark.slow
 def test_ablation_runs_are_tabled_at_their_best_rate(ablation, tmp_path, monkeypatch, capsys):
     from essm_train import models
 
@@ -332,6 +333,7 @@ def test_ablation_reports_a_run_that_diverged(ablation, tmp_path):
     assert result["best_rate"] is None
 
 
+@pytest.mark.slow
 def test_an_ablation_run_is_a_run_of_train_clm(ablation, tmp_path):
     """So that what it measures is what a user gets."""
     from essm_train.arguments import parse_arguments

@@ -175,6 +175,7 @@ def test_what_comes_after_an_arrival_stays():
 
 @pytest.mark.parametrize("kind", [Repair, Maze])
 @pytest.mark.parametrize("name", ["SSM", "ESM"])
+@pytest.mark.sampled(2)
 def test_rows_without_refinement_learn_without_it(kind, name, folder, monkeypatch):
     """Where they go by themselves too: else they would meet in tests what they have never seen."""
     settings, task = Settings(str(folder), 2, batch_size=2, latent_size=8, hidden_size=8), kind(folder, 1)

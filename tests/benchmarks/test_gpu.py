@@ -201,6 +201,7 @@ def scan(x, dt, A, B, C, chunk, D, dt_bias, dt_softplus):
     return recurrence(x, dt, A, B, C, D, dt_bias)
 
 
+@pytest.mark.slow
 def test_all_three_models_learn(texts, clock, monkeypatch):
     monkeypatch.setattr(gpu_peers, "ssd_kernel", lambda: scan)
     results = train(texts, "--seconds", "40", "--log_every", "1")
@@ -246,6 +247,7 @@ def test_train_bad_arguments(texts, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_machine_without_datasets_runs_all_parts():
     """The GPU machine has torch and transformers, and none of what `[train]` brings."""
     code = "import sys; sys.modules['datasets'] = sys.modules['evaluate'] = None\n"

@@ -141,6 +141,7 @@ def test_certificates_hold_on_a_model(model):
         assert found and all(0 < layer["measured"] <= layer["best"] * (1 + 1e-9) for layer in found)
 
 
+@pytest.mark.slow
 def test_a_sweep_from_end_to_end(tmp_path, data_dir, capsys):
     out = tmp_path / "found.json"
     argv = ["--quick", "--data_dir", data_dir, "--tasks", "digits", "reviews", "--seeds", "0", "--out", str(out)]

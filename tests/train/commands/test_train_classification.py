@@ -69,6 +69,7 @@ def test_sweep_is_the_accuracy_of_the_saved_model(finished, files):
     [{"kind": "pixels"}, {"kind": "text"}, {"kind": "text", "streaming": True, "num_labels": 2}],
     ids=["pixels", "text", "streamed text"],
 )
+@pytest.mark.sampled(2)
 def test_runs_learn(run, arguments, files, tmp_path, capsys):
     changes = {"per_device_train_batch_size": 16, "max_steps": 40, "dropout": 0.0, "eval_steps": 40}
     train(arguments(tmp_path, **run, **changes, save_steps=40, test_file=files[f"{run['kind']} test"]))

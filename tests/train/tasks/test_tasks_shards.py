@@ -68,6 +68,7 @@ def test_shards_hold_the_rows_and_the_manifest_says_so(made):
 
 
 @pytest.mark.parametrize("task", [TASK, PICTURES], ids=["listops", "pathfinder"])
+@pytest.mark.sampled(1)
 def test_the_number_of_processes_does_not_show(task, tmp_path):
     for workers in (1, 2):
         generate(task, tmp_path / str(workers), num_workers=workers, progress=False)
