@@ -61,10 +61,9 @@ def attention_call(
     B, L, _ = x.shape
     first = {kind: config.layer_types.index(kind) for kind in {*config.layer_types} - {SPECTRAL_LAYER}}
     masks = {kind: _mask(config, kind, x, caches[i], packing) for kind, i in first.items()}
-    cache = caches[min(first.values())]
     options: dict[str, Any] = {}
     positions = torch.arange(L, device=x.device)[None]
-    if cache is not None and cache.tensors:
+    if (cache := caches[min(first.values())]) is not None and cache.tensors:
         positions = positions + cache.tensors["lengths"].to(x.device)[:, None]
     if packing is not None:
         positions = packing.positions(B, L).to(x.device)

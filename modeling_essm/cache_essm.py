@@ -198,9 +198,7 @@ class ElasticCache(Cache):
 
 
 class ESSMCache(ElasticCache, DynamicCache):
-    """Cache of an ES-SSM for `past_key_values`, of constant size but for what attention layers hold.
-
-    To the library it is a dynamic one, never compiled by itself.
+    """Cache of an ES-SSM, constant in size but for attention; to the library a dynamic one, never compiled by itself.
 
     Args:
         config: the model's ESSMConfig.

@@ -332,13 +332,11 @@ class ESSMConfig(PreTrainedConfig):
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or _head_dim(self.hidden_size, self.num_attention_heads)
         if self.head_dim < 2 or self.head_dim % 2:
-            default = f"by default hidden_size {self.hidden_size} / num_attention_heads {self.num_attention_heads}"
-            raise ValueError(f"head_dim must be even and at least 2, {default}, got {self.head_dim}")
+            given = f"{self.head_dim} (hidden_size {self.hidden_size}, num_attention_heads {self.num_attention_heads})"
+            raise ValueError(f"head_dim must be even and at least 2, as rotary positions need, got {given}")
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
-                f"got {self.num_key_value_heads}"
-            )
+            legal = f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}"
+            raise ValueError(f"{legal}, got {self.num_key_value_heads}")
         if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
             raise ValueError('sliding_window must be an integer of at least 2 for "sliding_attention", got None')
 

@@ -56,10 +56,10 @@ def use_kernels(
     wanted = os.environ.get("ESSM_TRITON")
     if device.type not in ("cuda", "cpu") or triton is None or wanted == "0":
         return False
-    if device.type == "cpu":
-        if not INTERPRETED:
-            return False
-    elif wanted != "1" or torch.version.hip or torch.cuda.get_device_capability(device) != (9, 0):
+    if device.type == "cpu" and not INTERPRETED:
+        return False
+    off = wanted != "1" or torch.version.hip
+    if device.type == "cuda" and (off or torch.cuda.get_device_capability(device) != (9, 0)):
         return False
     if dtype not in (torch.float32, torch.bfloat16) or N > _MOST_STATES or not _STEPS[0] <= C <= _STEPS[1]:
         return False
@@ -67,12 +67,8 @@ def use_kernels(
         return True
     if dtype == torch.float32 and device.type == "cuda":  # these tiles are made to fit an H100 in bf16
         return False
-    if mixing[0] == D:
-        return True
-    smallest, largest = _HEAD_WIDTHS
-    if mixing == (1, 1):
-        return smallest <= D // G
-    return smallest <= min(mixing) and max(mixing) <= largest
+    narrowest = D // G if mixing == (1, 1) else min(mixing)
+    return mixing[0] == D or (_HEAD_WIDTHS[0] <= narrowest and max(mixing) <= _HEAD_WIDTHS[1])
 
 
 # -- Functions of tensors ---------------------------------------------------------------------------------------------

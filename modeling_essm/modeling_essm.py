@@ -339,10 +339,7 @@ class ESSMModel(ESSMPreTrainedModel):
 
 
 class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
-    """ES-SSM with a language-model head.
-
-    `generate(ids, spectral_budget=6)` decodes at constant memory unless layers attend.
-    """
+    """ES-SSM with a language-model head. Without attention `generate(ids, spectral_budget=6)` takes constant memory."""
 
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 

@@ -33,7 +33,7 @@ BAD = {
     },
     "too-many-heads": (
         {"layer_types": [L_, F_], "hidden_size": 16, "num_attention_heads": 16},
-        "hidden_size 16 / num_attention_heads 16, got 0",
+        r"got 0 \(hidden_size 16, num_attention_heads 16\)",
     ),
     "dropout": ({"layer_types": [L_, F_], "attention_dropout": 1.0}, "attention_dropout must be"),
     "capacities": (

@@ -40,7 +40,7 @@ from .inputs_elastic_state import (
 from .latent_elastic_state import ElasticStateLatent
 from .metrics_elastic_state import ElasticStateMetric
 from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, tree_map
-from .outputs_elastic_state import ElasticStateOutput
+from .outputs_elastic_state import ElasticStateOutput, mean_over
 from .recurrence_elastic_state import ElasticStateRecurrence
 
 
@@ -309,10 +309,14 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         else:
             z, expected = self.corrector.refine_softly(z0, masks, evaluate, work), masks.sum(1)
         if z is not z0:
-            rows = depths.nonzero().flatten() if masks is None else torch.arange(len(z), device=z.device)
-            refined = self._read(z.index_select(0, rows))
-            y, losses = y.index_copy(0, rows, refined), losses.index_copy(0, rows, judge(refined, rows))
-            work.values += len(rows)
+            rows = depths.nonzero().flatten() if masks is None else None
+            refined = self._read(z if rows is None else z.index_select(0, rows))
+            judged = judge(refined, rows)
+            work.values += len(refined)
+            if rows is None:
+                y, losses = refined, judged
+            else:
+                y, losses = y.index_copy(0, rows, refined), losses.index_copy(0, rows, judged)
         return sampled | {
             "latents": z,
             "proposals": z0,
@@ -327,7 +331,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         """The mean of l_K + lambda_E K + w_0 l_0 over real positions (B, L), plus the surrogate of a sampled depth."""
         costs = output.losses + self.config.compute_penalty * output.expected_depths
         each = costs + self.config.proposal_weight * output.proposal_losses
-        loss = each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+        loss = mean_over(each, real)
         if log_prob is None or entropy is None:
             return loss
         return loss + policy_loss(costs, log_prob, entropy, real, self.config)

@@ -41,6 +41,11 @@ class ElasticStateOutput(ModelOutput):
     kept_steps: int | None = None
 
 
+def mean_over(each: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """() of (B, L) where real (B, L) is true; 0 if it is nowhere."""
+    return each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+
+
 def distillation_loss(output: ElasticStateOutput, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """() mean over real positions of |z_0 - z_K|^2, where z_K is data: proposals learn what they were refined to.
 
@@ -54,10 +59,7 @@ def distillation_loss(output: ElasticStateOutput, attention_mask: torch.Tensor |
     if output.proposals is None or output.latents is None:
         raise ValueError("distillation needs an output with latents and proposals")
     each = (output.proposals - output.latents.detach()).square().sum(-1)
-    if attention_mask is None:
-        return each.mean()
-    real = attention_mask.bool()
-    return each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+    return each.mean() if attention_mask is None else mean_over(each, attention_mask.bool())
 
 
 __all__ = ["ElasticStateOutput", "distillation_loss"]
