@@ -38,6 +38,7 @@ from essm_train.publish.model_card import write_model_card
 from modeling_essm.training.budget_dropout import BUDGETS
 
 SAMPLE_BUDGETS = (2, 4)
+SIZE_BLOCKS = 64  # of the held-out ones: every format is scored
 FORMATS = {"bf16": {"dtype": torch.bfloat16}, "int8": {"quantization_config": "int8"}}
 FORMATS["int4"] = {"quantization_config": "int4"}
 
@@ -95,7 +96,7 @@ def draw_peers(runs: list[Path]) -> Figure:
     return figure
 
 
-def template(args: ReleaseArguments, samples: list[str], sizes: list[str]) -> str:
+def template(args: ReleaseArguments, samples: list[str], sizes: list[str], size_blocks: int) -> str:
     """The card with the markers that `write_model_card` fills."""
     curves = "\n## Beside its peers\n\n![bits per byte against bytes read](peers.png)\n" if args.peers else ""
     return f"""---
@@ -121,6 +122,8 @@ Temperature 0.7, seed 0, 120 bytes; the first of one draw each, none was chosen.
 {chr(10).join(samples)}
 
 ## File sizes
+
+Bits per byte of the first {size_blocks} of the held-out blocks.
 
 | weights | channels | MB | bits per byte |
 |---|---|---|---|
@@ -166,7 +169,8 @@ def release(args: ReleaseArguments, root: Path) -> Path:
     samples = [f"- K = {K}: {sample(model, tokenizer, prompt, K)}" for prompt in args.prompts for K in budgets]
     with tempfile.TemporaryDirectory() as work:
         card = Path(work) / "template.md"
-        card.write_text(template(args, samples, size_rows(source, capacity, blocks[:64], Path(work))))
+        few = blocks[:SIZE_BLOCKS]
+        card.write_text(template(args, samples, size_rows(source, capacity, few, Path(work)), len(few)))
         record = read_json(new / "budget_sweep.json", "")
         picture = new / "budget_sweep.png"
         write_model_card(new, sweep=record, training=training, hub_model_id=args.name, template=card, picture=picture)
