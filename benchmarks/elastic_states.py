@@ -3,7 +3,7 @@
 
     python -m benchmarks.elastic_states --data_dir data --processes 2
     python -m benchmarks.elastic_states --tasks repair --only SSM ESM --seeds 0 --updates 50
-    python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states
+    python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states --time 5
 
 Tasks: loops of real protein chains, and, with four times the updates, mazes that are seen five cells wide. Rows: the
 recurrence alone (SSM), the same of as many parameters as the others (SSM, wide), a causal Transformer and a recurrence
@@ -15,8 +15,8 @@ own gate: no refinement, all of it, and its mean depth spent everywhere alike, b
 where a position is difficult before it is spent elsewhere. Reported: the metrics, mean depth, how well depth tells
 difficult positions (AUROC), its rank correlation with the objective of the proposal and with how wrong the proposal is
 by what the objective does not see, the mean depth around the first difficult position, FLOPs of products, solves and
-attention a position as counted on four test streams, and time; of runs at several --rates each row's best. One JSON
-file a run, its weights beside it; a sweep that was killed goes on.
+attention a position as counted on four test streams, and processor time there, with --time of all rows in turn; of runs
+at several --rates each row's best. One JSON file a run, its weights beside it; a sweep that was killed goes on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor
 
 from . import common, sweep_tables, sweeps
-from .elastic_measures import STREAMS, auroc, controls, cost, told
+from .elastic_measures import STREAMS, auroc, controls, cost, step_seconds, times_in_turn, told
 from .elastic_tasks import TASKS, Repair, always
 from .matched_models import Row
 from .sweeps import Run
@@ -326,6 +326,26 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
+def time_rows(results: list[dict[str, Any]], settings: Settings, runs_dir: Path, rounds: int) -> None:
+    """Write in each row "seconds_in_turn", those a position of the model of its first seed: median, least and most.
+
+    Raises:
+        ValueError: weights are gone.
+    """
+    for task in dict.fromkeys(r["task"] for r in results):
+        opened, timers = open_task(settings, task), {}
+        for row in (r for r in results if r["task"] == task and r["control"] is None):
+            run = Run(row["model"], row["rate"], row["seeds"][0], task)
+            model, depth = load_trained(runs_dir / run.file, opened), ROWS[row["model"]].depth
+            timers[row["model"]] = functools.partial(
+                step_seconds, opened, model, depth, min(STREAMS, settings.test_count)
+            )
+        with common.threads(1):
+            found = times_in_turn(timers, rounds)
+        for row in (r for r in results if r["task"] == task and r["control"] is None):
+            row["seconds_in_turn"] = found[row["model"]]
+
+
 def print_tables(results: list[dict[str, Any]]) -> None:
     """A table for each task; rows of controls are indented."""
     for task in dict.fromkeys(r["task"] for r in results):
@@ -338,7 +358,10 @@ def print_tables(results: list[dict[str, Any]]) -> None:
             shown = [
                 sweep_tables.shown(r.get(metric)) for metric in (*metrics, "mean_depth", "auroc", "error_correlation")
             ]
-            cost = [f"{r['flops']['mean']:,.0f}", f"{r['seconds']['mean'] * 1e3:.2f}"] if "flops" in r else ["-", "-"]
+            cost = ["-", "-"]
+            if "flops" in r:
+                seconds = r["seconds_in_turn"]["median"] if "seconds_in_turn" in r else r["seconds"]["mean"]
+                cost = [f"{r['flops']['mean']:,.0f}", f"{seconds * 1e3:.2f}"]
             cells.append([name.replace(" ", "_"), len(r["seeds"]), *shown, *cost])
         common.table(f"row seeds {' '.join(metrics)} mean_depth auroc error_correlation flops ms", cells)
 
@@ -348,9 +371,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
+    p.add_argument("--time", type=int, default=0, metavar="ROUNDS", help="time the models of all rows anew, in turn")
     sweeps.add_arguments(p, {name: Row(1, rates=RATES) for name in ROWS}, "runs/elastic_states", updates=400)
     args = p.parse_args(argv)
     sweeps.check_arguments(p, args)
+    if args.time < 0:
+        p.error(f"--time must be at least 0 rounds, got {args.time}")
     names = args.only or [*ROWS]
     if not args.table:
         settings = Settings(args.data_dir, args.updates)
@@ -366,6 +392,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
     device, report = common.start("elastic_states", args, **records[0]["settings"])
     report["results"] = summarise(records)
+    if args.time:
+        measured = Settings(args.data_dir, **records[0]["settings"])
+        time_rows(report["results"], measured, args.runs_dir, args.time)
     print_tables(report["results"])
     if "repair" in args.tasks and (Path(args.data_dir) / "protein_chains").is_dir():
         report["references"] = {

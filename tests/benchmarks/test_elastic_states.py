@@ -269,7 +269,10 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
         assert found["SSM", None]["mean_depth"]["mean"] == 0 and found["ESM", "all"]["mean_depth"]["mean"] == 3
         assert found["ESM", None]["flops"]["mean"] > found["SSM", None]["flops"]["mean"]
     capsys.readouterr()
-    elastic_states.main(argv)
+    elastic_states.main([*argv, "--time", "3"])
+    timed = [r["seconds_in_turn"] for r in json.loads(out.read_text())["results"] if r["control"] is None]
+    assert len(timed) == len(elastic_states.TASKS) * 3
+    assert all(0 < t["least"] <= t["median"] <= t["most"] for t in timed)
     runs = len(elastic_states.TASKS) * 3 * len(elastic_states.RATES)
     assert f"{runs} of {runs} runs are there" in capsys.readouterr().out
 
