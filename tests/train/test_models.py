@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from essm_train.arguments import parse_arguments
 from essm_train.commands import train_classification, train_clm
 from essm_train.models import make_config, make_model
-from essm_train.tasks.catalog import get_task, published_folder
-from essm_train.tasks.experiments import get_experiment
+from essm_train.tasks.catalog import ROOT
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
@@ -181,16 +180,39 @@ def test_what_cannot_be_matched_is_refused():
         make_model(parse(**tiny), ESSMForCausalLM)
 
 
-@pytest.mark.parametrize("scale", ["small", "full"])
-def test_no_row_of_the_ablation_is_larger(scale):
-    """Table 4: every model has the parameters of ES-SSM."""
-    experiment, sizes = get_experiment("table4"), {}
-    for name, row in experiment.rows.items():
-        spec = get_task(row.task)
-        values = spec.arguments | getattr(spec, scale) | row.arguments
-        values = {key: published_folder(value, "novels") for key, value in values.items() if value is not None}
-        sizes[name] = count(train_clm.CLMArguments(train_file=["a.txt"], **values), vocab_size=259)
-    assert len(sizes) >= 8 and all(abs(n / sizes["ES-SSM"] - 1) <= 0.03 for n in sizes.values()), sizes
+def test_a_gated_block_has_the_parameters_of_the_papers_block():
+    """And from a configuration of the paper's block, whose sizes of a block are not those of another."""
+    own = {"block": "gated", "num_spectral_channels": 32, "match_parameters": True}
+    gated = own | {"match_block": "paper"}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2}
+    target = count(parse(block="paper", **sizes))
+    assert abs(count(parse(**sizes, **gated)) / target - 1) <= 0.03
+    assert count(parse(**sizes, **own)) < target / 3
+    with torch.device("meta"):
+        model = make_model(parse(config_name=ROOT / "hub_configs" / "essm-21m", **gated), ESSMForCausalLM)
+    assert abs(model.num_parameters() / 21_729_280 - 1) <= 0.03 and model.config.conv_kernel_size == 4
+    assert "match_block" not in parse(**sizes, match_parameters=True).identity()
+    with pytest.raises(ValueError, match="match_block is for match_parameters, got match_block='paper' without"):
+        parse(**sizes, match_block="paper")
+    with pytest.raises(ValueError, match=r"block must be one of .* got 'wide'"):
+        make_model(parse(**sizes, **gated | {"match_block": "wide"}), ESSMForCausalLM)
+
+
+@pytest.mark.parametrize("name", ["activation_dropout", "stochastic_depth", "embedding_dropout"])
+def test_a_baseline_has_the_regularisation_it_is_told_or_refuses_it(name):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "block": "paper", "num_spectral_channels": 4}
+    if name != "embedding_dropout":
+        with pytest.raises(
+            ValueError, match=f"{name} must be 0 with architecture 'transformer', which has none, got 0.1"
+        ):
+            make_model(parse(**sizes, architecture="transformer", **{name: 0.1}), ESSMForCausalLM)
+        return
+    model = make_model(parse(**sizes, architecture="transformer", embedding_dropout=0.5), ESSMForCausalLM)
+    ids = torch.arange(12)[None]
+    assert model.train()(ids).logits.ne(model(ids).logits).any()
+    assert model.eval()(ids).logits.equal(model(ids).logits)
+    with pytest.raises(ValueError, match="embedding_dropout must be 0 with architecture 'diagonal_ssm'"):
+        make_model(parse(hidden_size=16, architecture="diagonal_ssm", embedding_dropout=0.5), ESSMForCausalLM)
 
 
 @scripts

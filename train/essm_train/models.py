@@ -192,6 +192,9 @@ class ModelArguments(SizeArguments):
         "without AR-STU's terms and attention layers. For variants that lack weights or have more; a baseline always "
         "has as many.",
     )
+    match_block: str | None = arg(
+        None, "With match_parameters: the block of that ES-SSM, 'paper' or 'gated', by default the model's own."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -208,6 +211,8 @@ class ModelArguments(SizeArguments):
             )
         if self.match_parameters and (self.is_baseline or self.model_name_or_path):
             raise ValueError("match_parameters is for a new ES-SSM: leave it out with a baseline or model_name_or_path")
+        if self.match_block is not None and not self.match_parameters:
+            raise ValueError(f"match_block is for match_parameters, got match_block={self.match_block!r} without")
         if self.config_name and self.model_name_or_path:
             raise ValueError("give config_name or model_name_or_path, not both")
         if self.model_name_or_path:
@@ -235,6 +240,8 @@ class ModelArguments(SizeArguments):
         values = super().identity()
         if not self.is_diagonal:
             values = {name: value for name, value in values.items() if name not in _DIAGONAL}
+        if self.match_block is None:
+            del values["match_block"]  # runs of earlier versions do not name it
         if self.source is not None:
             overrides = {name: getattr(self, name) for name in _SIZES if getattr(self, name) is not None}
             recorded = {name: value for name, value in _RECORDED.items() if name not in _LATER}
@@ -323,8 +330,11 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
         if args.match_parameters:
             from essm_train.baselines.sizes import matched_variant
 
-            config = matched_variant(config, cls)
+            config = matched_variant(config, cls, args.match_block)
         return cls(config).float()
+    for name in ("activation_dropout", "stochastic_depth", *(["embedding_dropout"] if args.is_diagonal else [])):
+        if rate := getattr(config, name):
+            raise ValueError(f"{name} must be 0 with architecture {args.architecture!r}, which has none, got {rate}")
     if args.is_diagonal:
         return _make_diagonal(args, cls, fields)
     from essm_train.baselines.models import (
@@ -351,6 +361,7 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
             num_hidden_layers=config.num_hidden_layers,
             max_position_embeddings=config.filter_length,
             dropout=config.dropout,
+            embedding_dropout=config.embedding_dropout,
             **fields,
         )
     ).float()

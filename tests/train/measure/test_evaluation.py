@@ -204,34 +204,34 @@ def test_fixed_models_beside_an_elastic_one_are_costed(novels, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_table_is_run_collected_and_resumed(novels, tmp_path, capsys, monkeypatch):
-    record = reproduce.reproduce("table4", novels())
+    record = reproduce.reproduce("table4_novels", novels())
     rows = record["rows"]
     assert list(rows) == ["base", "ES-SSM"] and all(len(row["values"]) == 2 for row in rows.values())
     assert rows["base"]["training"]["arguments"]["gating"] == "none"
     assert rows["ES-SSM"]["training"]["schedule"] == "discrete" and rows["base"]["training"]["schedule"] == "full"
     assert rows["base"]["values"][0] != rows["base"]["values"][1]  # another seed
     names = {path.name for path in (tmp_path / "results").iterdir()}
-    assert names == {"table4-small.json", "table4-small.md", "table4-small.png"}
-    assert "| ES-SSM |" in (tmp_path / "results" / "table4-small.md").read_text()
-    written = (tmp_path / "results" / "table4-small.json").read_text()
+    assert names == {"table4_novels-small.json", "table4_novels-small.md", "table4_novels-small.png"}
+    assert "| ES-SSM |" in (tmp_path / "results" / "table4_novels-small.md").read_text()
+    written = (tmp_path / "results" / "table4_novels-small.json").read_text()
     assert str(tmp_path) not in written and str(ROOT) not in written and "hub_configs/essm-tiny" in written
     capsys.readouterr()
     monkeypatch.setattr(reproduce.subprocess, "run", None)  # nothing is run again
-    assert reproduce.reproduce("table4", novels())["rows"] == rows
+    assert reproduce.reproduce("table4_novels", novels())["rows"] == rows
     assert capsys.readouterr().out.count("done before") == 4
     with pytest.raises(RuntimeError, match="gating=none-match_parameters=True-seed0 holds the run of another command"):
-        reproduce.reproduce("table4", novels(max_steps=5))
+        reproduce.reproduce("table4_novels", novels(max_steps=5))
 
 
 def test_runner_errors(novels):
     with pytest.raises(ValueError, match=r"experiment must be one of exponents, .* or a \.yaml file, got 'table9'"):
         reproduce.reproduce("table9", novels())
-    with pytest.raises(ValueError, match=r"rows of table4 must be among .* got \['gate'\]"):
-        reproduce.reproduce("table4", novels(rows=["gate"]))
+    with pytest.raises(ValueError, match=r"rows of table4_novels must be among .* got \['gate'\]"):
+        reproduce.reproduce("table4_novels", novels(rows=["gate"]))
     with pytest.raises(ValueError, match="seeds and jobs"):
-        reproduce.reproduce("table4", novels(seeds=0))
+        reproduce.reproduce("table4_novels", novels(seeds=0))
     with pytest.raises(RuntimeError, match="max_steps must be at least 1, got -1"):
-        reproduce.reproduce("table4", novels(max_steps=-1, rows=["base"], seeds=1))
+        reproduce.reproduce("table4_novels", novels(max_steps=-1, rows=["base"], seeds=1))
 
 
 @pytest.mark.slow

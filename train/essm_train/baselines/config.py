@@ -33,6 +33,7 @@ class BaselineConfig(PreTrainedConfig):
         num_input_features (`int`, *optional*): F of continuous inputs, instead of token ids.
         max_position_embeddings (`int`): longest sequence that the transformer is meant for and that "s4" reads.
         dropout (`float`): rate after each sub-layer, as in ES-SSM; of "tc_resnet" before the classifier, as published.
+        embedding_dropout (`float`): rate on what is embedded, as in ES-SSM; of "tc_resnet", which embeds nothing, 0.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
 
     Raises:
@@ -50,6 +51,7 @@ class BaselineConfig(PreTrainedConfig):
     num_input_features: int | None = None
     max_position_embeddings: int = 4096
     dropout: float = 0.0
+    embedding_dropout: float = 0.0
     classifier_pooling: str = "mean"
     initializer_range: float = 0.02
     norm_eps: float = 1e-5
@@ -90,8 +92,11 @@ class BaselineConfig(PreTrainedConfig):
             raise ValueError("architecture 'tc_resnet' needs num_input_features: its channels are frequency bands")
         if self.classifier_pooling not in ("mean", "last"):
             raise ValueError(f"classifier_pooling must be 'mean' or 'last', got {self.classifier_pooling!r}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be a number in [0, 1), got {self.dropout!r}")
+        for name in ("dropout", "embedding_dropout"):
+            if not 0.0 <= (rate := getattr(self, name)) < 1.0:
+                raise ValueError(f"{name} must be a number in [0, 1), got {rate!r}")
+        if self.architecture == "tc_resnet" and self.embedding_dropout:
+            raise ValueError(f"embedding_dropout of 'tc_resnet', which embeds nothing: 0, got {self.embedding_dropout}")
 
     def _check_integers(self, minimum: dict[str, int]) -> None:
         for name, least in minimum.items():

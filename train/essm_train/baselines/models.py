@@ -72,6 +72,7 @@ class BaselineEncoder(nn.Module):
             return self.backbone(given.to(next(self.backbone.parameters()).dtype), attention_mask)
         else:
             hidden_states = self.embed_features(given.to(self.embed_features.weight.dtype))
+        hidden_states = F.dropout(hidden_states, self.config.embedding_dropout, self.training)
         outputs = self.backbone(inputs_embeds=hidden_states, attention_mask=attention_mask)
         return outputs.last_hidden_state, attention_mask
 

@@ -148,7 +148,9 @@ def _three_sizes(
         yield fixed + layers * (per_layer + per_inner * inner), _Sizes(D, layers, inner)
 
 
-def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module], tolerance: float = 0.03) -> ESSMConfig:
+def matched_variant(
+    config: ESSMConfig, model_class: Callable[[Any], nn.Module], block: str | None = None, tolerance: float = 0.03
+) -> ESSMConfig:
     """That variant of ES-SSM with as many parameters as ES-SSM itself, of the config's sizes with gate, not AR-STU, and
     without attention layers, whose heads keep their width.
 
@@ -157,12 +159,14 @@ def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module],
 
     Args:
         model_class: what the parameters are counted of, an ES-SSM with its head.
+        block: of the ES-SSM to match, "paper" or "gated", with what follows from it; by default that of the config.
         tolerance: largest relative difference.
     Raises:
         ValueError: no such model, with the closest one named.
     """
     D, fields = config.hidden_size, config.to_dict()
-    target = count_parameters(type(config).from_dict(fields, **_OF_ES_SSM), model_class)
+    matched = _OF_ES_SSM | ({"block": block} if block else {})
+    target = count_parameters(type(config).from_dict(fields, **matched), model_class)
 
     def make(width: int) -> ESSMConfig:
         sizes = {name: getattr(config, name) for name in ("gate_hidden_size", "intermediate_size")}
@@ -176,7 +180,7 @@ def matched_variant(config: ESSMConfig, model_class: Callable[[Any], nn.Module],
     def count(candidate: ESSMConfig) -> int:
         return count_parameters(candidate, model_class)
 
-    widths = range(2, 2 * D + 1, 2)
+    widths = range(2, 4 * D + 1, 2)  # a gated block has a sixth of the parameters of the paper's at one width
     i = bisect_left(widths, target, key=lambda width: count(make(width)))
     best = min(map(make, widths[max(0, i - 1) : i + 1]), key=lambda candidate: abs(count(candidate) - target))
     if published := best.intermediate_size:

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The paper's tables, and our own questions, by one command each: variants x seeds, resumed where they stopped.
 
-    python train/reproduce.py table4 --scale small --seeds 3 --data_dir data          # ablation on language modelling
+    python train/reproduce.py table4_novels --scale small --seeds 3 --data_dir data   # ablation on language modelling
     python train/reproduce.py table1 --scale medium --seeds 1 --jobs 2 --data_dir data
     python train/reproduce.py exponents --scale small --seeds 3 --data_dir data
     python train/reproduce.py my_experiment.yaml                                       # see tasks/experiments.py
@@ -10,13 +10,13 @@
 Every run is one call of a training script in a process of its own, in output_dir/<task>-<scale>/<overrides>-seed<n>:
 experiments share the runs that they have in common. A run whose sweep is there is not repeated, an unfinished one goes
 on from its checkpoint. `--jobs 2` runs two at a time, each on `--cpu_threads`. At the end the figures of all runs are
-collected into <experiment>-<scale>.json, .md and .png below --results_dir. A baseline ("text, transformer") has as many
-parameters as the ES-SSM of its task, to 5%, sees the same data in the same order, and has one budget. Rows whose data
-is absent are left out, and the output says what to fetch.
+collected into <experiment>-<scale>.json, .md and .png below --results_dir. Variants ("text, AR-STU") and baselines
+("text, transformer") have as many parameters as the ES-SSM of their task, to 5%, and see the same data in the same
+order; a baseline has one budget. Rows whose data is absent are left out, and the output says what to fetch.
 
 table1 to table6 are the paper's Tables 1 to 6; on data in the place of the paper's they have names of their own
-(table3_novels, table5_speech4, table6_speech4), but for table4, which is on novels. The figures that the paper reports
-stand below ours (recipes/paper_figures.json), or those of a JSON file {"text": {"32": 0.9}, ..}: `--paper_figures`.
+(table3_novels, table4_novels, table5_speech4, table6_speech4). The figures that the paper reports stand below ours
+(recipes/paper_figures.json), or those of a JSON file {"text": {"32": 0.9}, ..}: `--paper_figures`.
 
 Small scale is small: narrower models, shorter sequences and few updates, minutes per run on a CPU; medium is about half
 an hour on two cores. The Markdown lists every argument in which they depart from full scale.

@@ -3,23 +3,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from essm_train.arguments import RunArguments
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.paper import Figures, paper_curve
 from essm_train.measure.training_cost import Collected, cost_table
-from essm_train.tasks.catalog import ROOT, get_task
+from essm_train.models import SizeArguments
+from essm_train.tasks.catalog import ROOT, TaskSpec, arguments_class, get_task
 from essm_train.tasks.experiments import Experiment
 from modeling_essm.budgets.curve import BudgetCurve
 
-# How often a run looks and saves, which changes no figure.
-_NO_DIFFERENCE = frozenset({"eval_steps", "save_steps"})
+# How often a run looks and saves, which changes no figure, and what stands for sizes.
+_NO_DIFFERENCE = frozenset({"eval_steps", "save_steps", "config_name"})
+
+
+_MODEL_SIZES = {f.name for f in dataclasses.fields(SizeArguments)} - {f.name for f in dataclasses.fields(RunArguments)}
 
 
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
@@ -149,10 +155,21 @@ def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str] 
         if spec.name in substitutes:
             lines.append(f"  Substitute data: {substitutes[spec.name]}.")
         if scale != "full":
-            reduced = spec.sizes(scale)
-            changed = {k: v for k, v in reduced.items() if v != spec.full.get(k) and k not in _NO_DIFFERENCE}
-            shown = ", ".join(
-                f"{k} {v}" + (f" for {spec.full[k]}" if k in spec.full else "") for k, v in changed.items()
-            )
+            shown = ", ".join(_changes(spec, spec.sizes(scale)))
             lines.append(f"  {scale.capitalize()} scale: {shown}.")
     return "\n".join(lines) + "\n"
+
+
+def _changes(spec: TaskSpec, reduced: Mapping[str, Any]) -> Iterator[str]:
+    """ "name value for official value" of every argument that one of the two has and the other has not so."""
+    defaults = {field.name: field.default for field in dataclasses.fields(arguments_class(spec.script))}
+    configured = str(spec.full.get("config_name", "")).rpartition("/")[2]
+    for name in dict.fromkeys((*reduced, *spec.full)):
+        ours, official = (values.get(name, spec.arguments.get(name)) for values in (reduced, spec.full))
+        ours, official = (defaults[name] if value is None else value for value in (ours, official))
+        if ours == official or name in _NO_DIFFERENCE:
+            continue
+        if official is None and configured and name == "block":
+            continue  # the configurations are of the paper's block, as all tasks are
+        meant = f"that of {configured}" if configured and name in _MODEL_SIZES else "the default"
+        yield f"{name} {'the default' if ours is None else ours} for {meant if official is None else official}"

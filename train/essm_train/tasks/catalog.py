@@ -110,7 +110,7 @@ def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str,
     searched = ", ".join(str(folder) for folder in folders)
     reduced = f" ({scale})" if places is not spec.data else ""
     message = f"no data for task {spec.name!r}{reduced} in {searched}: {places[0].instructions(folders)}"
-    for place in places:
+    for place in places[1:]:
         if place.substitute:
             message += f"; or, in its place, {place.instructions(folders)}"
     if spec.hub is not None:
