@@ -3,11 +3,13 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
+from essm_train.data.arguments import CLMArguments
 from essm_train.measure.paper import PAPER_FIGURES, Figure, figures_of, paper_curve, read_paper_figures
+from essm_train.tasks.catalog import ROOT, get_task
 from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
 from modeling_essm.budgets.curve import BudgetCurve
 
@@ -71,3 +73,52 @@ def test_curves_of_the_paper(tmp_path):
     assert paper_curve({32: Figure(0.8)}, baseline).budgets == (1,)
     (tmp_path / "own.json").write_text('{"text": {"4": 0.5}}')
     assert read_paper_figures(str(tmp_path / "own.json"), ["text"]) == {"text": {4: Figure(0.5)}}
+
+
+def test_pg19_is_trained_as_in_the_authors_notebook():
+    recipe, run = json.loads(PAPER_FIGURES.read_text())["released_pg19_recipe"], get_task("pg19").full
+    config = json.loads((ROOT / "hub_configs" / "essm-21m" / "config.json").read_text())
+    assert run["config_name"].endswith("/essm-21m")
+    epoch, ours = recipe["updates of an epoch"], {"block", "config_name", "streaming", "sweep_blocks"}
+    assert {
+        "hidden_size": config["hidden_size"],
+        "num_hidden_layers": config["num_hidden_layers"],
+        "num_spectral_channels": config["num_spectral_channels"],
+        "filter_length": config["filter_length"],
+        **{
+            name: value
+            for name, value in run.items()
+            if name not in {"block", "config_name", "streaming", "sweep_blocks"}
+        },
+    } == {
+        "hidden_size": recipe["width"],
+        "num_hidden_layers": recipe["blocks"],
+        "num_spectral_channels": recipe["capacity"],
+        "filter_length": recipe["sequence length and filter length"],
+        "block_size": recipe["sequence length and filter length"],
+        "per_device_train_batch_size": recipe["sequences of an update"],
+        "gate_hidden_size": recipe["gate width"],
+        "gate_bias": recipe["gate output bias"],
+        "embedding_dropout": recipe["dropout on the embedding"],
+        "activation_dropout": recipe["dropout inside the feed-forward layer"],
+        "stochastic_depth": recipe["stochastic depth of the last block"],
+        "stochastic_depth_ramp": True,
+        "max_steps": epoch * recipe["epochs at most"],
+        "learning_rate": recipe["learning rate"],
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "min_lr_rate": recipe["floor of the learning rate"],
+        "warmup_steps": recipe["warm-up"],
+        "weight_decay": recipe["weight decay"],
+        "ema_decay": recipe["decay of the averaged weights"],
+        "budget_schedule": "authors",
+        "full_budget_updates": epoch * recipe["epochs at full budget"],
+        "eval_steps": epoch,
+        "save_steps": epoch,
+        "eval_budgets": [recipe["selected by K"]],
+        "early_stopping_patience": recipe["patience in epochs"],
+        "early_stopping_threshold": recipe["least improvement"],
+        "load_best_model_at_end": True,
+        "validation_blocks": recipe["segments looked at"],
+    }
+    defaults = {field.name: field.default for field in fields(CLMArguments)}
+    assert recipe["betas"] == [0.9, defaults["adam_beta2"]] and recipe["clipped at"] == defaults["max_grad_norm"]
