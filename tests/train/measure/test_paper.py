@@ -85,11 +85,7 @@ def test_pg19_is_trained_as_in_the_authors_notebook():
         "num_hidden_layers": config["num_hidden_layers"],
         "num_spectral_channels": config["num_spectral_channels"],
         "filter_length": config["filter_length"],
-        **{
-            name: value
-            for name, value in run.items()
-            if name not in {"block", "config_name", "streaming", "sweep_blocks"}
-        },
+        **{name: value for name, value in run.items() if name not in ours},
     } == {
         "hidden_size": recipe["width"],
         "num_hidden_layers": recipe["blocks"],
