@@ -38,7 +38,10 @@ SPEECH_WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop",
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 SIZES = {
-    "paper": "The size is that of the paper's language model: width 256, 8 blocks, 32 channels.",
+    "paper": (
+        "The size is that of the paper's language model: width 256, 8 blocks, 32 channels. Width (64) and bias (1) of "
+        "the gate and the initialisation are ours; the authors' notebook has 128 and -2, which the recipe of PG19 sets."
+    ),
     "own": (
         "Size and block are ours: the paper's Eq. (7-8) with diagonal matrices inside a gated block with a short "
         "convolution, which learns faster than the paper's block at equal parameters and text, and as many channels as "
@@ -49,10 +52,13 @@ SIZES = {
         "convolution, which learns faster than the paper's block at equal parameters and text. Sixteen channels reach "
         "some thousand steps back."
     ),
-    "task": "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task.",
+    "task": (
+        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task; the gate's width and "
+        "bias, the filter length, pooling and initialisation, which it does not give, are ours."
+    ),
     "task-dropout": (
-        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task; the dropout, which it "
-        "does not give, is ours."
+        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task; the gate's width and "
+        "bias, the filter length, pooling, initialisation and dropout, which it does not give, are ours."
     ),
 }
 

@@ -4,9 +4,9 @@
     python hub_configs/release.py --run runs/release/essm-novels-6m --name essm-novels-6m --text_files heldout.txt \\
         --peers runs/release/essm-8mb runs/release/llama-8mb runs/release/mamba2-8mb --prompts "It was" "My dear"
 
-Written: weights in bf16, config, generation config and tokenizer, the budget profile of the run's model if it has one,
-the curves of the peers, and a card: quality at every budget of what is published, samples, file sizes, training. `code`
-is a link to the package, as in the other folders. The folder is replaced when all of it stands.
+Written: weights in bf16, config, generation config and tokenizer, a budget profile measured here, the presets that
+follow from it, the curves of the peers, and a card: quality at every budget of what is published, samples, file sizes,
+training. `code` is a link to the package, as in the other folders. The folder is replaced when all of it stands.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from essm_train.arguments import arg
+from essm_train.commands.calibrate import CalibrateArguments, calibrate
 from essm_train.commands.errors import command
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import read_blocks
@@ -35,6 +36,7 @@ from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import num_scored, total_nats
 from essm_train.publish.hub import read_json
 from essm_train.publish.model_card import write_model_card
+from modeling_essm.budgets.profile import device_name
 from modeling_essm.training.budget_dropout import BUDGETS
 
 SAMPLE_BUDGETS = (2, 4)
@@ -50,6 +52,7 @@ class ReleaseArguments:
     run_dir: str = field(metadata={"aliases": ["--run"], "help": "Folder of a finished run of train_clm.py."})
     name: str = field(metadata={"help": "Of the folder to write, beside this file."})
     text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
+    rounds: int = arg(7, "Of timing, for the profile.")
     text: str = arg("A byte-level language model.", "What it is, for the card.")
     peers: list[str] | None = arg(None, "Runs on the same first updates, for the curves.")
     prompts: list[str] = arg(["It was", "My dear"], "What the samples begin with.")
@@ -104,6 +107,7 @@ license: apache-2.0
 library_name: transformers
 pipeline_tag: text-generation
 tags: [essm, state-space-model, elastic-inference]
+widget: [{{text: {json.dumps(args.prompts[0])}}}]
 ---
 
 # {args.name}
@@ -161,7 +165,18 @@ def release(args: ReleaseArguments, root: Path) -> Path:
     write_config_file(new / "generation_config.json", model.generation_config.to_json_string())
     model = model.float()  # the rounded weights in the arithmetic of a CPU
     sweep = sweep_budgets(model, blocks, text_labels(blocks), budgets=BUDGETS)
-    save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size)
+    hardware = f"{device_name(torch.device('cpu'))}, fp32"
+    save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
+    calibrate(  # the same blocks in the same arithmetic, so that its presets are what the card marks
+        CalibrateArguments(
+            str(new),
+            args.text_files,
+            dtype="float32",
+            block_size=args.block_size,
+            max_blocks=args.max_blocks,
+            rounds=args.rounds,
+        )
+    )
     if args.peers:
         write_figure(new / "peers.png", draw_peers([Path(peer) for peer in args.peers]))
     capacity = model.config.num_spectral_channels
@@ -173,7 +188,8 @@ def release(args: ReleaseArguments, root: Path) -> Path:
         card.write_text(template(args, samples, size_rows(source, capacity, few, Path(work)), len(few)))
         record = read_json(new / "budget_sweep.json", "")
         picture = new / "budget_sweep.png"
-        write_model_card(new, sweep=record, training=training, hub_model_id=args.name, template=card, picture=picture)
+        facts = {"sweep": record, "training": training, "local": f"{root.name}/{args.name}"}
+        write_model_card(new, **facts, hub_model_id=args.name, template=card, picture=picture)
     publish(new, folder)
     return folder
 

@@ -167,7 +167,11 @@ def test_the_card_of_a_released_model_says_what_was_measured(name):
     assert sweep["budgets"][-1] == config.num_spectral_channels
     assert (folder / make.CODE).resolve() == Path(modeling_essm.__file__).parent
     profile = json.loads((folder / "budget_profile.json").read_text())
-    assert profile and {"sweet-spot", "full"} <= config.budget_presets.keys()
+    assert profile["quality"]["budgets"] == sweep["budgets"]
+    assert config.budget_presets["sweet-spot"] == sweep["sweet_spot"]
+    for preset, budget in config.budget_presets.items():
+        assert f"`{preset}` ({budget})" in card
+    assert f'folder = "hub_configs/{name}"' in card
 
 
 def test_a_model_saved_from_a_folder_names_the_files_beside_it(tmp_path):

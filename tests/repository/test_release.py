@@ -39,6 +39,7 @@ def released(run):
         prompts=["It was"],
         block_size=64,
         max_blocks=4,
+        rounds=1,
     )
     return release.release(args, run)
 
@@ -59,6 +60,13 @@ def test_its_card_says_what_was_measured_of_it(released):
     assert "A test." in card and (released / "peers.png").stat().st_size > 1000
     sizes = dict(re.findall(r"^\| bf16 \| (\d) \| [\d.]+ \| ([\d.]+) \|$", card, re.M))
     assert sizes == {str(K): f"{value:.4f}" for K, value in zip(sweep["budgets"], sweep["bits_per_byte"]) if K != 3}
+    presets = json.loads((released / "config.json").read_text())["budget_presets"]
+    marked = int(re.search(r"^\| (\d) \|.*sweet spot", card, re.M)[1])
+    assert presets["sweet-spot"] == sweep["sweet_spot"] == marked and f"`sweet-spot` ({marked})" in card
+    assert json.loads((released / "budget_profile.json").read_text())["quality"]["budgets"] == sweep["budgets"]
+    assert "fp32" in sweep["hardware"] and f"without a cache on {sweep['hardware']}" in card
+    assert f'folder = "{released.parent.name}/released"' in card and 'tokenizer("It was"' in card
+    assert "model_info" not in card and "budget_profile.json" in card
     samples = re.findall(r"^- K = (\d): \*\*It was\*\*", card, re.M)
     assert samples == ["2", "4"]
 

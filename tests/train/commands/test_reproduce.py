@@ -4,8 +4,8 @@
 Arguments, data, model and optimizer are those of the row's own command, in full; the data is a handful of made-up rows
 of the official shape. The two updates read one sample of at most 128 positions instead of up to 64 of up to 16,384,
 which would take up to 160 GB (a Mamba of the novels); S4's kernel, always as long as the longest sequence (a minute
-an update on Path-X), is of that length too. Nothing is validated, saved or swept: that is the same code at every size,
-and tested with small ones.
+an update on Path-X), is of that length too. Nothing is saved or swept: that is the same code at every size, and tested
+with small ones. ES-SSM alone also reads one whole sample of every task, and is validated on it.
 """
 
 import ctypes
@@ -28,8 +28,8 @@ from essm_train.commands import train_retrieval as retrieval
 from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
-from essm_train.tasks.catalog import get_task
-from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
+from essm_train.tasks.catalog import TASKS, get_task
+from essm_train.tasks.experiments import EXPERIMENTS, Row, get_experiment
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder
 from essm_train.tasks.shards import SPLITS
@@ -110,6 +110,18 @@ class Started(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: f"{row.task}-{row.arguments}".replace(" ", ""))
 def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
+    start_row(row, POSITIONS, data, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", [task for task in TASKS if task != "pathx"])  # 16,384 positions: 12 GB and minutes
+def test_a_task_starts_at_its_own_length(task, data, tmp_path, monkeypatch):
+    """ES-SSM, one sample of the official length an update, and a look at held-out data."""
+    start_row(Row(task), None, data, tmp_path, monkeypatch)
+
+
+def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two updates of one sample cut to that many positions; validated only at full length."""
     args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=2)
     command = reproduce.command_of(row, args, tmp_path / "run", seed=0)
     script, arguments = SCRIPTS[get_task(row.task).script]
@@ -117,15 +129,16 @@ def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
 
     def start(accelerator, args, task, schedule, **rest):
         collate = task.collate
-        task.evaluate = lambda *rest: 0.5
+        if positions is not None:
+            task.evaluate = lambda *rest: 0.5
         task.collate = lambda samples: {
-            name: value if value.ndim == 1 else value[(slice(None),) * (value.ndim - rest) + (slice(POSITIONS),)]
+            name: value if value.ndim == 1 else value[(slice(None),) * (value.ndim - rest) + (slice(positions),)]
             for name, value in collate(samples[:1]).items()
             for rest in [2 if name == "input_features" else 1]
         }
         for mixer in task.model.modules():
             if isinstance(mixer, S4Mixer):
-                mixer.max_length = POSITIONS
+                mixer.max_length = positions or mixer.max_length
         record = loop.train(accelerator, args, task, schedule)
         assert record["updates"] == 2 and len(list_checkpoints(tmp_path / "run")) == 0
         raise Started(task.model)
@@ -134,7 +147,9 @@ def test_a_row_starts_at_full_scale(row, data, tmp_path, monkeypatch):
     for name in ("save_checkpoint", "save_model"):
         monkeypatch.setattr(loop, name, lambda *rest: None)
     with pytest.raises(Started) as started:
-        script.main(parse_arguments(arguments, [*command[3:], "--load_best_model_at_end", "false"]))  # none is saved
+        few = ["--validation_blocks", "1"] if script is train_clm else []
+        options = [*command[3:], "--load_best_model_at_end", "false", *few]  # no model is saved
+        script.main(parse_arguments(arguments, options))
     config = started.value.args[0].config
     for name, value in row.arguments.items():  # a row is what its name says
         if hasattr(config, name):

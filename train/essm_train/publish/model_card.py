@@ -40,14 +40,17 @@ def write_model_card(
     hub_model_id: str | None,
     template: Path | None,
     picture: Path | None = None,
+    local: str | None = None,
 ) -> Path:
     """Write `folder`/README.md and put the curve picture beside it.
 
     Args:
         folder: a saved model (config.json at least).
-        sweep: record of budget_sweep.json. training: record of training.json, every field optional.
+        sweep: record of budget_sweep.json; what ran it is its "hardware", or that of the training.
+        training: record of training.json, every field optional.
         hub_model_id: the repository it will have; else the card says `org/name`.
         template: a card with the five markers; None for a plain one.
+        local: the folder it is loaded from, where it lies in a clone and is not on the Hub.
         picture: the drawn curve; by default `folder`/../budget_sweep.png or the one already in `folder`, if there.
     Returns:
         The path of the card.
@@ -63,13 +66,15 @@ def write_model_card(
     data = _metadata({} if user is None else user.data.to_dict(), folder, config, title, curve, sweep, training)
     causal, tokens = "CausalLM" in _architecture(config), config.get("num_input_features") is None
     extractor = folder / "preprocessor_config.json"
-    machine = {"{}": training.get("hardware"), "{} CPU threads": sweep.get("threads"), "torch {}": sweep.get("torch")}
+    ran_on = sweep.get("hardware") or training.get("hardware")
+    machine = {"{}": ran_on, "{} CPU threads": sweep.get("threads"), "torch {}": sweep.get("torch")}
     card = ModelCard.from_template(
         ModelCardData(**data),
         template_path=str(TEMPLATE),
         body=None if user is None else user.text,
         title=title,
         repository=hub_model_id or "org/name",
+        local=local,
         config=config,
         architecture=_architecture(config),
         causal=causal,
