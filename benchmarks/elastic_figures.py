@@ -143,7 +143,7 @@ def draw_rows(results: list[dict[str, Any]]) -> Figure:
     """Quality by FLOPs for every row, and depth about the first difficult position; a column a task."""
     tasks = [*dict.fromkeys(r["task"] for r in results)]
     figure = Figure(figsize=(6.5 * len(tasks), 8), layout="constrained")
-    colors = dict(zip(ROWS, colormaps["tab20"].colors))
+    colors = dict(zip(ROWS, colormaps["tab20"].colors)) | {"ESM": "black"}
     panels = figure.subplots(2, len(tasks), squeeze=False, height_ratios=(5, 3))
     for axes, below, task in zip(*panels, tasks):
         rows = [r for r in results if r["task"] == task and r["control"] is None]
@@ -157,7 +157,7 @@ def draw_rows(results: list[dict[str, Any]]) -> Figure:
             aligned = [np.nan if at is None else at["mean"] for at in r.get("around_events", [])]
             below.plot(np.arange(len(aligned)) - AROUND, aligned, color=colors[r["model"]])
         below.axvline(0, color="0.7", linewidth=1, zorder=0)
-        axes.set(xscale="log", xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
+        axes.set(xscale="log", yscale="log", xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
         axes.legend(fontsize=7)
         below.set(xlabel="steps after the first difficult position", ylabel="mean depth K_t", ylim=(0, None))
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
