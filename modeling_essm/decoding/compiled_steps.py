@@ -165,7 +165,8 @@ def _where(model: Any) -> tuple[torch.dtype, torch.device]:
 
 
 def _key(layers: tuple[int, ...], states: _States) -> Any:
-    return layers, tuple(tensor.shape for tensor in states.values())
+    """Of states laid out in another way there is no step, so that none is compiled again and again."""
+    return layers, tuple((tensor.shape, tensor.stride()) for tensor in states.values())
 
 
 def _run(model: Any, layers: tuple[int, ...], input_ids: Tensor, states: _States) -> tuple[Tensor, _States]:
@@ -186,11 +187,16 @@ def _compile(device_type: str, backend: str) -> Callable:
 
 
 def _call(program: Callable, model: Any, layers: tuple[int, ...], input_ids: Tensor, states: _States):
-    if input_ids.device.type != "cuda":
-        return program(model, layers, input_ids, states)
-    torch.compiler.cudagraph_mark_step_begin()
-    logits, states = program(model, layers, input_ids, states)  # in memory that the next replay writes into
-    return logits.clone(), {name: tensor.clone() for name, tensor in states.items()}
+    # A compiled step sees a tensor's strides, and whether it is of inference mode or read in it. So every call is made
+    # outside of that mode, on tensors like those of the first; only states that a prompt has left there are copied.
+    with torch.inference_mode(False), torch.no_grad():
+        input_ids = input_ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+        states = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in states.items()}
+        if input_ids.device.type != "cuda":
+            return program(model, layers, input_ids, states)
+        torch.compiler.cudagraph_mark_step_begin()
+        logits, states = program(model, layers, input_ids, states)  # in memory that the next replay writes into
+        return logits.clone(), {name: tensor.clone() for name, tensor in states.items()}
 
 
 def _inductor_on_cpu(graph: torch.fx.GraphModule, inputs: list[Tensor], **_: Any) -> Any:

@@ -2,6 +2,7 @@
 """Compiled steps: the logits, states and tokens of eager steps, wherever they are taken, and never after a change."""
 
 import copy
+import itertools
 import pickle
 import shutil
 
@@ -65,6 +66,45 @@ def test_steps_equal_eager_ones(variant, budget, taken):
         assert layer.tensors.keys() == other.tensors.keys()
         for name in layer.tensors:
             assert_close(layer.tensors[name], other.tensors[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.sampled(3)
+def test_one_graph_serves_all_prompts_and_modes(variant, taken):
+    """A single row keeps the strides of what it was cut from; tensors of inference mode have other dispatch keys."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model = compiled_model([5], taken, state_budget=5, **variant)
+    modes, steps = (torch.no_grad, torch.inference_mode), 0
+    for length in (1, 2, 3, 4, 5, 7, 8, 9, 17, 40):
+        for reading, decoding in itertools.product(modes, modes):
+            ids = random_ids(1, length + 2)
+            cache = ESSMCache(model.config, state_budget=9 if length % 2 else None)
+            with reading():
+                model(ids[:, :length], past_key_values=cache, spectral_budget=5)
+                cache.shrink(5)
+            with decoding():
+                logits = [model(ids[:, [t]], past_key_values=cache, spectral_budget=5).logits for t in (-2, -1)]
+                model(ids[:, -1:], past_key_values=cache, spectral_budget=5)
+            steps += 3
+            assert not any(tensor.is_inference() for tensor in cache.states.values())
+            if length == 9:
+                assert_close(torch.cat(logits, 1), random_model(**variant)(ids, spectral_budget=5).logits[:, -2:])
+    assert len(taken) == steps
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    torch._dynamo.reset()
+
+
+def test_states_laid_out_otherwise_are_not_compiled_for(taken):
+    model = compiled_model([5], taken)
+    _, cache = decode(model, random_ids(1, 4), 5)
+    taken.clear()
+    for layer in cache.layers:
+        layer.apply(lambda t: t.mT.contiguous().mT)
+    with torch.no_grad():
+        for _ in range(3):
+            model(random_ids(1, 1), past_key_values=cache, spectral_budget=5)
+    assert len(taken) == 2  # the first runs eagerly, and leaves states as they should lie
 
 
 @pytest.mark.slow
