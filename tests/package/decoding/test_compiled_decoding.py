@@ -5,13 +5,14 @@ import copy
 import itertools
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import CompileConfig
 
-from modeling_essm import ESSMCache
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 from modeling_essm.cache_essm import ESSMStaticCache
 from modeling_essm.decoding import compile_decoding, compiled_steps, speculate
 
@@ -105,6 +106,57 @@ def test_states_laid_out_otherwise_are_not_compiled_for(taken):
         for _ in range(3):
             model(random_ids(1, 1), past_key_values=cache, spectral_budget=5)
     assert len(taken) == 2  # the first runs eagerly, and leaves states as they should lie
+
+
+def rounded_otherwise(model, layers, ids, states):
+    """The step in fp32, rounded at its end."""
+    states = {name: tensor.float() for name, tensor in states.items()}
+    logits, after = copy.deepcopy(model).float().step(ids, layers, states)
+    return logits.to(model.dtype), {name: tensor.to(states[name].dtype) for name, tensor in after.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_that_rounds_in_another_order_is_right(dtype, monkeypatch):
+    monkeypatch.setattr(compiled_steps, "_compile", lambda *_: rounded_otherwise)
+    fields = {"block": "gated", "inner_size": 16, "mixing_size": 1, "num_hidden_layers": 8}
+    model = random_model(**fields).to(dtype)
+    assert compile_decoding(model, [2]).decoding_steps
+
+
+def off_by_a_little(logits, states):
+    return logits + 1e-3 * logits.norm() * torch.nn.functional.normalize(torch.ones_like(logits), dim=-1), states
+
+
+def one_state_wrong(logits, states):
+    return logits, states | {"1.convolution": states["1.convolution"].flip(1)}
+
+
+def not_finite(logits, states):
+    return logits * float("nan"), states
+
+
+@pytest.mark.parametrize("mistake", [off_by_a_little, one_state_wrong, not_finite, "forgets", "off in bf16"])
+def test_a_wrong_step_is_refused(mistake, monkeypatch):
+    def wrong(model, layers, ids, states):
+        if mistake == "forgets":
+            states = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
+        logits, states = model.step(ids, layers, states)
+        if mistake == "off in bf16":
+            return 1.15 * logits, states
+        return (logits, states) if mistake == "forgets" else mistake(logits, states)
+
+    monkeypatch.setattr(compiled_steps, "_compile", lambda *_: wrong)
+    model = random_model(**VARIANTS["gated"]).to(torch.bfloat16 if mistake == "off in bf16" else torch.float32)
+    with pytest.raises(RuntimeError, match="the compiled step is wrong: its"):
+        compile_decoding(model, [5])
+    assert not model.decoding_steps
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_a_released_size_compiles_in_bf16():
+    config = ESSMConfig.from_pretrained(Path(__file__).parents[3] / "hub_configs" / "essm-gated-20m")
+    assert compile_decoding(ESSMForCausalLM(config).eval().bfloat16(), [2]).decoding_steps
 
 
 @pytest.mark.slow
