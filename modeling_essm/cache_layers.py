@@ -75,9 +75,8 @@ class ESSMCacheLayer(CacheLayerMixin):
 
     def shrink(self, num_states: int) -> None:
         """Keep the first states only, and free the others."""
-        for name in PER_STATE:
-            if name in self.tensors:
-                self.tensors[name] = self.tensors[name][:, :num_states].clone()
+        for name in self.tensors.keys() & PER_STATE:
+            self.tensors[name] = _compact(self.tensors[name][:, :num_states])
         if self.filled is not None:
             self.filled = [min(held, num_states) for held in self.filled]
             self.filled = None if min(self.filled) == self.num_states else self.filled
@@ -153,7 +152,7 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
         if window is not None:
             most = min(most, window - 1)
         if most < T:
-            held = held[0][:, :, T - most :].clone(), held[1][:, :, T - most :].clone()
+            held = _compact(held[0][:, :, T - most :]), _compact(held[1][:, :, T - most :])
         self.update(keys=held[0], values=held[1], lengths=lengths)
         self._ragged = None if read is not None else ragged
         return keys, values
@@ -164,9 +163,8 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
 
     def take(self, other: ESSMCacheLayer, rows: Tensor) -> None:
         super().take(other, rows)
-        most = min(self.tensors["keys"].shape[2], int(self.tensors["lengths"].max()))
-        start = self.tensors["keys"].shape[2] - most
-        cut = {name: self.tensors[name][:, :, start:].clone() for name in ("keys", "values")}
+        start = max(0, self.tensors["keys"].shape[2] - int(self.tensors["lengths"].max()))
+        cut = {name: _compact(self.tensors[name][:, :, start:]) for name in ("keys", "values")}
         self.update(**(self.tensors | cut))
 
     def join(self, parts: Sequence[Any]) -> None:
@@ -209,6 +207,11 @@ class ESSMStaticCacheLayer(ESSMCacheLayer):
                 held.copy_(tensor.detach())
             else:  # other rows or another device
                 self.tensors[name] = tensor.detach().clone()
+
+
+def _compact(part: Tensor) -> Tensor:
+    """A copy laid out by its own shape: a plain clone keeps, at a size of 1, the stride of what it was cut from."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _widened(name: str, tensor: Tensor, num_states: int) -> Tensor:

@@ -32,6 +32,7 @@ from .kernels_triton import (
     triton,
 )
 from .spectral_constants import Realization, padded_readout
+from .spectral_groups import unrounded_product
 
 _MOST_STATES, _STEPS = 64, (16, 64)
 _HEAD_WIDTHS = (16, 128)
@@ -210,16 +211,8 @@ def unmix_dense(
         tensors = W, chunks[g], x[g], gates[g], features, dchunks[g], dx[g], by_block
         _launch(_dense_backward, grid, *tensors, R, K, C, basis.N, D, **options)
         torch.sum(by_block, 0, out=dgates[g])
-        _add_product(dM_flat, features.view(-1, K * D).T, rows)
+        dM_flat += unrounded_product(features.view(-1, K * D).T, rows, dM.dtype)
     return dchunks, dx, dgates, dM
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, summed in fp32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    else:
-        total += torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
 
 
 def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:

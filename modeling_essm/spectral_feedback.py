@@ -98,6 +98,6 @@ def linear_feedback(v: Tensor, past: Tensor, mixing: Tensor, reach: int) -> Tens
 def last_steps(x: Tensor, p: int, lengths: Tensor | None) -> Tensor:
     """The p positions up to each row's last step: (B, p + L, D) that begins p positions before step 0 -> (B, p, D)."""
     if lengths is None:
-        return x[:, x.shape[1] - p :].clone()  # or the state would hold all of x
+        return x[:, x.shape[1] - p :].clone(memory_format=torch.contiguous_format)  # or the state would hold all of x
     recent = lengths[:, None] + torch.arange(p, device=x.device)
     return x.gather(1, recent[..., None].expand(-1, -1, x.shape[2]))

@@ -12,29 +12,11 @@ and arguments as there.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from .spectral_constants import Realization, channel_readout, state_dtype
-from .spectral_groups import groups
-
-_BYTES_PER_CHANNEL = 35 << 20  # features of a group: four waves of tiles on 132 processors
-_SHARE_OF_MEMORY = 32  # but never more than this part of the device's memory
-_MEMORY_UNKNOWN = 8 << 30
-
-
-@functools.lru_cache(maxsize=64)
-def _memory(device: torch.device) -> int:
-    """Bytes the device has."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _MEMORY_UNKNOWN
-
-
-def _group_size(R: int, K: int, D: int, like: Tensor) -> int:
-    """How many chunks make a group."""
-    largest = min(_BYTES_PER_CHANNEL * K, _memory(like.device) // _SHARE_OF_MEMORY)
-    return max(1, largest // (R * K * D * like.element_size()))
+from .spectral_groups import chunks_per_group, groups, unrounded_product
 
 
 def mix_dense_folded(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
@@ -44,7 +26,7 @@ def mix_dense_folded(basis: Realization, chunks: Tensor, x: Tensor, gates: Tenso
     W = channel_readout(basis, K, chunks)[: R * K]
     M_flat = M[:K].reshape(K * D, -1)
     y = chunks.new_empty(m, R, M.shape[2])
-    for g, X in groups(chunks, x, _group_size(R, K, D, chunks), W.dtype):
+    for g, X in groups(chunks, x, chunks_per_group((R, K, D), chunks), W.dtype):
         features = torch.bmm(W * gates[g].reshape(len(X), R * K, 1), X)
         torch.mm(features.view(-1, K * D).to(y.dtype), M_flat, out=y[g].view(-1, M.shape[2]))
     return y
@@ -62,20 +44,13 @@ def unmix_dense_folded(
     dM_flat = dM[:K].view(K * D, -1)
     dgates = W.new_empty(m, R, K)
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
-    for g, X in groups(chunks, x, _group_size(R, K, D, chunks), W.dtype):
+    for g, X in groups(chunks, x, chunks_per_group((R, K, D), chunks), W.dtype):
         dy_rows = dy[g].reshape(-1, dy.shape[2])
         W_g = W * gates[g].reshape(len(X), R * K, 1)
         features = torch.bmm(W_g, X).view(-1, K * D).to(dy.dtype)
-        dM_flat += _product_in(dM.dtype, features.T, dy_rows)
+        dM_flat += unrounded_product(features.T, dy_rows, dM.dtype)
         dfeatures = torch.mm(dy_rows, M_flat.T).to(W.dtype).view(len(X), R * K, D)
         dgates[g] = torch.bmm(dfeatures, X.mT).mul_(W).sum(-1).view(-1, R, K)
         dinputs = torch.bmm(W_g.mT, dfeatures)
         dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
     return dchunks, dx, dgates, dM
-
-
-def _product_in(dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, not rounded to the factors' dtype where the device can give it as it was summed."""
-    if a.device.type == "cuda" and a.dtype != dtype:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b)

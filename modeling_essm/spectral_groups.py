@@ -11,6 +11,7 @@ channel (each for h / G heads), R the steps of a chunk that exist, C unless the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -18,21 +19,31 @@ from torch import Tensor
 
 from .spectral_constants import Realization, channel_readout, readout_by_channel, state_dtype
 
-# Features of one group, the working set: cache-sized on a CPU, but never so few rows that reading M dominates; large on
-# an accelerator, where launches cost more than memory.
+# Features of one group, the working set: cache-sized on a CPU, but never so few rows that reading M dominates.
 _GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256  # rows: steps of dense groups, of heads D
-_GROUP_BYTES_ACCELERATOR = 128 << 20
+# On an accelerator four waves of tiles on 132 processors, but never more than this part of the device's memory.
+_BYTES_PER_CHANNEL, _SHARE_OF_MEMORY, _MEMORY_UNKNOWN = 35 << 20, 32, 8 << 30
 
 # On a CPU torch.bmm takes matrices of fewer multiplications than this one at a time, slower than two passes.
 _SMALL_PRODUCT = 400
 
 
-def _chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
-    """How many chunks whose features have that shape, steps first, make a group."""
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
+
+
+@functools.lru_cache(maxsize=64)
+def _memory(device: torch.device) -> int:
+    """Bytes the device has."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _MEMORY_UNKNOWN
+
+
+def chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
+    """How many chunks whose features have that shape, (R, K, D) or (D, K, R), make a group."""
     chunk_bytes = torch.Size(shape).numel() * like.element_size()
-    if like.device.type == "cpu":
+    if _is_on_cpu(like):
         return max(1, _GROUP_BYTES_CPU // chunk_bytes, _GROUP_ROWS_CPU // shape[0])
-    return max(1, _GROUP_BYTES_ACCELERATOR // chunk_bytes)
+    return max(1, min(_BYTES_PER_CHANNEL * shape[1], _memory(like.device) // _SHARE_OF_MEMORY) // chunk_bytes)
 
 
 def groups(chunks: Tensor, x: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
@@ -56,7 +67,7 @@ def mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     M_flat = M[:K].reshape(K * D, -1)
     gates = gates.unsqueeze(-1)
     y = chunks.new_empty(m, R, M.shape[2])
-    group = _chunks_per_group((R, K, D), chunks)
+    group = chunks_per_group((R, K, D), chunks)
     buffer = W.new_empty(min(group, m), R * K, D)
     for g, inputs in groups(chunks, x, group, W.dtype):
         features = torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=buffer[: len(inputs)])
@@ -81,7 +92,7 @@ def unmix_dense(
     dM_flat = dM[:K].view(K * D, -1)
     dgates = W.new_empty(m, R, K)
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
-    group = _chunks_per_group((R, K, D), chunks)
+    group = chunks_per_group((R, K, D), chunks)
     buffers = W.new_empty(3, min(group, m), R * K, D)
     for g, inputs in groups(chunks, x, group, W.dtype):
         features, dgated, product = buffers[:, : len(inputs)]
@@ -102,6 +113,24 @@ def unmix_dense(
     return dchunks, dx, dgates, dM
 
 
+def unrounded_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b of matrices, or of batches of them, in `dtype`, where it is not that of the factors as it was summed."""
+    if a.device.type == "cuda" and a.dtype != dtype:
+        return (torch.mm if a.ndim == 2 else torch.bmm)(a, b, out_dtype=dtype)
+    return torch.matmul(a.to(dtype), b.to(dtype))
+
+
+def _product_over_chunks(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_n a[n] b[n]^T, of a (n, h, e, R) and b (n, h, c, R): (h, e, c) in `dtype`.
+
+    In bf16 a CPU rounds each product before they are added: half the time, and an error like that of their factors.
+    """
+    if _is_on_cpu(a) and a.dtype != torch.float16:  # in which BLAS is slow
+        return torch.matmul(a, b.mT).sum(0, dtype=dtype)
+    a, b = (x.transpose(0, 1).transpose(1, 2).flatten(2) for x in (a, b))  # (h, e or c, n R)
+    return unrounded_product(a, b.mT, dtype)
+
+
 def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """As `mix_dense`, of gates (m, R, K, G) and M (>= K, h, d, e); returns (m, R, h e)."""
     m, _, D = chunks.shape
@@ -111,12 +140,12 @@ def mix_heads(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: T
     matrices = M[:K].permute(1, 3, 2, 0).reshape(h, e, d * K).contiguous()
     gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)  # (m, G, 1, K, R)
     y = chunks.new_empty(m, R, h * e)
-    group = _chunks_per_group((D, K, R), chunks)
+    group = chunks_per_group((D, K, R), chunks)
     buffer = W.new_empty(min(group, m), D, K * R)
     for g, inputs in groups(chunks, x, group, W.dtype):
         features = torch.bmm(inputs.mT, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
         gated = features.view(-1, G, D // G, K, R).mul_(gates[g]).view(-1, h, d * K, R).to(y.dtype)
-        if d == e == 1 and K * R < _SMALL_PRODUCT:
+        if d == e == 1 and (K * R < _SMALL_PRODUCT or not _is_on_cpu(gated)):
             y[g] = gated.mul_(matrices.mT).sum(2).mT
         else:
             y[g] = torch.matmul(matrices, gated).flatten(1, 2).mT
@@ -136,7 +165,7 @@ def unmix_heads(
     dmatrices = torch.zeros(h, e, d * K, dtype=state_dtype(M.dtype), device=M.device)
     dgates = W.new_empty(m, G, K, R)
     dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
-    group = _chunks_per_group((D, K, R), chunks)
+    group = chunks_per_group((D, K, R), chunks)
     buffers = W.new_empty(3, min(group, m), D, K * R)
     for g, inputs in groups(chunks, x, group, W.dtype):
         count = len(inputs)
@@ -150,10 +179,10 @@ def unmix_heads(
             dgated.view(by_head).copy_(torch.matmul(matrices, dy_t))
         torch.sum(torch.mul(dgated, features, out=product).view(by_gate), 2, out=dgates[g])
         gated = features.view(by_gate).mul_(gates[g]).view(by_head).to(dy.dtype)
-        if d == e == 1 and K * R < _SMALL_PRODUCT:
+        if d == e == 1 and (K * R < _SMALL_PRODUCT or not _is_on_cpu(gated)):
             dmatrices += gated.mul_(dy_t).sum((0, 3), dtype=dmatrices.dtype).unsqueeze(1)
         else:
-            dmatrices += torch.matmul(dy_t, gated.mT).sum(0, dtype=dmatrices.dtype)
+            dmatrices += _product_over_chunks(dy_t, gated, dmatrices.dtype)
         dgated.view(by_gate).mul_(gates[g])
         dinputs = torch.bmm(W.expand(count, -1, -1), dgated.mT)
         dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]

@@ -2,6 +2,7 @@
 """What the tests of `modeling_essm.parallel` run on several gloo ranks, each a process of its own."""
 
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +25,8 @@ POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DO
 
 def _on_rank(rank: int, ranks: int, folder: str, function, arguments: tuple) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=ranks)
+    meeting, patience = f"file://{folder}/meeting", timedelta(seconds=120)  # for a rank that raises and leaves
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks, timeout=patience)
     torch.save(function(dist.group.WORLD, *arguments), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -170,6 +172,42 @@ def torch_context_parallel_error(group) -> float:
     return relative_error(gather_sequence(logits, group, "head_tail"), expected)
 
 
+def _said(model, group, cases: dict[str, dict], call: dict) -> dict[str, str]:
+    """The error of each case's call, with these changes."""
+    said = {}
+    with context_parallel(model, group):
+        for name, changes in cases.items():
+            try:
+                model(**call | changes)
+            except ValueError as error:
+                said[name] = str(error)
+    return said
+
+
+def refusals_of_one(group) -> dict[str, str]:
+    """What is said, on this rank, of calls of which only the second rank's are wrong; then one call works."""
+    model, ids = random_model(block="gated", mixing_size=2, inner_size=16), random_ids(2, 8)
+    positions = (torch.arange(8)[None] + 8 * group.rank()).expand(2, 8)
+    cases = {
+        "no position_ids": {"position_ids": None},
+        "shape of position_ids": {"position_ids": positions[:, 1:]},
+        "seq_idx": {"seq_idx": torch.zeros(2, 8)},
+        "cache": {"use_cache": True},
+        "state_lengths": {"state_lengths": torch.tensor([3, 3])},
+        "no inputs": {"input_ids": None},
+        "dtype of inputs": {"input_ids": ids.float()},
+        "token ids": {"input_ids": ids + 999},
+        "budget out of range": {"spectral_budget": 33},
+        "a budget for too many rows": {"spectral_budget": torch.tensor([3, 4, 5])},
+    }
+    call = {"input_ids": ids, "position_ids": positions}
+    said = _said(model, group, cases if group.rank() == 1 else {name: {} for name in cases}, call)
+    rows = {"budgets of rows": {"spectral_budget": torch.tensor([[5, 20], [20, 5]][group.rank()])}}
+    rows |= {"rows and none": {"spectral_budget": torch.tensor([5, 20]) if group.rank() else 20}}
+    rows |= {"the same in two forms": {"spectral_budget": torch.tensor([20, 20]) if group.rank() else 20}}
+    return said | _said(model, group, rows, call)
+
+
 def refusals(group) -> dict[str, str]:
     """What is said, on this rank, of calls that cannot work."""
     model, ids = random_model(block="gated", mixing_size=2, inner_size=16), random_ids(1, 8)
@@ -186,13 +224,7 @@ def refusals(group) -> dict[str, str]:
         "short segments": {"input_ids": ids[:, :2], "position_ids": torch.arange(2)[None] + 2 * group.rank()},
         "two orders": {"position_ids": positions % 8 if group.rank() == 0 else positions % 4},
     }
-    said = {}
-    with context_parallel(model, group):
-        for name, changes in cases.items():
-            try:
-                model(**{"input_ids": ids, "position_ids": positions} | changes)
-            except ValueError as error:
-                said[name] = str(error)
+    said = _said(model, group, cases, {"input_ids": ids, "position_ids": positions})
     model.train().model.layers[0].stochastic_depth = 0.1
     try:
         with context_parallel(model, group):

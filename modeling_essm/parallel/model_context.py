@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from ..inputs_essm import check_inputs, check_token_ids
 from ..packing import PACKING_ARGUMENTS
-from ..spectral_budget import SPECTRAL_LAYER
+from ..spectral_budget import SPECTRAL_LAYER, ResolvedBudget
 from .segments import ORDERS, Order, group_of
-from .sequence_shard import SequenceShard
+from .sequence_shard import SequenceShard, refuse
 
 _INPUTS = ("input_ids", "inputs_embeds", "input_features")
 
@@ -34,7 +35,8 @@ def context_parallel(model: nn.Module, group: Any, order: Order | None = None) -
         order: "plain", "head_tail", or None to read it from position_ids, see `SequenceShard`.
     Raises:
         ValueError: `check_context_parallel`'s. In calls: no position_ids, another description of packed sequences,
-            a cache, state_lengths, padding, stochastic depth in training, or as `SequenceShard`.
+            a cache, state_lengths, padding, stochastic depth in training, or as `SequenceShard`; on all processes, also
+            if it is one's arguments alone that are refused.
     """
     base = check_context_parallel(model)
     if order not in (*ORDERS, None):
@@ -74,29 +76,43 @@ def check_context_parallel(model: nn.Module) -> Any:
 
 def _arguments(model: Any, given: dict[str, Any], group: Any, order: Order | None) -> dict[str, Any]:
     """Arguments of a call, with a `SequenceShard` in place of what describes its sequences. Raises ValueError."""
+    num_facts = 1 + model.config.num_hidden_layers
+    try:
+        positions, padded, budget = _described(model, given)
+    except Exception:  # of whatever kind: all others wait for this process
+        refuse(num_facts, group, next(model.parameters()).device)
+        raise
+    agree, rows = (padded, *budget.layers), budget.rows
+    if rows is None:  # as if given for each row
+        rows = positions.new_full(positions.shape[:1], max(budget.layers))
+    shard = SequenceShard(positions, group, order, agree, ", padding (0: none) and budgets", rows)
+    if padded:
+        raise ValueError("padding has no place in sequences spread over processes: pack them, with position_ids")
+    left = {name: value for name, value in given.items() if name not in ("position_ids", "attention_mask")}
+    return left | {"packing": shard}
+
+
+def _described(model: Any, given: Mapping[str, Any]) -> tuple[Tensor, bool, ResolvedBudget]:
+    """A call's positions (B, L), where its inputs are, whether it has padding, and its budgets. Raises ValueError."""
     for name in ("past_key_values", "use_cache", "state_lengths"):
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name} has no place in a call on parts of sequences: a state lies on no one process")
     for name in PACKING_ARGUMENTS:
         if name != "position_ids" and given.get(name) is not None:
             raise ValueError(f"{name} does not tell where documents begin in a part: give position_ids instead")
-    positions = given.pop("position_ids", None)
+    positions = given.get("position_ids")
     if positions is None:
         raise ValueError("a call on parts of sequences needs position_ids, as shard_batch gives them")
     if model.training and any(layer.stochastic_depth for layer in model.layers):
         raise ValueError("stochastic_depth must be 0: processes would drop different branches of one sequence")
-    inputs = next((given[name] for name in _INPUTS if given.get(name) is not None), None)
-    if inputs is None:
-        return given  # which the model refuses
-    B, L = inputs.shape[:2]
+    inputs = [given.get(name) for name in _INPUTS]
+    check_inputs(model.config, *inputs)
+    if inputs[0] is not None:
+        check_token_ids(inputs[0], model.config.vocab_size, model.training)
+    x = next(tensor for tensor in inputs if tensor is not None)
+    B, L = x.shape[:2]
     if tuple(positions.shape) not in ((B, L), (1, L)):
         raise ValueError(f"position_ids must have shape ({B}, {L}), got {tuple(positions.shape)}")
-    mask = given.pop("attention_mask", None)
-    padded = mask is not None and not bool(mask.all())
-    budgets = model.config.resolve_budget(given.get("spectral_budget"), batch_size=B).layers
-    shard = SequenceShard(
-        positions.expand(B, L).to(inputs.device), group, order, (padded, *budgets), ", padding (0: none) and budgets"
-    )
-    if padded:
-        raise ValueError("padding has no place in sequences spread over processes: pack them, with position_ids")
-    return given | {"packing": shard}
+    mask = given.get("attention_mask")
+    budget = model.config.resolve_budget(given.get("spectral_budget"), batch_size=B)
+    return positions.expand(B, L).to(x.device), mask is not None and not bool(mask.all()), budget

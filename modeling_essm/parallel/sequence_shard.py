@@ -28,6 +28,13 @@ from .segments import (
     transition,
 )
 
+_REFUSED = -1  # in place of B
+
+
+def refuse(num_facts: int, group: Any, device: torch.device) -> None:
+    """In place of a `SequenceShard` with so many integers to `agree` on: the other processes raise, and do not wait."""
+    gather(torch.full((2 + num_facts,), _REFUSED, device=device), group_of(group))
+
 
 class SequenceShard:
     """Where this process's positions lie in their sequences; takes the place of a `Packing` in the model.
@@ -43,24 +50,38 @@ class SequenceShard:
         order: "plain" (process r holds the r-th part), "head_tail" (parts r and 2 R - 1 - r of 2 R), or None to read
             it from position_ids; documents that these begin at 0 are what tells it.
         agree: integers that must be the same on all processes, beside the shape; `what` says what they are.
+        rows: (B,) budgets of the rows, which must be the same too, or None.
     Raises:
-        ValueError: on all processes, if shapes or those integers differ or position_ids fit no single order.
+        ValueError: on all processes, if shapes, those integers or rows differ, one has called `refuse` in place of
+            this, or position_ids fit no single order.
     Attributes:
         longest: positions of the longest document, which `position_ids` count from 0.
     """
 
     def __init__(
-        self, position_ids: Tensor, group: Any, order: Order | None = None, agree: Sequence[int] = (), what: str = ""
+        self,
+        position_ids: Tensor,
+        group: Any,
+        order: Order | None = None,
+        agree: Sequence[int] = (),
+        what: str = "",
+        rows: Tensor | None = None,
     ):
         group = group_of(group)
         B, L = position_ids.shape
         seen = gather(torch.tensor([B, L, *agree], device=position_ids.device), group).tolist()
+        if refused := [rank for rank, row in enumerate(seen) if row[0] == _REFUSED]:
+            raise ValueError(f"processes {refused} of those that share sequences refuse their arguments, and say why")
         if any(row != seen[0] for row in seen):
             raise ValueError(f"processes that share sequences must agree on shape{what}, got {seen}")
         halves = position_ids.reshape(B, 2 if L % 2 == 0 else 1, -1)
         broken = (halves[..., 1:] != halves[..., :-1] + 1).any(2)
-        facts = torch.stack([halves[..., 0], halves[..., -1], broken.long(), halves.amax(2)], 2)
-        first, last, inside, top = gather(facts, group).cpu().unbind(3)  # (R, B, h) each
+        of_rows = position_ids.new_zeros(B) if rows is None else rows.to(position_ids)
+        facts = [halves[..., 0], halves[..., -1], broken.long(), halves.amax(2), of_rows[:, None].expand(broken.shape)]
+        first, last, inside, top, budgets = gather(torch.stack(facts, 2), group).cpu().unbind(3)  # (R, B, h) each
+        if bool((budgets != budgets[0]).any()):
+            seen = budgets[..., 0].tolist()
+            raise ValueError(f"processes that share sequences must agree on budgets of rows, got {seen}")
         self.longest = int(top.max()) + 1
         order = find_order(first, last, order)
         if order == "plain":  # the halves are one segment

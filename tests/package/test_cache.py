@@ -124,6 +124,17 @@ def test_shrinking_a_running_cache(variant):
         whole.shrink(33)
 
 
+@variants
+@pytest.mark.parametrize("length", [1, 9, 14])
+def test_states_of_one_row_lie_as_their_shapes_say(variant, length):
+    """A clone of a part keeps the whole's stride in a dimension of size 1, and compiled steps look at strides."""
+    model = random_model(**variant)
+    cache = filled(model, random_ids(1, length), 9)
+    for held in (cache, cache.select([0]), copy.deepcopy(cache).shrink(5), cache):
+        assert all(tensor.stride() == torch.empty(tensor.shape).stride() for tensor in states(held))
+        step(model, held, random_ids(1, 1), 5)
+
+
 def test_shrinking_makes_nothing_larger():
     """A budget above the room that a cache has, or has been asked to make, changes nothing; nor after a reset."""
     model, ids = random_model(), random_ids(2, 9)

@@ -345,6 +345,17 @@ def test_a_cache_that_no_call_leaves_is_refused(tmp_path):
         save_cache(cache, tmp_path / "cache", model)
 
 
+def test_keys_of_one_row_lie_as_their_shapes_say():
+    """Those of a window, whatever was read before it; a compiled step looks at strides."""
+    model = hybrid(types=[S_, L_], num_key_value_heads=1)
+    for length in (5, 9, 14):
+        cache = model(random_ids(1, length), use_cache=True).past_key_values
+        for held in (cache, cache.select([0])):
+            assert held.layers[0].tensors["keys"].shape[2] == 4
+            for tensor in held.states.values():
+                assert tensor.stride() == torch.empty(tensor.shape).stride()
+
+
 @torch.no_grad()
 def test_compiled_without_a_break():
     torch._dynamo.reset()

@@ -5,7 +5,7 @@ import pytest
 import torch
 from operators import TOLERANCE, H, make_inputs, reachable_state, relative_error, run
 
-from modeling_essm import spectral_basis, spectral_chunked, spectral_constants, spectral_folded
+from modeling_essm import spectral_basis, spectral_chunked, spectral_constants, spectral_folded, spectral_groups
 from modeling_essm.spectral_folded import mix_dense_folded, unmix_dense_folded
 from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator
 
@@ -36,7 +36,7 @@ def test_agrees_with_the_definition(dtype, algorithm, padded, B, L, K):
 def test_what_an_accelerator_runs_agrees_with_the_definition(dtype, B, L, K, chunks_per_group, monkeypatch):
     """With the gates folded into W, in groups of all sizes."""
     monkeypatch.setattr(spectral_chunked, "_inside_chunks", lambda M: (mix_dense_folded, unmix_dense_folded))
-    monkeypatch.setattr(spectral_folded, "_group_size", lambda *shape: chunks_per_group)
+    monkeypatch.setattr(spectral_folded, "chunks_per_group", lambda *shape: chunks_per_group)
     operator = SpectralOperator(H)
     u, gates, M = make_inputs(B, L, K, dtype=dtype)
     M = torch.cat([M, torch.ones_like(M[:1])])  # beyond the budget
@@ -49,13 +49,15 @@ def test_what_an_accelerator_runs_agrees_with_the_definition(dtype, B, L, K, chu
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
 
 
-def test_groups_of_an_accelerator_are_a_fixed_size_or_part_of_its_memory(monkeypatch):
+@pytest.mark.parametrize("shape", [(64, 8, 1024), (1024, 8, 64)], ids=["dense", "heads"])
+def test_groups_of_an_accelerator_are_a_fixed_size_or_part_of_its_memory(shape, monkeypatch):
     u = torch.empty(0, dtype=torch.bfloat16)
-    monkeypatch.setattr(spectral_folded, "_memory", lambda device: 80 << 30)
-    assert spectral_folded._group_size(64, 8, 1024, u) == (35 << 20) * 8 // (64 * 8 * 1024 * 2)
-    monkeypatch.setattr(spectral_folded, "_memory", lambda device: 4 << 30)
-    assert spectral_folded._group_size(64, 8, 1024, u) == (4 << 30) // 32 // (64 * 8 * 1024 * 2)
-    assert spectral_folded._group_size(512, 32, 1 << 16, u) == 1
+    monkeypatch.setattr(spectral_groups, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(spectral_groups, "_memory", lambda device: 80 << 30)
+    assert spectral_groups.chunks_per_group(shape, u) == (35 << 20) * 8 // (64 * 8 * 1024 * 2)
+    monkeypatch.setattr(spectral_groups, "_memory", lambda device: 4 << 30)
+    assert spectral_groups.chunks_per_group(shape, u) == (4 << 30) // 32 // (64 * 8 * 1024 * 2)
+    assert spectral_groups.chunks_per_group((512, 32, 1 << 16), u) == 1
 
 
 HEADS = {  # D, heads h, widths d and e, gates a channel G
@@ -97,6 +99,49 @@ def test_heads_agree_with_the_definition(dtype, algorithm, padded, B, L, K, shap
     for name in expected:
         error = relative_error(actual[name], expected[name])
         assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize(("B", "L", "K"), [(2, 63, 3), (3, 200, 32)])
+@pytest.mark.parametrize("shape", HEADS.values(), ids=HEADS)
+@pytest.mark.sampled(10)
+def test_heads_on_an_accelerator_agree_with_the_definition(dtype, B, L, K, shape, monkeypatch):
+    monkeypatch.setattr(spectral_groups, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(spectral_groups, "_BYTES_PER_CHANNEL", 50_000)  # some chunks a group
+    operator = SpectralOperator(H)
+    u, gates, M = make_heads(shape, B, L, K, dtype, capacity=K + 1)
+    x0 = reachable_state(operator, K, u.shape[-1], B, dtype)
+    expected = run(operator, "naive", u, gates, M, x0, None)
+    actual = run(operator, "chunked", u, gates, M, x0, None)
+    for name in expected:
+        error = relative_error(actual[name], expected[name])
+        assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
+def test_diagonal_matrices_are_no_products_on_an_accelerator(monkeypatch):
+    """However large: a product of 1 x K and K x R for each channel of the width would wait for its launch."""
+    monkeypatch.setattr(spectral_groups, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(spectral_groups, "_product_over_chunks", None)
+    K, basis = 32, spectral_constants.Realization(H, 48, 64)
+    chunks, x, dy = torch.randn(3, 64, 12), torch.randn(3, 48, 12), torch.randn(3, 64, 12)
+    gates, M = torch.rand(3, 64, K, 1), torch.randn(K, 12, 1, 1)
+    with monkeypatch.context() as products:
+        products.setattr(torch, "matmul", None)
+        y = spectral_groups.mix_heads(basis, chunks, x, gates, M)
+        *_, dM = spectral_groups.unmix_heads(basis, dy, chunks, x, gates, M)
+    monkeypatch.undo()
+    assert relative_error(y, spectral_groups.mix_heads(basis, chunks, x, gates, M)) < 1e-5
+    assert relative_error(dM, spectral_groups.unmix_heads(basis, dy, chunks, x, gates, M)[3]) < 1e-5
+
+
+@pytest.mark.parametrize(("on_cpu", "dtype"), [(False, torch.bfloat16), (False, torch.float16), (True, torch.float16)])
+def test_gradients_of_matrices_are_summed_in_fp32(on_cpu, dtype, monkeypatch):
+    """Not rounded to the factors' dtype for each chunk."""
+    monkeypatch.setattr(spectral_groups, "_is_on_cpu", lambda x: on_cpu)
+    a, b = torch.randn(7, 3, 2, 16).to(dtype), torch.randn(7, 3, 10, 16).to(dtype)
+    expected = torch.einsum("nher,nhcr->hec", a.double(), b.double())
+    actual = spectral_groups._product_over_chunks(a, b, torch.float32)
+    assert actual.dtype == torch.float32 and relative_error(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

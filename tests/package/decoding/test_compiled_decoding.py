@@ -2,15 +2,17 @@
 """Compiled steps: the logits, states and tokens of eager steps, wherever they are taken, and never after a change."""
 
 import copy
+import itertools
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import CompileConfig
 
-from modeling_essm import ESSMCache
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 from modeling_essm.cache_essm import ESSMStaticCache
 from modeling_essm.decoding import compile_decoding, compiled_steps, speculate
 
@@ -65,6 +67,96 @@ def test_steps_equal_eager_ones(variant, budget, taken):
         assert layer.tensors.keys() == other.tensors.keys()
         for name in layer.tensors:
             assert_close(layer.tensors[name], other.tensors[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.sampled(3)
+def test_one_graph_serves_all_prompts_and_modes(variant, taken):
+    """A single row keeps the strides of what it was cut from; tensors of inference mode have other dispatch keys."""
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model = compiled_model([5], taken, state_budget=5, **variant)
+    modes, steps = (torch.no_grad, torch.inference_mode), 0
+    for length in (1, 2, 3, 4, 5, 7, 8, 9, 17, 40):
+        for reading, decoding in itertools.product(modes, modes):
+            ids = random_ids(1, length + 2)
+            cache = ESSMCache(model.config, state_budget=9 if length % 2 else None)
+            with reading():
+                model(ids[:, :length], past_key_values=cache, spectral_budget=5)
+                cache.shrink(5)
+            with decoding():
+                logits = [model(ids[:, [t]], past_key_values=cache, spectral_budget=5).logits for t in (-2, -1)]
+                model(ids[:, -1:], past_key_values=cache, spectral_budget=5)
+            steps += 3
+            assert not any(tensor.is_inference() for tensor in cache.states.values())
+            if length == 9:
+                assert_close(torch.cat(logits, 1), random_model(**variant)(ids, spectral_budget=5).logits[:, -2:])
+    assert len(taken) == steps
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
+    torch._dynamo.reset()
+
+
+def test_states_laid_out_otherwise_are_not_compiled_for(taken):
+    model = compiled_model([5], taken)
+    _, cache = decode(model, random_ids(1, 4), 5)
+    taken.clear()
+    for layer in cache.layers:
+        layer.apply(lambda t: t.mT.contiguous().mT)
+    with torch.no_grad():
+        for _ in range(3):
+            model(random_ids(1, 1), past_key_values=cache, spectral_budget=5)
+    assert len(taken) == 2  # the first runs eagerly, and leaves states as they should lie
+
+
+def rounded_otherwise(model, layers, ids, states):
+    """The step in fp32, rounded at its end."""
+    states = {name: tensor.float() for name, tensor in states.items()}
+    logits, after = copy.deepcopy(model).float().step(ids, layers, states)
+    return logits.to(model.dtype), {name: tensor.to(states[name].dtype) for name, tensor in after.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_step_that_rounds_in_another_order_is_right(dtype, monkeypatch):
+    monkeypatch.setattr(compiled_steps, "_compile", lambda *_: rounded_otherwise)
+    fields = {"block": "gated", "inner_size": 16, "mixing_size": 1, "num_hidden_layers": 8}
+    model = random_model(**fields).to(dtype)
+    assert compile_decoding(model, [2]).decoding_steps
+
+
+def off_by_a_little(logits, states):
+    return logits + 1e-3 * logits.norm() * torch.nn.functional.normalize(torch.ones_like(logits), dim=-1), states
+
+
+def one_state_wrong(logits, states):
+    return logits, states | {"1.convolution": states["1.convolution"].flip(1)}
+
+
+def not_finite(logits, states):
+    return logits * float("nan"), states
+
+
+@pytest.mark.parametrize("mistake", [off_by_a_little, one_state_wrong, not_finite, "forgets", "off in bf16"])
+def test_a_wrong_step_is_refused(mistake, monkeypatch):
+    def wrong(model, layers, ids, states):
+        if mistake == "forgets":
+            states = {name: torch.zeros_like(tensor) for name, tensor in states.items()}
+        logits, states = model.step(ids, layers, states)
+        if mistake == "off in bf16":
+            return 1.15 * logits, states
+        return (logits, states) if mistake == "forgets" else mistake(logits, states)
+
+    monkeypatch.setattr(compiled_steps, "_compile", lambda *_: wrong)
+    model = random_model(**VARIANTS["gated"]).to(torch.bfloat16 if mistake == "off in bf16" else torch.float32)
+    with pytest.raises(RuntimeError, match="the compiled step is wrong: its"):
+        compile_decoding(model, [5])
+    assert not model.decoding_steps
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+def test_a_released_size_compiles_in_bf16():
+    config = ESSMConfig.from_pretrained(Path(__file__).parents[3] / "hub_configs" / "essm-gated-20m")
+    assert compile_decoding(ESSMForCausalLM(config).eval().bfloat16(), [2]).decoding_steps
 
 
 @pytest.mark.slow

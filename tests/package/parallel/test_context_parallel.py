@@ -14,6 +14,7 @@ from parallel_run import (
     on_ranks,
     operator_errors,
     refusals,
+    refusals_of_one,
     torch_context_parallel_error,
 )
 
@@ -100,6 +101,33 @@ def test_calls_that_cannot_work_are_refused_on_all_ranks():
         assert said.keys() == expected.keys()
         for name, text in expected.items():
             assert text in said[name], said[name]
+
+
+def test_what_is_refused_of_one_rank_is_raised_on_all():
+    """At once: a rank that goes on would wait for the other until its group gives up."""
+    of_the_second = {
+        "no position_ids": "needs position_ids",
+        "shape of position_ids": "must have shape (2, 8), got (2, 7)",
+        "seq_idx": "seq_idx does not tell",
+        "cache": "use_cache has no place",
+        "state_lengths": "state_lengths has no place",
+        "no inputs": "give exactly one of input_ids",
+        "dtype of inputs": "input_ids must be int64 or int32",
+        "token ids": "input_ids must be in [0, ",
+        "budget out of range": "[1, 32], got 33",
+        "a budget for too many rows": "3",
+    }
+    of_both = {
+        "budgets of rows": "must agree on budgets of rows, got [[5, 20], [20, 5]]",
+        "rows and none": "must agree on budgets of rows, got [[20, 20], [5, 20]]",
+    }
+    first, second = on_ranks(2, refusals_of_one)
+    assert first.keys() == second.keys() == of_the_second.keys() | of_both.keys()
+    for name, text in of_the_second.items():
+        assert text in second[name], second[name]
+        assert "processes [1] of those that share sequences refuse their arguments" in first[name], first[name]
+    for name, text in of_both.items():
+        assert text in first[name] and text in second[name], first[name]
 
 
 def test_models_that_cannot_be_spread_are_refused():

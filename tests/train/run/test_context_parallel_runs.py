@@ -3,12 +3,16 @@
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from test_distributed import FSDP2
 from training_run import command_line, model_weights, read_log, same, train, train_apart, write_text
 
+from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
+from modeling_essm import ESSMConfig
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +89,18 @@ def test_what_cannot_work_is_refused(text, tmp_path):
         ({"context_parallel": 3}, "block_size must be a multiple of context_parallel = 3, got 32"),
         ({"context_parallel": 0}, "context_parallel must be at least 1, got 0"),
         ({"context_parallel": 2, "torch_compile": True}, "torch_compile needs context_parallel 1, got 2"),
+        ({"context_parallel": 2, "block_size": 4}, r"block_size must be in \[6, filter_length = .*\], got 4: with"),
+        ({"context_parallel": 4, "block_size": 16, "conv_kernel_size": 6}, r"block_size must be in \[20, .*, got 16"),
     ):
         with pytest.raises(ValueError, match=reason):
             train(command_line(tmp_path / "run", **text | changes))
+    ESSMConfig(block="gated", conv_kernel_size=8).save_pretrained(tmp_path / "shape")
+    changes = {"context_parallel": 2, "block_size": 12, "config_name": tmp_path / "shape"}
+    with pytest.raises(ValueError, match=r"block_size must be in \[14, .*conv_kernel_size = 8 reads before a step"):
+        train(command_line(tmp_path / "run", **text | changes))
+
+
+def test_the_order_of_parts_is_not_guessed():
+    with mock.patch.object(loop, "context_parallel") as entered:
+        loop._Run._sequences(SimpleNamespace(model="model", context="group"))
+    entered.assert_called_once_with("model", "group", "plain")

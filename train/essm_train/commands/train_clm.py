@@ -67,7 +67,7 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
         tokenizer = encoder.tokenizer
         ids |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
     config = make_config(args)
-    args.check_block_size(config.filter_length)
+    args.check_block_size(config.filter_length, getattr(config, "conv_kernel_size", 0))
     if args.model_name_or_path:
         check_vocabulary(args, config, encoder.name, encoder.vocab_size, isinstance(encoder, ByteEncoder))
         del ids["vocab_size"]  # which may have room to spare

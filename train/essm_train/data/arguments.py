@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from essm_train.arguments import RunArguments, arg, check_at_least
 from essm_train.models import ModelArguments
+from modeling_essm import ESSMConfig
 
 
 @dataclass
@@ -64,12 +65,21 @@ class CLMArguments(ModelArguments):
                 f"block_size must be a multiple of context_parallel = {self.context_parallel}, got {self.block_size}"
             )
         if self.source is None and self.filter_length is not None:
-            self.check_block_size(self.filter_length)
+            convolves = self.architecture == "essm" and self.block == "gated"
+            block = ESSMConfig(block="gated", conv_kernel_size=self.conv_kernel_size) if convolves else ESSMConfig()
+            self.check_block_size(self.filter_length, block.conv_kernel_size)
 
-    def check_block_size(self, filter_length: int) -> None:
-        """Raises ValueError if the filters do not cover a block."""
+    def check_block_size(self, filter_length: int, taps: int) -> None:
+        """Raises ValueError if the filters do not cover a block, or a process's part not what `taps` read back."""
         if not 2 <= self.block_size <= filter_length:
             raise ValueError(f"block_size must be in [2, filter_length = {filter_length}], got {self.block_size}")
+        least = self.context_parallel * (taps - 1)
+        if self.context_parallel > 1 and self.block_size < least:
+            raise ValueError(
+                f"block_size must be in [{least}, filter_length = {filter_length}], got {self.block_size}: with "
+                f"context_parallel = {self.context_parallel} each part must hold the {taps - 1} positions that "
+                f"conv_kernel_size = {taps} reads before a step"
+            )
 
 
 @dataclass

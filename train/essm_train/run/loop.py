@@ -288,7 +288,7 @@ class _Run:
         ]
         batches = [self.task.collate(source.load(share)) for share in shares]
         if self.context is not None:
-            batches = [shard_batch(batch, self.context) for batch in batches]
+            batches = [shard_batch(batch, self.context, "plain") for batch in batches]
         return batches, source.state_dict()
 
     def _update(self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...]) -> dict[str, Any]:
@@ -366,7 +366,7 @@ class _Run:
 
     def _sequences(self) -> Any:
         """A context in which the model's calls are on what `_fetch` gives: whole sequences or parts."""
-        return nullcontext() if self.context is None else context_parallel(self.model, self.context)
+        return nullcontext() if self.context is None else context_parallel(self.model, self.context, "plain")
 
     def _weights(self) -> Any:
         """A context in which the model has the weights that count."""
