@@ -106,6 +106,23 @@ def weight_bytes(model: ESSMForCausalLM, K: int) -> int:
     return read * model.lm_head.weight.element_size()
 
 
+def state_bytes(held: Any, seen: set[int] | None = None) -> int:
+    """Bytes of all tensors in an object, its lists, dicts and attributes."""
+    seen = set() if seen is None else seen
+    if id(held) in seen:
+        return 0
+    seen.add(id(held))
+    if isinstance(held, torch.Tensor):
+        return held.nbytes
+    if isinstance(held, dict):
+        return sum(state_bytes(value, seen) for value in held.values())
+    if isinstance(held, (list, tuple)):
+        return sum(state_bytes(value, seen) for value in held)
+    ours = type(held).__module__.startswith(("transformers", "modeling_essm"))
+    inside = vars(held) if ours and not isinstance(held, (type, torch.nn.Module, transformers.PreTrainedConfig)) else {}
+    return sum(state_bytes(value, seen) for value in inside.values())
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions; nothing that names a host or a person."""
     cpu = platform.processor() or platform.machine()

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from . import common
 
@@ -56,24 +55,7 @@ def stepper(model: Any, ids: Tensor) -> tuple[Callable[[], Any], int]:
     outputs, token = model(ids, use_cache=True), ids[:, -1:]
     name = next(n for n in ("past_key_values", "cache_params") if getattr(outputs, n, None) is not None)
     cache = getattr(outputs, name)
-    return lambda: model(token, use_cache=True, **{name: cache}), state_bytes(cache)
-
-
-def state_bytes(held: Any, seen: set[int] | None = None) -> int:
-    """Bytes of all tensors in an object, its lists, dicts and attributes."""
-    seen = set() if seen is None else seen
-    if id(held) in seen:
-        return 0
-    seen.add(id(held))
-    if isinstance(held, Tensor):
-        return held.nbytes
-    if isinstance(held, dict):
-        return sum(state_bytes(value, seen) for value in held.values())
-    if isinstance(held, (list, tuple)):
-        return sum(state_bytes(value, seen) for value in held)
-    ours = type(held).__module__.startswith(("transformers", "modeling_essm"))
-    inside = vars(held) if ours and not isinstance(held, (type, torch.nn.Module, PreTrainedConfig)) else {}
-    return sum(state_bytes(value, seen) for value in inside.values())
+    return lambda: model(token, use_cache=True, **{name: cache}), common.state_bytes(cache)
 
 
 @torch.inference_mode()

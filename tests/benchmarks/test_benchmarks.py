@@ -22,6 +22,7 @@ TINY = {  # report: arguments
     "spectral_layer": ["--lengths", "128", "--budgets", "2", "--threads", "1"],
     "decoding": ["--contexts", "16", "80"],
     "decoding_limit": ["--table", "limit", "--backend", "eager"],
+    "decoding_peers": ["--contexts", "128"],
     "long_prompt": [],
     "prefix_loading": [],
     "quantization": [],
