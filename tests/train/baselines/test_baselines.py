@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """baselines.py and s4d.py: matched sizes, causality, padding, losses, round trips, and S4D against its recurrence."""
 
+import functools
 import itertools
 import math
 
@@ -9,8 +10,10 @@ import torch
 from helpers import assert_close, random_ids, randomise
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
+from essm_train.baselines.mamba import chunked_scan
 from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
 from essm_train.baselines.s4d import DT_RANGE, S4DMixer
 from essm_train.baselines.sizes import count_parameters, matched_baseline
@@ -381,19 +384,56 @@ def test_convolutional_networks_are_no_language_models(architecture):
 @pytest.mark.parametrize("length", [1, 2, 12, 17])
 def test_the_chunked_mamba_is_the_librarys(length):
     """Outputs and gradients, with padding. fp32, and two orders of summation."""
-    layer = language_model("mamba").model.backbone.layers[0].mixer
-    library = MambaMixer(layer.config, 0)
+    for expected, actual in zip(*outputs_and_gradients("mamba", MambaMixer, length)):
+        assert_close(actual, expected, atol=2e-5 * max(1.0, expected.abs().max().item()))
+
+
+@pytest.mark.parametrize("length", [1, 17, 64, 130])
+def test_the_chunked_mamba2_is_the_librarys(length):
+    """As above. The gradient of a head's decay sums, and may cancel, terms of the size of the inputs' gradients."""
+    library, ours = outputs_and_gradients("mamba2", Mamba2Mixer, length)
+    terms = library[1].abs().max().item()
+    for expected, actual in zip(library, ours):
+        assert_close(actual, expected, atol=2e-5 * max(1.0, terms, expected.abs().max().item()))
+
+
+def outputs_and_gradients(architecture, mixer, length):
+    """Of the library's mixer and of the one in its place."""
+    backbone = language_model(architecture).model.backbone
+    layer, library = backbone.layers[0].mixer, mixer(backbone.config, 0)
+    assert type(layer) is not mixer
     library.load_state_dict(layer.state_dict())
     x = torch.randn(2, length, 16, generator=torch.Generator().manual_seed(0))
     mask = padded(length, (max(1, length - 5), length))
-    gradients = []
+    found = []
     for model in (library, layer):
         inputs = x.clone().requires_grad_()
         y = model(inputs, attention_mask=mask)
         y.square().sum().backward()
-        gradients.append([y, inputs.grad, *(p.grad for p in model.parameters())])
-    for expected, actual in zip(*gradients):
-        assert_close(actual, expected, atol=2e-5 * max(1.0, expected.abs().max().item()))
+        found.append([y, inputs.grad, *(p.grad for p in model.parameters())])
+    return found
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 21])
+def test_a_chunked_scan_is_its_recurrence(length):
+    """Outputs and gradients in fp64; rounding is 1e-15 of numbers of size 10, in sums of 20."""
+    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x, B, C = draw(2, length, 3, 4), draw(2, length, 5), draw(2, length, 5)
+    log_decay = -draw(2, length, 3).exp()
+    found = []
+    for chunk_size in (8, None):
+        inputs = [t.clone().requires_grad_() for t in (x, log_decay, B, C)]
+        if chunk_size:
+            y = chunked_scan(*inputs, chunk_size)
+        else:
+            state, outputs, (u, a, b, c) = 0.0, [], inputs
+            for t in range(length):
+                state = a[:, t, :, None, None].exp() * state + u[:, t, ..., None] * b[:, t, None, None]
+                outputs.append((state * c[:, t, None, None]).sum(-1))
+            y = torch.stack(outputs, 1)
+        found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    for actual, expected in zip(*found):
+        assert_close(actual, expected, atol=1e-11)
 
 
 # S4D

@@ -1,29 +1,25 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The networks between encoder and head: Transformer, Mamba and Mamba-2 are the library's, the others this package's.
 
-Mamba runs without CUDA kernels too: the library walks through the L positions, with a backward pass of order L^2;
-`selective_scan` takes 2 sqrt(L) steps. Letters: b batch, L sequence, D width, I inner width, N state.
+Letters: B batch, L sequence, D width.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 import transformers
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.mamba.modeling_mamba import MambaMixer
-from transformers.utils.import_utils import is_mamba_ssm_available
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNLayer, TCResNet
+from essm_train.baselines.mamba import ChunkedMamba2Mixer, ChunkedMambaMixer
 from essm_train.baselines.s4 import S4Mixer
 from essm_train.baselines.s4d import S4DMixer, StateSpaceLayer, StateSpaceMixer
 
@@ -94,7 +90,10 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
     elif config.architecture == "mamba2":
         heads = {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
         sizes = {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
-        backbone = transformers.Mamba2Model(_FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps))
+        mamba2 = _FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps)
+        backbone = transformers.Mamba2Model(mamba2)
+        for i, layer in enumerate(backbone.layers):
+            layer.mixer = ChunkedMamba2Mixer(mamba2, i, initialize_mixer_weights=False)
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture in ("s4", "s4d"):
         mixers: list[StateSpaceMixer] = [
@@ -120,56 +119,3 @@ def _drop_output(rate: float, module: nn.Module, inputs: Any, output: Any) -> An
     if isinstance(output, tuple):
         return (F.dropout(output[0], rate, module.training), *output[1:])
     return F.dropout(output, rate, module.training)
-
-
-def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """h_l = exp(dt_l A) h_{l-1} + dt_l B_l u_l, y_l = C_l h_l, in 2 sqrt(L) steps (Gu and Dao 2023, Algorithm 2).
-
-    Chunks of m ~ sqrt(L) positions advance side by side from h = 0; then the states at their ends are carried over.
-
-    Args:
-        u, dt: (b, L, I). A: (I, N), negative. B, C: (b, L, N).
-    Returns:
-        (b, L, I).
-    """
-    L = u.shape[1]
-    m = math.isqrt(L - 1) + 1
-    chunks = math.ceil(L / m)
-    u, dt, B, C = (F.pad(x, (0, 0, 0, chunks * m - L)).unflatten(1, (chunks, m)) for x in (u, dt, B, C))
-    decay = (dt[..., None] * A).exp()  # (b, chunks, m, I, N)
-    inputs = (dt * u)[..., None] * B[..., None, :]
-    states = [inputs[:, :, 0]]
-    for a, x in zip(decay.unbind(2)[1:], inputs.unbind(2)[1:]):
-        states.append(a * states[-1] + x)
-    h = torch.stack(states, 2)
-    since_start = (dt.cumsum(2)[..., None] * A).exp()  # decay of what a chunk started with
-    starts = [torch.zeros_like(h[:, 0, 0])]
-    for a, x in zip(since_start[:, :-1, -1].unbind(1), h[:, :-1, -1].unbind(1)):
-        starts.append(a * starts[-1] + x)
-    h = h + since_start * torch.stack(starts, 1)[:, :, None]
-    return (h * C[..., None, :]).sum(-1).flatten(1, 2)[:, :L]
-
-
-class ChunkedMambaMixer(MambaMixer):
-    """The library's mixer; where its CUDA kernels are not installed, with `selective_scan`."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        cache_params: Any = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """(B, L, D) -> (B, L, D)."""
-        if hidden_states.is_cuda and is_mamba_ssm_available():
-            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
-        u = hidden_states
-        real = None if attention_mask is None else attention_mask[..., None].to(u.dtype)
-        u = u if real is None else u * real
-        u, gate = self.in_proj(u).chunk(2, -1)
-        u = self.act(self.conv1d(u.mT)[..., : u.shape[1]]).mT
-        u = u if real is None else u * real
-        dt, B, C = self.x_proj(u).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
-        dt = F.softplus(self.dt_proj(dt).float())
-        y = selective_scan(u.float(), dt, -self.A_log.float().exp(), B.float(), C.float()) + self.D.float() * u
-        return self.out_proj((y * F.silu(gate)).to(hidden_states.dtype))

@@ -1,0 +1,138 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The library's Mamba and Mamba-2 mixers, quick where their CUDA kernels are not installed.
+
+There the library walks through the positions of Mamba one by one, with a backward pass of order L^2, and makes tensors
+of chunk x chunk x heads x N numbers for Mamba-2. Here both work in chunks, and Mamba-2 in matrix products. Weights and
+functions are the library's, and so are steps with a cache.
+Letters: b batch, L sequence, D width, I inner width, N state; h heads of width p.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.mamba.modeling_mamba import MambaMixer
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
+from transformers.utils.import_utils import is_mamba_2_ssm_available, is_mamba_ssm_available
+
+from modeling_essm.short_convolution import short_convolution
+
+
+def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
+    """h_l = exp(dt_l A) h_{l-1} + dt_l B_l u_l, y_l = C_l h_l, in 2 sqrt(L) steps (Gu and Dao 2023, Algorithm 2).
+
+    Chunks of m ~ sqrt(L) positions advance side by side from h = 0; then the states at their ends are carried over.
+
+    Args:
+        u, dt: (b, L, I). A: (I, N), negative. B, C: (b, L, N).
+    Returns:
+        (b, L, I).
+    """
+    L = u.shape[1]
+    m = math.isqrt(L - 1) + 1
+    chunks = math.ceil(L / m)
+    u, dt, B, C = (F.pad(x, (0, 0, 0, chunks * m - L)).unflatten(1, (chunks, m)) for x in (u, dt, B, C))
+    decay = (dt[..., None] * A).exp()  # (b, chunks, m, I, N)
+    inputs = (dt * u)[..., None] * B[..., None, :]
+    states = [inputs[:, :, 0]]
+    for a, x in zip(decay.unbind(2)[1:], inputs.unbind(2)[1:]):
+        states.append(a * states[-1] + x)
+    h = torch.stack(states, 2)
+    since_start = (dt.cumsum(2)[..., None] * A).exp()  # decay of what a chunk started with
+    starts = [torch.zeros_like(h[:, 0, 0])]
+    for a, x in zip(since_start[:, :-1, -1].unbind(1), h[:, :-1, -1].unbind(1)):
+        starts.append(a * starts[-1] + x)
+    h = h + since_start * torch.stack(starts, 1)[:, :, None]
+    return (h * C[..., None, :]).sum(-1).flatten(1, 2)[:, :L]
+
+
+class ChunkedMambaMixer(MambaMixer):
+    """The library's mixer; where its CUDA kernels are not installed, with `selective_scan`."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        if hidden_states.is_cuda and is_mamba_ssm_available():
+            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        u = hidden_states
+        real = None if attention_mask is None else attention_mask[..., None].to(u.dtype)
+        u = u if real is None else u * real
+        u, gate = self.in_proj(u).chunk(2, -1)
+        u = self.act(self.conv1d(u.mT)[..., : u.shape[1]]).mT
+        u = u if real is None else u * real
+        dt, B, C = self.x_proj(u).split([self.time_step_rank, self.ssm_state_size, self.ssm_state_size], -1)
+        dt = F.softplus(self.dt_proj(dt).float())
+        y = selective_scan(u.float(), dt, -self.A_log.float().exp(), B.float(), C.float()) + self.D.float() * u
+        return self.out_proj((y * F.silu(gate)).to(hidden_states.dtype))
+
+
+def chunked_scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size: int) -> Tensor:
+    """H_t = exp(a_t) H_{t-1} + x_t B_t^T, y_t = H_t C_t of every head, by chunks (Dao and Gu 2024, section 6).
+
+    Inside a chunk y = (exp(sum of a from s to t) C_t . B_s) x as a product of matrices, and what was before it comes
+    through the states at the ends of chunks.
+
+    Args:
+        x: (b, L, h, p). log_decay: (b, L, h), a, at most 0. B, C: (b, L, N), of all heads.
+    Returns:
+        (b, L, h, p).
+    """
+    L, heads = x.shape[1], x.shape[2:]
+    x, log_decay, B, C = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, -L % chunk_size)) for t in (x, log_decay, B, C))
+    x, log_decay, B, C = (t.unflatten(1, (-1, chunk_size)) for t in (x, log_decay, B, C))  # (b, chunks, chunk, ..)
+    total = log_decay.cumsum(2)
+    by_head = total.movedim(-1, 2)  # (b, chunks, h, chunk)
+    later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).triu(1)
+    decay = (by_head[..., :, None] - by_head[..., None, :]).masked_fill(later, -torch.inf).exp()
+    y = ((decay * (C @ B.mT)[:, :, None]) @ x.transpose(2, 3)).transpose(2, 3)
+    to_the_end = (total[:, :, -1:] - total).exp()[..., None]
+    added = (x * to_the_end).flatten(3).mT @ B  # (b, chunks, h p, N)
+    whole = total[:, :, -1].exp()[..., None, None]
+    states = [torch.zeros_like(added[:, 0].unflatten(1, heads))]
+    for i in range(added.shape[1] - 1):
+        states.append(whole[:, i] * states[-1] + added[:, i].unflatten(1, heads))
+    before = torch.stack(states, 1).flatten(2, 3)
+    y = y + (C @ before.mT).unflatten(-1, heads) * total.exp()[..., None]
+    return y.flatten(1, 2)[:, :L]
+
+
+class ChunkedMamba2Mixer(Mamba2Mixer):
+    """The library's mixer; without a cache and where its CUDA kernels are not installed, with `chunked_scan`."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(B, L, D) -> (B, L, D)."""
+        kernels = hidden_states.is_cuda and is_mamba_2_ssm_available()
+        if kernels or cache_params is not None or self.n_groups != 1:
+            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        u = hidden_states
+        real = None if attention_mask is None else attention_mask[..., None].to(u.dtype)
+        u = u if real is None else u * real
+        N, taps = self.ssm_state_size, self.conv1d.weight.squeeze(1).mT
+        gate, u, dt = self.in_proj(u).split([self.intermediate_size, self.conv_dim, self.num_heads], -1)
+        u = short_convolution(F.pad(u, (0, 0, len(taps) - 1, 0)), taps.to(u.dtype))
+        u = self.act(u if self.conv1d.bias is None else u + self.conv1d.bias)
+        u = u if real is None else u * real
+        x, B, C = u.float().split([self.intermediate_size, N, N], -1)
+        x = x.unflatten(-1, (self.num_heads, self.head_dim))
+        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self.time_step_limit)
+        y = chunked_scan(x * dt[..., None], -dt * self.A_log.float().exp(), B, C, self.chunk_size)
+        y = y + self.D[:, None] * x
+        return self.out_proj(self.norm(y.flatten(2), gate).to(hidden_states.dtype))
+
+
+__all__ = ["ChunkedMamba2Mixer", "ChunkedMambaMixer", "chunked_scan", "selective_scan"]
