@@ -5,9 +5,9 @@
     python -m benchmarks.ablation_speed --parameters 800000 --only "gated, capacity 8" mamba2
 
 The speeds in the ablation's table are of runs made at different times; these are of paired rounds in one process. An
-update is forward, backward and AdamW on 4 random blocks of 512 bytes, in fp32 on one CPU thread. Elastic models train
-one budget of the discrete schedule after the other, all of them in each round, peers as often. Mamba-2 computes by
-chunks (`essm_train.baselines.mamba`); "mamba2, library" is the same model by the library's own torch path.
+update is forward, backward and AdamW on 4 random blocks of 512 bytes, in fp32 on one CPU thread. In a round an elastic
+model makes one update at each budget of the discrete schedule, and a peer makes five. Mamba-2 computes by chunks
+(`essm_train.baselines.mamba`); "mamba2, library" is the same model by the library's own torch path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from modeling_essm import ESSMForCausalLM
-from modeling_essm.training.budget_dropout import BUDGETS
+from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 from . import common
 from .ablation import ROWS, make_model
@@ -29,48 +29,55 @@ from .steps import make_optimizer
 
 NAMES = ("gated, capacity 8", "gated, capacity 8, FFN", "mamba2", "mamba2, library", "s4d", "llama", "paper")
 BLOCK, BATCH, FILTER_LENGTH = 512, 4, 4096
-UPDATES = 5  # of a round; the discrete schedule has so many budgets up to 8
+UPDATES = 5  # of a peer in a round
 
 
-def updates(model: Any, block: int) -> Callable[[], None]:
-    """A call that makes UPDATES updates."""
+def updates(model: Any, block: int) -> tuple[Callable[[], None], int]:
+    """A call that makes the updates of a round, and their tokens."""
     optimizer = make_optimizer(model.train())
     ids = torch.randint(0, 256, (BATCH, block), device=model.device)
-    capacity = model.config.num_spectral_channels if isinstance(model, ESSMForCausalLM) else None
-    budgets = [None] if capacity is None else [K for K in BUDGETS if capacity >= K]
+    options: list[dict[str, int]] = [{}] * UPDATES
+    if isinstance(model, ESSMForCausalLM):
+        options = [{"spectral_budget": K} for K in clip_budgets(BUDGETS, model.config.num_spectral_channels)]
 
     def run() -> None:
-        for i in range(UPDATES):
-            K = budgets[i * len(budgets) // UPDATES]
-            model(ids, labels=ids, **({} if K is None else {"spectral_budget": K})).loss.backward()
+        for option in options:
+            model(ids, labels=ids, **option).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    return run
+    return run, len(options) * ids.numel()
 
 
 def measure(parameters: int, args: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     """A row for each model of that size."""
     block = 64 if args.quick else BLOCK
-    calls, sizes = {}, {}
+    calls, tokens, sizes = {}, {}, {}
     for name in args.only:
         torch.manual_seed(0)
         model = make_model(matched_config(ROWS[name.removesuffix(", library")], parameters), FILTER_LENGTH).to(device)
-        for module in list(model.modules()) if name.endswith(", library") else ():
-            if isinstance(module, Mamba2Mixer):
-                module.__class__ = Mamba2Mixer  # the same weights, without the mixer of essm_train
-        calls[name], sizes[name] = updates(model, block), model.num_parameters()
+        if name.endswith(", library"):
+            as_the_library(model)
+        (calls[name], tokens[name]), sizes[name] = updates(model, block), model.num_parameters()
     seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=600.0)
-    tokens, first = UPDATES * BATCH * block, next(iter(calls))
+    speeds = {name: [tokens[name] / s for s in samples] for name, samples in seconds.items()}
+    first = next(iter(calls))
     return [
         {
             "model": name,
             "parameters": sizes[name],
-            "tokens_per_second": common.spread([tokens / s for s in samples]),
-            "speed_over_first": common.ratio(seconds[first], samples),
+            "tokens_per_second": common.spread(speed),
+            "speed_over_first": common.ratio(speed, speeds[first]),
         }
-        for name, samples in seconds.items()
+        for name, speed in speeds.items()
     ]
+
+
+def as_the_library(model: torch.nn.Module) -> None:
+    """Let a Mamba-2 compute as transformers does, with the same weights."""
+    for module in model.modules():
+        if isinstance(module, Mamba2Mixer):
+            module.__class__ = Mamba2Mixer
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -81,6 +88,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = p.parse_args(argv)
     sizes = [60_000] if args.quick else args.parameters
     settings = {"block": 64 if args.quick else BLOCK, "batch": BATCH, "dtype": "float32", "threads": 1}
+    settings["rounds"] = args.rounds
     device, report = common.start("ablation_speed", args, **settings)
     report["results"] = []
     with common.threads(1):

@@ -5,10 +5,12 @@
     python -m benchmarks.decoding_peers --config hub_configs/essm-gated-20m
 
 The models are those of `benchmarks.training_step --table models`: random weights, parameters within 5% of each other,
-Llama and Mamba-2 with the library's classes and their default caches. Each reads a context at batch 1, then decodes; a
-step is one forward call, under inference_mode, eager, in fp32 on one CPU thread or in bf16 on a GPU. Models take turns
-in every round, and a Llama's cache is cut back to the context after each sample. Before anything is timed, a few steps
-of each model must give what one call over the whole text gives. Bytes are of all tensors in the cache.
+Llama and Mamba-2 take the library's steps. Each reads a context at batch 1, then decodes; a step is one forward call,
+under inference_mode, eager, in fp32 on one CPU thread or in bf16 on a GPU. Models take turns in every round. A Llama
+has the library's default cache, which is copied at every step, and is cut back to the context before each sample, or a
+static one with room for all samples. Mamba-2 reads 128 tokens whatever the context, as its state has one size and the
+library's torch path reads slowly. Before anything is timed, a few steps of each model must give what one call over the
+whole text gives. Bytes are of all tensors in the cache.
 """
 
 from __future__ import annotations
@@ -18,22 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from . import common
+from .released import CHECKED_STEPS
 from .training_step import make_models
 
-CHECKED_STEPS = 6  # more than a short convolution has taps
 PIECE = 2048  # tokens of one call that reads a context
+SHORT = 128  # tokens that steps are checked on
 
 
 class Decoder:
-    """A model with what it has read."""
+    """A model with what it has read; `room` is that of a static cache."""
 
-    def __init__(self, model: Any, budget: int | None):
-        self.model, self.cache = model, None
+    def __init__(self, model: Any, budget: int | None = None, room: int | None = None):
+        self.model, self.room = model, room
         self.name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
         self.options = {"spectral_budget": budget} if budget else {}
-        self.grows = model.config.model_type == "llama"
+        self.grows = model.config.model_type == "llama" and room is None
+        self.forget()
+
+    def forget(self) -> None:
+        self.cache = None if self.room is None else StaticCache(config=self.model.config, max_cache_len=self.room)
 
     @torch.inference_mode()
     def read(self, ids: Tensor) -> Tensor:
@@ -49,11 +57,11 @@ class Decoder:
         whole = self.model(ids, use_cache=False, **self.options).logits[:, -CHECKED_STEPS:]
         self.read(ids[:, :-CHECKED_STEPS])
         steps = torch.cat([self.read(token) for token in ids[:, -CHECKED_STEPS:].split(1, 1)], 1)
-        self.cache = None
+        self.forget()
         return common.require_close("steps", steps, whole, 1e-3 if whole.dtype == torch.float32 else 5e-2)
 
     def sample(self, token: Tensor, context: int, steps: int) -> None:
-        """So many steps after the context, or after those of the last sample where a state has no length."""
+        """So many steps: after the context in a cache that grows, else after those of the last sample."""
         if self.grows and (more := self.cache.get_seq_length() - context):
             self.cache.crop(-more)
         for _ in range(steps):
@@ -66,11 +74,12 @@ def measure(
     """A row of the report for each of `rows`, a model's name and its budget by their label."""
     ids = torch.randint(0, 256, (1, context), device=device)
     decoders, calls = {}, {}
+    read = {label: SHORT if name == "Mamba-2" else context for label, (name, _) in rows.items()}
+    room = context + (rounds + 2) * max(steps, 64)  # a sample may repeat its steps until they last
     for label, (name, budget) in rows.items():
-        decoders[label] = one = Decoder(models[name], budget)
-        error = one.check(ids[:, :128])
-        # Mamba-2's state has one size after any context, and the library's torch path reads slowly.
-        for piece in ids[:, : 128 if name == "Mamba-2" else context].split(PIECE, 1):
+        one = Decoder(models[name], budget, room if label.endswith("static cache") else None)
+        decoders[label], error = one, one.check(ids[:, :SHORT])
+        for piece in ids[:, : read[label]].split(PIECE, 1):
             one.read(piece)
         calls[label] = functools.partial(one.sample, ids[:, -1:], context, steps)
         print(f"{label}: steps agree with one call to {error:.1e}", flush=True)
@@ -81,6 +90,7 @@ def measure(
         {
             "model": label,
             "context": context,
+            "context_read": read[label],
             "cache_bytes": sizes[label],
             "seconds_per_token": common.spread([s / steps for s in seconds[label]]),
             "time_over_first": common.ratio(seconds[label], seconds[first]),
@@ -95,13 +105,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--contexts", type=int, nargs="+", default=None)
     p.add_argument("--steps", type=int, default=16, help="decoded tokens of one sample")
     args = p.parse_args(argv)
-    contexts = args.contexts or ([160] if args.quick else [1024, 16384])
-    if min(contexts) < 128:
-        p.error(f"--contexts must be at least 128, got {args.contexts}")
+    contexts = args.contexts or ([128, 160] if args.quick else [1024, 16384])
+    if min(contexts) < SHORT:
+        p.error(f"--contexts must be at least {SHORT}, got {args.contexts}")
     steps = 2 if args.quick else args.steps
     device = common.pick_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    made = make_models(max(contexts) + 4096, args)
+    made = make_models(max(contexts) + 1024, args)  # room for the steps
     models = {name: model.to(device, dtype).eval() for name, model in made.items()}
     configured = next(reversed(models)) if args.config else "ES-SSM"
     settings = {"contexts": contexts, "steps": steps, "threads": 1, "dtype": str(dtype)[6:], "rounds": args.rounds}
@@ -111,7 +121,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     rows: dict[str, tuple[str, int | None]] = {}
     for name in dict.fromkeys((configured, "ES-SSM")):
         rows |= {f"{name} K={K}": (name, K) for K in common.clipped((4, 32), models[name].config)}
-    rows |= {name: (name, None) for name in ("Llama", "Mamba-2")}
+    rows |= {label: (label.split(",")[0], None) for label in ("Llama", "Llama, static cache", "Mamba-2")}
     report["results"] = []
     with common.threads(1):
         for context in contexts:

@@ -171,9 +171,8 @@ class Run:
             self.optimizer.step()
             self.optimizer.zero_grad()
             if state["updates"] % args.log_every == 0:
-                state["losses"].append(
-                    [state["updates"], budget, float(loss.detach()) / math.log(2)]
-                )  # waits for the device
+                bits = float(loss.detach()) / math.log(2)  # waits for the device
+                state["losses"].append([state["updates"], budget, bits])
             state["updates"] += 1
             state["seconds"] = begun + time.monotonic() - since
             if time.monotonic() - saved > args.save_seconds:

@@ -14,9 +14,9 @@ models   Is ES-SSM cheaper than a Transformer and a Mamba-2 of the same size fro
          paper's 21M-parameter model at K = 4 and K = 32, and beside it that of --config at K = 4 and its capacity;
          LlamaForCausalLM and Mamba2ForCausalLM have the same vocabulary and a parameter count within 5% of it, in
          shapes usual for them. The models take turns. Where the mamba_ssm kernels are not installed, always on a CPU,
-         Mamba-2 runs `essm_train.baselines.mamba`, matrix products over chunks in torch, which is 1.9 times as fast as
-         the library's own torch path. A model whose step would exceed --memory, extrapolated from shorter lengths, is
-         measured at the longest length that fits, and the output says so.
+         Mamba-2 runs `essm_train.baselines.mamba`, matrix products over chunks in torch. A model whose step would
+         exceed --memory, extrapolated from shorter lengths, is measured at the longest length that fits, and the output
+         says so.
 essm     What do K, length, batch, gradient checkpointing and torch.compile do to speed and memory of ES-SSM? One
          factor at a time: every K at the first of --lengths and of --batches, plain (eager, no checkpointing), and
          each other factor at two K. Rows take turns. Checkpointed and compiled steps must give the plain step's
@@ -36,14 +36,14 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
 from typing import Any
 
 import torch
 import torch._dynamo
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers.utils.import_utils import is_mamba_2_ssm_available
 
-from essm_train.baselines.mamba import ChunkedMamba2Mixer
+from essm_train.baselines.mamba import by_chunks
 from modeling_essm import ESSMForCausalLM
 
 from . import common
@@ -81,8 +81,7 @@ def make_models(length: int, args: argparse.Namespace) -> dict[str, torch.nn.Mod
         "Llama": LlamaForCausalLM(LlamaConfig(**IDS, **llama, max_position_embeddings=length)),
         "Mamba-2": Mamba2ForCausalLM(Mamba2Config(**IDS, **mamba, n_groups=1, chunk_size=64, use_cache=False)),
     }
-    for i, layer in enumerate(models["Mamba-2"].backbone.layers):
-        layer.mixer = ChunkedMamba2Mixer(models["Mamba-2"].config, i)
+    by_chunks(models["Mamba-2"])
     return models if args.config is None else models | {args.config.name: ESSMForCausalLM(essm_config(length, args))}
 
 
@@ -92,13 +91,13 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     batch = args.batch or (8 if gpu and not args.quick else 1)
     limit, dtype, rounds = memory_limit(args), precision(args), min(args.rounds, 7 if gpu else 3)
     settings = {"length": length, "batch": batch, "dtype": dtype, "warmup": 1, "rounds": rounds}
-    settings |= common.model_settings(args, essm_config(length, args))
+    settings |= {"memory_gib": limit / 2**30, **common.model_settings(args, essm_config(length, args))}
     device, report = common.start("training_step", args, **settings, threads=torch.get_num_threads())
     common.check_peak_memory(device)
     models = {name: model.to(device).train() for name, model in make_models(length, args).items()}
     report["parameters"] = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
     print("parameters: " + ", ".join(f"{name} {count}" for name, count in report["parameters"].items()))
-    kernels = gpu and importlib.util.find_spec("mamba_ssm") is not None
+    kernels = gpu and is_mamba_2_ssm_available()
     report["mamba2_path"] = "mamba_ssm kernels" if kernels else "chunks in torch"
     print(f"Mamba-2 runs on: {report['mamba2_path']}")
     configured = "ES-SSM" if args.config is None else args.config.name

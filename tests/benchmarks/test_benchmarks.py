@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from helpers import ROOT, VARIANTS, random_model, start_killed_sweep, tiny_config
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
+from essm_train.baselines.mamba import ChunkedMamba2Mixer
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.decoding import compile_decoding
 from modeling_essm.decoding.compiled_steps import CompiledSteps
@@ -23,7 +25,7 @@ TINY = {  # report: arguments
     "spectral_layer": ["--lengths", "128", "--budgets", "2", "--threads", "1"],
     "decoding": ["--contexts", "16", "80"],
     "decoding_limit": ["--table", "limit", "--backend", "eager"],
-    "decoding_peers": ["--contexts", "128"],
+    "decoding_peers": ["--contexts", "128", "160"],
     "long_prompt": [],
     "prefix_loading": [],
     "quantization": [],
@@ -67,9 +69,21 @@ def test_benchmark_writes_its_report(benchmark_module, tmp_path, name):
     assert torch.get_num_threads() == 1  # left as found
 
 
+def test_a_mamba2_can_compute_as_the_library_does(benchmark_module):
+    speed = benchmark_module("ablation_speed")
+    model = speed.make_model(speed.matched_config(speed.ROWS["mamba2"], 60_000), 512)
+    mixers = [layer.mixer for layer in model.model.backbone.layers]
+    weights = [p.clone() for p in model.parameters()]
+    assert {type(mixer) for mixer in mixers} == {ChunkedMamba2Mixer}
+    speed.as_the_library(model)
+    assert {type(mixer) for mixer in mixers} == {Mamba2Mixer}
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
 GATED = {  # report: its budgets at a capacity of 8, from where 4 and 32 or more were asked for
     "decoding": lambda report: [row["budget"] for row in report["results"]],
     "decoding_limit": lambda report: [row["budget"] for row in report["results"]],
+    "decoding_peers": lambda report: [row["model"] for row in report["results"]],
     "long_prompt": lambda report: [report["settings"]["budget"]],
     "prefix_loading": lambda report: [row["K"] for row in report["results"]],
     "quantization": lambda report: [row["budget"] for row in report["results"][0]["decoding"]],
@@ -79,6 +93,7 @@ GATED = {  # report: its budgets at a capacity of 8, from where 4 and 32 or more
 }
 EXPECTED = {
     "decoding_limit": {2, 4, 8},
+    "decoding_peers": {"ES-SSM K=4", "ES-SSM K=32", "mine K=4", "mine K=8", "Llama", "Llama, static cache", "Mamba-2"},
     "long_prompt": {4},
     "prefix_loading": {2, 8, "whole"},
     "training_step": {"ES-SSM K=4", "ES-SSM K=32", "mine K=4", "mine K=8", "Llama", "Mamba-2"},
@@ -135,7 +150,7 @@ def test_configuration_of_a_folder(benchmark_module, config_folder):
 def test_a_bad_configuration_is_refused_at_once(benchmark_module, tmp_path, capsys, text, reason):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    for name in ("decoding", "training_step", "long_prompt", "quantization", "prefix_loading"):
+    for name in ("decoding", "decoding_peers", "training_step", "long_prompt", "quantization", "prefix_loading"):
         with pytest.raises(SystemExit) as stopped:
             benchmark_module(name).main(["--quick", "--config", str(tmp_path)])
         message = capsys.readouterr().err

@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNLayer, TCResNet
-from essm_train.baselines.mamba import ChunkedMamba2Mixer, ChunkedMambaMixer
+from essm_train.baselines.mamba import ChunkedMambaMixer, by_chunks
 from essm_train.baselines.s4 import S4Mixer
 from essm_train.baselines.s4d import S4DMixer, StateSpaceLayer, StateSpaceMixer
 
@@ -91,9 +91,7 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         heads = {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
         sizes = {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
         mamba2 = _FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps)
-        backbone = transformers.Mamba2Model(mamba2)
-        for i, layer in enumerate(backbone.layers):
-            layer.mixer = ChunkedMamba2Mixer(mamba2, i, initialize_mixer_weights=False)
+        backbone = by_chunks(transformers.Mamba2Model(mamba2))
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture in ("s4", "s4d"):
         mixers: list[StateSpaceMixer] = [

@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The library's Mamba and Mamba-2 mixers, quick where their CUDA kernels are not installed.
 
-There the library walks through the positions of Mamba one by one, with a backward pass of order L^2, and makes tensors
-of chunk x chunk x heads x N numbers for Mamba-2. Here both work in chunks, and Mamba-2 in matrix products. Weights and
-functions are the library's, and so are steps with a cache.
+There the library walks through the positions of Mamba one by one, with a backward pass of order L^2, and repeats B, C
+and their products for every head of Mamba-2. Here both work in chunks, and Mamba-2 in matrix products that its heads
+share. Weights and functions are the library's, and so is every call with a cache.
 Letters: b batch, L sequence, D width, I inner width, N state; h heads of width p.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils.import_utils import is_mamba_2_ssm_available, is_mamba_ssm_available
@@ -51,7 +51,7 @@ def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
 
 
 class ChunkedMambaMixer(MambaMixer):
-    """The library's mixer; where its CUDA kernels are not installed, with `selective_scan`."""
+    """The library's mixer; without a cache and where its CUDA kernels are not installed, with `selective_scan`."""
 
     def forward(
         self,
@@ -61,7 +61,7 @@ class ChunkedMambaMixer(MambaMixer):
         **kwargs: Any,
     ) -> Tensor:
         """(B, L, D) -> (B, L, D)."""
-        if hidden_states.is_cuda and is_mamba_ssm_available():
+        if cache_params is not None or (hidden_states.is_cuda and is_mamba_ssm_available()):
             return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
         u = hidden_states
         real = None if attention_mask is None else attention_mask[..., None].to(u.dtype)
@@ -79,23 +79,26 @@ def chunked_scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size:
     """H_t = exp(a_t) H_{t-1} + x_t B_t^T, y_t = H_t C_t of every head, by chunks (Dao and Gu 2024, section 6).
 
     Inside a chunk y = (exp(sum of a from s to t) C_t . B_s) x as a product of matrices, and what was before it comes
-    through the states at the ends of chunks.
+    through the states at the ends of chunks. Sums of a are taken in fp64: their differences are small where decays are
+    strong. Autocast rounds the factors of the products, as it does in the library's.
 
     Args:
-        x: (b, L, h, p). log_decay: (b, L, h), a, at most 0. B, C: (b, L, N), of all heads.
+        x: (b, L, h, p), fp32 or fp64. log_decay: (b, L, h), a, at most 0. B, C: (b, L, N), of all heads.
     Returns:
-        (b, L, h, p).
+        (b, L, h, p) in x's dtype.
     """
-    L, heads = x.shape[1], x.shape[2:]
+    L, heads, dtype = x.shape[1], x.shape[2:], x.dtype
+    chunk_size = min(chunk_size, L)
     x, log_decay, B, C = (F.pad(t, (0, 0) * (t.ndim - 2) + (0, -L % chunk_size)) for t in (x, log_decay, B, C))
     x, log_decay, B, C = (t.unflatten(1, (-1, chunk_size)) for t in (x, log_decay, B, C))  # (b, chunks, chunk, ..)
-    total = log_decay.cumsum(2)
+    total = log_decay.double().cumsum(2)
     by_head = total.movedim(-1, 2)  # (b, chunks, h, chunk)
     later = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=x.device).triu(1)
-    decay = (by_head[..., :, None] - by_head[..., None, :]).masked_fill(later, -torch.inf).exp()
+    decay = (by_head[..., :, None] - by_head[..., None, :]).to(dtype).masked_fill(later, -torch.inf).exp()
     y = ((decay * (C @ B.mT)[:, :, None]) @ x.transpose(2, 3)).transpose(2, 3)
-    to_the_end = (total[:, :, -1:] - total).exp()[..., None]
+    to_the_end = (total[:, :, -1:] - total).to(dtype).exp()[..., None]
     added = (x * to_the_end).flatten(3).mT @ B  # (b, chunks, h p, N)
+    total = total.to(dtype)
     whole = total[:, :, -1].exp()[..., None, None]
     states = [torch.zeros_like(added[:, 0].unflatten(1, heads))]
     for i in range(added.shape[1] - 1):
@@ -135,4 +138,12 @@ class ChunkedMamba2Mixer(Mamba2Mixer):
         return self.out_proj(self.norm(y.flatten(2), gate).to(hidden_states.dtype))
 
 
-__all__ = ["ChunkedMamba2Mixer", "ChunkedMambaMixer", "chunked_scan", "selective_scan"]
+def by_chunks(model: nn.Module) -> nn.Module:
+    """The same model, its weights untouched, with a `ChunkedMamba2Mixer` for each of the library's Mamba-2 mixers."""
+    for module in model.modules():
+        if type(module) is Mamba2Mixer:
+            module.__class__ = ChunkedMamba2Mixer
+    return model
+
+
+__all__ = ["ChunkedMamba2Mixer", "ChunkedMambaMixer", "by_chunks", "chunked_scan", "selective_scan"]
