@@ -90,10 +90,10 @@ ROWS: dict[str, Row] = {
     "llama": _LLAMA,
     "mamba2": _MAMBA2,
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
-    # As many updates as take about the time that the base row takes on a CPU.
+    # As many updates as take the CPU time of the base row, or of "gated, capacity 8" (the peers, by `ablation_speed`).
     "gated, inner D, d D/4, equal time": dataclasses.replace(_MATRICES, updates=3 / 2),
     "gated, capacity 8, FFN, equal time": dataclasses.replace(_FFN, updates=4 / 3),
-    "llama, equal time": dataclasses.replace(_LLAMA, updates=5 / 3),
+    "llama, equal time": dataclasses.replace(_LLAMA, updates=5 / 4),
     "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=11 / 12),
 }
 
