@@ -30,6 +30,11 @@ PIECE = 2048  # tokens of one call that reads a context
 SHORT = 128  # tokens that steps are checked on
 
 
+def with_room(context: int, steps: int, rounds: int) -> int:
+    """Tokens of a context and of all samples after it, each of which may repeat its steps until they last."""
+    return context + (rounds + 2) * max(steps, 64)
+
+
 class Decoder:
     """A model with what it has read; `room` is that of a static cache."""
 
@@ -75,7 +80,7 @@ def measure(
     ids = torch.randint(0, 256, (1, context), device=device)
     decoders, calls = {}, {}
     read = {label: SHORT if name == "Mamba-2" else context for label, (name, _) in rows.items()}
-    room = context + (rounds + 2) * max(steps, 64)  # a sample may repeat its steps until they last
+    room = with_room(context, steps, rounds)
     for label, (name, budget) in rows.items():
         one = Decoder(models[name], budget, room if label.endswith("static cache") else None)
         decoders[label], error = one, one.check(ids[:, :SHORT])
@@ -111,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     steps = 2 if args.quick else args.steps
     device = common.pick_device(args.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    made = make_models(max(contexts) + 1024, args)  # room for the steps
+    made = make_models(with_room(max(contexts), steps, args.rounds), args)
     models = {name: model.to(device, dtype).eval() for name, model in made.items()}
     configured = next(reversed(models)) if args.config else "ES-SSM"
     settings = {"contexts": contexts, "steps": steps, "threads": 1, "dtype": str(dtype)[6:], "rounds": args.rounds}

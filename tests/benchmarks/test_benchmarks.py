@@ -69,6 +69,29 @@ def test_benchmark_writes_its_report(benchmark_module, tmp_path, name):
     assert torch.get_num_threads() == 1  # left as found
 
 
+def test_peers_decode_from_the_context_at_their_budget(benchmark_module, tmp_path):
+    """A smaller budget keeps less; Llama's cache grows with what was read, one with room is larger, others stay."""
+    arguments = ["--quick", "--device", "cpu", "--rounds", "1", "--contexts", "128", "160"]
+    report = benchmark_module("decoding_peers").main([*arguments, "--out", str(tmp_path / "report.json")])
+    sizes = {(row["model"], row["context"]): row["cache_bytes"] for row in report["results"]}
+    assert sizes["ES-SSM K=4", 128] == sizes["ES-SSM K=4", 160] < sizes["ES-SSM K=32", 160]
+    assert sizes["Llama", 160] * 128 == sizes["Llama", 128] * 160
+    assert sizes["Llama, static cache", 128] > sizes["Llama", 128]
+    assert sizes["Mamba-2", 128] == sizes["Mamba-2", 160]
+
+
+def test_a_round_of_updates_trains_every_budget_once(benchmark_module, monkeypatch):
+    speed = benchmark_module("ablation_speed")
+    model = random_model(**VARIANTS["gated"], num_spectral_channels=8)
+    before, budgets, forward = model.lm_head.weight.clone(), [], model.forward
+    spy = lambda *args, **kwargs: (budgets.append(kwargs.get("spectral_budget")), forward(*args, **kwargs))[1]  # noqa: E731
+    monkeypatch.setattr(model, "forward", spy)
+    run, tokens = speed.updates(model, 16)
+    run()
+    assert budgets == [2, 3, 4, 6, 8] and tokens == 5 * speed.BATCH * 16
+    assert not torch.equal(model.lm_head.weight, before)
+
+
 def test_a_mamba2_can_compute_as_the_library_does(benchmark_module):
     speed = benchmark_module("ablation_speed")
     model = speed.make_model(speed.matched_config(speed.ROWS["mamba2"], 60_000), 512)

@@ -60,7 +60,7 @@ class ChunkedMambaMixer(MambaMixer):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """(B, L, D) -> (B, L, D)."""
+        """(b, L, D) -> (b, L, D) in the same dtype, the scan in fp32; attention_mask (b, L), 1 for real positions."""
         if cache_params is not None or (hidden_states.is_cuda and is_mamba_ssm_available()):
             return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
         u = hidden_states
@@ -80,7 +80,7 @@ def chunked_scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size:
 
     Inside a chunk y = (exp(sum of a from s to t) C_t . B_s) x as a product of matrices, and what was before it comes
     through the states at the ends of chunks. Sums of a are taken in fp64: their differences are small where decays are
-    strong. Autocast rounds the factors of the products, as it does in the library's.
+    strong. Under autocast the products have its dtype, as those of the library have from transformers 5.23 on.
 
     Args:
         x: (b, L, h, p), fp32 or fp64. log_decay: (b, L, h), a, at most 0. B, C: (b, L, N), of all heads.
@@ -118,7 +118,7 @@ class ChunkedMamba2Mixer(Mamba2Mixer):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """(B, L, D) -> (B, L, D)."""
+        """(b, L, D) -> (b, L, D) in the same dtype, the scan in fp32; attention_mask (b, L), 1 for real positions."""
         kernels = hidden_states.is_cuda and is_mamba_2_ssm_available()
         if kernels or cache_params is not None or self.n_groups != 1:
             return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
