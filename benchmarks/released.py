@@ -2,18 +2,21 @@
 """A language model beside Llama and Mamba-2 of its size that read the same text: bits per byte, and time per token.
 
     python -m benchmarks.released --runs runs/release/essm-8mb runs/release/llama-8mb runs/release/mamba2-8mb \\
-        --train_file novels-train.parquet --text_files novels-validation.parquet
+        --train_file novels-8mb.parquet --text_files novels-validation.parquet
 
-Runs are folders of train_clm.py. ES-SSM is scored at 2, 4 and all of its channels, each model on the same held-out
-blocks in fp32. Times are of decoding greedily after a context, at batch 1 on one thread, eager, all models in turn; the
-others decode by the library's own cache, and every model's steps must first give what one call over the whole text
-gives. Below stand the floors of `benchmarks.text_floor`.
+Runs are folders of train_clm.py, on the text that --train_file names. ES-SSM is scored at 2, 4 and all of its
+channels, each model on the same held-out blocks in fp32. Times are of decoding greedily after a context, at batch 1 on
+one thread, eager, all models in turn; the others decode by the library's own cache, and every model's steps must first
+give what one call over the whole text gives. Below stand the floors of `benchmarks.text_floor`. The report also has
+how each run learnt, which hub_configs/peers.py draws.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ from .text_floor import add_texts, floors, read_texts
 
 BUDGETS = (2, 4)  # and the capacity
 CHECKED_STEPS = 6  # more than a short convolution has taps
+VALIDATION = re.compile(r"validation bits/byte K=(\d+)")  # in the log of a run; a baseline's K is 1
 TOLERANCE = 1e-3  # fp32, against one call over the whole text
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]  # ids (1, n) and the cache before them: logits (1, n, V), cache
 
@@ -73,6 +77,21 @@ def open_run(folder: Path) -> dict[str, tuple[Any, int, Step]]:
     return {folder.name: (baseline, 0, baseline_step(baseline))}
 
 
+def learning_curve(folder: Path) -> dict[str, Any]:
+    """How the run went: "parameters", "tokens_per_update", and "points", [bytes read, bits per byte] by budget.
+
+    Raises:
+        ValueError: the run has not ended.
+    """
+    training = read_json(folder / "training.json", "; the run has not ended")
+    per_update, points = training["tokens_per_update"], {}
+    for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines()):
+        for name, value in line.items():
+            if found := VALIDATION.fullmatch(name):
+                points.setdefault(found[1], []).append([line["update"] * per_update, value])
+    return {"parameters": training["parameters"], "tokens_per_update": per_update, "points": points}
+
+
 @torch.inference_mode()
 def decoder(name: str, model: Any, budget: int, step: Step, context: Tensor, steps: int) -> Callable[[], None]:
     """Greedy steps from a copy of the state after context (1, n); checked."""
@@ -110,6 +129,7 @@ def main(argv: list[str] | None = None) -> dict:
     device, report = common.start("released", args, warmup=1, threads=1, dtype="float32", **settings)
     blocks = evaluation_blocks(to_stream(held_out, ByteEncoder())[0], args.block_size, args.max_blocks)
     labels = text_labels(blocks)
+    report["curves"] = {folder.name: learning_curve(folder) for folder in args.runs}
     models = {name: row for folder in args.runs for name, row in open_run(folder).items()}
     with common.threads(1):
         calls = {name: decoder(name, *row, blocks[:1], args.steps) for name, row in models.items()}

@@ -342,7 +342,8 @@ the files in its place. `python hub_configs/make.py` writes all of it, so change
 |---|---|---|---|---|---|---|
 {table}
 
-These are trained, with weights, a budget profile and a card of their own; `release.py` makes them from a run:
+These are trained, with weights, a budget profile and a card of their own; `release.py` makes them from a run, and
+`peers.py` sets other models of their size beside them:
 
 | folder | what it is |
 |---|---|

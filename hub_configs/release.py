@@ -2,11 +2,12 @@
 """Make a trained run a folder of this one that loads from a clone, weights and all.
 
     python hub_configs/release.py --run runs/release/essm-novels-6m --name essm-novels-6m --text_files heldout.txt \\
-        --peers runs/release/essm-8mb runs/release/llama-8mb runs/release/mamba2-8mb --prompts "It was" "My dear"
+        --prompts "It was" "My dear"
 
 Written: weights in bf16, config, generation config and tokenizer, a budget profile measured here, the presets that
-follow from it, the curves of the peers, and a card: quality at every budget of what is published, samples, file sizes,
-training. `code` is a link to the package, as in the other folders. The folder is replaced when all of it stands.
+follow from it, and a card: quality at every budget of what is published, samples, file sizes, training; `peers.py` sets
+others of its size beside it. `code` is a link to the package, as in the other folders. The folder is replaced when all
+of it stands.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 from make import CODE, PACKAGE, write_config_file
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -31,7 +31,7 @@ from essm_train.commands.errors import command
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
-from essm_train.files import publish, temporary_folder, write_figure
+from essm_train.files import publish, temporary_folder
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import num_scored, total_nats
 from essm_train.publish.hub import read_json
@@ -54,7 +54,6 @@ class ReleaseArguments:
     text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
     rounds: int = arg(7, "Of timing, for the profile.")
     text: str = arg("A byte-level language model.", "What it is, for the card.")
-    peers: list[str] | None = arg(None, "Runs on the same first updates, for the curves.")
     prompts: list[str] = arg(["It was", "My dear"], "What the samples begin with.")
     block_size: int = arg(1024, "Tokens per held-out block.")
     max_blocks: int = arg(256, "Held-out blocks, spread evenly over the text.")
@@ -83,25 +82,8 @@ def size_rows(source: Path, capacity: int, blocks: Tensor, work: Path) -> list[s
     return rows
 
 
-def draw_peers(runs: list[Path]) -> Figure:
-    """Bits per byte of the full budget, or of the only one, against the bytes that were read."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for run in runs:
-        training = read_json(run / "training.json", "")
-        points = []
-        for line in map(json.loads, (run / "log.jsonl").read_text().splitlines()):
-            found = [value for key, value in line.items() if key.startswith("validation bits/byte K=")]
-            points += [(line["update"] * training["tokens_per_update"] / 1e6, found[-1])] if found else []
-        axes.plot(*zip(*points), marker=".", label=f"{run.name}, {training['parameters'] / 1e6:.2f}M parameters")
-    axes.set(xlabel="megabytes of text", ylabel="bits per byte, held out")
-    axes.legend()
-    return figure
-
-
 def template(args: ReleaseArguments, samples: list[str], sizes: list[str], size_blocks: int) -> str:
     """The card with the markers that `write_model_card` fills."""
-    curves = "\n## Beside its peers\n\n![bits per byte against bytes read](peers.png)\n" if args.peers else ""
     return f"""---
 license: apache-2.0
 library_name: transformers
@@ -118,7 +100,7 @@ widget: [{{text: {json.dumps(args.prompts[0])}}}]
 <!-- model -->
 
 <!-- results -->
-{curves}
+
 ## What it writes
 
 Temperature 0.7, seed 0, 120 bytes; the first of one draw each, none was chosen.
@@ -177,8 +159,6 @@ def release(args: ReleaseArguments, root: Path) -> Path:
             rounds=args.rounds,
         )
     )
-    if args.peers:
-        write_figure(new / "peers.png", draw_peers([Path(peer) for peer in args.peers]))
     capacity = model.config.num_spectral_channels
     budgets = dict.fromkeys((*(K for K in SAMPLE_BUDGETS if capacity > K), capacity))
     samples = [f"- K = {K}: {sample(model, tokenizer, prompt, K)}" for prompt in args.prompts for K in budgets]

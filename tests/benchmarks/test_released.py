@@ -65,6 +65,11 @@ def runs(tmp_path):
         models[name] = BaselineForCausalLM(config)
     for name, model in models.items():
         model.save_pretrained(tmp_path / name / "model")
+        lines: list[dict] = [{"update": 5, "loss": 2.0}, {"update": 10, "validation bits/byte K=1": 1.5}]
+        if name == "mine":
+            lines[1] = {"update": 10, "validation bits/byte K=2": 1.25, "validation bits/byte K=6": 1.125}
+        (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / name / "training.json").write_text(json.dumps({"parameters": 7, "tokens_per_update": 64}))
     (tmp_path / "text.txt").write_text(HELD_OUT * 10)
     return tmp_path
 
@@ -86,6 +91,9 @@ def test_released_scores_and_times_every_model(runs, tmp_path):
     released.main(["--runs", *folders, *text, *out])
     report = json.loads((tmp_path / "released.json").read_text())
     assert [row["name"] for row in report["results"]] == ["mine K=2", "mine K=4", "mine K=6", "transformer", "mamba2"]
+    curves = {name: curve["points"] for name, curve in report["curves"].items()}
+    assert curves.pop("mine") == {"2": [[640, 1.25]], "6": [[640, 1.125]]}
+    assert curves == {"transformer": {"1": [[640, 1.5]]}, "mamba2": {"1": [[640, 1.5]]}}
     assert report["floors"].keys() == {"gzip -9", "trigram"}
     assert all(row["seconds_per_token"]["min"] > 0 for row in report["results"])
     text = [*(HELD_OUT * 10).encode(), 258]
@@ -96,6 +104,12 @@ def test_released_scores_and_times_every_model(runs, tmp_path):
         nats += float(F.cross_entropy(logits, ids[1:], reduction="sum"))
     bits = nats / (len(first) + len(last) - 3) / math.log(2)
     assert report["results"][1]["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_the_curve_of_a_run_that_has_not_ended_is_refused(runs):
+    (runs / "mine" / "training.json").unlink()
+    with pytest.raises(ValueError, match="has not ended"):
+        released.learning_curve(runs / "mine")
 
 
 def test_steps_that_do_not_give_the_whole_are_not_timed(runs):
