@@ -104,7 +104,7 @@ def repair(model: Any, task: Repair, example: int) -> dict[str, Any]:
     found = {"native": places(batch["native"].cumsum(1)), "read": places(batch["observations"]["place"])}
     found |= {"repaired": places(refined["places"]), "depth": refined["depths"][0].numpy()}
     found["loop"] = batch["loop"][0].numpy()
-    return found | {"energies": [float(each["energies"].mean()) for each in (unrefined, refined)]}
+    return found | {"energies": [float(each["refined"].mean()) for each in (unrefined, refined)]}
 
 
 def draw_repair(found: dict[str, Any], most: int) -> Figure:
@@ -112,15 +112,13 @@ def draw_repair(found: dict[str, Any], most: int) -> Figure:
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     grid = figure.add_gridspec(2, 2, height_ratios=(3, 1))
     loop = np.flatnonzero(found["loop"]) + 1
-    near = slice(max(0, loop[0] - 8), loop[-1] + 9)  # the loop and what it is held by
+    near = slice(max(1, loop[0] - 8), loop[-1] + 9)  # the loop and what it is held by; the first atom has no depth
     for i, name in enumerate(("read", "repaired")):
         axes: Any = figure.add_subplot(grid[0, i], projection="3d")
         axes.plot(*found["native"][near].T, color="0.75", linewidth=4, label="native")
         axes.plot(*found[name][near].T, color="0.35", linewidth=1)
-        shown = found[name][1:][near]
-        depths = found["depth"][near][: len(shown)]
-        marks = _colors(depths, most) if name == "repaired" else "0.35"
-        axes.scatter(*shown.T, c=marks, s=35, depthshade=False)
+        marks = _colors(found["depth"][near.start - 1 : near.stop - 1], most) if name == "repaired" else "0.35"
+        axes.scatter(*found[name][near].T, c=marks, s=35, depthshade=False)
         axes.scatter(*found[name][loop].T, facecolors="none", edgecolors="crimson", s=110, label="disturbed loop")
         axes.set_title({"read": "as read", "repaired": "repaired, coloured by K_t"}[name])
         axes.set_aspect("equal")
@@ -140,7 +138,7 @@ def draw_repair(found: dict[str, Any], most: int) -> Figure:
 
 
 def draw_rows(results: list[dict[str, Any]]) -> Figure:
-    """Quality by FLOPs for every row, and depth about the first difficult position; a column a task."""
+    """Quality by FLOPs for every row, and depth about where difficult stretches begin; a column a task."""
     tasks = [*dict.fromkeys(r["task"] for r in results)]
     figure = Figure(figsize=(6.5 * len(tasks), 8), layout="constrained")
     colors = dict(zip(ROWS, colormaps["tab20"].colors)) | {"ESM": "black"}
@@ -157,9 +155,10 @@ def draw_rows(results: list[dict[str, Any]]) -> Figure:
             aligned = [np.nan if at is None else at["mean"] for at in r.get("around_events", [])]
             below.plot(np.arange(len(aligned)) - AROUND, aligned, color=colors[r["model"]])
         below.axvline(0, color="0.7", linewidth=1, zorder=0)
-        axes.set(xscale="log", yscale="log", xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
+        scale = "log" if all(r[metric]["mean"] > 0 for r in rows) else "linear"
+        axes.set(xscale="log", yscale=scale, xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
         axes.legend(fontsize=7)
-        below.set(xlabel="steps after the first difficult position", ylabel="mean depth K_t", ylim=(0, None))
+        below.set(xlabel="steps after a difficult stretch begins", ylabel="mean depth K_t", ylim=(0, None))
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 

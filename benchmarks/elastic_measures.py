@@ -11,14 +11,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .elastic_tasks import Depths, Measured, always
+from .elastic_tasks import Depths, Measured, always, gate
 
-AROUND = 10  # positions on each side of the first difficult one
-STREAMS = 4  # test streams that costs are the means of
+AROUND = 10  # positions on each side of one where a difficult stretch begins
+SHIFTS = (-2.0, -1.0, 1.0, 2.0)  # of the gate's thresholds, in units of the logarithm of the objective
+STREAMS = 16  # test streams that costs are the means of
 
 
 def auroc(scores: Tensor, positive: Tensor) -> float:
@@ -43,8 +45,10 @@ def rank_correlation(a: Tensor, b: Tensor) -> float:
 
 
 def around_events(measured: Measured) -> list[float | None]:
-    """Mean depth from 10 positions before the first difficult one of a stream to 10 after it, where it exists."""
-    rows = [(int(hard.int().argmax()), i) for i, hard in enumerate(measured.difficult & measured.real) if hard.any()]
+    """Mean depth from 10 positions before a stretch of difficult ones begins to 10 after it, where they exist."""
+    hard = measured.difficult & measured.real
+    begins = hard & ~F.pad(hard[:, :-1], (1, 0), value=False)
+    rows = [(at, i) for i, at in begins.nonzero().tolist()]
     found: list[float | None] = []
     for offset in range(-AROUND, AROUND + 1):
         places = [(i, at + offset) for at, i in rows if 0 <= at + offset < measured.real.shape[1]]
@@ -55,10 +59,11 @@ def around_events(measured: Measured) -> list[float | None]:
 
 def told(measured: Measured, most: int) -> dict[str, Any]:
     """Metrics and what depths have to do with difficulty."""
-    fields = (measured.depths, measured.losses, measured.errors, measured.difficult)
-    depths, losses, errors, hard = (x[measured.real] for x in fields)
+    fields = (measured.depths, measured.losses, measured.refined, measured.errors, measured.difficult)
+    depths, losses, refined, errors, hard = (x[measured.real] for x in fields)
     result = {"values": measured.values, "mean_depth": float(depths.double().mean())}
     result["histogram"] = torch.bincount(depths, minlength=most + 1).tolist()
+    result |= {"proposal_objective": float(losses.mean()), "objective": float(refined.mean())}
     if result["mean_depth"]:
         result |= {"auroc": auroc(depths, hard), "rank_correlation": rank_correlation(depths, losses)}
         result |= {"error_correlation": rank_correlation(depths, errors)}
@@ -67,6 +72,8 @@ def told(measured: Measured, most: int) -> dict[str, Any]:
             "depth_difficult": float(depths[hard].double().mean()),
             "depth_easy": float(depths[~hard].double().mean()),
         }
+        worked = depths > 0
+        result["lowered"] = float((refined[worked] < losses[worked]).double().mean())
         result["around_events"] = around_events(measured)
     return result
 
@@ -77,7 +84,8 @@ def dithered(mean: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict[str, Any]:
-    """The same weights with depths that are not the gate's; the last three spend on average what the gate does."""
+    """The same weights with depths that are not the gate's, of which three spend on average what it does; and with its
+    thresholds shifted, so that models can be compared at equal depth or at equal quality."""
     there = own.depths[own.real]
     mean, share = float(there.double().mean()), float(own.difficult[own.real].double().mean())
     there_first = min(float(most), mean / share) if share else 0.0
@@ -98,6 +106,9 @@ def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict
     for name, depth in depths.items():
         generator = torch.Generator().manual_seed(seed)
         found[name] = told(task.measure(model, depth), most)
+    for shift in SHIFTS:
+        measured = task.measure(model, gate, gate_threshold_shift=shift)
+        found[f"thresholds {shift:+g}"] = told(measured, most)
     return found
 
 

@@ -1,5 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The two streams that elastic state models are compared on: batches to learn from, and what is measured of a model.
+"""The two streams that elastic state models are compared on: batches to learn from, streams to choose a learning rate
+by, which are neither learnt from nor tested on, and what is measured of a model.
 
 In both a model acts and lives with what it did: the chain goes on from where it put the last residue, and the walker
 from where it went. What an objective knows of that past, the place reached or the values said before, is an input of
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from essm_train.tasks import chains, mazes
 
+SET_ASIDE = 6  # every such training chain is for validation
 Depths = Callable[[Tensor], Any]  # of which positions (B,) are difficult now: refine_depth, or None for the gate's own
 
 
@@ -38,7 +40,8 @@ class Measured:
     """What a model did on test streams.
 
     Attributes:
-        values: the metrics. depths: (B, L) int64, the K of each position. losses: (B, L), the objective of proposals.
+        values: the metrics. depths: (B, L) int64, the K of each position. losses, refined: (B, L), the objective of
+            proposals, and of the states that were committed.
         errors: (B, L) of proposals, by what the objective does not see: distance in bonds of the step from the native
             one, or 1 where the move that they speak for is on no shortest way.
         difficult: (B, L) bool. real: (B, L) bool, positions that exist.
@@ -48,6 +51,7 @@ class Measured:
     values: dict[str, float]
     depths: Tensor
     losses: Tensor
+    refined: Tensor
     errors: Tensor
     difficult: Tensor
     real: Tensor
@@ -64,9 +68,12 @@ class Repair:
     features, readouts, metric, longer = chains.FEATURES + 3, 3, "energy", 1
 
     def __init__(self, data_dir: str | Path, test_count: int = 44):
-        self.train, held_out = chains.read_chains(Path(data_dir) / "protein_chains")
+        known, held_out = chains.read_chains(Path(data_dir) / "protein_chains")
+        self.train = [chain for i, chain in enumerate(known) if i % SET_ASIDE]
+        self.validation = chains.collate(chains.fixed_windows(known[::SET_ASIDE])[:test_count])
         self.test = chains.collate(chains.fixed_windows(held_out)[:test_count])
         self.identity = {"train_chains": len(self.train), "test_windows": len(self.test["loop"]), "closed_loop": True}
+        self.identity["validation_windows"] = len(self.validation["loop"])
 
     def objective(self) -> Any:
         return chains.RepairEnergy()
@@ -88,7 +95,7 @@ class Repair:
             cache, y = output.past_key_values, output.readouts[:, 0]
             place = place + y
             row = {"features": given, "readouts": y, "places": place, "depths": output.refine_depths[:, 0]}
-            row |= {"losses": output.proposal_losses[:, 0], "energies": output.losses[:, 0]}
+            row |= {"losses": output.proposal_losses[:, 0], "refined": output.losses[:, 0]}
             if errors:
                 proposed = model.readout(output.proposals[:, 0]).to(y.dtype)
                 row["errors"] = (proposed - batch["native"][:, t]).norm(dim=-1)
@@ -107,10 +114,15 @@ class Repair:
         """(): squared distance from the native steps, in training alone."""
         return (output.readouts - batch["native"]).square().sum(-1).mean()
 
+    def validate(self, model: Any, depths: Depths) -> float:
+        """The metric on chains that are set aside."""
+        found = self.follow(model, self.validation, depths)
+        return chains.quality(found["readouts"], found["refined"], self.validation)[self.metric]
+
     def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
         test, found = self.test, self.follow(model, self.test, depths, errors=True, **dials)
-        values = chains.quality(found["readouts"], found["energies"], test)
-        told = (found[name] for name in ("depths", "losses", "errors"))
+        values = chains.quality(found["readouts"], found["refined"], test)
+        told = (found[name] for name in ("depths", "losses", "refined", "errors"))
         return Measured(values, *told, test["loop"], torch.ones_like(test["loop"]), found["places"])
 
     def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
@@ -135,9 +147,8 @@ class Repair:
                 history = objective.commit(history, steps[:, t], seen)
             energies, loop = torch.stack(rows, 1), self.test["loop"]
             errors, values = (steps - self.test["native"]).norm(dim=-1), chains.quality(steps, energies, self.test)
-            found[name] = Measured(
-                values, torch.zeros_like(loop, dtype=torch.long), energies, errors, loop, torch.ones_like(loop)
-            )
+            depths = torch.zeros_like(loop, dtype=torch.long)
+            found[name] = Measured(values, depths, energies, energies, errors, loop, torch.ones_like(loop))
         return found
 
 
@@ -149,7 +160,7 @@ class Maze:
 
     features, readouts, metric, side, length = mazes.FEATURES + 2 * 25, mazes.READOUTS, "failures", 11, 40
     longer = 4  # updates over those of a table: after as many as chains need, half of the walkers are still lost
-    test_seed = 12345  # mazes that no training seed draws
+    test_seed, validation_seed = 12345, 54321  # mazes that no training seed draws
 
     def __init__(self, data_dir: str | Path = "", test_count: int = 44):
         self.test_mazes = 5 * test_count  # a maze says less than a window of a chain: solved, or not
@@ -195,6 +206,7 @@ class Maze:
                     "actions": mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1),
                     "depths": output.refine_depths[:, 0],
                     "losses": output.proposal_losses[:, 0],
+                    "refined": output.losses[:, 0],
                 }
             )
 
@@ -238,16 +250,18 @@ class Maze:
         real = batch["real"].flatten()
         return (each * real).sum() / real.sum().clamp(min=1)
 
-    def test_walks(self) -> list[mazes.Walk]:
-        rng = np.random.default_rng(self.test_seed)
+    def walks(self, seed: int) -> list[mazes.Walk]:
+        rng = np.random.default_rng(seed)
         return [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
+
+    def test_walks(self) -> list[mazes.Walk]:
+        return self.walks(self.test_seed)
 
     def walk(self, model: Any, walks: list[mazes.Walk], depths: Depths, **dials: Any) -> dict[str, Tensor]:
         """Walkers that go where the values say, until all have arrived or are late: what `follow` gives, (B, L, ..)."""
-        rows = []
-        for row in self.follow(model, walks, depths, **dials):
-            if not bool((row["real"] & ~row["late"]).any()):
-                break
+        rows, steps = [], self.follow(model, walks, depths, **dials)
+        while not all(walk.arrived or walk.late for walk in walks):
+            row = next(steps)
             rows.append(row | {"real": row["real"] & ~row["late"]})
             for walk, action in zip(walks, row["actions"].tolist()):
                 if walk.arrived or walk.late:
@@ -256,13 +270,19 @@ class Maze:
                     walk.step(action)
         return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
 
+    def validate(self, model: Any, depths: Depths) -> float:
+        """The metric on mazes of their own."""
+        walks = self.walks(self.validation_seed)
+        self.walk(model, walks, depths)
+        return 1 - sum(walk.arrived for walk in walks) / len(walks)
+
     def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
         walks = self.test_walks()
         seen = self.walk(model, walks, depths, errors=True, **dials)
         arrived = [walk.steps / walk.optimal for walk in walks if walk.arrived]
         values = {"failures": 1 - len(arrived) / len(walks)}
         values["detour"] = float(np.mean(arrived)) if arrived else float("nan")
-        fields = (seen[name] for name in ("depths", "losses", "errors", "difficult", "real", "place"))
+        fields = (seen[name] for name in ("depths", "losses", "refined", "errors", "difficult", "real", "place"))
         return Measured(values, *fields)
 
     def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:

@@ -22,7 +22,7 @@ from benchmarks.elastic_measures import (
 )
 from benchmarks.elastic_states import ROWS, Settings, make_model, parameters_of
 from benchmarks.elastic_tasks import Maze, Measured, Repair, gate
-from essm_train.tasks import mazes
+from essm_train.tasks import chains, mazes
 
 
 def test_auroc_and_rank_correlation_with_ties():
@@ -41,15 +41,18 @@ def test_depths_are_told_of_positions_that_exist():
     hard = torch.tensor([[False, True, False, True], [False, False, True, True]])
     real = torch.tensor([[True, True, True, True], [True, True, True, False]])
     errors = torch.tensor([[9.0, 1, 2, 3], [8, 7, 6, 0]])
-    found = told(Measured({"energy": 1.0}, depths, depths.float(), errors, hard, real), 3)
+    refined = torch.tensor([[0.0, 0, 0.5, 4], [1, 0, 3, 0]])  # of five that worked, three are lower
+    found = told(Measured({"energy": 1.0}, depths, depths.float(), refined, errors, hard, real), 3)
+    assert found["lowered"] == pytest.approx(3 / 5) and found["objective"] == pytest.approx(8.5 / 7)
     assert found["mean_depth"] == pytest.approx(8 / 7) and found["histogram"] == [2, 3, 1, 1]
     assert found["depth_difficult"] == pytest.approx(5 / 3) and found["depth_easy"] == pytest.approx(3 / 4)
     assert found["error_correlation"] == pytest.approx(rank_correlation(depths[real], errors[real]))
     assert found["error_correlation_difficult"] == pytest.approx(
         rank_correlation(torch.tensor([2, 3, 0]), torch.tensor([1, 3, 6]))
     )
-    events = around_events(Measured({}, depths, depths.float(), errors, hard, real))
-    assert events[AROUND - 2 :][:4] == [1.0, 0.5, 1.0, 1.0] and events[0] is None
+    events = around_events(Measured({}, depths, depths.float(), refined, errors, hard, real))
+    # stretches begin at 1 and 3 of the first stream and at 2 of the second; what follows their end counts as well
+    assert events[AROUND - 2 :][:4] == [1.5, 2 / 3, 5 / 3, 1.0] and events[0] is None
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,7 @@ def test_rows_have_the_parameters_of_the_whole_model(name, kind, folder):
     task, settings = kind(folder, 1), Settings(str(folder), 1)
     whole = make_model(settings, ROWS["ESM"], task).num_parameters()
     model = make_model(settings, ROWS[name], task)
-    share = ROWS[name].share or elastic_states.flops_of_one_step(make_model(settings, ROWS["ESM"], task).config, task)
-    assert model.num_parameters() == pytest.approx(share * whole, rel=0.05)
+    assert model.num_parameters() == pytest.approx(ROWS[name].share * whole, rel=0.05)
 
 
 def test_flops_of_inner_steps_are_counted(folder):
@@ -110,28 +112,30 @@ def test_sizes_of_rows(folder):
 class Depth(torch.nn.Module):
     """Takes the place of a task: 20 streams of 30 positions, every third of them difficult; the gate says 2 there."""
 
-    def measure(self, model, depths=gate):
+    def measure(self, model, depths=gate, gate_threshold_shift=0.0):
         hard = torch.arange(30) % 3 == 0
         rows = []
         for t in range(30):
             asked = depths(hard[t].expand(20))
-            asked = 2 * hard[t].expand(20).long() if asked is None else torch.as_tensor(asked).expand(20)
+            own = 2 if gate_threshold_shift < 2 else 1
+            asked = own * hard[t].expand(20).long() if asked is None else torch.as_tensor(asked).expand(20)
             rows.append(asked)
         taken = torch.stack(rows, 1)
         zero = torch.zeros(20, 30)
-        return Measured({}, taken, zero, zero, hard.expand(20, 30), torch.ones(20, 30, dtype=torch.bool))
+        return Measured({}, taken, zero, zero, zero, hard.expand(20, 30), torch.ones(20, 30, dtype=torch.bool))
 
 
 def test_controls_spend_what_the_gate_does():
     task = Depth()
     own = task.measure(None)
     found = controls(task, None, own, 3, seed=0)
+    assert found["thresholds -2"]["mean_depth"] == 2 / 3 and found["thresholds +2"]["mean_depth"] == 1 / 3
     assert found["none"]["mean_depth"] == 0 and found["all"]["mean_depth"] == 3
     for name in ("mean everywhere", "by chance", "where difficult"):
         assert found[name]["mean_depth"] == pytest.approx(2 / 3, abs=0.08), name  # four deviations of 600 positions
     assert found["where difficult"]["depth_easy"] == 0 and found["by chance"]["auroc"] == pytest.approx(0.5, abs=0.1)
     assert found["mean everywhere"]["histogram"][2:] == [0, 0] and found["by chance"]["histogram"][1] == 0
-    busy = Measured({}, own.depths + 1, *([own.losses] * 2), own.difficult, own.real)
+    busy = Measured({}, own.depths + 1, *([own.losses] * 3), own.difficult, own.real)
     oracle = controls(task, None, busy, 3, seed=0)["where difficult"]  # 5/3: three at the difficult, the rest elsewhere
     assert oracle["depth_difficult"] == 3 and oracle["depth_easy"] == pytest.approx(1, abs=0.15)
 
@@ -205,6 +209,42 @@ def test_models_are_told_what_their_objective_knows(folder):
     assert not said[known == 0].any() and said[known > 0].any()
 
 
+@torch.no_grad()
+def test_what_is_right_is_not_seen(folder):
+    """Other native steps change what is told of depths, readouts and refinement in nothing."""
+    torch.manual_seed(0)
+    task = Repair(folder, 2)
+    model = make_model(Settings("", 1, latent_size=8, hidden_size=8), ROWS["ESM"], task).eval()
+    found = task.follow(model, task.test)
+    other = task.follow(model, task.test | {"native": torch.randn_like(task.test["native"])})
+    assert found["depths"].any() and all(torch.equal(found[name], other[name]) for name in found)
+
+
+def test_what_a_rate_is_chosen_by_is_not_learnt_from(folder):
+    task = Repair(folder, 44)
+    known = chains.read_chains(folder / "protein_chains")[0]
+    learnt = [len(chain) for chain in task.train]  # which tells these chains apart
+    aside = [chain for chain in known if len(chain) not in learnt]
+    assert len(aside) == -(-len(known) // 6) and len(aside) + len(learnt) == len(known)
+    windows = chains.collate(chains.fixed_windows(aside))["native"][:44]
+    torch.testing.assert_close(task.validation["native"], windows)
+    maze = Maze("", 2)
+    first, second = (
+        np.stack([walk.maze for walk in maze.walks(seed)]) for seed in (maze.test_seed, maze.validation_seed)
+    )
+    assert not np.array_equal(first, second)
+
+
+def test_a_walk_ends_where_all_have_arrived(monkeypatch):
+    """No step of the model is taken, and counted, after that."""
+    torch.manual_seed(0)
+    task = Maze("", 1)
+    model, calls = make_model(Settings("", 1, latent_size=8, hidden_size=8), ROWS["SSM"], task).eval(), []
+    step = model.step
+    monkeypatch.setattr(model, "step", lambda *args, **kwargs: calls.append(1) or step(*args, **kwargs))
+    assert task.stream(model, 0) == len(calls) > 0
+
+
 def test_proposals_are_wrong_by_what_the_objective_does_not_see(folder):
     torch.manual_seed(0)
     settings = Settings("", 1, latent_size=8, hidden_size=8)
@@ -246,6 +286,14 @@ def test_rows_are_means_of_what_every_seed_has():
     (row,) = elastic_states.summarise(records)
     assert row["energy"] == {"mean": 2.0, "deviation": pytest.approx(2**0.5)} and row["auroc"]["mean"] == 0.6
     assert "rank_correlation" not in row  # not defined for all of them
+    assert "over_ssm" not in row  # which is not there
+    ssm = record(0, 4.0) | {"model": "SSM"}
+    large = record(0, 1.0) | {"model": "Transformer", "cost": {"flops": 16.0, "seconds": 2.0}}
+    rows = {row["model"]: row for row in elastic_states.summarise([*records, ssm, large])}
+    assert (
+        rows["ESM"]["over_ssm"] == 0.5 and rows["SSM"]["over_ssm"] == rows["Transformer"]["flops_over_transformer"] == 1
+    )
+    assert rows["ESM"]["flops_over_transformer"] == 0.5
     assert [at and at["mean"] for at in row["around_events"]] == [None, 1.0, 2.0]
     json.dumps(row, allow_nan=False)
 
@@ -264,7 +312,8 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
     for task in ("repair", "maze"):
         found = {(r["model"], r["control"]): r for r in rows if r["task"] == task}
         assert {control for model, control in found if model == "ESM"} == {
-            *(None, "none", "all", "mean everywhere", "by chance", "where difficult")
+            *(None, "none", "all", "mean everywhere", "by chance", "where difficult"),
+            *(f"thresholds {shift}" for shift in ("-2", "-1", "+1", "+2")),
         }
         assert found["SSM", None]["mean_depth"]["mean"] == 0 and found["ESM", "all"]["mean_depth"]["mean"] == 3
         assert found["ESM", None]["flops"]["mean"] > found["SSM", None]["flops"]["mean"]

@@ -281,7 +281,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
 
         def judge(y: Tensor, rows: Tensor | None = None) -> Tensor:
             if real is not None:  # nor do gradients come from what does not exist
-                there = real if rows is None else real[rows]
+                there = rows_of(real, rows)
                 y = torch.where(there[:, None], y, y.detach())
             losses = self.objective(y, rows_of(observation, rows), rows_of(history, rows))
             if losses.shape != y.shape[:1]:

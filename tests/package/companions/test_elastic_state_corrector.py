@@ -173,11 +173,14 @@ def test_weights_get_no_gradient(mode):
     model.set_objective(objective)
     flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     model.readout[0].bias.requires_grad_(False)
+    for parameter in model.gate.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)  # of a call before
     with mode():
         output = model(random_inputs(2, 4, 5), refine_depth=2)
     assert objective.gradients >= output.gradient_calls == 16
     for name, parameter in model.named_parameters():
-        assert parameter.grad is None and parameter.requires_grad == (flags[name] and name != "readout.0.bias")
+        assert (parameter.grad == 7.0).all() if name.startswith("gate.") else parameter.grad is None
+        assert parameter.requires_grad == (flags[name] and name != "readout.0.bias")
 
 
 def test_the_gradient_is_that_of_each_row():

@@ -84,6 +84,17 @@ def test_gradients_are_computed_for_the_steps_that_are_taken():
     assert 0 < fewer.gradient_calls < output.gradient_calls
 
 
+@pytest.mark.parametrize("acceptance, most", [("none", 0), ("reject", 1), ("backtrack", 3)])
+def test_an_open_gate_costs_what_was_promised(acceptance, most):
+    """All of K_max at every position, and no more; values: of the proposal, of each step's tries, of the last state."""
+    model, x, objective = random_model(acceptance=acceptance, step_size=1.0), 3 * random_inputs(6, 8, 5), Counting()
+    model.set_objective(objective)
+    output = run(model, x, gate_threshold_shift=float("-inf"))
+    assert (output.refine_depths == 3).all() and output.gradient_calls == objective.gradients == 8 * 6 * 3
+    tries = objective.values - 2 * 8 * 6
+    assert objective.values == output.objective_calls and min(most, 1) * 8 * 6 * 3 <= tries <= most * 8 * 6 * 3
+
+
 @pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
 def test_refinement_does_not_raise_the_objective(acceptance):
     output = run(random_model(acceptance=acceptance), random_inputs(4, 6, 5), refine_depth=3)
@@ -296,6 +307,16 @@ def test_there_is_no_place_for_labels():
     model.set_objective(lambda y, observation, history, labels: y.sum(1))
     with pytest.raises(TypeError, match="labels"):
         model(x)
+
+
+def test_positions_that_do_not_exist_do_not_matter_while_training_without_a_graph():
+    """The mask is a tensor of inference_mode then, and inner gradients are taken outside of it."""
+    model, x = random_model().train(), random_inputs(2, 4, 5)
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
+    expected = run(model, x, attention_mask=mask)
+    with torch.inference_mode():
+        assert_same(model(x, attention_mask=mask), expected)
+        assert_same(model(x.clone(), attention_mask=mask.clone()), expected)
 
 
 def test_every_weight_is_trained():
