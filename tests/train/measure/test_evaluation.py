@@ -345,6 +345,20 @@ def test_models_of_one_budget_each_are_a_line_together():
     assert ours["novels"]["AR-STU, a model each"].values == (2.5, 2.2)
 
 
+def test_panels_say_that_data_is_a_substitute():
+    """And the paper's curve, which is of the official data, is not drawn among ours."""
+    experiment = reproduce.get_experiment("table2")
+    accuracy, zeros = Metric("accuracy", True), (0,) * 3
+    rows = {
+        name: Evaluation(accuracy, (2, 3, 4), ((0.5, 0.6, 0.7),), ((1.0,) * 3,), zeros, zeros)
+        for name in ("listops", "text")
+    }
+    ours, theirs = panels_of(experiment, rows, figures_of(experiment), {"listops": "short trees"})
+    assert list(ours) == ["listops (substitute data)", "text"]
+    assert list(theirs) == ["the paper, listops", "text"]
+    assert theirs["the paper, listops"]["ES-SSM"].values[:3] == (0.5411, 0.5947, 0.6035)
+
+
 def test_every_reduced_task_says_how_it_differs():
     text = reproduce.departures(TASKS, "small")
     assert text.count("Small scale: ") == len(TASKS)

@@ -201,7 +201,8 @@ def write_results(
     text += departures(tasks, args.scale, substitutes)
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
     write_text(stem.with_suffix(".md"), text)
-    write_figure(stem.with_suffix(".png"), draw_panels(*panels_of(experiment, evaluations, paper)), dpi=120)
+    panels = panels_of(experiment, evaluations, paper, substitutes)
+    write_figure(stem.with_suffix(".png"), draw_panels(*panels), dpi=120)
     print(f"saved {stem}.json, .md and .png")
     return record
 

@@ -126,18 +126,25 @@ def cost_tables(experiment: Experiment, collected: Collected) -> str:
 
 
 def panels_of(
-    experiment: Experiment, rows: dict[str, Evaluation], paper: Figures
+    experiment: Experiment, rows: dict[str, Evaluation], paper: Figures, substitutes: Collection[str] = ()
 ) -> tuple[dict[str, dict[str, BudgetCurve]], dict[str, dict[str, BudgetCurve]]]:
-    """Curves of a panel a task, ours and the paper's of the same names; the paper's on other data in a panel alone."""
+    """Curves of a panel a task, ours and the paper's of the same names; the paper's on other data in a panel alone.
+
+    Args:
+        substitutes: tasks whose data is in the place of the official, which their panels say.
+    """
     ours: dict[str, dict[str, BudgetCurve]] = {}
     theirs: dict[str, dict[str, BudgetCurve]] = {}
     lines = {name: rows[name] for name in rows if not experiment.rows[name].series} | series_of(experiment, rows)
     for name, evaluation in lines.items():
-        task = experiment.rows[name].task_name if name in rows else next(iter(ours), experiment.task)
+        row = experiment.rows[name] if name in rows else next(iter(experiment.rows.values()))  # a series has one task
+        task = row.task_name
         label = "ES-SSM" if name == task else name.removeprefix(f"{task}, ")
-        ours.setdefault(task, {})[label] = evaluation.curve
+        panel = f"{task} (substitute data)" if task in substitutes else task
+        ours.setdefault(panel, {})[label] = evaluation.curve
         if curve := paper_curve(paper.get(name, {}), evaluation.curve):
-            panel = f"the paper, {experiment.paper_data}" if experiment.paper_data else task
+            if experiment.paper_data or task in substitutes:
+                panel = f"the paper, {experiment.paper_data or task}"
             theirs.setdefault(panel, {})[label] = curve
     return ours, theirs
 
