@@ -78,18 +78,20 @@ def open_run(folder: Path) -> dict[str, tuple[Any, int, Step]]:
 
 
 def learning_curve(folder: Path) -> dict[str, Any]:
-    """How the run went: "parameters", "tokens_per_update", and "points", [bytes read, bits per byte] by budget.
+    """How the run went: "parameters", "learning_rate", "seconds", and "points", [bytes read, bits per byte] by budget.
 
     Raises:
         ValueError: the run has not ended.
     """
     training = read_json(folder / "training.json", "; the run has not ended")
-    per_update, points = training["tokens_per_update"], {}
+    curve = {name: training[name] for name in ("parameters", "seconds")}
+    curve |= {"learning_rate": training["arguments"]["learning_rate"], "points": {}}
     for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines()):
         for name, value in line.items():
             if found := VALIDATION.fullmatch(name):
-                points.setdefault(found[1], []).append([line["update"] * per_update, value])
-    return {"parameters": training["parameters"], "tokens_per_update": per_update, "points": points}
+                read = line["update"] * training["tokens_per_update"]
+                curve["points"].setdefault(found[1], []).append([read, value])
+    return curve
 
 
 @torch.inference_mode()

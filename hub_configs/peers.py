@@ -54,24 +54,24 @@ def draw(report: dict[str, Any]) -> Figure:
 def section(report: dict[str, Any]) -> str:
     """The part of a card that tells of the peers, to its end."""
     read = {points[-1][0] for curve in report["curves"].values() for points in curve["points"].values()}
-    sizes = {name: f"{curve['parameters'] / 1e6:.2f}M" for name, curve in report["curves"].items()}
-    rows = [
-        f"| {row['name']} | {sizes[row['name'].split()[0]]} | {row['bits_per_byte']:.3f} | "
-        f"{row['seconds_per_token']['median'] * 1e3:.1f} |"
-        for row in report["results"]
-    ]
-    rows += [f"| {name} |  | {bits:.3f} |  |" for name, bits in report["floors"].items()]
+    rows = []
+    for row in report["results"]:
+        curve, milliseconds = report["curves"][row["name"].split()[0]], row["seconds_per_token"]["median"] * 1e3
+        cells = [row["name"], f"{curve['parameters'] / 1e6:.2f}M", f"{curve['learning_rate']:g}"]
+        rows.append(f"| {' | '.join(cells)} | {row['bits_per_byte']:.3f} | {milliseconds:.1f} |")
+    rows += [f"| {name} |  |  | {bits:.3f} |  |" for name, bits in report["floors"].items()]
     context, table = report["settings"]["block_size"], "\n".join(rows)
     return f"""{HEADING}
 ![bits per byte against bytes read]({PICTURE})
 
 Not this model but ones of its size, each new and trained on the first {max(read) / 1e6:.1f} MB of the same text alone,
-one seed, by the same script. Bits per byte of held-out text; milliseconds a token of decoding after {context:,} bytes,
-batch 1, one thread, fp32, {report["machine"]["cpu"]}. The last two rows count instead of learning: `gzip -9` of the
-held-out text, and a byte trigram of the same training text.
+one seed, by the same script, cosine schedule, one learning rate each. Bits per byte of held-out text, in the picture of
+fewer blocks than in the table; milliseconds a token of decoding after {context:,} bytes, batch 1, one thread, fp32,
+{report["machine"]["cpu"]}, Llama and Mamba-2 as the library decodes. The last two rows count instead of learning:
+`gzip -9` of the held-out text, and a byte trigram of the same training text.
 
-| model | parameters | bits per byte | ms a token |
-|---|---|---|---|
+| model | parameters | learning rate | bits per byte | ms a token |
+|---|---|---|---|---|
 {table}
 
 """

@@ -69,7 +69,8 @@ def runs(tmp_path):
         if name == "mine":
             lines[1] = {"update": 10, "validation bits/byte K=2": 1.25, "validation bits/byte K=6": 1.125}
         (tmp_path / name / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        (tmp_path / name / "training.json").write_text(json.dumps({"parameters": 7, "tokens_per_update": 64}))
+        training = {"parameters": 7, "tokens_per_update": 64, "seconds": 3.0, "arguments": {"learning_rate": 0.5}}
+        (tmp_path / name / "training.json").write_text(json.dumps(training))
     (tmp_path / "text.txt").write_text(HELD_OUT * 10)
     return tmp_path
 
@@ -91,6 +92,7 @@ def test_released_scores_and_times_every_model(runs, tmp_path):
     released.main(["--runs", *folders, *text, *out])
     report = json.loads((tmp_path / "released.json").read_text())
     assert [row["name"] for row in report["results"]] == ["mine K=2", "mine K=4", "mine K=6", "transformer", "mamba2"]
+    assert report["curves"]["mine"].items() >= {"parameters": 7, "learning_rate": 0.5, "seconds": 3.0}.items()
     curves = {name: curve["points"] for name, curve in report["curves"].items()}
     assert curves.pop("mine") == {"2": [[640, 1.25]], "6": [[640, 1.125]]}
     assert curves == {"transformer": {"1": [[640, 1.5]]}, "mamba2": {"1": [[640, 1.5]]}}

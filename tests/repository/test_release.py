@@ -76,8 +76,12 @@ REPORT = {
     "machine": {"cpu": "a cpu"},
     "settings": {"block_size": 64},
     "curves": {
-        "mine": {"parameters": 6e6, "points": {"2": [[1e6, 2.5], [2e6, 2.25]], "10": [[1e6, 2.4], [2e6, 2.125]]}},
-        "llama": {"parameters": 5e6, "points": {"1": [[1e6, 3.0], [2e6, 2.75]]}},
+        "mine": {
+            "parameters": 6e6,
+            "learning_rate": 0.003,
+            "points": {"2": [[1e6, 2.5], [2e6, 2.25]], "10": [[1e6, 2.4], [2e6, 2.125]]},
+        },
+        "llama": {"parameters": 5e6, "learning_rate": 0.0015, "points": {"1": [[1e6, 3.0], [2e6, 2.75]]}},
     },
     "results": [
         {"name": "mine K=2", "bits_per_byte": 2.25, "seconds_per_token": {"median": 0.0125}},
@@ -98,11 +102,11 @@ def test_peers_stand_on_its_card_once_and_in_the_picture(released, tmp_path):
     assert "a new cpu" in new and "a old cpu" not in new and "first 2.0 MB" in new and "after 64 bytes" in new
     table = [line for line in peers.section(REPORT).splitlines() if line.startswith("|")][2:]
     assert table[:3] == [
-        "| mine K=2 | 6.00M | 2.250 | 12.5 |",
-        "| mine K=10 | 6.00M | 2.125 | 25.0 |",
-        "| llama | 5.00M | 2.750 | 500.0 |",
+        "| mine K=2 | 6.00M | 0.003 | 2.250 | 12.5 |",
+        "| mine K=10 | 6.00M | 0.003 | 2.125 | 25.0 |",
+        "| llama | 5.00M | 0.0015 | 2.750 | 500.0 |",
     ]
-    assert table[3:] == ["| gzip -9 |  | 3.500 |  |", "| trigram |  | 3.250 |  |"]
+    assert table[3:] == ["| gzip -9 |  |  | 3.500 |  |", "| trigram |  |  | 3.250 |  |"]
     lines = {line.get_label(): line for line in peers.draw(REPORT).axes[0].lines}
     assert list(lines) == ["mine, K = 10 (6.00M)", "mine, K = 2 (6.00M)", "llama (5.00M)"]
     assert lines["mine, K = 10 (6.00M)"].get_xydata().tolist() == [[1, 2.4], [2, 2.125]]
