@@ -84,7 +84,11 @@ def test_a_round_of_updates_trains_every_budget_once(benchmark_module, monkeypat
     speed = benchmark_module("ablation_speed")
     model = random_model(**VARIANTS["gated"], num_spectral_channels=8)
     before, budgets, forward = model.lm_head.weight.clone(), [], model.forward
-    spy = lambda *args, **kwargs: (budgets.append(kwargs.get("spectral_budget")), forward(*args, **kwargs))[1]  # noqa: E731
+
+    def spy(*args, **kwargs):
+        budgets.append(kwargs.get("spectral_budget"))
+        return forward(*args, **kwargs)
+
     monkeypatch.setattr(model, "forward", spy)
     run, tokens = speed.updates(model, 16)
     run()

@@ -235,6 +235,16 @@ def test_what_a_rate_is_chosen_by_is_not_learnt_from(folder):
     assert not np.array_equal(first, second)
 
 
+def test_a_rate_is_not_chosen_by_what_is_tested(folder, monkeypatch):
+    torch.manual_seed(0)
+    settings = Settings("", 1, latent_size=8, hidden_size=8)
+    for task, untouched in ((Repair(folder, 2), "test"), (Maze("", 1), "test_seed")):
+        model = make_model(settings, ROWS["SSM"], task).eval()
+        found = task.validate(model, gate)
+        monkeypatch.setattr(task, untouched, None)
+        assert task.validate(model, gate) == found >= 0
+
+
 def test_a_walk_ends_where_all_have_arrived(monkeypatch):
     """No step of the model is taken, and counted, after that."""
     torch.manual_seed(0)
