@@ -8,12 +8,12 @@
 Tasks: loops of real protein chains, and, with four times the updates, mazes that are seen five cells wide. Rows: the
 recurrence alone (SSM), the same of as many parameters as the others (SSM, wide), a causal Transformer, a spectral layer
 with one of attention (SSM + attention), the elastic state model (ESM), Transformers of two thirds of its parameters and
-of three times as many, and ESMs with another metric, another training of the gate, another penalty on depth, or
-proposals that learn from what they were refined to. All learn from the same chains and mazes in the same order, coming
-through them by themselves, and by the objective of their last states and what an expert or a native chain says. With
-the weights of each ESM beside its own gate: no refinement, all of it, and its mean depth spent everywhere alike, by
-chance in the gate's proportions, and where a position is difficult before it is spent elsewhere; and its thresholds
-shifted, for a curve of quality by depth.
+of three times as many, and ESMs that learn and work with one step everywhere, with another metric, another training of
+the gate, another penalty on depth, or proposals that learn from what they were refined to. All learn from the same
+chains and mazes in the same order, coming through them by themselves, and by the objective of their last states and
+what an expert or a native chain says. With the weights of each gated ESM beside its own gate: no refinement, all of
+it, and its mean depth spent everywhere alike, by chance in the gate's proportions, and where a position is difficult
+before it is spent elsewhere; and its thresholds shifted, for a curve of quality by depth.
 Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
 objective of the proposal and with how wrong the proposal is by what the objective does not see, the mean depth around
 where difficult stretches begin, FLOPs of products, solves and attention a position as counted on sixteen test streams
@@ -61,6 +61,7 @@ class Method:
     Attributes:
         backbone: "transformer" or "hybrid" in place of the model's own recurrence, sized to the ESM's parameters.
         refined: whether there is a corrector at work. frozen_metric: G stays I.
+        everywhere: inner steps at every position, in training and after, in place of the gate's.
         share: of the ESM's parameters.
         distilled: weight, in the second half of training, of pulling proposals to the states they were refined to.
     """
@@ -69,13 +70,14 @@ class Method:
     refined: bool = True
     share: float = 1.0
     frozen_metric: bool = False
+    everywhere: int | None = None
     distilled: float = 0.0
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def depth(self) -> int | None:
         """What it learns and works with everywhere; None for the gate's."""
-        return None if self.refined else 0
+        return self.everywhere if self.refined else 0
 
 
 ROWS = {
@@ -86,6 +88,7 @@ ROWS = {
     "Transformer, small": Method("transformer", refined=False, share=2 / 3),
     "Transformer, large": Method("transformer", refined=False, share=3.0),
     "SSM, wide": Method(refined=False, fields={"latent_size": 96}),
+    "ESM, one step everywhere": Method(everywhere=1),
     "ESM, penalty 0": Method(fields={"compute_penalty": 0.0}),
     "ESM, penalty 0.3": Method(fields={"compute_penalty": 0.3}),
     "ESM, penalty 3": Method(fields={"compute_penalty": 3.0}),
@@ -236,7 +239,8 @@ def mean_of(each: Tensor, real: Tensor | None) -> Tensor:
 
 def parameters_of(model: Any, method: Method) -> int:
     """Those that the row has a use for."""
-    idle = () if method.refined else ("corrector.", "gate.")
+    idle = () if method.refined else ("corrector.",)
+    idle += () if method.depth is None else ("gate.",)
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(idle))
 
 
@@ -278,7 +282,7 @@ def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
             model.eval()
             most, own = settings.max_refine_depth, task.measure(model, always(method.depth))
             record["own"], record[METRIC] = told(own, most), {"1": task.validate(model, always(method.depth))}
-            record["controls"] = controls(task, model, own, most, run.seed) if method.refined else {}
+            record["controls"] = controls(task, model, own, most, run.seed) if method.depth is None else {}
             record["cost"] = cost(task, model, method.depth, min(STREAMS, settings.test_count))
             save_model(model, str(weights_of(path)))
         record["machine"] = common.machine(torch.device("cpu"))

@@ -10,6 +10,7 @@ Letters: B batch, L positions of a stream, F features.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -164,6 +165,7 @@ class Maze:
 
     def __init__(self, data_dir: str | Path = "", test_count: int = 44):
         self.test_mazes = 5 * test_count  # a maze says less than a window of a chain: solved, or not
+        self.starts: dict[int, list[mazes.Walk]] = {}  # by seed
         self.identity = {"side": self.side, "test_mazes": self.test_mazes, "longer": self.longer}
         self.identity |= {"told_its_values": True}
 
@@ -251,8 +253,11 @@ class Maze:
         return (each * real).sum() / real.sum().clamp(min=1)
 
     def walks(self, seed: int) -> list[mazes.Walk]:
-        rng = np.random.default_rng(seed)
-        return [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
+        """Test mazes before the first step, always the same ones for a seed."""
+        if seed not in self.starts:
+            rng = np.random.default_rng(seed)
+            self.starts[seed] = [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
+        return copy.deepcopy(self.starts[seed])
 
     def test_walks(self) -> list[mazes.Walk]:
         return self.walks(self.test_seed)

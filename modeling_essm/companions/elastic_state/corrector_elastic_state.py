@@ -5,8 +5,9 @@
     z' = Retract(z + alpha v + beta (z0 - z))
 
 Every row is on its own. A step is computed for the rows that take it and no others: `refine` selects them, so that the
-number of gradient calls is the sum of depths. Gradients are taken at a detached leaf, so that weights get none; this
-works under no_grad and under inference_mode.
+number of gradient calls is the sum of depths. A state is judged once: the evaluation that accepts a step is the one
+that the next gradient is taken from, and that the readout comes from in the end. Weights get no gradient from inner
+steps, and these work under no_grad and under inference_mode.
 Letters: B batch, d width of the latent, K depth.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,16 +25,46 @@ from transformers import initialization as init
 from .metrics_elastic_state import METRICS
 
 MOST_HALVINGS = 2  # of "backtrack"
-Evaluate = Callable[[Tensor, "Tensor | None"], Tensor]  # (z (b, d), rows (b,) int64 or None for all) -> objective (b,)
+# (z (b, d), rows (b,) int64 or None for all) -> readouts (b, d_y), objective (b,)
+Evaluate = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 
 
 class InnerWork:
-    """Of one forward: rows for which a gradient, and for which only a value of the objective was computed; steps that
-    were kept; and the metric's solver, once it has been factored."""
+    """Of one forward: rows that the objective was evaluated for, and those that its gradient was computed for; steps
+    that were kept; and the metric's solver, once it has been factored."""
 
     def __init__(self) -> None:
         self.gradients = self.values = self.kept = 0
         self.solve: Callable[[Tensor], Tensor] | None = None
+
+
+@dataclass
+class Judged:
+    """States z (b, d), readouts y (b, d_y), objective `losses` (b,).
+
+    Attributes:
+        leaf, graph: z to differentiate at, and the objective as autograd follows it there; None if that was not asked
+            for, or after rows of several evaluations were put together.
+    """
+
+    z: Tensor
+    y: Tensor
+    losses: Tensor
+    leaf: Tensor | None = None
+    graph: Tensor | None = None
+
+    def put(self, rows: Tensor, other: Judged) -> Judged:
+        """The states with these rows (b',) int64 from the other; the other itself if it has all."""
+        if len(rows) == len(self.z):
+            return other
+        pairs = ((self.z, other.z), (self.y, other.y), (self.losses, other.losses))
+        return Judged(*(mine.index_copy(0, rows, theirs) for mine, theirs in pairs))
+
+    def where(self, good: Tensor, other: Judged) -> Judged:
+        """These states where good (b,) is true, the others elsewhere."""
+        pairs = ((self.z, other.z), (self.y, other.y))
+        z, y = (torch.where(good[:, None], mine, theirs) for mine, theirs in pairs)
+        return Judged(z, y, torch.where(good, self.losses, other.losses))
 
 
 class ElasticStateCorrector(nn.Module):
@@ -75,90 +107,116 @@ class ElasticStateCorrector(nn.Module):
         """z' (B, d); `scale` multiplies alpha."""
         return self.retract(z + scale * self.step_size * v + self.config.drift * (z0 - z))
 
-    def refine(self, z0: Tensor, depths: Tensor, evaluate: Evaluate, work: InnerWork) -> Tensor:
+    def judge(
+        self, z: Tensor, evaluate: Evaluate, rows: Tensor | None, work: InnerWork, differentiable: bool
+    ) -> Judged:
+        """Evaluate states (b, d) once; `differentiable`: so that a gradient can be taken from that."""
+        work.values += len(z)
+        if not differentiable:
+            return Judged(z, *evaluate(z, rows))
+        with torch.inference_mode(False):
+            leaf = z
+            if not (z.requires_grad and torch.is_grad_enabled()):
+                leaf = (z.clone() if z.is_inference() else z.detach()).requires_grad_()
+            with torch.enable_grad():
+                y, graph = evaluate(leaf, rows)
+        if torch.is_grad_enabled():
+            return Judged(z, y, graph, leaf, graph)
+        return Judged(z, y.detach(), graph.detach(), leaf, graph)
+
+    def gradient(self, here: Judged) -> Tensor:
+        """g (b, d) of the objective at states judged with `differentiable`, of each row alone.
+
+        It has a graph of its own in training with gradient_order 2.
+
+        Raises:
+            ValueError: an objective whose value autograd cannot follow to the state.
+        """
+        leaf, graph = here.leaf, here.graph
+        if leaf is None or graph is None or not graph.requires_grad:
+            raise ValueError("the objective must be computed from y by functions that autograd knows")
+        outer = torch.is_grad_enabled()  # then the loss goes through the same graph
+        second_order = outer and self.training and self.config.gradient_order == 2
+        with torch.inference_mode(False), torch.enable_grad():
+            (g,) = torch.autograd.grad(
+                graph.sum(), leaf, retain_graph=outer, create_graph=second_order, materialize_grads=True
+            )
+        return g
+
+    def refine(self, start: Judged, depths: Tensor, evaluate: Evaluate, work: InnerWork) -> Judged:
         """Each row its own number of steps, computed for the rows that still take one.
 
         Args:
-            z0: (B, d) proposals. depths: (B,) int64. work: advanced.
+            start: B proposals, judged with `differentiable` if any depth is above 0. depths: (B,) int64.
+            work: advanced.
         Returns:
-            z_K (B, d); rows of depth 0 are those of z0, bit for bit.
+            Judged z_K; rows of depth 0 are those of `start`, bit for bit.
         """
-        z, deepest = z0, int(depths.max()) if len(depths) else 0
+        whole = here = start
+        deepest = int(depths.max()) if len(depths) else 0
         for j in range(deepest):
             rows = (depths > j).nonzero().flatten()
-            step = self._step(z.index_select(0, rows), z0.index_select(0, rows), evaluate, rows, work)
-            z = z.index_copy(0, rows, step)
-        return z
+            given = None if len(rows) == len(depths) else rows
+            if len(rows) < len(here.z) or here.leaf is None:
+                z = whole.z if given is None else whole.z.index_select(0, rows)
+                here = self.judge(z, evaluate, given, work, differentiable=True)
+            z0 = start.z if given is None else start.z.index_select(0, rows)
+            here = self._step(here, z0, evaluate, given, work, differentiable=j + 1 < deepest)
+            whole = whole.put(rows, here)
+        return whole
 
-    def refine_softly(self, z0: Tensor, masks: Tensor, evaluate: Evaluate, work: InnerWork) -> Tensor:
+    def refine_softly(self, start: Judged, masks: Tensor, evaluate: Evaluate, work: InnerWork) -> Judged:
         """All rows take all steps, each weighted: z <- z + m_j (z' - z). For training.
 
         Args:
-            masks: (B, K) from `ElasticStateGate.masks`.
+            start: B proposals, judged with `differentiable`. masks: (B, K) from `ElasticStateGate.masks`.
         """
-        z = z0
-        for m in masks.unbind(1):
-            z = z + m[:, None] * (self._step(z, z0, evaluate, None, work) - z)
-        return z
+        here, K = start, masks.shape[1]
+        for j in range(K):
+            if self.config.training_acceptance == "none":
+                new = self._move(here, start.z, work)[0]
+                work.kept += len(new)
+            else:
+                new = self._step(here, start.z, evaluate, None, work, differentiable=False).z
+            z = here.z + masks[:, j, None] * (new - here.z)
+            here = self.judge(z, evaluate, None, work, differentiable=j + 1 < K)
+        return here
+
+    def _move(self, here: Judged, z0: Tensor, work: InnerWork) -> tuple[Tensor, Tensor]:
+        """Where the whole step leads from states with proposals z0 (b, d), and v, (b, d) each."""
+        work.solve = work.solve or self.metric.solver()
+        work.gradients += len(z0)
+        v = self.direction(self.gradient(here), work.solve)
+        return self.move(here.z, z0, v), v
 
     def _step(
         self,
-        z: Tensor,
+        here: Judged,
         z0: Tensor,
         evaluate: Evaluate,
         rows: Tensor | None,
         work: InnerWork,
-    ) -> Tensor:
-        config = self.config
-        work.solve = work.solve or self.metric.solver()
-        second_order = self.training and config.gradient_order == 2 and torch.is_grad_enabled()
-        before, g = value_and_gradient(evaluate, z, rows, second_order)
-        work.gradients += len(z)
-        v = self.direction(g, work.solve)
-        new = self.move(z, z0, v)
-        acceptance = config.training_acceptance if self.training else config.acceptance
+        differentiable: bool,
+    ) -> Judged:
+        """The states after a step, and after what `acceptance` undoes of it."""
+        new, v = self._move(here, z0, work)
+        there = self.judge(new, evaluate, rows, work, differentiable)
+        acceptance = self.config.training_acceptance if self.training else self.config.acceptance
         if acceptance == "none":
-            work.kept += len(z)
-            return new
-        good = self._no_worse(new, evaluate, rows, before, work)
+            work.kept += len(new)
+            return there
+        good = there.losses <= here.losses  # not of a NaN
         for halving in range(MOST_HALVINGS if acceptance == "backtrack" else 0):
             again = (~good).nonzero().flatten()
             if not len(again):
                 break
-            shorter = self.move(z[again], z0[again], v[again], 0.5 ** (halving + 1))
-            there = again if rows is None else rows[again]
-            good = good.index_copy(0, again, self._no_worse(shorter, evaluate, there, before[again], work))
-            new = new.index_copy(0, again, shorter)
-        work.kept += int(good.sum())
-        return torch.where(good[:, None], new, z)
-
-    @staticmethod
-    @torch.no_grad()
-    def _no_worse(z: Tensor, evaluate: Evaluate, rows: Tensor | None, before: Tensor, work: InnerWork) -> Tensor:
-        work.values += len(z)
-        return evaluate(z, rows) <= before  # not of a NaN
+            z = self.move(here.z[again], z0[again], v[again], 0.5 ** (halving + 1))
+            shorter = self.judge(z, evaluate, again if rows is None else rows[again], work, differentiable=False)
+            good = good.index_copy(0, again, shorter.losses <= here.losses[again])
+            there = Judged(there.z, there.y, there.losses).put(again, shorter)
+        kept = int(good.sum())
+        work.kept += kept
+        return there if kept == len(good) else there.where(good, here)
 
 
-def value_and_gradient(
-    evaluate: Evaluate, z: Tensor, rows: Tensor | None, second_order: bool = False
-) -> tuple[Tensor, Tensor]:
-    """The objective (b,) at states (b, d), detached, and its gradient with respect to them, that of each row alone.
-
-    Args:
-        second_order: whether the gradient carries a graph of its own.
-    Raises:
-        ValueError: an objective whose value autograd cannot follow to the state.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        if second_order and z.requires_grad:
-            leaf = z
-        else:
-            leaf = (z.clone() if z.is_inference() else z.detach()).requires_grad_()
-        losses = evaluate(leaf, rows)
-        if not losses.requires_grad:
-            raise ValueError("the objective must be computed from y by functions that autograd knows")
-        (g,) = torch.autograd.grad(losses.sum(), leaf, create_graph=second_order, materialize_grads=True)
-    return losses.detach(), g
-
-
-__all__ = ["ElasticStateCorrector", "InnerWork", "value_and_gradient"]
+__all__ = ["ElasticStateCorrector", "InnerWork", "Judged"]

@@ -39,7 +39,7 @@ from .inputs_elastic_state import (
 )
 from .latent_elastic_state import ElasticStateLatent
 from .metrics_elastic_state import ElasticStateMetric
-from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, tree_map
+from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, tree_map, usable
 from .outputs_elastic_state import ElasticStateOutput, mean_over
 from .recurrence_elastic_state import ElasticStateRecurrence
 
@@ -274,55 +274,44 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         work: InnerWork,
     ) -> dict[str, Tensor]:
         """One position: the fields of ElasticStateOutput without L, and those of a sampled depth."""
-        y = self._read(z0)
         if self.objective is None:
             none = torch.zeros(len(z0), dtype=torch.long, device=z0.device)
+            y = self._read(z0)
             return {"latents": z0, "proposals": z0, "readouts": y, "refine_depths": none, "expected_depths": none}
+        observation, history, real = (usable(tree) for tree in (observation, history, real))
 
-        def judge(y: Tensor, rows: Tensor | None = None) -> Tensor:
+        def evaluate(z: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            y = seen = self._read(z)
             if real is not None:  # nor do gradients come from what does not exist
-                there = rows_of(real, rows)
-                y = torch.where(there[:, None], y, y.detach())
-            losses = self.objective(y, rows_of(observation, rows), rows_of(history, rows))
+                seen = torch.where(rows_of(real, rows)[:, None], y, y.detach())
+            losses = self.objective(seen, rows_of(observation, rows), rows_of(history, rows))
             if losses.shape != y.shape[:1]:
                 raise ValueError(f"an objective must give ({len(y)},) numbers, got shape {tuple(losses.shape)}")
-            return losses.to(y.dtype)  # observations may be fp64
+            return y, losses.to(y.dtype)  # observations may be fp64
 
-        def evaluate(z: Tensor, rows: Tensor | None) -> Tensor:
-            return judge(self._read(z), rows)
-
-        proposal_losses = losses = judge(y)
-        work.values += len(y)
+        refinable = cap > 0 and (depths is None or bool(depths.any()))
+        start = self.corrector.judge(z0, evaluate, None, work, differentiable=refinable)
         masks, sampled = None, {}
         if depths is None and self.training and self.config.gate_training == "policy_gradient":
-            sample = self.gate.sample(proposal_losses, shift, cap)
+            sample = self.gate.sample(start.losses, shift, cap)
             depths, sampled = sample.depths, {"log_prob": sample.log_prob, "entropy": sample.entropy}
         elif depths is None:
-            depths = self.gate.depths(proposal_losses, shift)
-            masks = self.gate.masks(proposal_losses, shift)[:, :cap] if self.training else None
+            depths = self.gate.depths(start.losses, shift)
+            masks = self.gate.masks(start.losses, shift)[:, :cap] if self.training else None
         depths = depths.clamp(max=cap)
         if real is not None:
             depths = depths * real
             masks = None if masks is None else masks * real[:, None]
         if masks is None:
-            z, expected = self.corrector.refine(z0, depths, evaluate, work), depths.to(z0.dtype)
+            end, expected = self.corrector.refine(start, depths, evaluate, work), depths.to(z0.dtype)
         else:
-            z, expected = self.corrector.refine_softly(z0, masks, evaluate, work), masks.sum(1)
-        if z is not z0:
-            rows = depths.nonzero().flatten() if masks is None else None
-            refined = self._read(z if rows is None else z.index_select(0, rows))
-            judged = judge(refined, rows)
-            work.values += len(refined)
-            if rows is None:
-                y, losses = refined, judged
-            else:
-                y, losses = y.index_copy(0, rows, refined), losses.index_copy(0, rows, judged)
+            end, expected = self.corrector.refine_softly(start, masks, evaluate, work), masks.sum(1)
         return sampled | {
-            "latents": z,
+            "latents": end.z,
             "proposals": z0,
-            "readouts": y,
-            "proposal_losses": proposal_losses,
-            "losses": losses,
+            "readouts": end.y,
+            "proposal_losses": start.losses,
+            "losses": end.losses,
             "refine_depths": depths,
             "expected_depths": expected,
         }

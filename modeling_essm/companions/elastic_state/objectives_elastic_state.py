@@ -67,14 +67,14 @@ def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
 
 
 def rows_of(tree: Any, rows: Tensor | None) -> Any:
-    """The nest with these rows of every tensor, usable in autograd: tensors of inference_mode are copied."""
+    """The nest with these rows (b,) int64 of every tensor; the nest itself for None."""
+    return tree if rows is None else tree_map(lambda x: x.index_select(0, rows.to(x.device)), tree)
 
-    def take(tensor: Tensor) -> Tensor:
-        if rows is not None:
-            tensor = tensor.index_select(0, rows.to(tensor.device))
-        return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
-    return tree_map(take, tree)
+def usable(tree: Any) -> Any:
+    """The nest as autograd can use it, copied where its tensors were made under inference_mode."""
+    with torch.inference_mode(False):
+        return tree_map(lambda x: x.clone() if x.is_inference() else x, tree)
 
 
 def initial_history(objective: Any, observation: Any, width: int, y: Tensor) -> Any:

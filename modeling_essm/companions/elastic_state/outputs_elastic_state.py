@@ -23,8 +23,8 @@ class ElasticStateOutput(ModelOutput):
             in training the sum of the p_j.
         past_key_values: ElasticStateCache after the last position, if asked for.
         gradient_calls: how many rows the objective's gradient was computed for; outside of training of the gate the
-            sum of refine_depths. objective_calls: and how many its value alone. kept_steps: of the steps along those
-            gradients, how many config.acceptance kept.
+            sum of refine_depths. objective_calls: how many rows it was evaluated for, whether or not a gradient was
+            taken from that. kept_steps: of the steps along those gradients, how many config.acceptance kept.
     """
 
     loss: torch.Tensor | None = None

@@ -6,7 +6,7 @@ import torch
 from elastic_states import Counting, random_inputs, random_model
 from torch import nn
 
-from modeling_essm.companions.elastic_state.corrector_elastic_state import InnerWork, value_and_gradient
+from modeling_essm.companions.elastic_state.corrector_elastic_state import InnerWork
 
 
 @torch.no_grad()
@@ -20,11 +20,26 @@ def quadratic(model, seed=3):
     return evaluate, c
 
 
-def refine(model, z0, depth, evaluate):
+def refined(model, z0, depths, objective, work):
+    """z_K (B, d) of proposals z0 (B, d), each row with its depth, on objective(z, rows) -> (B,); y is z."""
+
+    def evaluate(z, rows):
+        return z, objective(z, rows)
+
+    start = model.corrector.judge(z0, evaluate, None, work, differentiable=True)
+    end = model.corrector.refine(start, depths, evaluate, work)
+    assert torch.equal(end.y, end.z) and end.losses.shape == (len(z0),)
+    return end.z
+
+
+def refine(model, z0, depth, objective):
+    """Without gradients; values of the proposals themselves are not counted."""
     depths = torch.full((len(z0),), depth) if isinstance(depth, int) else depth
     work = InnerWork()
     with torch.no_grad():
-        return model.corrector.refine(z0, depths, evaluate, work), work
+        z = refined(model, z0, depths, objective, work)
+    work.values -= len(z0)
+    return z, work
 
 
 @pytest.mark.parametrize("metric", ["cholesky", "diagonal", "low_rank"])
@@ -135,16 +150,19 @@ def test_rows_are_refined_on_their_own_and_only_as_often_as_they_ask(acceptance)
         return (scales[rows, None] * z).sin().square().sum(1) + (scales[rows, None] * z).square().sum(1)
 
     def counted(z, rows):
-        if z.requires_grad:
-            seen.append(rows.tolist())
+        rows = torch.arange(6) if rows is None else rows
+        seen.append(rows.tolist())
         return objective(z, rows)
 
     z, work = refine(model, z0, depths, counted)
-    assert seen == [[0, 2, 3, 5], [0, 2, 5], [2, 5]] and work.gradients == int(depths.sum())
+    steps = [[0, 2, 3, 5], [0, 2, 5], [2, 5]]
+    if acceptance == "reject":  # before a step, for the rows that take it, and after it
+        assert seen == [[*range(6)], *(rows for step in steps for rows in (step, step))]
+    assert work.gradients == int(depths.sum())
     for i in range(6):
         alone, _ = refine(model, z0[[i]], int(depths[i]), lambda z, rows, i=i: objective(z, torch.tensor([i])))
         torch.testing.assert_close(z[[i]], alone, rtol=0, atol=1e-13)
-    assert (work.values > work.gradients) == (acceptance == "backtrack")  # there is something to halve
+    assert (work.values > 2 * work.gradients) == (acceptance == "backtrack")  # there is something to halve
     assert torch.equal(z[depths == 0], z0[depths == 0])
     assert not torch.equal(z[3], z0[3]) or acceptance == "reject"
 
@@ -161,7 +179,7 @@ def test_training_through_the_inner_gradient(order):
     model = random_model(gradient_order=order, step_size=0.5).train()
     evaluate, _ = quadratic(model)
     z0 = random_inputs(1, 6).requires_grad_()
-    z = model.corrector.refine(z0, torch.tensor([1]), evaluate, InnerWork())
+    z = refined(model, z0, torch.tensor([1]), evaluate, InnerWork())
     (grad,) = torch.autograd.grad(z[0, 0], z0)
     alpha = model.corrector.step_size.item() if order == 2 else 0.0
     torch.testing.assert_close(grad[0], torch.eye(6, dtype=torch.float64)[0] * (1 - alpha), rtol=0, atol=1e-12)
@@ -183,9 +201,22 @@ def test_weights_get_no_gradient(mode):
         assert parameter.requires_grad == (flags[name] and name != "readout.0.bias")
 
 
-def test_the_gradient_is_that_of_each_row():
-    z = random_inputs(3, 6)
-    losses, g = value_and_gradient(wavy, z, None)
-    expected = 3 * (6 * z).sin() + 2 * z
-    torch.testing.assert_close(g, expected)
-    assert not losses.requires_grad and not g.requires_grad and not z.requires_grad
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_gradient_is_that_of_each_row(mode):
+    corrector, work = random_model().corrector, InnerWork()
+    with mode():
+        z = random_inputs(3, 6)
+        here = corrector.judge(z, lambda z, rows: (2 * z, wavy(z, rows)), None, work, differentiable=True)
+        g = corrector.gradient(here)
+    torch.testing.assert_close(g, 3 * (6 * z).sin() + 2 * z)
+    torch.testing.assert_close(here.losses.detach(), wavy(z, None))
+    torch.testing.assert_close(here.y.detach(), 2 * z)
+    assert here.losses.requires_grad == (mode is torch.enable_grad)
+    assert not g.requires_grad and not z.requires_grad and work.values == 3
+
+
+def test_a_state_judged_without_a_graph_has_no_gradient():
+    corrector = random_model().corrector
+    here = corrector.judge(random_inputs(3, 6), lambda z, rows: (z, wavy(z, rows)), None, InnerWork(), False)
+    with pytest.raises(ValueError, match="computed from y by functions that autograd knows"):
+        corrector.gradient(here)
