@@ -198,7 +198,8 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
 
     seconds = 0.0
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
+    warm = 0.1 if settings.updates != 10 else 0.2  # OneCycleLR divides by the updates of a warm-up less one
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=warm)
     for update in range(settings.updates):
         rng = np.random.default_rng((run.seed, update))
         batch = task.batch(rng, settings.batch_size, model, always(method.depth))

@@ -178,8 +178,18 @@ class Maze:
     ) -> Iterator[dict[str, Tensor]]:
         """What the walkers see, what the model says and does: a dict of (B, ..) for each position.
 
-        The one who iterates moves the walkers in between. The model is in eval mode.
+        The one who iterates moves the walkers in between. The model is in eval mode until the iterator is closed.
         """
+        training = model.training
+        model.eval()
+        try:
+            yield from self._follow(model, walks, depths, errors, **dials)
+        finally:
+            model.train(training)
+
+    def _follow(
+        self, model: Any, walks: list[mazes.Walk], depths: Depths, errors: bool, **dials: Any
+    ) -> Iterator[dict[str, Tensor]]:
         memory, history, cache = self.objective(), None, None
         while True:
             seen = mazes.stack([walk.observe() for walk in walks])
@@ -188,10 +198,7 @@ class Maze:
             said, known = memory.remembered(history, observation_of(seen))
             given = torch.cat([seen["features"], said / self.side, known.to(said.dtype)], 1)
             difficult = torch.tensor([walk.difficult() for walk in walks])
-            training = model.training
-            model.eval()
             output = model.step(given, cache, observation_of(seen), refine_depth=depths(difficult), **dials)
-            model.train(training)
             cache = output.past_key_values
             history = memory.commit(history, output.readouts[:, 0], observation_of(seen))
             row = {"errors": self.errors(model, output, walks, seen["view"])} if errors else {}
@@ -233,15 +240,16 @@ class Maze:
         walks = [mazes.new_walk(rng, self.side) for _ in range(size)]
         own = rng.random() < 0.5
         noisy, noise = rng.random((self.length, size)) < 0.15, rng.integers(4, size=(self.length, size))
-        rows = []
-        for t, row in zip(range(self.length), self.follow(model, walks, depths, **dials)):
-            rows.append(row)
+        rows, steps = [], self.follow(model, walks, depths, **dials)
+        for t in range(self.length):
+            rows.append(row := next(steps))
             actions = (row["actions"] if own else row["expert"]).numpy()
             for walk, action in zip(walks, np.where(noisy[t], noise[t], actions).tolist()):
                 if walk.arrived:
                     walk.stay()
                 else:
                     walk.step(action)
+        steps.close()
         seen = {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
         return seen | {"input_features": seen["features"], "observations": observation_of(seen)}
 
@@ -273,6 +281,7 @@ class Maze:
                     walk.stay()
                 else:
                     walk.step(action)
+        steps.close()
         return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
 
     def validate(self, model: Any, depths: Depths) -> float:

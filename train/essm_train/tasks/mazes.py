@@ -160,8 +160,9 @@ def new_walk(rng: np.random.Generator, n: int) -> Walk:
         maze = make_maze(rng, n)
         cells = np.argwhere(maze == CELL)
         goal, start = ((int(r), int(c)) for r, c in cells[rng.integers(len(cells), size=2)])
-        if n <= distances(maze, goal)[start] < FAR:
-            return Walk(maze, start, goal)
+        walk = Walk(maze, start, goal)
+        if n <= walk.optimal < FAR:
+            return walk
 
 
 def stack(seen: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
