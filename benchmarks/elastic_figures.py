@@ -25,11 +25,13 @@ from essm_train.tasks import chains
 
 from . import common, sweeps
 from .elastic_measures import AROUND
-from .elastic_states import METRICS, ROWS, load_trained, summarise
+from .elastic_states import ROWS, load_trained
+from .elastic_tables import METRICS, quality_by_depth, summarise
 from .elastic_tasks import TASKS, Maze, Repair, gate
 
 FRAMES = 5
 COLORS = "viridis"
+OTHERWISE = {"mean everywhere": "x", "by chance": "+", "where difficult": "^"}
 NAMES = {"energy": "energy of the repaired chain", "failures": "share of mazes not solved"}
 
 
@@ -163,6 +165,31 @@ def draw_rows(results: list[dict[str, Any]]) -> Figure:
     return figure
 
 
+def draw_depths(results: list[dict[str, Any]]) -> Figure:
+    """Quality by mean depth of every row with a gate, its thresholds shifted, its own depth marked; a panel a task.
+
+    Beside them the ESM's weights with its mean depth spent otherwise, and rows of one depth everywhere.
+    """
+    rows = [r for r in results if r["model"].startswith("ESM")]
+    tasks = [*dict.fromkeys(r["task"] for r in rows)]
+    figure = Figure(figsize=(7.5 * len(tasks), 5.5), layout="constrained")
+    colors = dict(zip(ROWS, colormaps["tab20"].colors)) | {"ESM": "black"}
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+        metric = TASKS[task].metric
+        for r in (r for r in rows if r["task"] == task and r["control"] is None):
+            of_model = [each for each in rows if each["task"] == task and each["model"] == r["model"]]
+            depths, values = quality_by_depth(of_model, metric)
+            color = colors[r["model"]]
+            axes.plot(depths, values, color=color, linewidth=2 if r["model"] == "ESM" else 1)
+            axes.plot(r["mean_depth"]["mean"], r[metric]["mean"], "o", color=color, label=r["model"])
+        for name, mark in OTHERWISE.items():
+            for r in (r for r in rows if (r["task"], r["model"], r["control"]) == (task, "ESM", name)):
+                axes.plot(r["mean_depth"]["mean"], r[metric]["mean"], mark, color="black", label=f"ESM, {name}")
+        axes.set(xlabel="mean depth K", ylabel=NAMES[metric], title=task, yscale="log")
+        axes.legend(fontsize=7)
+    return figure
+
+
 def main(argv: list[str] | None = None) -> list[Path]:
     """Draw what can be drawn, say what cannot; the files."""
     from essm_train.files import write_figure
@@ -178,7 +205,7 @@ def main(argv: list[str] | None = None) -> list[Path]:
     if args.example < 0:
         p.error(f"--example must be at least 0, got {args.example}")
     records = sweeps.collect(args.runs_dir)
-    most, results = records[0]["settings"]["max_refine_depth"], summarise(records)
+    most, results = records[0]["settings"]["max_refine_depth"], summarise(records, ROWS)
     rates = {(r["task"], r["model"], seed): r["rate"] for r in results for seed in r["seeds"]}
     args.out_dir.mkdir(parents=True, exist_ok=True)
     written = []
@@ -195,8 +222,9 @@ def main(argv: list[str] | None = None) -> list[Path]:
             figure = draw_walk(walk_through(model, task, args.example), most)
         written.append(args.out_dir / f"elastic_states_{name}.png")
         write_figure(written[-1], figure, dpi=110)
-    written.append(args.out_dir / "elastic_states.png")
-    write_figure(written[-1], draw_rows(results), dpi=110)
+    for name, figure in {"": draw_rows(results), "_depths": draw_depths(results)}.items():
+        written.append(args.out_dir / f"elastic_states{name}.png")
+        write_figure(written[-1], figure, dpi=110)
     print("\n".join(f"written: {path}" for path in written))
     return written
 

@@ -26,9 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
-import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,19 +37,15 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor
 
-from . import common, sweep_tables, sweeps
+from . import common, sweeps
 from .elastic_measures import STREAMS, auroc, controls, cost, step_seconds, times_in_turn, told
+from .elastic_tables import METRICS, print_tables, summarise
 from .elastic_tasks import TASKS, Repair, always
 from .matched_models import Row
 from .sweeps import Run
 
-METRIC = "metric"
+METRIC = "metric"  # how a run names what its learning rate is chosen by
 RATES = (3e-3, 1e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
-TOLD = (
-    *("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult"),
-    *("depth_difficult", "depth_easy", "proposal_objective", "objective", "lowered"),
-)
-METRICS = ("energy", "rmsd_outside", "rmsd_loop", "gap", "failures", "detour")
 
 
 @dataclass(frozen=True)
@@ -301,50 +295,6 @@ def definition(settings: Settings, run: Run) -> dict[str, Any]:
 # All runs.
 
 
-def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every row at its best rate, and its controls, of every task: means and deviations over seeds."""
-    results = []
-    for task, model in itertools.product(TASKS, ROWS):
-        runs = [record for record in records if (record["task"], record["model"]) == (task, model)]
-        if not runs:
-            continue
-        rates, whole = sweep_tables.at_best_rate(runs, METRIC)
-        for control in (None, *(whole[0]["controls"] if whole else ())):
-            found = [r["own"] if control is None else r["controls"][control] for r in whole]
-            if not found:
-                continue
-            row: dict[str, Any] = {
-                "task": task,
-                "model": model,
-                "control": control,
-                "seeds": [r["seed"] for r in whole],
-            }
-            row |= {"diverged": sum(r["diverged"] for r in runs), "parameters": whole[0]["parameters"]}
-            row |= {"rate": whole[0]["rate"], "rates": {f"{rate:g}": value for rate, value in rates.items()}}
-            for name in (*found[0]["values"], *TOLD):
-                values = [f["values"].get(name, f.get(name, math.nan)) for f in found]
-                if all(map(math.isfinite, values)):  # no correlation where depth is constant, no detour without arrival
-                    row[name] = sweep_tables.mean(values)
-            if control is None:
-                row |= {name: sweep_tables.mean([r["cost"][name] for r in whole]) for name in ("flops", "seconds")}
-                aligned = [f["around_events"] for f in found if "around_events" in f]
-                if aligned:
-                    row["around_events"] = [None if None in at else sweep_tables.mean([*at]) for at in zip(*aligned)]
-            results.append(row)
-    return [row | relative(row, results) for row in results]
-
-
-def relative(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, float]:
-    """As the poster's table has it: "over_ssm", the task's metric as a multiple, and "flops_over_transformer"."""
-    peers = {r["model"]: r for r in results if r["task"] == row["task"] and r["control"] is None}
-    metric, found = TASKS[row["task"]].metric, {}
-    if "SSM" in peers and (least := peers["SSM"][metric]["mean"]):
-        found["over_ssm"] = row[metric]["mean"] / least
-    if "Transformer" in peers and "flops" in row:
-        found["flops_over_transformer"] = row["flops"]["mean"] / peers["Transformer"]["flops"]["mean"]
-    return found
-
-
 def time_rows(results: list[dict[str, Any]], settings: Settings, runs_dir: Path, rounds: int) -> None:
     """Write in each row "seconds_in_turn", those a position of the model of its first seed: median, least and most.
 
@@ -363,28 +313,6 @@ def time_rows(results: list[dict[str, Any]], settings: Settings, runs_dir: Path,
             found = times_in_turn(timers, rounds)
         for row in (r for r in results if r["task"] == task and r["control"] is None):
             row["seconds_in_turn"] = found[row["model"]]
-
-
-def print_tables(results: list[dict[str, Any]]) -> None:
-    """A table for each task; rows of controls are indented."""
-    for task in dict.fromkeys(r["task"] for r in results):
-        rows = [r for r in results if r["task"] == task]
-        metrics = [name for name in METRICS if name in rows[0]]
-        print(f"\n{task}")
-        cells = []
-        for r in rows:
-            name = r["model"] if r["control"] is None else f"..{r['control']}"
-            told = ("mean_depth", "auroc", "error_correlation", "error_correlation_difficult")
-            shown = [sweep_tables.shown(r.get(metric)) for metric in (*metrics, *told)]
-            shown += [f"{r[name]:.2f}" if name in r else "-" for name in ("over_ssm", "flops_over_transformer")]
-            cost = ["-", "-"]
-            if "flops" in r:
-                seconds = r["seconds_in_turn"]["median"] if "seconds_in_turn" in r else r["seconds"]["mean"]
-                cost = [f"{r['flops']['mean']:,.0f}", f"{seconds * 1e3:.2f}"]
-            cells.append([name.replace(" ", "_"), len(r["seeds"]), *shown, *cost])
-        common.table(
-            f"row seeds {' '.join(metrics)} mean_depth auroc errors errors_there over_ssm compute flops ms", cells
-        )
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -412,7 +340,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         sweeps.sweep(runs, args.runs_dir, args.processes, functools.partial(perform, settings), wanted, METRIC)
     records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
     device, report = common.start("elastic_states", args, **records[0]["settings"])
-    report["results"] = summarise(records)
+    report["results"] = summarise(records, ROWS)
     if args.time:
         measured = Settings(args.data_dir, **records[0]["settings"])
         time_rows(report["results"], measured, args.runs_dir, args.time)

@@ -21,6 +21,7 @@ from benchmarks.elastic_measures import (
     told,
 )
 from benchmarks.elastic_states import ROWS, Settings, make_model, parameters_of
+from benchmarks.elastic_tables import summarise
 from benchmarks.elastic_tasks import Maze, Measured, Repair, gate
 from essm_train.tasks import chains, mazes
 
@@ -297,19 +298,38 @@ def test_rows_are_means_of_what_every_seed_has():
 
     aligned = {"around_events": [None, 1.0, 2.0]}
     records = [record(0, 1.0, auroc=0.5, rank_correlation=float("nan"), **aligned), record(1, 3.0, auroc=0.7)]
-    (row,) = elastic_states.summarise(records)
+    (row,) = summarise(records, ROWS)
     assert row["energy"] == {"mean": 2.0, "deviation": pytest.approx(2**0.5)} and row["auroc"]["mean"] == 0.6
     assert "rank_correlation" not in row  # not defined for all of them
     assert "over_ssm" not in row  # which is not there
     ssm = record(0, 4.0) | {"model": "SSM"}
     large = record(0, 1.0) | {"model": "Transformer", "cost": {"flops": 16.0, "seconds": 2.0}}
-    rows = {row["model"]: row for row in elastic_states.summarise([*records, ssm, large])}
+    rows = {row["model"]: row for row in summarise([*records, ssm, large], ROWS)}
     assert (
         rows["ESM"]["over_ssm"] == 0.5 and rows["SSM"]["over_ssm"] == rows["Transformer"]["flops_over_transformer"] == 1
     )
     assert rows["ESM"]["flops_over_transformer"] == 0.5
     assert [at and at["mean"] for at in row["around_events"]] == [None, 1.0, 2.0]
     json.dumps(row, allow_nan=False)
+
+
+def test_models_are_compared_at_equal_depth():
+    """Between the points that their own gates reach with other thresholds, none and all; other controls say nothing."""
+
+    def record(model, own, **controls):
+        def told(depth, energy):
+            return {"values": {"energy": energy}, "mean_depth": depth}
+
+        record = {"task": "repair", "model": model, "rate": 0.01, "seed": 0, "diverged": False, "parameters": 9}
+        record |= {"own": told(*own), "metric": {"1": own[1]}, "cost": {"flops": 8.0, "seconds": 2.0}}
+        return record | {"controls": {name.replace("_", " "): told(*value) for name, value in controls.items()}}
+
+    esm = record("ESM", (0.5, 2.0), none=(0.0, 4.0), all=(3.0, 1.0), by_chance=(0.5, 3.9))
+    other = record("ESM, penalty 3", (0.2, 5.0), none=(0.0, 6.0), all=(3.0, 2.0), **{"thresholds_-1": (0.8, 2.0)})
+    transformer = record("Transformer", (0.0, 3.0))
+    rows = {row["model"]: row for row in summarise([esm, other, transformer], ROWS) if row["control"] is None}
+    assert rows["ESM"]["at_esm_depth"] == 2.0 and "at_esm_depth" not in rows["Transformer"]
+    assert rows["ESM, penalty 3"]["at_esm_depth"] == pytest.approx(3.5)  # half of the way from 5 to 2
 
 
 @pytest.mark.slow
