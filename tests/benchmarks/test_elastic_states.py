@@ -22,7 +22,7 @@ from benchmarks.elastic_measures import (
 )
 from benchmarks.elastic_states import ROWS, Settings, make_model, parameters_of
 from benchmarks.elastic_tables import summarise
-from benchmarks.elastic_tasks import Maze, Measured, Repair, gate
+from benchmarks.elastic_tasks import Maze, Measured, Repair, always, gate
 from essm_train.tasks import chains, mazes
 
 
@@ -361,7 +361,7 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
 
     argv = ["--data_dir", str(folder), "--runs_dir", str(tmp_path / "runs"), "--out_dir", str(tmp_path)]
     written = elastic_figures.main([*argv, "--example", "1"])
-    assert [path.name for path in written] == [f"elastic_states{x}.png" for x in ("_repair", "_maze", "")]
+    assert [path.name for path in written] == [f"elastic_states{x}.png" for x in ("_repair", "_maze", "", "_depths")]
     assert all(path.stat().st_size > 10_000 for path in written)
     elastic_figures.main([*argv, "--model", "ESM, metric I"])
     assert "not drawn" in capsys.readouterr().out
@@ -389,10 +389,28 @@ def test_figures_show_what_is_measured(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [Maze, Repair])
+def test_a_compiled_objective_is_the_same(folder, kind):
+    """In a roll-out, where states are refined, and in training, whose loss goes through the same graphs."""
+    task, found = kind(folder, 1), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = make_model(Settings(str(folder), 1, latent_size=8, hidden_size=8), ROWS["ESM"], task).train()
+        if compiled:
+            elastic_states.compile_objective(model, "aot_eager")
+            assert model.objective._compiled_call_impl is not None
+        batch = task.batch(np.random.default_rng(3), 2, model, always(2))
+        output = model(batch["input_features"], batch["observations"], use_cache=False)
+        (output.loss + task.loss(output, batch)).backward()
+        found.append([batch["input_features"], output.loss.detach(), model.readout[0].weight.grad])
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)  # sums in another order, over sixty steps
+
+
+@pytest.mark.slow
 def test_weights_of_runs_come_back(folder, tmp_path):
     task, run = Repair(folder, 2), elastic_states.Run("ESM, metric I", 3e-3, 0, "repair")
     settings = Settings(str(folder), 2, batch_size=2, latent_size=8, hidden_size=8, test_count=2)
-    record = elastic_states.perform(settings, run, tmp_path / run.file)
+    record = elastic_states.perform(settings, False, run, tmp_path / run.file)
     model = elastic_states.load_trained(tmp_path / run.file, task)
     assert task.measure(model).values == pytest.approx(record["own"]["values"], rel=1e-4)
     elastic_states.weights_of(tmp_path / run.file).unlink()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 WALL, CELL, DOOR = 0, 1, 2  # a door is closed; an open one is a cell
 VIEW = 5
 SIDE = VIEW // 2
-MOVES = np.array([(-1, 0), (0, 1), (1, 0), (0, -1)])
+MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))
 FEATURES = 3 * VIEW**2 + 2 + 5  # kinds of cells, offset of the goal, the last action or none
 READOUTS = VIEW**2
 FAR = 1e6
@@ -124,7 +124,7 @@ class Walk:
 
     def step(self, action: int) -> None:
         """Move one cell; open a door instead of passing it; stay before a wall."""
-        r, c = self.at[0] + int(MOVES[action][0]), self.at[1] + int(MOVES[action][1])
+        r, c = self.at[0] + MOVES[action][0], self.at[1] + MOVES[action][1]
         kind, before = self.maze[r, c], self.at
         if kind == DOOR:
             self.maze[r, c] = CELL
@@ -139,9 +139,11 @@ class Walk:
 
     def observe(self) -> dict[str, np.ndarray]:
         """view (5, 5) kinds; goal (2,) its offset; moved (2,) since the last observation; features (82,)."""
-        padded = np.pad(self.maze, SIDE)
         r, c = self.at
-        view = padded[r : r + VIEW, c : c + VIEW].astype(np.int64)
+        seen = self.maze[max(r - SIDE, 0) : r + SIDE + 1, max(c - SIDE, 0) : c + SIDE + 1]
+        top, left = max(SIDE - r, 0), max(SIDE - c, 0)
+        view = np.full((VIEW, VIEW), WALL, dtype=np.int64)  # nothing lies beyond the maze
+        view[top : top + len(seen), left : left + seen.shape[1]] = seen
         goal = np.array([self.goal[0] - r, self.goal[1] - c], dtype=np.float32)
         kinds = np.eye(3, dtype=np.float32)[view].ravel()
         features = np.concatenate([kinds, goal / len(self.maze), np.eye(5, dtype=np.float32)[self.last]])
@@ -245,7 +247,7 @@ class ValueConsistency(nn.Module):
         free, at_goal = view != WALL, crow == 0
         entered = torch.where(free, V + torch.where(view == DOOR, 2.0, 1.0), FAR)
         inside = slice(1, VIEW - 1)
-        around = torch.stack([entered[:, 1 + a : VIEW - 1 + a, 1 + b : VIEW - 1 + b] for a, b in MOVES.tolist()])
+        around = torch.stack([entered[:, 1 + a : VIEW - 1 + a, 1 + b : VIEW - 1 + b] for a, b in MOVES])
         T = self.temperature
         target = -T * torch.logsumexp(-around / T, 0)
         closed = (around >= FAR).all(0)  # a cell that nothing leads to
