@@ -67,6 +67,7 @@ class Repair:
     """
 
     features, readouts, metric, longer = chains.FEATURES + 3, 3, "energy", 1
+    ahead = 1  # updates that a model comes through the streams of at once
 
     def __init__(self, data_dir: str | Path, test_count: int = 44):
         known, held_out = chains.read_chains(Path(data_dir) / "protein_chains")
@@ -161,13 +162,14 @@ class Maze:
 
     features, readouts, metric, side, length = mazes.FEATURES + 2 * 25, mazes.READOUTS, "failures", 11, 40
     longer = 4  # updates over those of a table: after as many as chains need, half of the walkers are still lost
+    ahead = 4  # updates whose walks are walked at once
     test_seed, validation_seed = 12345, 54321  # mazes that no training seed draws
 
     def __init__(self, data_dir: str | Path = "", test_count: int = 44):
         self.test_mazes = 5 * test_count  # a maze says less than a window of a chain: solved, or not
         self.starts: dict[int, list[mazes.Walk]] = {}  # by seed
         self.identity = {"side": self.side, "test_mazes": self.test_mazes, "longer": self.longer}
-        self.identity |= {"told_its_values": True}
+        self.identity |= {"told_its_values": True, "ahead": self.ahead}
 
     def objective(self) -> Any:
         return mazes.ValueConsistency(self.side)
@@ -232,7 +234,7 @@ class Maze:
     def batch(
         self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
     ) -> dict[str, Any]:
-        """Walks of 40 steps: half of the batches follow the expert, half the model; 15% of steps are random.
+        """Walks of 40 steps: half of the calls follow the expert, half the model; 15% of steps are random.
 
         What comes after an arrival does not count. Mazes, and the steps that are random, are those of `rng` whatever
         the model does.

@@ -418,6 +418,24 @@ def test_weights_of_runs_come_back(folder, tmp_path):
         elastic_states.load_trained(tmp_path / run.file, task)
 
 
+def test_a_roll_out_is_shared_out_to_updates():
+    """Every row once, of nests of tensors too."""
+    batch = {"a": torch.arange(6), "nest": {"b": torch.arange(12).view(6, 2)}}
+    shares = [elastic_states.share(batch, i, 2) for i in range(3)]
+    assert [share["a"].tolist() for share in shares] == [[0, 1], [2, 3], [4, 5]]
+    assert torch.equal(torch.cat([share["nest"]["b"] for share in shares]), batch["nest"]["b"])
+
+
+@pytest.mark.parametrize("kind, calls", [(Maze, 2), (Repair, 6)])
+def test_a_model_comes_through_streams_anew_after_as_many_updates_as_the_task_says(folder, kind, calls, monkeypatch):
+    sizes, task, batch = [], kind(folder, 1), kind.batch
+    monkeypatch.setattr(task, "batch", lambda rng, size, *args: sizes.append(size) or batch(task, rng, size, *args))
+    settings = Settings(str(folder), 6, batch_size=1, latent_size=8, hidden_size=8)
+    model = make_model(settings, ROWS["SSM"], task)
+    elastic_states.train(model, ROWS["SSM"], task, settings, elastic_states.Run("SSM", 1e-3, 0, "maze"))
+    assert sizes == [task.ahead] * calls
+
+
 def test_what_comes_after_an_arrival_is_not_learnt_from(folder):
     """A backbone without a mask has the loss of one with it."""
     task = Maze("", 1)
