@@ -271,10 +271,12 @@ def load_trained(path: Path, task: Any) -> Any:
 
 def compile_objective(model: Any, backend: str = "inductor") -> None:
     """Of a model: most of the time of an inner step goes into the many small operations of its objective."""
+    import torch._dynamo.config
     from torch._functorch import config
 
     config.donated_buffer = False  # a loss and inner steps take gradients from the same graph
-    model.objective.compile(fullgraph=True, backend=backend)
+    torch._dynamo.config.recompile_limit = 64  # for as many rows as take a step, with a graph or without
+    model.objective.compile(backend=backend)
 
 
 def perform(settings: Settings, compiled: bool, run: Run, path: Path) -> dict[str, Any]:
