@@ -1,10 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Tiny elastic state models, an objective that counts, and a stream that is hard in places."""
+"""Tiny elastic state models, objectives that count and that have a past, and a stream that is hard in places."""
 
 import torch
 from torch import nn
 
 from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
+
+FIELDS = ("readouts", "latents", "proposals", "proposal_losses", "losses", "refine_depths")
 
 
 def tiny(**fields):
@@ -29,6 +31,22 @@ def random_model(seed=0, dtype=torch.float64, **fields):
 
 def random_inputs(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run(model, *args, **kwargs):
+    with torch.no_grad():
+        return model(*args, **kwargs)
+
+
+def assert_same(one, other, atol=1e-12):
+    for name in FIELDS:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=atol)
+
+
+def smooth(y, observation, history):
+    """The squared error, plus distance from committed readouts that are real."""
+    past = (y[:, None] - history["readouts"]).square().mean(-1) * history["real"]
+    return (y - observation).square().mean(-1) + past.sum(1)
 
 
 class CountBackward(torch.autograd.Function):

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from elastic_states import Counting, random_inputs
+from elastic_states import Counting, random_inputs, run
 from elastic_states import random_model as elastic_model
 from helpers import randomise, tiny_config
 from transformers import GPT2Config, MambaConfig
@@ -35,11 +35,6 @@ def random_model(kind, **fields):
     model = elastic_model(backbone_config=BACKBONES[kind](), dtype=torch.float32, **fields)
     randomise(model.source.backbone)
     return model.eval()
-
-
-def run(model, *args, **kwargs):
-    with torch.no_grad():
-        return model(*args, **kwargs)
 
 
 @backbones

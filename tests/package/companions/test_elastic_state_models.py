@@ -4,25 +4,14 @@
 import pytest
 import torch
 import transformers
-from elastic_states import Counting, random_inputs, random_model, tiny
+from elastic_states import FIELDS, Counting, assert_same, random_inputs, random_model, run, smooth, tiny
 from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, elastic_state, register_objective
 from modeling_essm.companions.elastic_state import objectives_elastic_state as objectives
 
-FIELDS = ("readouts", "latents", "proposals", "proposal_losses", "losses", "refine_depths")
 ALIGNED = 1e-5  # fp32: loaded weights lie where a file has them, and kernels sum in an order that depends on it
-
-
-def run(model, *args, **kwargs):
-    with torch.no_grad():
-        return model(*args, **kwargs)
-
-
-def assert_same(one, other, atol=1e-12):
-    for name in FIELDS:
-        torch.testing.assert_close(one[name], other[name], rtol=0, atol=atol)
 
 
 def test_no_name_is_taken():
@@ -147,12 +136,6 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
     assert cache.batch_size is None and cache.get_seq_length() == 0
 
 
-def smooth(y, observation, history):
-    """The squared error, plus distance from committed readouts that are real."""
-    past = (y[:, None] - history["readouts"]).square().mean(-1) * history["real"]
-    return (y - observation).square().mean(-1) + past.sum(1)
-
-
 class Longest(nn.Module):
     """An objective with weights and a history of its own: how many steps, and the largest readout so far."""
 
@@ -203,57 +186,6 @@ def test_a_history_holds_the_last_steps_as_data():
     own = Longest()
     after = objectives.commit(own, own.initial_history(y[0].detach()), y[0], y[0].detach(), None)
     assert not after["top"].requires_grad
-
-
-def test_padding_does_not_exist():
-    model, x = random_model(history_length=2), random_inputs(3, 8, 5)
-    model.set_objective(smooth)
-    mask = torch.ones(3, 8, dtype=torch.long)
-    mask[0, :3], mask[1, 6:], mask[2, 2:4] = 0, 0, 0
-    output = run(model, x, attention_mask=mask, use_cache=True)
-    total = count = 0
-    for i in range(3):
-        real = mask[i].bool()
-        alone = run(model, x[i : i + 1, real])
-        for name in FIELDS:
-            torch.testing.assert_close(output[name][i, real], alone[name][0], rtol=0, atol=1e-12)
-        assert (output.refine_depths[i, ~real] == 0).all()
-        last = alone.latents[0, -1]
-        torch.testing.assert_close(output.past_key_values.latent[i], last, rtol=0, atol=1e-12)
-        total, count = total + alone.loss * real.sum(), count + real.sum()
-    torch.testing.assert_close(output.loss, total / count)
-    forced = run(model, x, attention_mask=mask, refine_depth=2)
-    assert torch.equal(forced.refine_depths, 2 * mask) and forced.gradient_calls == 2 * mask.sum()
-
-
-class SinceTheFirst:
-    """The distance from the observation before the first step, as a history of its own; not its square."""
-
-    def initial_history(self, observation):
-        return observation
-
-    def commit(self, history, y, observation):
-        return history
-
-    def __call__(self, y, observation, history):
-        return (y - history).square().sum(-1).sqrt()
-
-
-def test_padding_before_the_first_position_does_not_exist():
-    """Not as the first observation, nor as a gradient of the norm of zero: nothing is read and nothing observed."""
-    model, x = random_model(), random_inputs(2, 5, 5)
-    model.set_objective(SinceTheFirst())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()  # so that y is 0 where nothing was read
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    padded, alone = run(model, x, attention_mask=mask), run(model, x[:1, 2:])
-    torch.testing.assert_close(padded.losses[0, 2:], alone.losses[0], rtol=0, atol=1e-12)
-    assert torch.equal(padded.refine_depths[0, 2:], alone.refine_depths[0]) and alone.refine_depths.any()
-    model.train().set_objective(lambda y, observation, history: (y - observation).square().sum(-1).sqrt())
-    model(x, attention_mask=mask).loss.backward()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("metric", ["cholesky", "diagonal", "low_rank"])
@@ -316,16 +248,6 @@ def test_there_is_no_place_for_labels():
     model.set_objective(lambda y, observation, history, labels: y.sum(1))
     with pytest.raises(TypeError, match="labels"):
         model(x)
-
-
-def test_positions_that_do_not_exist_do_not_matter_while_training_without_a_graph():
-    """The mask is a tensor of inference_mode then, and inner gradients are taken outside of it."""
-    model, x = random_model().train(), random_inputs(2, 4, 5)
-    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]])
-    expected = run(model, x, attention_mask=mask)
-    with torch.inference_mode():
-        assert_same(model(x, attention_mask=mask), expected)
-        assert_same(model(x.clone(), attention_mask=mask.clone()), expected)
 
 
 def test_every_weight_is_trained():
@@ -495,15 +417,3 @@ def test_another_objective_takes_the_name_away(tmp_path):
     model.set_objective(objectives.SquaredError())  # another one of that class may have other constants
     model.save_pretrained(tmp_path)
     assert model.config.objective is None and ElasticStateModel.from_pretrained(tmp_path).objective is None
-
-
-def test_what_lies_at_positions_that_do_not_exist_is_not_read():
-    model, x = random_model().train(), random_inputs(2, 4, 5)
-    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
-    grads = []
-    for filling in (0.0, float("nan")):
-        filled = x.masked_fill(mask[..., None] == 0, filling)
-        model.zero_grad()
-        model(filled, attention_mask=mask).loss.backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
