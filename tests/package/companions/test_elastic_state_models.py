@@ -209,6 +209,8 @@ def test_a_state_is_judged_once(acceptance):
     output = run(model, x, refine_depth=depths)
     assert counting.values == output.objective_calls == 4 + 1 + 2
     assert counting.gradients == output.gradient_calls == output.kept_steps == 2
+    torch.testing.assert_close(output.readouts, model.readout(output.latents), rtol=0, atol=1e-12)
+    torch.testing.assert_close(output.losses, (output.readouts - x).square().mean(-1), rtol=0, atol=1e-12)
     assert run(model, x[1:2], refine_depth=2).objective_calls == 1 + 2  # a stream
     assert run(model.train(), x, refine_depth=None).objective_calls == 4 * (1 + 3)
     model.eval()
