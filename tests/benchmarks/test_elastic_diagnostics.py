@@ -10,12 +10,22 @@ import torch
 from safetensors.torch import save_model
 from tiny_chains import write_chains
 
-from benchmarks import elastic_diagnostics, three_dials
+from benchmarks import elastic_diagnostics
 from benchmarks import elastic_tasks as tasks
-from benchmarks.elastic_diagnostics import Parts, Steps, diagnose, hardened, over_seeds, parts_of, told_of_steps
+from benchmarks.elastic_diagnostics import (
+    Parts,
+    Steps,
+    diagnose,
+    hardened,
+    over_seeds,
+    parts_of,
+    replaced,
+    told_of_steps,
+)
 from benchmarks.elastic_measures import cost, told
-from benchmarks.elastic_states import ROWS, Run, Settings, definition, make_model, weights_of
+from benchmarks.elastic_states import ROWS, Run, Settings, backbone_config, definition, make_model, weights_of
 from benchmarks.elastic_tasks import always
+from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
 
 pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 POSITIONS = 10
@@ -119,8 +129,21 @@ def test_what_is_retracted_was_beyond_the_ball(settings):
     model = new(settings, task)
     assert not any(s.retracted for s in watched(task, model, 1).taken)
     model.corrector.config.retraction, model.corrector.config.retraction_radius = "ball", 1.5
-    retracted = [s.retracted for s in watched(task, model, 1).taken]
-    assert any(retracted) and not all(retracted)
+    norms = []
+
+    def noting(original):
+        def step(*args, **kwargs):
+            output = original(*args, **kwargs)
+            norms.append(float(output.latents.norm()))
+            return output
+
+        return step
+
+    with replaced(model, "step", noting):
+        taken = watched(task, model, 1).taken
+    assert all(s.kept for s in taken) and len(norms) == len(taken)
+    assert [s.retracted for s in taken] == [norm == pytest.approx(1.5) for norm in norms]
+    assert len({s.retracted for s in taken}) == 2
     model.corrector.config.acceptance = "none"
     with pytest.raises(ValueError, match="none"):
         Steps(model)
@@ -157,15 +180,16 @@ def test_every_flop_belongs_to_one_part(settings):
     assert parts_of(task, model, None, 1)["seconds"]["gate"] > 0
 
 
-def test_a_backbone_that_runs_before_the_first_position_is_counted(settings):
-    """The one of three dials reads a sequence at once, in what begins a call."""
+@pytest.mark.parametrize("feedback", [False, True])
+def test_backbones_are_counted_wherever_they_run(settings, feedback):
+    """Without feedback a sequence is read at once, in what begins a call; with it position by position."""
     task = Repair(settings.data_dir, 1)
-    model = three_dials.make_model(three_dials.Settings(settings.data_dir, 1, hidden_size=8, state_size=8), task).eval()
-    with torch.no_grad():
-        model.corrector.metric.factor()  # is kept
+    config = new(settings, task).config.to_dict() | {"feedback": feedback, "metric": "diagonal"}
+    config["backbone_config"] = backbone_config("transformer", 16, 16)
+    model = ElasticStateModel(ElasticStateConfig(**config)).set_objective(task.objective()).eval()
     flops = parts_of(task, model, 1, 1)["flops"]
     assert sum(flops.values()) == pytest.approx(cost(task, model, 1, 1)["flops"])
-    assert flops["backbone"] > 1000 and flops["rest"] == 0
+    assert flops["backbone"] > 1000 and flops["rest"] == flops["rest of steps"] == 0
 
 
 @pytest.mark.parametrize("kind", [Repair, tasks.Maze])
@@ -215,9 +239,11 @@ def test_models_of_a_folder_are_diagnosed(settings, tmp_path, capsys, monkeypatc
     assert "at least 1, got 0" in capsys.readouterr().err
 
 
+@torch.no_grad()
 def test_depths_are_those_of_the_record(settings):
     task = Repair(settings.data_dir, 2)
     model = new(settings, task)
+    model.gate.first.fill_(99.0)  # so that it takes no step
     record = {"model": "ESM", "settings": settings.values(), "own": {"histogram": [90, 6, 3, 1]}}
     depths = diagnose(task, model, record, 1)["depths"]
     assert (depths["p50"], depths["p95"], depths["at_cap"]) == (0, 1, 0.01)
