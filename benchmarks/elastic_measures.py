@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from .elastic_tasks import Depths, Measured, always, gate
 
 AROUND = 10  # positions on each side of one where a difficult stretch begins
-SHIFTS = (-2.0, -1.0, 1.0, 2.0)  # of the gate's thresholds, in units of the logarithm of the objective
+SHIFTS = (-4.0, -2.0, -1.0, 1.0, 2.0)  # of the gate's thresholds, in units of the logarithm of the objective
 STREAMS = 16  # test streams that costs are the means of
 
 

@@ -316,11 +316,11 @@ def test_rows_are_means_of_what_every_seed_has():
 def test_models_are_compared_at_equal_depth():
     """Between the points that their own gates reach with other thresholds, none and all; other controls say nothing."""
 
-    def record(model, own, **controls):
+    def record(model, own, seed=0, **controls):
         def told(depth, energy):
             return {"values": {"energy": energy}, "mean_depth": depth}
 
-        record = {"task": "repair", "model": model, "rate": 0.01, "seed": 0, "diverged": False, "parameters": 9}
+        record = {"task": "repair", "model": model, "rate": 0.01, "seed": seed, "diverged": False, "parameters": 9}
         record |= {"own": told(*own), "metric": {"1": own[1]}, "cost": {"flops": 8.0, "seconds": 2.0}}
         return record | {"controls": {name.replace("_", " "): told(*value) for name, value in controls.items()}}
 
@@ -328,8 +328,22 @@ def test_models_are_compared_at_equal_depth():
     other = record("ESM, penalty 3", (0.2, 5.0), none=(0.0, 6.0), all=(3.0, 2.0), **{"thresholds_-1": (0.8, 2.0)})
     transformer = record("Transformer", (0.0, 3.0))
     rows = {row["model"]: row for row in summarise([esm, other, transformer], ROWS) if row["control"] is None}
-    assert rows["ESM"]["at_esm_depth"] == 2.0 and "at_esm_depth" not in rows["Transformer"]
-    assert rows["ESM, penalty 3"]["at_esm_depth"] == pytest.approx(3.5)  # half of the way from 5 to 2
+    assert rows["ESM"]["at_esm_depth"]["mean"] == 2.0 and "at_esm_depth" not in rows["Transformer"]
+    assert rows["ESM, penalty 3"]["at_esm_depth"]["mean"] == pytest.approx(3.5)  # half of the way from 5 to 2
+    assert rows["ESM, penalty 3"]["minus_esm"] == {"mean": pytest.approx(1.5), "deviation": 0.0, "seeds": 1}
+
+    again = record(
+        "ESM", (1.5, 3.0), 1, none=(0.0, 5.0), all=(3.0, 1.0), by_chance=(1.5, 9.0)
+    )  # the ESM's depth is 1.0 now
+    third = record(
+        "ESM, penalty 3", (1.0, 9.0), 2, none=(0.0, 9.0), all=(3.0, 9.0), **{"thresholds_-1": (2.0, 9.0)}
+    )  # a seed that the ESM has not
+    rows = {row["model"]: row for row in summarise([esm, again, other, third], ROWS) if row["control"] is None}
+    values = [2 - 0.2, 5 - 4 / 3]
+    assert rows["ESM"]["at_esm_depth"]["mean"] == pytest.approx(np.mean(values))
+    assert rows["ESM"]["at_esm_depth"]["deviation"] == pytest.approx(np.std(values, ddof=1))
+    assert rows["ESM"]["minus_esm"] == {"mean": 0.0, "deviation": 0.0, "seeds": 2}
+    assert rows["ESM, penalty 3"]["minus_esm"] == {"mean": pytest.approx(2.0 - 1.8), "deviation": 0.0, "seeds": 1}
 
 
 @pytest.mark.slow
@@ -347,7 +361,7 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
         found = {(r["model"], r["control"]): r for r in rows if r["task"] == task}
         assert {control for model, control in found if model == "ESM"} == {
             *(None, "none", "all", "mean everywhere", "by chance", "where difficult"),
-            *(f"thresholds {shift}" for shift in ("-2", "-1", "+1", "+2")),
+            *(f"thresholds {shift}" for shift in ("-4", "-2", "-1", "+1", "+2")),
         }
         assert found["SSM", None]["mean_depth"]["mean"] == 0 and found["ESM", "all"]["mean_depth"]["mean"] == 3
         assert found["ESM", None]["flops"]["mean"] > found["SSM", None]["flops"]["mean"]
