@@ -166,11 +166,12 @@ def draw_rows(results: list[dict[str, Any]]) -> Figure:
 
 
 def draw_depths(results: list[dict[str, Any]]) -> Figure:
-    """Quality by mean depth of every row with a gate, its thresholds shifted, its own depth marked; a panel a task.
+    """Quality by mean depth of every row, the thresholds of its gate shifted, its own depth marked; a panel a task.
 
     Beside them the ESM's weights with its mean depth spent otherwise, and rows of one depth everywhere.
     """
-    rows = [r for r in results if r["model"].startswith("ESM")]
+    refinable = {(r["task"], r["model"]) for r in results if r["model"].startswith("ESM") or "at_esm_depth" in r}
+    rows = [r for r in results if (r["task"], r["model"]) in refinable]
     tasks = [*dict.fromkeys(r["task"] for r in rows)]
     figure = Figure(figsize=(7.5 * len(tasks), 5.5), layout="constrained")
     colors = dict(zip(ROWS, colormaps["tab20"].colors)) | {"ESM": "black"}

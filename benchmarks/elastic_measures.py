@@ -20,6 +20,7 @@ from .elastic_tasks import Depths, Measured, always, gate
 
 AROUND = 10  # positions on each side of one where a difficult stretch begins
 SHIFTS = (-4.0, -2.0, -1.0, 1.0, 2.0)  # of the gate's thresholds, in units of the logarithm of the objective
+IN_USE = "refined in use"  # the control of a model that learnt without a corrector and a gate, and has new ones
 STREAMS = 16  # test streams that costs are the means of
 
 

@@ -9,12 +9,13 @@ Tasks: loops of real protein chains, and mazes that are seen five cells wide, wi
 learn from what a model came through at once. Rows: the recurrence alone (SSM), the same of as many parameters as the
 others (SSM, wide), a causal Transformer, a spectral layer with one of attention (SSM + attention), the elastic state
 model (ESM), Transformers of two thirds of its parameters and of three times as many, and ESMs that learn and work with
-one step everywhere, with another metric, another training of the gate, another penalty on depth, or proposals that
-learn from what they were refined to. All learn from the same chains and mazes in the same order, coming through them by
-themselves, and by the objective of their last states and what an expert or a native chain says. With the weights of
-each gated ESM beside its own gate: no refinement, all of it, and its mean depth spent everywhere alike, by chance in
-the gate's proportions, and where a position is difficult before it is spent elsewhere; and its thresholds shifted, for
-a curve of quality by depth.
+one step everywhere, with another metric, another training of the gate, another penalty on depth, proposals that learn
+from what they were refined to, or no refinement in the first three quarters of training. All learn from the same chains
+and mazes in the same order, coming through them by themselves, and by the objective of their last states and what an
+expert or a native chain says. With the weights of each gated ESM beside its own gate: no refinement, all of it, and its
+mean depth spent everywhere alike, by chance in the gate's proportions, and where a position is difficult before it is
+spent elsewhere; and its thresholds shifted, for a curve of quality by depth. With the weights of every row that learnt
+without refinement the same, in use alone, by a corrector and a gate that have learnt nothing.
 Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
 objective of the proposal and with how wrong the proposal is by what the objective does not see, the mean depth around
 where difficult stretches begin, FLOPs of products, solves and attention a position as counted on sixteen test streams
@@ -40,9 +41,9 @@ from safetensors.torch import load_model, save_model
 from torch import Tensor
 
 from . import common, sweeps
-from .elastic_measures import STREAMS, auroc, controls, cost, step_seconds, times_in_turn, told
+from .elastic_measures import IN_USE, STREAMS, auroc, controls, cost, step_seconds, times_in_turn, told
 from .elastic_tables import METRICS, print_tables, summarise
-from .elastic_tasks import TASKS, Repair, always
+from .elastic_tasks import TASKS, Measured, Repair, always
 from .matched_models import Row
 from .sweeps import Run
 
@@ -60,6 +61,7 @@ class Method:
         everywhere: inner steps at every position, in training and after, in place of the gate's.
         share: of the ESM's parameters.
         distilled: weight, in the second half of training, of pulling proposals to the states they were refined to.
+        refined_from: share of the updates that are done before states are refined.
     """
 
     backbone: str | None = None
@@ -68,12 +70,17 @@ class Method:
     frozen_metric: bool = False
     everywhere: int | None = None
     distilled: float = 0.0
+    refined_from: float = 0.0
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
     def depth(self) -> int | None:
-        """What it learns and works with everywhere; None for the gate's."""
+        """What it works with everywhere; None for the gate's."""
         return self.everywhere if self.refined else 0
+
+    def depth_after(self, done: float) -> int | None:
+        """What it learns with after this share of its updates."""
+        return 0 if done < self.refined_from else self.depth
 
 
 ROWS = {
@@ -95,6 +102,7 @@ ROWS = {
     "ESM, distilled 0.03": Method(distilled=0.03),
     "ESM, distilled 0.1": Method(distilled=0.1),
     "ESM, distilled 1": Method(distilled=1.0),
+    "ESM, from three quarters": Method(refined_from=0.75),
     "ESM, policy gradient": Method(fields={"gate_training": "policy_gradient"}),
 }
 
@@ -197,9 +205,10 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
     warm = 0.1 if settings.updates != 10 else 0.2  # OneCycleLR divides by the updates of a warm-up less one
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=warm)
     for update in range(settings.updates):
+        depth = method.depth_after(update / settings.updates)
         if update % task.ahead == 0:
             rng = np.random.default_rng((run.seed, update))
-            met = task.batch(rng, settings.batch_size * task.ahead, model, always(method.depth))
+            met = task.batch(rng, settings.batch_size * task.ahead, model, always(depth))
         batch = share(met, update % task.ahead, settings.batch_size)
         if method.fields.get("gate_training") == "relaxed":
             model.set_gate_temperature(0.1 ** (update / settings.updates))
@@ -211,7 +220,7 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
             batch["input_features"],
             batch["observations"],
             attention_mask=mask,
-            refine_depth=method.depth,
+            refine_depth=depth,
             use_cache=False,
         )
         loss = output.loss
@@ -299,13 +308,27 @@ def perform(settings: Settings, compiled: bool, run: Run, path: Path) -> dict[st
             model.eval()
             most, own = settings.max_refine_depth, task.measure(model, always(method.depth))
             record["own"], record[METRIC] = told(own, most), {"1": task.validate(model, always(method.depth))}
-            record["controls"] = controls(task, model, own, most, run.seed) if method.depth is None else {}
+            record["controls"] = other_depths(task, model, method, own, most, run.seed)
             model.set_objective(task.objective())
-            record["cost"] = cost(task, model, method.depth, min(STREAMS, settings.test_count))
+            streams = min(STREAMS, settings.test_count)
+            record["cost"] = cost(task, model, method.depth, streams)
+            if IN_USE in record["controls"]:
+                record["cost_in_use"] = cost(task, model, None, streams)
             save_model(model, str(weights_of(path)))
         record["machine"] = common.machine(torch.device("cpu"))
     write_json(path, record)
     return record
+
+
+def other_depths(task: Any, model: Any, method: Method, own: Measured, most: int, seed: int) -> dict[str, Any]:
+    """The same weights with other depths than the row's own. A model that learnt without refinement is refined in use
+    by a corrector and a gate as they were made."""
+    if method.depth is None:
+        return controls(task, model, own, most, seed)
+    if method.refined:
+        return {}
+    in_use = task.measure(model)
+    return {IN_USE: told(in_use, most)} | controls(task, model, in_use, most, seed)
 
 
 def definition(settings: Settings, run: Run) -> dict[str, Any]:

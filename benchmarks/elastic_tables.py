@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from . import common, sweep_tables
+from .elastic_measures import IN_USE
 from .elastic_tasks import TASKS
 
 TOLD = (
@@ -50,6 +51,10 @@ def summarise(records: list[dict[str, Any]], names: Iterable[str]) -> list[dict[
                 aligned = [f["around_events"] for f in found if "around_events" in f]
                 if aligned:
                     row["around_events"] = [None if None in at else sweep_tables.mean([*at]) for at in zip(*aligned)]
+            if control == IN_USE:
+                row |= {
+                    name: sweep_tables.mean([r["cost_in_use"][name] for r in whole]) for name in ("flops", "seconds")
+                }
             results.append(row)
     return [row | relative(row, results) | at_equal_depth(row, results, curves) for row in results]
 
@@ -63,7 +68,7 @@ def curve_of(run: dict[str, Any]) -> list[tuple[float, float]]:
 
 def of_gate(control: str | None) -> bool:
     """Whether depths are the gate's, whatever its thresholds: none and all are the ends of that."""
-    return control in (None, "none", "all") or control.startswith("thresholds")
+    return control in (None, "none", "all", IN_USE) or control.startswith("thresholds")
 
 
 def at_equal_depth(

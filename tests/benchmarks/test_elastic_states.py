@@ -11,6 +11,7 @@ from tiny_chains import write_chains
 from benchmarks import elastic_figures, elastic_states
 from benchmarks.elastic_measures import (
     AROUND,
+    IN_USE,
     Flops,
     around_events,
     auroc,
@@ -196,6 +197,32 @@ def test_rows_learn_with_the_depths_that_they_work_with(kind, name, folder, monk
         assert taken == [2] * (2 * 2 * 63)
 
 
+@pytest.mark.parametrize("kind", [Repair, Maze])
+def test_a_row_may_learn_without_refinement_at_first(kind, folder, monkeypatch):
+    settings, task = Settings(str(folder), 4, batch_size=2, latent_size=8, hidden_size=8), kind(folder, 1)
+    torch.manual_seed(0)
+    model, calls, before = make_model(settings, ROWS["ESM, from three quarters"], task), [], []
+    gradient, loss = model.corrector.gradient, task.loss
+    monkeypatch.setattr(model.corrector, "gradient", lambda here: calls.append(1) or gradient(here))
+    monkeypatch.setattr(task, "loss", lambda *args: before.append(len(calls)) or loss(*args))
+    task.ahead = 1
+    elastic_states.train(model, ROWS["ESM, from three quarters"], task, settings, elastic_states.Run("", 3e-3, 0))
+    assert before[:3] == [0, 0, 0] and before[3] >= 2 * 3 * (63 if kind is Repair else 40)  # acting and learning
+
+
+def test_models_that_learnt_without_refinement_are_refined_in_use(folder):
+    task, settings = Repair(folder, 1), Settings(str(folder), 1, latent_size=8, hidden_size=8)
+    for name in ("SSM", "ESM, one step everywhere", "ESM"):
+        model = make_model(settings, ROWS[name], task).eval()
+        own = task.measure(model, always(ROWS[name].depth))
+        found = elastic_states.other_depths(task, model, ROWS[name], own, 3, 0)
+        assert bool(found) == (name != "ESM, one step everywhere") and (IN_USE in found) == (name == "SSM")
+        if name == "SSM":
+            assert own.depths.sum() == 0 < found[IN_USE]["mean_depth"]
+            assert found["all"]["objective"] < found["none"]["objective"]
+            assert found["none"]["values"] == pytest.approx(own.values)
+
+
 def test_models_are_told_what_their_objective_knows(folder):
     """How far a chain has drifted, and what was said before of the cells in view."""
     torch.manual_seed(0)
@@ -359,10 +386,12 @@ def test_a_sweep_from_end_to_end(folder, tmp_path, capsys):
     assert read["objective_auroc"] > 0.8
     for task in ("repair", "maze"):
         found = {(r["model"], r["control"]): r for r in rows if r["task"] == task}
-        assert {control for model, control in found if model == "ESM"} == {
-            *(None, "none", "all", "mean everywhere", "by chance", "where difficult"),
-            *(f"thresholds {shift}" for shift in ("-4", "-2", "-1", "+1", "+2")),
-        }
+        depths = {None, "none", "all", "mean everywhere", "by chance", "where difficult"}
+        depths |= {f"thresholds {shift}" for shift in ("-4", "-2", "-1", "+1", "+2")}
+        assert {control for model, control in found if model == "ESM"} == depths
+        assert {control for model, control in found if model == "SSM"} == depths | {IN_USE}
+        assert found["SSM", IN_USE]["flops"]["mean"] > found["SSM", None]["flops"]["mean"]
+        assert "at_esm_depth" in found["SSM", None] and "at_esm_depth" not in found["SSM", IN_USE]
         assert found["SSM", None]["mean_depth"]["mean"] == 0 and found["ESM", "all"]["mean_depth"]["mean"] == 3
         assert found["ESM", None]["flops"]["mean"] > found["SSM", None]["flops"]["mean"]
     capsys.readouterr()
