@@ -24,7 +24,7 @@ from torch import Tensor
 from essm_train.tasks import chains
 
 from . import common, sweeps
-from .elastic_measures import AROUND
+from .elastic_measures import AROUND, IN_USE
 from .elastic_states import ROWS, load_trained
 from .elastic_tables import METRICS, quality_by_depth, summarise
 from .elastic_tasks import TASKS, Maze, Repair, gate
@@ -140,9 +140,10 @@ def draw_repair(found: dict[str, Any], most: int) -> Figure:
 
 
 def draw_rows(results: list[dict[str, Any]]) -> Figure:
-    """Quality by FLOPs for every row, and depth about where difficult stretches begin; a column a task."""
+    """Quality by FLOPs for every row, hollow where it is refined in use alone, and depth about where difficult
+    stretches begin; a column a task."""
     tasks = [*dict.fromkeys(r["task"] for r in results)]
-    figure = Figure(figsize=(6.5 * len(tasks), 8), layout="constrained")
+    figure = Figure(figsize=(8 * len(tasks), 8), layout="constrained")
     colors = dict(zip(ROWS, colormaps["tab20"].colors)) | {"ESM": "black"}
     panels = figure.subplots(2, len(tasks), squeeze=False, height_ratios=(5, 3))
     for axes, below, task in zip(*panels, tasks):
@@ -154,12 +155,14 @@ def draw_rows(results: list[dict[str, Any]]) -> Figure:
             axes.errorbar(
                 r["flops"]["mean"], value["mean"], yerr=value["deviation"], **style, capsize=2, label=r["model"]
             )
+            for used in (u for u in results if (u["task"], u["model"], u["control"]) == (task, r["model"], IN_USE)):
+                axes.plot(used["flops"]["mean"], used[metric]["mean"], **style, markerfacecolor="none")
             aligned = [np.nan if at is None else at["mean"] for at in r.get("around_events", [])]
             below.plot(np.arange(len(aligned)) - AROUND, aligned, color=colors[r["model"]])
         below.axvline(0, color="0.7", linewidth=1, zorder=0)
         scale = "log" if all(r[metric]["mean"] > 0 for r in rows) else "linear"
         axes.set(xscale="log", yscale=scale, xlabel="FLOPs a position", ylabel=NAMES[metric], title=task)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
         below.set(xlabel="steps after a difficult stretch begins", ylabel="mean depth K_t", ylim=(0, None))
         below.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
@@ -173,7 +176,7 @@ def draw_depths(results: list[dict[str, Any]]) -> Figure:
     refinable = {(r["task"], r["model"]) for r in results if r["model"].startswith("ESM") or "at_esm_depth" in r}
     rows = [r for r in results if (r["task"], r["model"]) in refinable]
     tasks = [*dict.fromkeys(r["task"] for r in rows)]
-    figure = Figure(figsize=(7.5 * len(tasks), 5.5), layout="constrained")
+    figure = Figure(figsize=(9 * len(tasks), 5.5), layout="constrained")
     colors = dict(zip(ROWS, colormaps["tab20"].colors)) | {"ESM": "black"}
     for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
         metric = TASKS[task].metric
@@ -187,7 +190,9 @@ def draw_depths(results: list[dict[str, Any]]) -> Figure:
             for r in (r for r in rows if (r["task"], r["model"], r["control"]) == (task, "ESM", name)):
                 axes.plot(r["mean_depth"]["mean"], r[metric]["mean"], mark, color="black", label=f"ESM, {name}")
         axes.set(xlabel="mean depth K", ylabel=NAMES[metric], title=task, yscale="log")
-        axes.legend(fontsize=7)
+        axes.set_xscale("symlog", linthresh=0.1)  # most is decided below one step
+        axes.set_xlim(left=-0.01)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
