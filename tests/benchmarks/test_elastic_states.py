@@ -355,7 +355,12 @@ def test_models_are_compared_at_equal_depth():
     esm = record("ESM", (0.5, 2.0), none=(0.0, 4.0), all=(3.0, 1.0), by_chance=(0.5, 3.9))
     other = record("ESM, penalty 3", (0.2, 5.0), none=(0.0, 6.0), all=(3.0, 2.0), **{"thresholds_-1": (0.8, 2.0)})
     transformer = record("Transformer", (0.0, 3.0))
-    rows = {row["model"]: row for row in summarise([esm, other, transformer], ROWS) if row["control"] is None}
+    ssm = record("SSM", (0.0, 9.0), none=(0.0, 9.0), all=(3.0, 0.5), refined_in_use=(0.5, 1.0))
+    ssm["cost_in_use"] = {"flops": 16.0, "seconds": 4.0}
+    found = summarise([esm, other, transformer, ssm], ROWS)
+    rows = {row["model"]: row for row in found if row["control"] is None}
+    assert rows["SSM"]["at_esm_depth"]["mean"] == 1.0 and rows["SSM"]["minus_esm"]["mean"] == -1.0
+    assert [row["flops"]["mean"] for row in found if row["control"] == IN_USE] == [16.0]
     assert rows["ESM"]["at_esm_depth"]["mean"] == 2.0 and "at_esm_depth" not in rows["Transformer"]
     assert rows["ESM, penalty 3"]["at_esm_depth"]["mean"] == pytest.approx(3.5)  # half of the way from 5 to 2
     assert rows["ESM, penalty 3"]["minus_esm"] == {"mean": pytest.approx(1.5), "deviation": 0.0, "seeds": 1}
