@@ -1,0 +1,126 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The plain pieces of training: parameter groups, AdamW, one update, and a short loop over updates.
+
+`update` is the one place where an optimizer steps. `essm_train.run.loop` calls it under Accelerate, with checkpoints
+and validation around it; `fit` calls it in the plain loop of the benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+Batch = TypeVar("Batch")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's groups. Matrices decay; norms, biases and embeddings (with the tied head) do not, nor what its author
+    marked `_no_weight_decay`, as the state matrices of Mamba. Trainer's groups decay embeddings."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    exempt = [p.ndim < 2 or id(p) in embeddings or getattr(p, "_no_weight_decay", False) for p in parameters]
+    decayed = [p for p, is_exempt in zip(parameters, exempt) if not is_exempt]
+    others = [p for p, is_exempt in zip(parameters, exempt) if is_exempt]
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+
+
+def adamw(
+    model: nn.Module, learning_rate: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)
+) -> torch.optim.AdamW:
+    """AdamW over `parameter_groups`, fused where the device has it."""
+    fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps", "xpu")
+    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=fused)
+
+
+def check_finite(loss: Tensor, norm: Tensor) -> None:
+    """Raises FloatingPointError unless loss and gradient norm are finite; waits for the device."""
+    if not math.isfinite(float(loss + norm)):
+        raise FloatingPointError(f"loss is {float(loss)}, gradient norm {float(norm)}")
+
+
+def update(
+    optimizer: torch.optim.Optimizer,
+    losses: Iterable[Tensor],
+    parameters: Iterable[Tensor],
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    max_grad_norm: float = 1.0,
+    *,
+    backward: Callable[[Tensor], object] = torch.autograd.backward,
+    clip: Callable[..., Tensor] = nn.utils.clip_grad_norm_,
+    check: Callable[[Tensor, Tensor], object] = check_finite,
+) -> Tensor:
+    """One step of the optimizer, and of the learning rate, on the clipped gradient of the sum of the losses.
+
+    Args:
+        losses: () tensors. The next one is drawn after the backward pass of the one before, so a generator holds one
+            graph at a time, and what it does around its `yield` holds in that backward pass too.
+        backward, clip: those of an Accelerator, where there is one.
+        check: is given the sum of the losses and the gradient norm before the step. What it raises prevents the step.
+    Returns:
+        The gradient norm before clipping, ().
+    """
+    total: Tensor | float = 0.0
+    for loss in losses:
+        backward(loss)
+        total = total + loss.detach()
+    norm = clip(parameters, max_grad_norm)
+    check(torch.as_tensor(total), norm)
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    updates: int,
+    batch: Callable[[int], Batch],
+    losses: Callable[[int, Batch], Iterable[Tensor]],
+    *,
+    max_grad_norm: float = 1.0,
+    after_step: Callable[[int], object] = lambda done: None,
+) -> dict[str, Any]:
+    """All updates, until one has a loss or gradient that is not finite; that one is not made.
+
+    Args:
+        batch: draws the batch of an update, counted from 0. Its time does not count.
+        losses: of an update and its batch, as `update` takes them.
+        after_step: is given the number of updates done; its time counts.
+    Returns:
+        Whether the training diverged, updates done, the mean training loss of the last 50 of them, and the seconds of
+        this process's processor that they took.
+    """
+    seconds, recent, done = 0.0, [], 0
+    model.train()
+    for number in range(updates):
+        drawn, parts = batch(number), []
+        started = time.process_time()
+
+        def noted(number: int = number, drawn: Batch = drawn, parts: list[float] = parts) -> Iterable[Tensor]:
+            for loss in losses(number, drawn):
+                yield loss
+                parts.append(loss.item())
+
+        try:
+            update(optimizer, noted(), model.parameters(), scheduler, max_grad_norm)
+        except FloatingPointError:
+            break
+        done = number + 1
+        after_step(done)
+        seconds += time.process_time() - started
+        recent = [*recent[-49:], sum(parts)]
+    return {
+        "diverged": done < updates,
+        "updates_done": done,
+        "training_loss": statistics.fmean(recent) if recent else None,
+        "cpu_seconds": seconds,
+    }
