@@ -310,8 +310,8 @@ def card_template(published: Published) -> str:
     body = [
         f"# {published.title}",
         f"{published.text}\n\nAn elastic spectral state-space model (ES-SSM): trained once, it runs with any "
-        "number of its spectral channels, chosen per call with `spectral_budget`. Method: [Song and "
-        "Wang](https://arxiv.org/abs/2601.22488).",
+        "number of its spectral channels, chosen per call with `spectral_budget`. Method: [Song et "
+        "al.](https://arxiv.org/abs/2601.22488).",
         "<!-- model -->",
         SIZES[published.size],
         *(f"<!-- {section} -->" for section in ("results", "training", "loading", "limits")),

@@ -95,7 +95,7 @@ widget: [{{text: {json.dumps(args.prompts[0])}}}]
 # {args.name}
 
 {args.text} Trained once, it runs with any number of its spectral channels, chosen per call with `spectral_budget`
-([Song and Wang](https://arxiv.org/abs/2601.22488)).
+([Song et al.](https://arxiv.org/abs/2601.22488)).
 
 <!-- model -->
 
