@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,74 +38,64 @@ SPEECH_WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop",
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 SIZES = {
+    "ours": (
+        "Size and block are ours: the paper's Eq. (7-8) with diagonal matrices, in a gated block with a short "
+        "convolution. At equal parameters and text this block learns faster than the paper's."
+    ),
     "paper": (
         "The size is that of the paper's language model: width 256, 8 blocks, 32 channels. Width (64) and bias (1) of "
         "the gate and the initialisation are ours; the authors' notebook has 128 and -2, which the recipe of PG19 sets."
     ),
-    "own": (
-        "Size and block are ours: the paper's Eq. (7-8) with diagonal matrices inside a gated block with a short "
-        "convolution, which learns faster than the paper's block at equal parameters and text, and as many channels as "
-        "its text can use. Small enough to train on a laptop in minutes."
-    ),
-    "gated": (
-        "Size and block are ours: the paper's Eq. (7-8) with diagonal matrices inside a gated block with a short "
-        "convolution, which learns faster than the paper's block at equal parameters and text. Sixteen channels reach "
-        "some thousand steps back."
-    ),
     "task": (
-        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task; the gate's width and "
-        "bias, the filter length, pooling and initialisation, which it does not give, are ours."
+        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task. The paper does not "
+        "give the gate's width and bias, the filter length, pooling, initialisation and dropout; these are ours."
     ),
-    "task-dropout": (
-        "Width 256, 8 blocks and 32 channels are the paper's, which has one size for every task; the gate's width and "
-        "bias, the filter length, pooling, initialisation and dropout, which it does not give, are ours."
-    ),
+}
+NO_IDS: dict[str, int | None] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+IDS = {  # of each kind of input; for bytes the defaults of ESSMConfig
+    "bytes": {},
+    "listops": NO_IDS | {"vocab_size": LISTOPS_PAD + 1, "pad_token_id": LISTOPS_PAD},
+    "pixels": NO_IDS,
+    "speech": NO_IDS,
 }
 
 
 @dataclass(frozen=True)
 class Published:
-    """One folder.
+    """One folder: a language model, or a classifier where there are labels.
 
     Attributes:
-        title, text: of the card. size: key of SIZES. fields: of its configuration. labels: class names; none for
-            language. pairs: whether it classifies pairs of documents.
-        inputs: "bytes", "listops", "pixels" or "speech". example: text for the card's example.
-        pipeline_tag, language: card metadata.
+        title, text: of the card. size: key of SIZES. fields: of its configuration.
+        inputs: key of IDS. labels: class names. pairs: whether it classifies pairs of documents.
+        example: text for the card's example. pipeline_tag, language, tags: card metadata.
     """
 
     title: str
     text: str
     size: str
     fields: dict[str, Any]
-    inputs: str
+    inputs: str = "bytes"
     labels: tuple[str, ...] = ()
     pairs: bool = False
     example: str | None = None
     pipeline_tag: str = "text-classification"
     language: str | None = None
-    tags: tuple[str, ...] = field(default=("long-range-arena",))
-
-    def config(self) -> ESSMConfig:
-        ids: dict[str, int | None] = {}  # bytes: the defaults of ESSMConfig
-        if self.inputs == "listops":
-            ids = {"vocab_size": LISTOPS_PAD + 1, "pad_token_id": LISTOPS_PAD, "bos_token_id": None}
-            ids |= {"eos_token_id": None}
-        elif self.inputs != "bytes":
-            ids = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-        labels = {}
-        if self.labels:
-            labels["id2label"] = dict(enumerate(self.labels))
-            labels["label2id"] = {label: i for i, label in enumerate(self.labels)}
-        config = self.model_class().config_class(**ids, **labels, **self.fields)
-        config.architectures = [self.model_class().__name__]
-        config.dtype = torch.float32
-        return config
+    tags: tuple[str, ...] = ("long-range-arena",)
 
     def model_class(self) -> Any:
         if self.pairs:
             return ESSMForPairClassification
         return ESSMForSequenceClassification if self.labels else ESSMForCausalLM
+
+    def config(self) -> ESSMConfig:
+        labels = {}
+        if self.labels:
+            labels["id2label"] = dict(enumerate(self.labels))
+            labels["label2id"] = {label: i for i, label in enumerate(self.labels)}
+        config = self.model_class().config_class(**IDS[self.inputs], **labels, **self.fields)
+        config.architectures = [self.model_class().__name__]
+        config.dtype = torch.float32
+        return config
 
     def tokenizer(self) -> PreTrainedTokenizerFast | None:
         length = self.fields["filter_length"]
@@ -136,123 +126,101 @@ def speech_features() -> Speech2TextFeatureExtractor:
     return Speech2TextFeatureExtractor(feature_size=40, num_mel_bins=40, sampling_rate=16000)
 
 
-_GATED = {"block": "gated"}
-_SIZE = {"hidden_size": 256, "num_hidden_layers": 8}
-_PIXELS = "Pixels are read row by row as `input_features` of shape (batch, {length}, 1), scaled to [-1, 1]."
+def language_model(title: str, text: str, size: str, fields: dict[str, Any], **metadata: Any) -> Published:
+    """A byte-level language model."""
+    metadata = {"example": "It was a dark and stormy night", "language": "en"} | metadata
+    return Published(title, text, size, fields, pipeline_tag="text-generation", tags=("byte-level",), **metadata)
+
+
+def gated(width: int, blocks: int, channels: int, filter_length: int) -> dict[str, Any]:
+    """Fields of a model with our block."""
+    sizes = {"hidden_size": width, "num_hidden_layers": blocks, "num_spectral_channels": channels}
+    return {"block": "gated", "filter_length": filter_length} | sizes
+
+
+def paper(filter_length: int, **fields: Any) -> dict[str, Any]:
+    """Fields of a model of the paper's size."""
+    return {"hidden_size": 256, "num_hidden_layers": 8, "filter_length": filter_length} | fields
+
+
+def images(title: str, text: str, labels: tuple[str, ...], side: int, **fields: Any) -> Published:
+    """A classifier of grey images that are read pixel by pixel."""
+    text += f" Pixels are read row by row as `input_features` of shape (batch, {side**2:,}, 1), scaled to [-1, 1]."
+    fields = paper(side**2, num_input_features=1, **fields)
+    return Published(title, text, "task", fields, "pixels", labels, pipeline_tag="image-classification")
+
+
+_JOINED = "Tells whether two marked points of a {0} x {0} image are joined by a dashed path."
 
 CONFIGURATIONS = {
-    "essm-tiny": Published(
+    "essm-tiny": language_model(
         "ES-SSM tiny",
-        "A byte-level language model for trying things out: what `train/train_clm.py` trains by default.",
-        "own",
-        _GATED | {"hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8, "filter_length": 1024},
-        "bytes",
+        "A byte-level language model to try things out, and the default of `essm-train-clm`. It trains on a laptop in "
+        "minutes.",
+        "ours",
+        gated(128, 8, 8, 1024),
         example="def main(",
-        pipeline_tag="text-generation",
-        tags=("byte-level",),
+        language=None,
     ),
-    "essm-gated-20m": Published(
-        "ES-SSM gated 20M",
-        "A byte-level language model with the gated block.",
-        "gated",
-        _GATED | {"hidden_size": 512, "num_hidden_layers": 12, "num_spectral_channels": 16, "filter_length": 16384},
-        "bytes",
-        example="It was a dark and stormy night",
-        pipeline_tag="text-generation",
-        language="en",
-        tags=("byte-level",),
+    "essm-gated-20m": language_model(
+        "ES-SSM gated 20M", "A byte-level language model with the gated block.", "ours", gated(512, 12, 16, 16384)
     ),
-    "essm-gated-130m": Published(
-        "ES-SSM gated 130M",
-        "A byte-level language model with the gated block.",
-        "gated",
-        _GATED | {"hidden_size": 1024, "num_hidden_layers": 19, "num_spectral_channels": 16, "filter_length": 16384},
-        "bytes",
-        example="It was a dark and stormy night",
-        pipeline_tag="text-generation",
-        language="en",
-        tags=("byte-level",),
+    "essm-gated-130m": language_model(
+        "ES-SSM gated 130M", "A byte-level language model with the gated block.", "ours", gated(1024, 19, 16, 16384)
     ),
-    "essm-21m": Published(
-        "ES-SSM 21M",
-        "A byte-level language model of the size of the paper's.",
-        "paper",
-        _SIZE | {"filter_length": 4096},
-        "bytes",
-        example="It was a dark and stormy night",
-        pipeline_tag="text-generation",
-        language="en",
-        tags=("byte-level",),
+    "essm-21m": language_model(
+        "ES-SSM 21M", "A byte-level language model of the size of the paper's.", "paper", paper(4096)
     ),
     "essm-lra-listops": Published(
         "ES-SSM for Long Range Arena, ListOps",
         "Evaluates nested list expressions of up to 2,000 symbols to one digit. Symbols stand between spaces and "
         "parentheses are removed: 15 symbols and padding.",
         "task",
-        _SIZE | {"filter_length": 2048},
+        paper(2048),
         "listops",
         tuple(map(str, range(10))),
         example="[MAX 2 9 [MIN 4 7 ] 0 ]",
     ),
     "essm-lra-text": Published(
         "ES-SSM for Long Range Arena, Text",
-        "Tells the sentiment of film reviews (IMDb) read as bytes, cut at 4,096.",
+        "Tells the sentiment of film reviews (IMDb), read as bytes and cut at 4,096.",
         "task",
-        _SIZE | {"filter_length": 4096},
-        "bytes",
-        ("negative", "positive"),
+        paper(4096),
+        labels=("negative", "positive"),
         example="A film that I will remember for years.",
         language="en",
     ),
     "essm-lra-retrieval": Published(
         "ES-SSM for Long Range Arena, Retrieval",
-        "Tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. One encoder reads both, and "
-        "a head of one hidden layer over [a, b, a * b, a - b] compares the means a and b of its outputs: two towers of "
-        "the same weights. It reads `input_ids` of shape (batch, 2, length); `train/train_retrieval.py` trains it.",
+        "Tells whether two documents (AAN) of up to 4,000 bytes are linked by a citation. One encoder reads both; a "
+        "head of one hidden layer reads [a, b, a * b, a - b], where a and b are the means of its outputs. Inputs are "
+        "`input_ids` of shape (batch, 2, length). `essm-train-retrieval` trains it.",
         "task",
-        _SIZE | {"filter_length": 4096},
-        "bytes",
-        ("unrelated", "related"),
+        paper(4096),
+        labels=("unrelated", "related"),
         pairs=True,
         example="We propose a parser for free word order languages.",
         language="en",
     ),
-    "essm-lra-image": Published(
+    "essm-lra-image": images(
         "ES-SSM for Long Range Arena, Image",
-        "Classifies grey CIFAR-10 images, 32 x 32. " + _PIXELS.format(length="1,024"),
-        "task-dropout",
-        _SIZE | {"filter_length": 1024, "num_input_features": 1, "dropout": 0.1},
-        "pixels",
+        "Classifies grey CIFAR-10 images, 32 x 32.",
         CIFAR_CLASSES,
-        pipeline_tag="image-classification",
+        32,
+        dropout=0.1,
     ),
-    "essm-lra-pathfinder": Published(
-        "ES-SSM for Long Range Arena, Pathfinder",
-        "Tells whether two marked points of a 32 x 32 image are joined by a dashed path. "
-        + _PIXELS.format(length="1,024"),
-        "task",
-        _SIZE | {"filter_length": 1024, "num_input_features": 1},
-        "pixels",
-        ("separate", "connected"),
-        pipeline_tag="image-classification",
+    "essm-lra-pathfinder": images(
+        "ES-SSM for Long Range Arena, Pathfinder", _JOINED.format(32), ("separate", "connected"), 32
     ),
-    "essm-lra-pathx": Published(
-        "ES-SSM for Long Range Arena, Path-X",
-        "Tells whether two marked points of a 128 x 128 image are joined by a dashed path. "
-        + _PIXELS.format(length="16,384"),
-        "task",
-        _SIZE | {"filter_length": 16384, "num_input_features": 1},
-        "pixels",
-        ("separate", "connected"),
-        pipeline_tag="image-classification",
+    "essm-lra-pathx": images(
+        "ES-SSM for Long Range Arena, Path-X", _JOINED.format(128), ("separate", "connected"), 128
     ),
     "essm-audio": Published(
         "ES-SSM for spoken words",
-        "Recognises ten words of Speech Commands (SC-10) in one second of 16 kHz sound, read as log-mel frames: "
-        "`input_features` of shape (batch, 98, 40) and their `attention_mask`, as `preprocessor_config.json` makes "
-        "them.",
-        "task-dropout",
-        _SIZE | {"filter_length": 512, "num_input_features": 40, "dropout": 0.1},
+        "Recognises ten words of Speech Commands (SC-10) in one second of 16 kHz sound. It reads log-mel frames, "
+        "`input_features` of shape (batch, 98, 40) and their `attention_mask`, which `preprocessor_config.json` makes.",
+        "task",
+        paper(512, num_input_features=40, dropout=0.1),
         "speech",
         SPEECH_WORDS,
         pipeline_tag="audio-classification",
@@ -260,7 +228,6 @@ CONFIGURATIONS = {
         tags=("keyword-spotting",),
     ),
 }
-
 
 # Folders with weights, which release.py makes from runs.
 RELEASED = {"essm-novels-6m": "6.1M parameters, gated block; English novels as bytes"}
@@ -302,7 +269,7 @@ def write_config_file(path: Path, text: str) -> None:
 
 
 def card_template(published: Published) -> str:
-    """The card with markers, which train/essm_train/publish/model_card.py fills."""
+    """The card with markers, which `essm_train.publish.model_card` fills."""
     head = ["license: apache-2.0", "library_name: transformers", f"pipeline_tag: {published.pipeline_tag}"]
     head += [f"language: {published.language}"] if published.language else []
     head += ["tags:", *(f"- {tag}" for tag in published.tags)]
@@ -325,7 +292,7 @@ def overview() -> str:
     for name, published in CONFIGURATIONS.items():
         config = published.config()
         size = f"{config.num_hidden_layers} x {config.hidden_size}"
-        origin = "ours" if published.size in ("own", "gated") else "paper"
+        origin = "ours" if published.size == "ours" else "paper"
         rows.append(
             f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {config.block} | {size} | "
             f"{config.filter_length:,} | {'pairs of ' * published.pairs}{published.inputs} | {origin} |"
@@ -334,22 +301,22 @@ def overview() -> str:
     released = "\n".join(f"| [`{name}`]({name}/README.md) | {text} |" for name, text in RELEASED.items())
     return f"""# Published configurations
 
-Each folder is one model: config.json, generation_config.json for language models, tokenizer or feature extractor
-files, and README.md, the template of its card. `code` is a link to the package in this clone; `save_pretrained` writes
-the files in its place. `python hub_configs/make.py` writes all of it, so change that file, not these.
+Each folder is one model: config.json, tokenizer or feature extractor, generation_config.json for language models, and
+the template of its card, README.md. `code` is a link to the package in this clone; `save_pretrained` writes the files
+in its place. `python hub_configs/make.py` writes all of it, so change that file, not these.
 
 | folder | parameters | block | blocks x width | filter_length | input | size from |
 |---|---|---|---|---|---|---|
 {table}
 
-These are trained, with weights, a budget profile and a card of their own; `release.py` makes them from a run, and
-`peers.py` sets other models of their size beside them:
+Trained models have weights, a budget profile and a finished card. `release.py` makes them from a run, and `peers.py`
+compares them with other models of their size:
 
 | folder | what it is |
 |---|---|
 {released}
 
-This makes a new model from one of them, in the folder that `train/push_to_hub.py` uploads:
+A new model from one of these configurations, in a folder that `essm-push` uploads:
 
 ```python
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -362,14 +329,18 @@ AutoTokenizer.from_pretrained(source, trust_remote_code=True).save_pretrained(fo
 ```
 
 ```bash
-python train/push_to_hub.py --run runs/mine --hub_model_id org/name --template hub_configs/essm-21m/README.md
+essm-push --run runs/mine --hub_model_id org/name --template hub_configs/essm-21m/README.md
 ```
 
-Inputs: `bytes` is the 259-symbol byte tokenizer, and pairs of bytes are two documents as it reads them, (batch, 2,
-length); `listops` a word-level tokenizer of 15 symbols and padding; `pixels` are floats (batch, length, 1) in [-1, 1],
-row by row, and need no tokenizer; `speech` are log-mel frames, made from a waveform by the
-`Speech2TextFeatureExtractor` of preprocessor_config.json (numpy alone; with torchaudio installed the frames differ in
-the last digits).
+| input | what the model reads |
+|---|---|
+| bytes | the 259 symbols of the byte tokenizer |
+| pairs of bytes | two documents as the byte tokenizer reads them, (batch, 2, length) |
+| listops | 15 symbols and padding, by a word-level tokenizer |
+| pixels | numbers in [-1, 1] of shape (batch, length, 1), row by row; no tokenizer |
+| speech | log-mel frames, by the `Speech2TextFeatureExtractor` of preprocessor_config.json |
+
+The feature extractor needs numpy alone. With torchaudio installed the last digits of its frames differ.
 """
 
 
