@@ -33,11 +33,10 @@ from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import publish, temporary_folder
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
-from essm_train.measure.scoring import num_scored, total_nats
+from essm_train.measure.scoring import hold_out_blocks, num_scored, total_nats
 from essm_train.publish.hub import read_json
 from essm_train.publish.model_card import write_model_card
 from modeling_essm.budgets.profile import device_name
-from modeling_essm.training.budget_dropout import BUDGETS
 
 SAMPLE_BUDGETS = (2, 4)
 SIZE_BLOCKS = 64  # of the held-out ones: every format is scored
@@ -146,7 +145,7 @@ def release(args: ReleaseArguments, root: Path) -> Path:
     write_config_file(new / "config.json", model.config.to_json_string(use_diff=True))
     write_config_file(new / "generation_config.json", model.generation_config.to_json_string())
     model = model.float()  # the rounded weights in the arithmetic of a CPU
-    sweep = sweep_budgets(model, blocks, text_labels(blocks), budgets=BUDGETS)
+    sweep = sweep_budgets(model, hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, "held-out text"))
     hardware = f"{device_name(torch.device('cpu'))}, fp32"
     save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
     calibrate(  # the same blocks in the same arithmetic, so that its presets are what the card marks

@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT, random_ids, random_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from essm_train.data.arguments import CLMArguments
+from essm_train.data.tokens import ByteEncoder
 from essm_train.measure import evaluation
 from essm_train.models import load_model
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
@@ -90,8 +90,7 @@ def run(tmp_path, monkeypatch, capsys):
     def main(name: str, model: Path, *further: str) -> None:
         if name == "evaluate_model":
             module = importlib.import_module(MODULES[name])
-            sizes = {"block_size": 64, "sweep_blocks": 4, "validation_blocks": 4, "filter_length": 512}
-            task = evaluation.open_language_task(CLMArguments(train_file=[str(text)], **sizes), "words")
+            task = evaluation.open_text([str(text)], ByteEncoder(), 64, 4)
             monkeypatch.setattr(module, "open_task", lambda *args: task)
         else:
             module = importlib.import_module(MODULES.get(name, name))

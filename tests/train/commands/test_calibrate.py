@@ -18,12 +18,13 @@ from training_run import bpe_tokenizer, documents
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from essm_train.commands import calibrate
-from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
+from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure import calibration
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.plots import draw_profile
+from essm_train.measure.scoring import hold_out_blocks
 from essm_train.models import read_saved_config
 from essm_train.tasks.retrieval import PairFile, collate
 from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSequenceClassification
@@ -68,7 +69,7 @@ def test_a_language_model_is_calibrated(saved, calibrated):
     found = read_profile(calibrated, model)
     stream, _ = to_stream(read_files([str(saved / "text.txt")]), ByteEncoder())
     blocks = evaluation_blocks(stream, 64, 5)
-    sweep = sweep_budgets(model, blocks, text_labels(blocks), budgets=(2, 8))
+    sweep = sweep_budgets(model, hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, ""), (2, 8))
     assert found.quality.budgets == (2, 8, 32)
     assert found.quality.values == pytest.approx(sweep.values, rel=1e-5)
     assert (found.quality.samples, found.quality.length, found.quality.dtype) == (5, 64, "float32")

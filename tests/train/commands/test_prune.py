@@ -86,30 +86,6 @@ def test_a_ladder_stops_at_its_first_gap():
     assert curve.losses == pytest.approx((0, 0.01, 0.2, 0))
 
 
-def test_what_was_measured_is_not_measured_again(saved, texts, tmp_path, monkeypatch):
-    original, calls = prune.measure_ratios, []
-
-    def measured(model, plan, ratios, data, *rest):
-        quality = data.quality
-
-        def counted(model):
-            if len(calls) == 2:
-                raise KeyboardInterrupt
-            calls.append(1)
-            return quality(model)
-
-        return original(model, plan, ratios, type(data)(**vars(data) | {"quality": counted}), *rest)
-
-    monkeypatch.setattr(prune, "measure_ratios", measured)
-    with pytest.raises(KeyboardInterrupt):
-        run(saved, texts, tmp_path, amount=0.25)
-    values = json.loads((tmp_path / "pruning_partial.json").read_text())["values"]
-    assert [*values] == ["0.000000", "0.250000"]
-    calls.clear()
-    found = run(saved, texts, tmp_path, amount=0.25)  # the two that are left
-    assert len(calls) == 2 and found["values"][:2] == [*values.values()]
-
-
 def test_mamba_with_calibration_text(texts, tmp_path):
     torch.manual_seed(0)
     sizes = {"state_size": 4, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}

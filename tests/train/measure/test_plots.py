@@ -3,11 +3,11 @@
 
 from profiles import HERE, device, profile
 
-from essm_train.measure.plots import draw_curves, draw_panels, draw_profile, draw_sweep
+from essm_train.measure.plots import draw_curves, draw_panels, draw_profile
 from modeling_essm.budgets.curve import BudgetCurve
 
 
-def test_the_picture():
+def test_a_profile():
     """One curve per batch size over all budgets, times to the right, marks on each curve."""
     found = profile()
     (axes,) = draw_profile(found).axes
@@ -26,19 +26,17 @@ def test_the_picture():
 def test_axes_end_at_what_is_possible():
     """Nobody can use more channels than there are, or be right more often than always; no text needs negative bits."""
     accuracy = BudgetCurve("accuracy", True, (2, 4, 32), (0.2, 0.97, 1.0), errors=(0.2, 0.02, 0.0))
+    (axes,) = draw_curves({"one": accuracy}).axes
+    assert axes.get_xlim() == (2, 32) and 0 <= axes.get_ylim()[0] < 0.2 and axes.get_ylim()[1] == 1
     bits = BudgetCurve("bits_per_byte", False, (2, 4, 16), (3.0, 0.2, 0.05), errors=(0.1, 0.1, 0.1))
-    for draw in (draw_sweep, lambda curve: draw_curves({"one": curve})):
-        (axes,) = draw(accuracy).axes
-        assert axes.get_xlim() == (2, 32) and 0 <= axes.get_ylim()[0] < 0.2 and axes.get_ylim()[1] == 1
-        (axes,) = draw(bits).axes
-        assert axes.get_xlim() == (2, 16) and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 3
-        assert all(not line.get_clip_on() for line in axes.get_lines())  # points at the ends are whole
+    (axes,) = draw_curves({"one": bits}).axes
+    assert axes.get_xlim() == (2, 16) and axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 3
+    assert all(not line.get_clip_on() for line in axes.get_lines())  # points at the ends are whole
 
 
 def test_no_boundary_is_drawn_where_nothing_collapses():
     flat, steep = (BudgetCurve("bits_per_byte", False, (2, 4, 8), (v, 2.1, 2.0), errors=(0.0,) * 3) for v in (2.2, 3.0))
     for curve, markers in ((flat, ["*"]), (steep, ["^", "*"])):
-        assert [line.get_marker() for line in draw_sweep(curve).axes[0].get_lines()] == ["o", *markers]
         (axes,) = draw_curves({"one": curve}).axes
         assert [line.get_marker() for line in axes.get_lines()] == ["o", *markers]
         assert ("triangle" in axes.get_xlabel()) == ("^" in markers)
@@ -55,8 +53,9 @@ def test_panels_set_the_papers_line_beside_ours():
     )
     first, second = figure.axes
     assert [axes.get_title() for axes in figure.axes] == ["text", "speech"]
-    assert [line.get_linestyle() for line in first.get_lines() if line.get_label()[0] != "_"] == ["-", "--", ":"]
     lines = {line.get_label(): line for line in first.get_lines()}
+    styles = {name: line.get_linestyle() for name, line in lines.items() if name[0] != "_"}
+    assert styles == {"ES-SSM": "-", "mamba": "--", "the paper's": ":"}
     assert lines["the paper's"].get_color() == lines["ES-SSM"].get_color() != lines["mamba"].get_color()
     assert lines["the paper's"].get_ydata().tolist() == [0.6, 0.79, 0.8]
     assert second.get_lines()[0].get_color() == lines["mamba"].get_color()
@@ -66,9 +65,3 @@ def test_panels_set_the_papers_line_beside_ours():
     ours, theirs = draw_panels({"novels": {"base": text}}, {"the paper, PG19": {"base": speech}}).axes
     assert (ours.get_title(), theirs.get_title()) == ("novels", "the paper, PG19")
     assert [axes.get_lines()[0].get_linestyle() for axes in (ours, theirs)] == ["-", "-"]
-
-
-def test_a_model_of_one_budget_is_drawn():
-    one = BudgetCurve("accuracy", True, (1,), (0.5,), (10.0,), (0.1,))
-    assert [line.get_linestyle() for line in draw_curves({"a baseline": one}).axes[0].get_lines()] == ["--"]
-    assert draw_sweep(one).axes[0].get_xlim()[1] > 1

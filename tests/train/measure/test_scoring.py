@@ -1,43 +1,110 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/measure/scoring.py: what is scored one by one adds up to what is reported."""
+"""Bits per byte and accuracy against hand computation, at every budget up to the capacity; the record of a sweep."""
+
+import math
+import random
+from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from helpers import random_ids, random_model
+from torch import nn
+from training_run import bpe_tokenizer, documents
 
-from essm_train.data.blocks import text_labels
+from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.readers import FeatureReader, Sample
 from essm_train.data.rows import collate
-from essm_train.measure.scoring import Predictor, block_nats, num_scored, total_nats
+from essm_train.data.tokens import ByteEncoder, TokenizerEncoder
+from essm_train.measure.budget_sweep import read_sweep, sweep_budgets, sweep_record
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
+from essm_train.measure.scoring import HeldOut, Predictor, block_nats, hold_out_blocks, num_scored, total_nats
 from modeling_essm import ESSMForSequenceClassification
+from modeling_essm.budgets.curve import BudgetCurve
+from modeling_essm.training.byte_tokenizer import EOS_ID, VOCAB_SIZE
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 7])
+class FixedLogits(nn.Module):
+    """A language model that is a table: logits of the next token given this one, (vocabulary, vocabulary)."""
+
+    def __init__(self, table: torch.Tensor, capacity: int = 32):
+        super().__init__()
+        self.table, self.device = table, table.device
+        self.config = SimpleNamespace(num_spectral_channels=capacity)
+
+    def forward(self, input_ids, use_cache, spectral_budget):
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def held_out(document: bytes, bytes_per_token: float = 1.0) -> HeldOut:
+    """Blocks of 32 of the document, cut into two."""
+    stream, _ = to_stream([("one", document[:40]), ("two", document[40:])], ByteEncoder())
+    return hold_out_blocks(evaluation_blocks(stream, 32, 1000), ByteEncoder.special_ids, bytes_per_token, 8, "a test")
+
+
+def test_a_uniform_model_has_eight_bits_per_byte_at_every_budget():
+    table = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
+    table[:, 256:] = -math.inf
+    data = held_out(random.Random(0).randbytes(1000))
+    sweep = sweep_budgets(FixedLogits(table), data)
+    assert sweep.budgets == (2, 3, 4, 6, 8, 12, 16, 24, 32)
+    assert sweep.values == pytest.approx([8.0] * 9, abs=1e-5)
+    assert len(sweep.speeds) == 9 and min(sweep.speeds) > 0
+    assert sweep_budgets(FixedLogits(table, capacity=10), data, (16, 4)).budgets == (4, 10)
+
+
+def test_the_next_byte_is_scored():
+    successor = torch.full((VOCAB_SIZE, VOCAB_SIZE), -100.0)
+    successor[torch.arange(256), (torch.arange(256) + 1) % 256] = 0.0  # knows that bytes count upwards
+    successor[EOS_ID] = 0.0  # and nothing after the end of a document
+    document = bytes(i % 256 for i in range(1000))
+    bits = held_out(document).value(FixedLogits(successor), 4)
+    assert bits == pytest.approx(math.log2(VOCAB_SIZE) / 999, rel=1e-3)
+    assert held_out(document, bytes_per_token=2.0).value(FixedLogits(successor), 4) == pytest.approx(bits / 2)
+
+
+def test_tokens_of_any_length_are_scored_per_byte():
+    """A model that is uniform over V tokens needs log2 V bits for each, and a token stands for several bytes."""
+    encoder = TokenizerEncoder(bpe_tokenizer(documents()), "mine")
+    texts = [text for text in documents() if text]
+    stream, bytes_per_token = to_stream([("a test", text) for text in texts], encoder)
+    blocks = evaluation_blocks(stream, 16, 1000, encoder.pad_id)
+    model = FixedLogits(torch.zeros(encoder.vocab_size, encoder.vocab_size))
+    found = hold_out_blocks(blocks, encoder.special_ids, bytes_per_token, 8, "texts").value(model, 4)
+    num_bytes, num_tokens = sum(len(text) for text in texts), len(stream) - len(texts)
+    assert num_scored(text_labels(blocks, encoder.special_ids)) == num_tokens - 1  # the first is context
+    assert found == pytest.approx(num_tokens * math.log2(encoder.vocab_size) / num_bytes, rel=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [3, 7])
 def test_blocks_add_up_to_the_total(batch_size):
     model, ids = random_model(), random_ids(7, 20)
     ids[2, 11:], ids[5, 1:] = 258, 258  # special tokens, which are not scored
     labels = text_labels(ids)
     nats = block_nats(model, ids, labels, 8, batch_size)
-    total = total_nats(model, ids, labels, 8, batch_size)
     assert nats.shape == (7,) and nats.dtype == torch.float64 and nats[5] == 0
-    assert nats.sum().item() == pytest.approx(total, rel=1e-6)  # fp32 sums within a batch
     log_p = model(ids, spectral_budget=8).logits.double().log_softmax(-1)[:, :-1]
     expected = -log_p.gather(-1, ids[:, 1:, None])[..., 0] * (labels[:, 1:] != -100)
-    assert total == pytest.approx(expected.sum().item(), rel=1e-5)
-    assert num_scored(labels) == 7 * 19 - 9 - 19
+    assert nats.tolist() == pytest.approx(expected.sum(1).tolist(), rel=1e-5)
+    assert total_nats(model, ids, labels, 8, batch_size) == nats.sum()
 
 
-def test_predictions_do_not_depend_on_batches_or_accelerator():
+def test_predictions_do_not_depend_on_batches():
     model = random_model(ESSMForSequenceClassification, num_labels=5, num_input_features=1)
     reader = FeatureReader("x", 64, None, "float32", "auto")
     generator = torch.Generator().manual_seed(0)
     samples = [Sample(torch.randn(9, 1, generator=generator).numpy(), i % 5) for i in range(11)]
-    batch = collate(reader, samples)
-    expected = model(input_features=batch["input_features"], spectral_budget=4).logits.argmax(-1)
+    features = collate(reader, samples)["input_features"]
+    expected = model(input_features=features, spectral_budget=4).logits.argmax(-1)
     assert len(set(expected.tolist())) > 1
-    for size in (1, 4, 11):
-        for accelerator in (None, Accelerator()):
-            predict = Predictor(lambda some: collate(reader, some), size, accelerator)
-            assert torch.equal(predict(model, samples, 4), expected)
+    for size in (4, 11):
+        predict = Predictor(lambda some: collate(reader, some), size)
+        assert torch.equal(predict(model, samples, 4), expected)
     assert set(predict.batch(samples, 8)) == {"input_features"}
+
+
+def test_a_record_is_read_as_it_was_written():
+    for metric in (BITS_PER_BYTE, ACCURACY):
+        sweep = BudgetCurve(*metric, (2, 4, 8), (0.5, 0.71, 0.8), (3.0, 2.0, 1.0))
+        record = sweep_record(sweep)
+        assert read_sweep(record) == sweep and ("bits_per_byte" in record) == (metric == BITS_PER_BYTE)
+        assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)

@@ -99,7 +99,7 @@ def test_card_of_a_classifier(tmp_path):
         "budgets": [4, 32],
         "metric": {"name": "accuracy", "higher_is_better": True},
         "values": [0.5, 0.625],
-        "samples_per_second": [80.0, 20.0],
+        "tokens_per_second": [80.0, 20.0],
         "sweet_spot": 32,
         "split": "test",
         "samples": 1655,

@@ -32,7 +32,7 @@ from essm_train.commands.errors import command
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import check_writable, write_figure, write_json
-from essm_train.measure.timing import one_call_each
+from essm_train.measure.timing import paired
 from essm_train.models import TRUST_HELP, load_model
 from modeling_essm.channels import spectral_mixers
 from modeling_essm.spectral_basis import spectral_basis
@@ -186,7 +186,7 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
 
     try:
         calls = {(name, K): functools.partial(run, name, K) for K in budgets for name in algorithms}
-        seconds = one_call_each(calls, u.device, rounds)
+        seconds = paired(calls, u.device, rounds, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
     finally:
         mixer.algorithm = configured
     return {name: [statistics.median(seconds[name, K]) for K in budgets] for name in algorithms}

@@ -16,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from essm_train.arguments import arg
 from essm_train.commands.errors import command
-from essm_train.data.blocks import text_labels
-from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
+from essm_train.measure.evaluation import open_text
 from essm_train.models import TRUST_HELP, load_model
 from modeling_essm.training.budget_dropout import BUDGETS
 
@@ -40,14 +39,13 @@ class SweepArguments:
 
 def main(args: SweepArguments) -> None:
     """Sweep a saved model from the command line."""
-    input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
+    held_out = open_text(args.text_files, ByteEncoder(), args.block_size, args.max_blocks, args.batch_size)
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
-    labels = text_labels(input_ids)
-    sweep = sweep_budgets(model, input_ids, labels, budgets=args.budgets, batch_size=args.batch_size)
+    sweep = sweep_budgets(model, held_out, args.budgets)
     print(sweep.table())
     save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
 

@@ -20,6 +20,7 @@ the inputs are random.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,25 +33,19 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from essm_train.arguments import arg, check_at_least
 from essm_train.commands.errors import command
 from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.classification import load_classification, load_test
+from essm_train.data.classification import load_test
 from essm_train.data.labels import check_weights, class_names
 from essm_train.data.readers import read_record
-from essm_train.data.text import load_text, read_blocks
+from essm_train.data.rows import collate
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, open_tokenizer
 from essm_train.files import check_writable, write_figure, write_json
-from essm_train.measure.calibration import (
-    HeldOut,
-    hold_out_blocks,
-    hold_out_pairs,
-    hold_out_samples,
-    measure_device,
-    measure_quality,
-)
+from essm_train.measure.calibration import measure_device, measure_quality
+from essm_train.measure.evaluation import open_task, open_text
 from essm_train.measure.plots import draw_profile
+from essm_train.measure.scoring import HeldOut, Predictor, hold_out_samples
 from essm_train.measure.timing import pick_device, threads
 from essm_train.models import TRUST_HELP, is_causal, is_pairs, load_model, read_saved_config
-from essm_train.tasks.catalog import get_task, make_arguments
-from essm_train.tasks.retrieval import load_retrieval
+from essm_train.tasks.catalog import get_task
 from modeling_essm import ESSMConfig
 from modeling_essm.budgets.fingerprint import fingerprint
 from modeling_essm.budgets.profile import BudgetProfile
@@ -134,7 +129,7 @@ def open_samples(args: CalibrateArguments) -> HeldOut:
     reader, split, names = load_test(arguments, class_names(config), record)
     check_weights(arguments, config, reader, len(names or config.id2label), names)
     title = args.dataset_name or ", ".join(Path(path).name for path in args.test_file or [])
-    return hold_out_samples(reader, split, args.eval_batch_size, title)
+    return hold_out_samples(split, Predictor(functools.partial(collate, reader), args.eval_batch_size), title)
 
 
 def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
@@ -153,9 +148,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
                 load_model(AutoTokenizer, args.model, trust_remote_code=args.trust_remote_code), "of the model"
             )
         block_size = args.block_size or min(512, config["filter_length"])
-        blocks, density = read_blocks(args.text_files, encoder, block_size, args.max_blocks)
-        names = ", ".join(Path(path).name for path in args.text_files)
-        return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
+        return open_text(args.text_files, encoder, block_size, args.max_blocks, batch_size)
 
     if args.task is None:
         if causal:
@@ -172,16 +165,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     if script != spec.script:
         kind = kinds.get(script, "a classifier")
         raise ValueError(f"task {args.task!r} is one of {spec.script}.py, and {args.model} holds {kind}")
-    arguments = make_arguments(args.task, args.data_dir, args.scale)
-    title = f"{spec.title} ({args.scale} scale)"
-    if is_pairs(config):
-        return hold_out_pairs(load_retrieval(arguments), batch_size, title)
-    if not causal:
-        data = load_classification(arguments)
-        return hold_out_samples(data.reader, data.held_out, batch_size, title)
-    byte_encoder = ByteEncoder()
-    text = load_text(arguments, byte_encoder)
-    return hold_out_blocks(text.held_out, byte_encoder.special_ids, text.bytes_per_token, batch_size, title)
+    return open_task(args.task, args.data_dir, args.scale, batch_size)
 
 
 def store_presets(folder: Path, presets: dict[str, int]) -> None:

@@ -22,8 +22,9 @@ from essm_train.arguments import arg
 from essm_train.commands.errors import command
 from essm_train.files import check_writable, write_figure, write_json, write_text
 from essm_train.measure.budget_sweep import save_sweep
-from essm_train.measure.evaluation import draw_evaluations, evaluate_models, open_task
+from essm_train.measure.evaluation import evaluate_models, open_task
 from essm_train.measure.metric import BITS_PER_BYTE
+from essm_train.measure.plots import draw_curves
 from essm_train.models import TRUST_HELP
 from modeling_essm.training.budget_dropout import BUDGETS
 
@@ -52,7 +53,7 @@ def main(args: EvaluateArguments) -> None:
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
     write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
-    write_figure(output_dir / "evaluation.png", draw_evaluations({args.task: evaluation}))
+    write_figure(output_dir / "evaluation.png", draw_curves({args.task: evaluation.curve}))
     if len(args.models) == 1:
         split = {} if evaluation.metric == BITS_PER_BYTE else {"split": "test"}
         save_sweep(evaluation.curve, Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)

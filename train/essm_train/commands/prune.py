@@ -40,9 +40,10 @@ from essm_train.files import (
     write_json,
     write_text,
 )
-from essm_train.measure.evaluation import TaskData, open_task, open_text
+from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
-from essm_train.models import TRUST_HELP
+from essm_train.measure.scoring import HeldOut
+from essm_train.models import TRUST_HELP, capacity_of
 from modeling_essm.companions import Plan, allocate, describe, importance, prune, remove
 from modeling_essm.companions.pruning.certificates import certificate
 from modeling_essm.companions.pruning.plans import SCOPES, LayerPlan
@@ -121,7 +122,7 @@ def _encoder(model: str) -> Encoder:
     return TokenizerEncoder(open_tokenizer(model), model)
 
 
-def _open(args: PruneArguments) -> tuple[TaskData, Encoder | None]:
+def _open(args: PruneArguments) -> tuple[HeldOut, Encoder | None]:
     """Held-out data, and what makes tokens of text."""
     if args.task is not None:
         return open_task(args.task, args.data_dir, args.scale), None
@@ -219,7 +220,7 @@ def main(args: PruneArguments) -> None:
     check_writable(output_dir)
     data, encoder = _open(args)
     calibration = _calibration(args, encoder)
-    model = data.load(args.model, args.trust_remote_code).eval()
+    model = load_for(data, args.model, args.trust_remote_code)
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is not None and device.type != "mps":  # which has no fp64
         model.to(device)
@@ -244,7 +245,7 @@ def main(args: PruneArguments) -> None:
     prune(model, chosen)
     before = model.num_parameters()
     sizes = remove(model)
-    quality = data.quality(model)
+    quality = data.value(model, capacity_of(model))
     facts = {
         "model": args.model,
         "data": data.description,

@@ -41,7 +41,7 @@ from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, Encoder, TokenizerEncoder, choose_tokenizer, with_end_token
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.metric import Metric
-from essm_train.measure.scoring import num_scored, total_nats
+from essm_train.measure.scoring import hold_out_blocks, num_scored, total_nats
 from essm_train.models import capacity_of, check_vocabulary, make_config, make_model
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import open_run, say
@@ -141,15 +141,9 @@ def main(args: CLMArguments) -> None:
         if not accelerator.is_main_process:
             return
         loaded, tokenizer = load_saved(Path(args.output_dir) / "model", accelerator.device)
-        labels = text_labels(text.held_out, encoder.special_ids)
-        sweep = sweep_budgets(
-            loaded,
-            text.held_out,
-            labels,
-            num_bytes=num_scored(labels) * text.bytes_per_token,
-            batch_size=args.per_device_train_batch_size,
-            progress=lambda K: say(accelerator, f"sweep: K={K}"),
-        )
+        batch_size = args.per_device_train_batch_size
+        held_out = hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size, "")
+        sweep = sweep_budgets(loaded, held_out, progress=lambda K: say(accelerator, f"sweep: K={K}"))
         context = {"block_size": args.block_size, "blocks": len(text.held_out), "data": text.description}
         report_sweep(accelerator, args, sweep, "", **context)
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)

@@ -53,7 +53,7 @@ class LabelledData:
     tokens_per_sample: int
     digests: dict[str, str]
     description: str
-    collate: Callable[[Sequence[Any], int | None], dict[str, Tensor]]
+    collate: Callable[..., dict[str, Tensor]]
     save_companions: Callable[[Path], None]
 
     @property

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import evaluate
+from typing import NamedTuple
 
 
 class Metric(NamedTuple):
@@ -18,8 +15,3 @@ class Metric(NamedTuple):
 
 BITS_PER_BYTE = Metric("bits_per_byte", higher_is_better=False)
 ACCURACY = Metric("accuracy", higher_is_better=True)
-
-
-def load_metric(name: str) -> Any:
-    """The module metrics/`name` of this folder, by the `evaluate` library: nothing is fetched."""
-    return evaluate.load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)

@@ -47,8 +47,14 @@ def figures_of(experiment: Experiment) -> Figures:
     tables = json.loads(PAPER_FIGURES.read_text())["tables"]
     table = _entry(tables, [experiment.paper], f"paper of {experiment.name}")
     unit = 0.01 if table["unit"] == "percent" else 1.0
-    found = {row: (spec.paper, f"paper of {experiment.name}: {row}") for row, spec in experiment.rows.items()}
-    return {row: _figures(_entry(table["rows"], keys, where), unit) for row, (keys, where) in found.items() if keys}
+    found = {}
+    for name, row in experiment.rows.items():
+        if row.paper:
+            entry = _entry(table["rows"], row.paper, f"paper of {experiment.name}: {name}")
+            if not isinstance(entry, dict) or "mean" in entry:
+                entry = {CAPACITY: entry}
+            found[name] = {int(K): _figure(value, unit) for K, value in entry.items()}
+    return found
 
 
 def _entry(entries: Any, keys: Sequence[str], where: str) -> Any:
@@ -60,17 +66,10 @@ def _entry(entries: Any, keys: Sequence[str], where: str) -> Any:
     return entries
 
 
-def _figures(entry: Any, unit: float) -> dict[int, Figure]:
-    """By budget, from any of the forms above."""
-
-    def scaled(value: float) -> float:
-        return round(unit * value, 6)
-
-    if isinstance(entry, dict) and "mean" in entry:
-        return {CAPACITY: Figure(scaled(entry["mean"]), scaled(entry["std"]))}
-    if isinstance(entry, dict):
-        return {int(K): Figure(scaled(value)) for K, value in entry.items()}
-    return {CAPACITY: Figure(math.nan if entry == "FAIL" else scaled(entry))}
+def _figure(value: Any, unit: float) -> Figure:
+    if isinstance(value, dict):
+        return Figure(round(unit * value["mean"], 6), round(unit * value["std"], 6))
+    return Figure(math.nan if value == "FAIL" else round(unit * value, 6))
 
 
 def read_paper_figures(path: str, rows: Sequence[str]) -> Figures:

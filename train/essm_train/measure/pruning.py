@@ -14,9 +14,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from essm_train.files import write_json
-from essm_train.measure.evaluation import TaskData
 from essm_train.measure.metric import ACCURACY
 from essm_train.measure.plots import metric_axis
+from essm_train.measure.scoring import HeldOut
+from essm_train.models import capacity_of
 from modeling_essm.companions import Plan, prune, restore
 
 
@@ -77,9 +78,8 @@ class PruningCurve:
             axes.legend(fontsize=8, ncols=2)
         above.set_ylabel(f"{self.title}, held out")
         metric_axis(above, self.metric if self.metric == ACCURACY.name else "")
-        below.set_ylabel("modes kept")
+        below.set(ylabel="modes kept", xlabel="share of all modes that is pruned")
         below.set_ylim(bottom=0)
-        below.set_xlabel("share of all modes that is pruned")
         below.set_xlim(0, max(self.ratios[-1], chosen))
         return figure
 
@@ -88,7 +88,7 @@ def measure_ratios(
     model: PreTrainedModel,
     plan: Callable[[float], Plan],
     ratios: Sequence[float],
-    data: TaskData,
+    held_out: HeldOut,
     path: Path,
     identity: Mapping[str, Any],
 ) -> PruningCurve:
@@ -98,10 +98,13 @@ def measure_ratios(
         plan: what to keep at a ratio. ratios: ascending, the first is 0.
         path: JSON of what is measured so far. A run that was cut off reads it, if it is of the same `identity`.
     """
-    partial = {"identity": json.loads(json.dumps(identity)), "values": {}}
-    if path.exists():
-        found = _read(path)
-        partial = found if found.get("identity") == partial["identity"] else partial
+    partial: dict[str, Any] = {"identity": json.loads(json.dumps(identity)), "values": {}}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if found["identity"] == partial["identity"]:
+            partial["values"].update(found["values"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # nothing, or something damaged: all is measured
     values, kept = partial["values"], []
     for ratio in (bar := tqdm(ratios, unit="ratio", disable=None)):
         chosen = plan(ratio)
@@ -109,19 +112,10 @@ def measure_ratios(
         if (key := f"{ratio:.6f}") not in values:
             prune(model, chosen)
             try:
-                values[key] = data.quality(model)
+                values[key] = held_out.value(model, capacity_of(model))
             finally:
                 restore(model)
             write_json(path, partial)
-        bar.set_postfix_str(f"{ratio:.0%}: {data.metric.name} {values[key]:.4f}")
+        bar.set_postfix_str(f"{ratio:.0%}: {held_out.metric.name} {values[key]:.4f}")
     measured = tuple(values[f"{ratio:.6f}"] for ratio in ratios)
-    return PruningCurve(data.metric.name, data.metric.higher_is_better, tuple(ratios), measured, tuple(kept))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """What a run that was cut off left; nothing if that is damaged."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) and isinstance(found.get("values"), dict) else {}
+    return PruningCurve(*held_out.metric, tuple(ratios), measured, tuple(kept))

@@ -1,23 +1,88 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""How a model is scored at a budget: nats of text, in total or by block, and predicted classes of samples.
+"""How a model is scored at a budget: nats of blocks of text, and predicted classes of samples.
 
-Validation, sweeps, evaluation and calibration all score here. `total_nats` adds up in fp32 within a batch, in the order
-that validations always had; `block_nats` in fp64: they agree to fp32 rounding.
+Validation, sweeps, evaluation, pruning and calibration all score here. A metric is a ratio of sums over held-out
+blocks or samples: bits over bytes, or hits over samples.
+
+Context rule of language models: the text is cut into blocks that share one token with the next. The first token of a
+block is context only; every other byte is predicted once, from the bytes before it in its own block. Special tokens
+are not scored. A model that is uniform over 256 symbols gets 8 bits per byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
+from essm_train.data.blocks import text_labels
+from essm_train.data.rows import Split
 from essm_train.data.samples import even_shares
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.models import run_at_budget
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out data of one kind.
+
+    Attributes:
+        score: (model, K) to two (n,) float64 tensors, one entry per block or sample; the metric is the ratio of their
+            sums.
+        inputs: one batch of the model's inputs, on the CPU.
+        length: positions of the longest block or sample. description: for people.
+        auto_class: that loads models of this kind.
+    """
+
+    metric: Metric
+    score: Callable[[PreTrainedModel, int], tuple[Tensor, Tensor]]
+    inputs: dict[str, Tensor]
+    length: int
+    description: str
+    auto_class: Any
+
+    def value(self, model: PreTrainedModel, budget: int) -> float:
+        """The metric at that budget."""
+        totals, weights = self.score(model, budget)
+        return float(totals.sum() / weights.sum())
+
+
+def hold_out_blocks(
+    input_ids: Tensor, special_ids: Sequence[int], bytes_per_token: float, batch_size: int, description: str
+) -> HeldOut:
+    """Bits and bytes of blocks (n, L), for language models.
+
+    Args:
+        special_ids: tokens that are not scored. bytes_per_token: what every other one stands for.
+    """
+    labels = text_labels(input_ids, special_ids)
+    num_bytes = (labels[:, 1:] != -100).sum(1).double() * bytes_per_token
+
+    def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
+        return block_nats(model, input_ids, labels, K, batch_size) / math.log(2), num_bytes
+
+    description = f"{description}; {len(input_ids)} blocks of {input_ids.shape[1]} tokens"
+    inputs = {"input_ids": input_ids[:batch_size]}
+    return HeldOut(BITS_PER_BYTE, score, inputs, input_ids.shape[1], description, AutoModelForCausalLM)
+
+
+def hold_out_samples(split: Split, predict: Predictor, description: str) -> HeldOut:
+    """Hits among samples, for classifiers. All processes that share a Predictor must score."""
+
+    def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
+        hits = (predict(model, split.samples, K) == split.labels).double()
+        return hits, torch.ones_like(hits)
+
+    length = max(len(part) for sample in split.samples for part in sample[:-1])
+    inputs = predict.batch(split.samples)
+    return HeldOut(ACCURACY, score, inputs, length, f"{description}; {split.name}", AutoModelForSequenceClassification)
 
 
 def num_scored(labels: Tensor) -> int:
@@ -26,31 +91,26 @@ def num_scored(labels: Tensor) -> int:
 
 
 def total_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int) -> float:
-    """Summed cross-entropy of all scored targets, in nats; arguments as in `sweep_budgets`."""
-    total = 0.0  # not sum(), whose rounding is another from Python 3.12 on
-    for nats in _cross_entropies(model, input_ids, labels, budget, batch_size, "sum"):
-        total += nats.item()
-    return total
-
-
-def block_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int) -> Tensor:
-    """(n,) float64: the summed cross-entropy of each block, on the CPU; arguments as in `sweep_budgets`."""
-    width = input_ids.shape[1] - 1
-    batches = _cross_entropies(model, input_ids, labels, budget, batch_size, "none")
-    return torch.cat([nats.view(-1, width).double().sum(1).cpu() for nats in batches])
+    """Summed cross-entropy of all scored targets; arguments as in `block_nats`."""
+    return float(block_nats(model, input_ids, labels, budget, batch_size).sum())
 
 
 @torch.no_grad()
-def _cross_entropies(
-    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int, reduction: str
-) -> Iterator[Tensor]:
-    """The loss of each batch: () for reduction "sum", (b * (L - 1),) fp32 for "none", 0 where unscored."""
-    for start in range(0, len(input_ids), batch_size):
-        rows = slice(start, start + batch_size)
-        logits = run_at_budget(model, {"input_ids": input_ids[rows].to(model.device)}, budget).logits
-        targets = labels[rows, 1:].to(logits.device)
+def block_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int) -> Tensor:
+    """(n,) float64: the summed cross-entropy of each block, on the CPU.
+
+    Args:
+        input_ids: (n, L) int64 blocks. labels: (n, L), the same before shifting, -100 where a token is not scored.
+        batch_size: blocks per forward pass.
+    """
+    found = []
+    for ids, targets in zip(input_ids.split(batch_size), labels.split(batch_size)):
+        logits = run_at_budget(model, {"input_ids": ids.to(model.device)}, budget).logits
         # Flat: of a (B, V, L) input CUDA has no deterministic loss.
-        yield F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+        flat = targets[:, 1:].to(logits.device).flatten()
+        nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), flat, reduction="none")
+        found.append(nats.view(len(ids), -1).double().sum(1).cpu())
+    return torch.cat(found)
 
 
 class Predictor:

@@ -1,26 +1,29 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Paired timing and exact peak memory.
+"""Paired timing, exact peak memory, and the machine that both are measured on.
+
+    seconds = paired({"K=4": small, "K=32": large}, device, rounds=7)
+    row = {"seconds": spread(seconds["K=4"]), "over K=32": ratio(seconds["K=4"], seconds["K=32"])}
 
 Contenders run in turn within every round, in alternating order, so that a busy machine slows them alike; ratios are
-taken within rounds. Times are seconds per call, memory is bytes above what was held before the call.
+taken within rounds. Times are seconds per call. Memory is bytes above what was held before the call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import math
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from essm_train.models import run_at_budget
 from modeling_essm import ESSMCache, ESSMForCausalLM
 
 Name = TypeVar("Name", bound=Hashable)
@@ -70,8 +73,9 @@ def paired(
 ) -> dict[Name, list[float]]:
     """Run the functions in turn, round after round, after warm-up; torch.utils.benchmark times one after the other.
 
-    Each sample repeats its function until `sample_seconds` are filled. When `limit_seconds` have passed, no new round
-    starts after the third.
+    Args:
+        sample_seconds: each sample repeats its function until these are filled; 0 makes a sample one call.
+        limit_seconds: when these have passed, no new round starts after the third.
     Returns:
         seconds per call of each function, one entry per round.
     """
@@ -89,13 +93,6 @@ def paired(
     return samples
 
 
-def one_call_each(
-    calls: Mapping[Name, Callable[[], Any]], device: torch.device, rounds: int
-) -> dict[Name, list[float]]:
-    """As `paired`: however long it takes, one call of each in every round, after one as a warm-up."""
-    return paired(calls, device, rounds, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, smallest and largest, as benchmarks store a measured quantity."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -106,8 +103,20 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
     return spread([x / y for x, y in zip(a, b)])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory.
+def machine(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions; nothing that names a host or a person."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return {
+        "cpu": cpu,
+        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
@@ -165,25 +174,6 @@ def decode(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, budget: int,
 def decoder(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, K: int, steps: int) -> Callable[[], Tensor]:
     """A call that decodes from its own copy of the cache, so that every round starts at the stated context."""
     return lambda: decode(model, copy.deepcopy(cache), token, K, steps)
-
-
-@torch.no_grad()
-def tokens_per_second(
-    model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], budgets: Sequence[int], rounds: int = 5
-) -> list[float]:
-    """Median speed of forward passes over a batch at each budget, measured as told in budget_sweep.py.
-
-    Args:
-        inputs: input_ids (B, L), or the model's inputs by name; positions that an attention_mask leaves out do not
-            count.
-    """
-    batch = {"input_ids": inputs} if isinstance(inputs, Tensor) else inputs
-    batch = {name: value.to(model.device) for name, value in batch.items()}
-    mask = batch.get("attention_mask")
-    first = next(iter(batch.values()))
-    num_tokens = int(mask.sum()) if mask is not None else first.shape[0] * first.shape[1]
-    calls = {K: functools.partial(run_at_budget, model, batch, K) for K in budgets}
-    return [num_tokens / statistics.median(seconds) for seconds in one_call_each(calls, first.device, rounds).values()]
 
 
 def _synchronize(device: torch.device) -> None:

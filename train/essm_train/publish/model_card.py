@@ -88,7 +88,6 @@ def write_model_card(
         calibrated=(folder / "budget_profile.json").exists(),
         curve=curve,
         sweep=sweep,
-        speed_unit="samples/s" if sweep.get("samples_per_second") else "tokens/s",
         machine=[words.format(value) for words, value in machine.items() if value],
         picture=PICTURE,
         pictured=curve is not None and _place_picture(folder, picture),

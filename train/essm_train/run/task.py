@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from essm_train.arguments import RunArguments
 from essm_train.data.rows import LabelledData
 from essm_train.data.samples import SampleSource
-from essm_train.measure.budget_sweep import save_sweep, sweep_accuracy
+from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.metric import ACCURACY, Metric
-from essm_train.measure.scoring import Predictor
+from essm_train.measure.scoring import Predictor, hold_out_samples
 from essm_train.run.accelerator import say
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.companions.truncation.training import InTrainingTruncation
@@ -102,7 +102,8 @@ def report_accuracy(
     what: str,
 ) -> BudgetCurve:
     """Sweep and report a classifier on its held-out samples, of which `what` tells people. All processes call it."""
-    sweep = sweep_accuracy(model, data.held_out, predict, progress=lambda K: say(accelerator, f"sweep: K={K}"))
+    held_out = hold_out_samples(data.held_out, predict, data.description)
+    sweep = sweep_budgets(model, held_out, progress=lambda K: say(accelerator, f"sweep: K={K}"))
     context = {"split": "validation" if data.test is None else "test", "samples": len(data.held_out.samples)}
     report_sweep(accelerator, args, sweep, f"accuracy on {what}\n", **context, data=data.description)
     return sweep
