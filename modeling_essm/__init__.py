@@ -4,9 +4,7 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_essm import ESSMCache
-from .checkpoints import PackageCompanions
 from .configuration_essm import ESSMConfig
-from .loading_essm import ElasticPreTrainedModel
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from .pair_essm import ESSMForPairClassification, ESSMPairConfig
 from .quantized_weights import essm_quantization
@@ -25,7 +23,6 @@ ESSMModel.register_for_auto_class("AutoModel")
 ESSMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 ESSMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 ESSMForPairClassification.register_for_auto_class("AutoModelForSequenceClassification")
-ElasticPreTrainedModel.companions = PackageCompanions()
 
 
 __all__ = [

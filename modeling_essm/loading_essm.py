@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import hashlib
 import json
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Union
+from typing import Any, Union
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,30 +47,9 @@ HUB_ARGUMENTS = (
 )
 
 
-class Companions:
-    """The files beside the weights, as a checkpoint alone knows them. The installed package, which knows more of them,
-    puts its own `PackageCompanions` into `ElasticPreTrainedModel.companions`."""
-
-    def class_beside(self, cls: type, source: Any, arguments: Mapping[str, Any]) -> Any:
-        """The class to load instead of `cls`, or None; source and arguments are those of `from_pretrained`."""
-        return None
-
-    def code(self, model: Any) -> dict[str, str]:
-        """By name, the text of the files that hold the model's classes, and of what these import from beside them."""
-        classes = {Path(__file__).with_name(f"{name.split('.')[0]}.py") for name in model.config.auto_classes.values()}
-        files = classes.union(*(map(Path, get_relative_import_files(path)) for path in classes))
-        return {path.name: path.read_text(encoding="utf-8") for path in sorted(files)}
-
-    def profile(self, model: Any) -> str | None:
-        """The text of the budget profile, as it is; None without one. Raises ValueError for one not to be saved."""
-        path = file_beside(model, PROFILE_NAME)
-        return None if path is None else Path(path).read_text(encoding="utf-8")
-
-
 class ElasticPreTrainedModel(PreTrainedModel):
     """Loads, saves and truncates checkpoints."""
 
-    companions: ClassVar = Companions()
     _origin: tuple[str, dict[str, Any]] | None = None  # see `_origin_of`
 
     @classmethod
@@ -93,10 +73,6 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ImportError: quantised weights without torchao.
         """
         source = pretrained_model_name_or_path
-        if (derived := cls.companions.class_beside(cls, source, kwargs)) is not None:
-            ours = {"spectral_capacity": spectral_capacity, "quantization_config": quantization_config}
-            kwargs |= {name: value for name, value in ours.items() if value is not None}
-            return derived.from_pretrained(source, *args, **kwargs)
         if quantization_config is not None:
             named = isinstance(quantization_config, str)
             kwargs["quantization_config"] = essm_quantization(quantization_config) if named else quantization_config
@@ -245,7 +221,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         try:
             code = {}
             if getattr(self.config, "auto_map", None) is not None:  # who took it away asks for the class by import
-                code = self.companions.code(self)
+                code = _code_of(self.config)
                 references = _references_to(self.config.auto_map, code, save_directory)
                 self.config.auto_map = self.config.auto_classes | references
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
@@ -257,12 +233,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             path = Path(save_directory) / name
             if not path.is_file() or path.read_text(encoding="utf-8") != text:
                 write_text(path, text)
-        try:
-            profile = self.companions.profile(self)
-        except ValueError as error:  # trained on, perhaps
-            logger.warning_once(f"no budget profile is saved: {error}")
-            return
-        if profile is not None:
+        if (profile := _profile_to_save(self)) is not None:
             write_text(Path(save_directory) / PROFILE_NAME, profile)
 
 
@@ -339,6 +310,39 @@ def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Which weights.
+
+
+def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """SHA-256 over names, dtypes, shapes and bytes of tensors, in the given order."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def weights_checksum(model: PreTrainedModel) -> str | None:
+    """A checksum that tells whether two models have the same weights; None if some are offloaded or sharded.
+
+    It is taken of the values rounded to bf16, and of the first channel where a tensor is divided into channels. So it
+    is the same for a model that was cast between fp32 and bf16, or truncated, or read as a prefix.
+    """
+    layers = range(model.config.num_hidden_layers)
+    tensors = model.state_dict()
+    if any(tensor.is_meta or hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+        return None
+
+    def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize"):  # torchao's
+            tensor = tensor.dequantize()
+        tensor = tensor if channel_capacity(name, layers) is None else tensor[:1]
+        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+
+    return checksum((name, rounded(name, tensor)) for name, tensor in sorted(tensors.items()))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Files.
 
 
@@ -373,6 +377,29 @@ def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[
     revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
     where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
     return str(source), {name: value for name, value in where.items() if value is not None}
+
+
+def _code_of(config: Any) -> dict[str, str]:
+    """By name, the text of the files that hold the model's classes, and of what these import from beside them."""
+    classes = {Path(__file__).with_name(f"{name.split('.')[0]}.py") for name in config.auto_classes.values()}
+    files = classes.union(*(map(Path, get_relative_import_files(path)) for path in classes))
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(files)}
+
+
+def _profile_to_save(model: Any) -> str | None:
+    """The text of the budget profile beside the weights if it was measured on these weights; None otherwise."""
+    path = file_beside(model, PROFILE_NAME)
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        measured = json.loads(text)["weights"]
+    except (ValueError, KeyError, TypeError, RecursionError):  # damaged
+        measured = None
+    if measured is not None and measured == weights_checksum(model):
+        return text
+    logger.warning_once(f"no budget profile is saved: {path} was measured on other weights")
+    return None
 
 
 def _references_to(auto_map: Mapping[str, Any], names: Iterable[str], folder: str | os.PathLike) -> dict[str, Any]:

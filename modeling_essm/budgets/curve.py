@@ -1,11 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The budget curve: a metric of one model at every budget K, and the one rule that marks budgets on it.
+"""The budget curve: a metric of one model at every budget K, and the rule that marks two budgets on it.
 
-The drop of a budget is the relative loss of quality against the full (largest) budget. Sweet spot: the smallest budget
-with a drop of at most 2%. Collapse boundary: the smallest budget that keeps 90% of the quality, where quality is the
-metric if higher is better and 1 / metric otherwise: at most 1 / 0.9, or 11.1% above the full budget's. Below that
-boundary the model falls apart. Where the smallest budget measured keeps 90% too, nothing collapses: tables and plots
-mark no boundary, files and presets name that smallest budget.
+The drop of a budget is its relative loss of quality against the full (largest) budget. The sweet spot is the smallest
+budget with a drop of at most 2%. The collapse boundary is the smallest budget that keeps 90% of the quality; below it
+the model falls apart. Quality is the metric if higher is better, and 1 / metric otherwise, so that the boundary of a
+loss lies at 1 / 0.9, which is 11.1% above the full budget's.
+
+If the smallest budget measured keeps 90% too, nothing was seen to collapse: tables and plots mark no boundary, files
+and presets name that smallest budget.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SWEET_SPOT_DROP = 0.02  # of the full budget's quality, the paper's
-COLLAPSE_QUALITY = 0.90  # what is left of the quality above the collapse boundary
+SWEET_SPOT_DROP = 0.02  # the paper's
+COLLAPSE_QUALITY = 0.90
 
 MARK_SYMBOLS = {"sweet spot": "*", "collapse boundary": "^"}
 
@@ -26,8 +28,9 @@ class BudgetCurve:
     """The metric at each budget, ascending; the last budget is the full one.
 
     Attributes:
-        metric, higher_is_better: what the values are. speeds: tokens/s of forward passes, or empty.
-        errors: of each value, standard errors over samples or standard deviations over seeds; or empty.
+        metric, higher_is_better: what the values are.
+        speeds: tokens/s of forward passes, or empty.
+        errors: standard error of each value over samples, or standard deviation over seeds; or empty.
     """
 
     metric: str
@@ -43,6 +46,11 @@ class BudgetCurve:
         return self.metric.replace("_", " ")
 
     @property
+    def column(self) -> str:
+        """The metric's name at the head of a column."""
+        return "bits/byte" if self.metric == "bits_per_byte" else self.metric
+
+    @property
     def drops(self) -> tuple[float, ...]:
         """Relative loss of quality against the full budget: 0.02 is 2% worse, negative is better."""
         full = self.values[-1]
@@ -56,7 +64,7 @@ class BudgetCurve:
         return tuple(value / full if self.higher_is_better else full / value for value in self.values)
 
     def within(self, drop: float) -> tuple[int, ...]:
-        """The budgets that lose at most `drop`, ascending; the full one is always among them if `drop` >= 0."""
+        """The budgets that lose at most `drop`, ascending; the full one is among them if `drop` >= 0."""
         return tuple(K for K, loss in zip(self.budgets, self.drops) if loss <= drop + _ROUNDING)
 
     @property
@@ -72,10 +80,14 @@ class BudgetCurve:
     @property
     def marks(self) -> dict[str, int]:
         """What tables and plots mark: the sweet spot, and the collapse boundary if a smaller budget is below it."""
-        marks = {"sweet spot": self.sweet_spot, "collapse boundary": self.collapse_boundary}
-        if self.collapse_boundary == self.budgets[0]:
-            del marks["collapse boundary"]
+        marks = {"sweet spot": self.sweet_spot}
+        if self.collapse_boundary > self.budgets[0]:
+            marks["collapse boundary"] = self.collapse_boundary
         return marks
+
+    def marks_at(self, K: int) -> str:
+        """The marks of a budget, for the end of its line in a table."""
+        return "".join(f"  {MARK_SYMBOLS[mark]} {mark}" for mark, at in self.marks.items() if at == K)
 
     def presets(self) -> dict[str, int]:
         """Names for config.budget_presets."""
@@ -83,11 +95,9 @@ class BudgetCurve:
 
     def table(self) -> str:
         """Value, change and speed at every budget, for people."""
-        name = "bits/byte" if self.metric == "bits_per_byte" else self.metric
-        lines = [f"{'K':>4}  {name:>9}  {'vs full':>8}  {'tokens/s':>9}"]
+        lines = [f"{'K':>4}  {self.column:>9}  {'vs full':>8}  {'tokens/s':>9}"]
         full = self.values[-1]
         for K, value, speed in zip(self.budgets, self.values, self.speeds):
             change = f"{value / full - 1:>+8.1%}" if full else f"{'n/a':>8}"
-            marks = "".join(f"  {MARK_SYMBOLS[mark]} {mark}" for mark, at in self.marks.items() if at == K)
-            lines.append(f"{K:>4}  {value:>9.4f}  {change}  {speed:>9,.0f}{marks}")
+            lines.append(f"{K:>4}  {value:>9.4f}  {change}  {speed:>9,.0f}{self.marks_at(K)}")
         return "\n".join(lines)

@@ -1,12 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The budget profile: quality of one model at every budget K, and its speed and memory on devices, as measured.
 
-train/calibrate.py writes it beside the weights as `budget_profile.json`. Quality belongs to the model and is there
-once; times and memory belong to a device, and several devices stand side by side. A profile knows which model it was
-measured on (`Fingerprint`) and answers one question: which budget, for this much time or this much quality?
+essm-calibrate (train/calibrate.py) writes it beside the weights as `budget_profile.json`. Quality belongs to the model
+and is there once. Times and memory belong to a device, and several devices stand side by side. The file names the
+checksum of the weights that were measured; a model with other weights refuses it. It answers one question: which
+budget, for this much time or this much quality?
 
-    read_profile("runs/x/model").choose(max_quality_drop=0.02)
-    read_profile("runs/x/model").choose(max_latency_ms=2.5, batch_size=8)
+    choose_budget(model, max_quality_drop=0.02)
+    choose_budget(model, max_latency_ms=2.5, batch_size=8)
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ import os
 import platform
 import reprlib
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
-from ..loading_essm import PROFILE_NAME, write_text
-from .curve import MARK_SYMBOLS, BudgetCurve
-from .fingerprint import Fingerprint
+from .._files import write_text
+from ..loading_essm import PROFILE_NAME, file_beside, weights_checksum
+from .curve import BudgetCurve
 
 logger = logging.get_logger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PHASES = ("prefill", "decode")
+_VERBS = {"prefill": "reads its input", "decode": "decodes a token"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -43,10 +46,11 @@ class Quality(BudgetCurve):
     """A curve with its errors, and what it was measured on.
 
     Attributes:
-        data: for people. samples: blocks or samples measured. length: positions of the longest. date: ISO.
-        dtype: that it ran in.
-        drop_errors: of each value's difference to the full budget's, relative to the latter as `drops` are. All budgets
-            saw the same samples, so these are smaller than `errors`, and the ones that a comparison of budgets needs.
+        data: for people.
+        samples: blocks or samples measured. length: positions of the longest.
+        date: ISO. dtype: that it ran in.
+        drop_errors: standard error of each value's difference to the full budget's, relative to the latter as `drops`
+            are. All budgets saw the same samples, so these are smaller than `errors`, and decide a comparison.
     """
 
     data: str
@@ -56,12 +60,6 @@ class Quality(BudgetCurve):
     dtype: str
     drop_errors: tuple[float, ...]
 
-    def record(self) -> dict[str, Any]:
-        """For JSON."""
-        names = ("metric", "higher_is_better", "data", "samples", "length", "date", "dtype", "budgets", "values")
-        errors = {"standard_errors": self.errors, "drop_errors": self.drop_errors}
-        return {name: getattr(self, name) for name in names} | errors
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -70,7 +68,8 @@ class Measurement:
     Attributes:
         phase: "prefill", a call over the whole prompt (or sample), or "decode", one token for each row after it.
         median_ms, min_ms, max_ms: of a call, over rounds in which the budgets take turns.
-        tokens_per_second: of the whole batch. peak_bytes: needed beside the weights. cache_bytes: held between calls.
+        tokens_per_second: of the whole batch.
+        peak_bytes: needed beside the weights. cache_bytes: held between calls.
     """
 
     phase: str
@@ -108,13 +107,13 @@ class DeviceProfile:
     def phases(self) -> tuple[str, ...]:
         return tuple(phase for phase in PHASES if any(row.phase == phase for row in self.rows))
 
+    def batch_sizes(self, phase: str) -> tuple[int, ...]:
+        return tuple(sorted({row.batch_size for row in self.rows if row.phase == phase}))
+
     def at(self, phase: str, batch_size: int) -> dict[int, Measurement]:
         """By budget, ascending; empty if that was not measured."""
         rows = (row for row in self.rows if (row.phase, row.batch_size) == (phase, batch_size))
         return {row.budget: row for row in sorted(rows, key=lambda row: row.budget)}
-
-    def batch_sizes(self, phase: str) -> tuple[int, ...]:
-        return tuple(sorted({row.batch_size for row in self.rows if row.phase == phase}))
 
 
 @dataclass(frozen=True)
@@ -122,10 +121,13 @@ class BudgetProfile:
     """The contents of budget_profile.json.
 
     Attributes:
-        model: the fingerprint of the model that was measured. devices: by name.
+        weights: checksum of the model that was measured, see `weights_checksum`.
+        capacities: channels of each of its spectral layers.
+        devices: by name.
     """
 
-    model: Fingerprint
+    weights: str
+    capacities: tuple[int, ...]
     quality: Quality
     devices: Mapping[str, DeviceProfile] = field(default_factory=dict)
 
@@ -133,23 +135,19 @@ class BudgetProfile:
         """With that device's measurements in place of older ones; those of other devices stay."""
         return replace(self, devices={**self.devices, entry.device: entry})
 
-    def restricted_to(self, capacity: int) -> BudgetProfile | None:
-        """For the model truncated to `capacity` channels: without larger budgets, or None if nothing is left.
+    def up_to(self, budget: int) -> BudgetProfile:
+        """Without larger budgets; the largest one left then counts as full.
 
-        The largest budget left then counts as full; drop_errors stay those against the model that was measured.
+        `drop_errors` stay those against the model that was measured.
         """
-        quality = self.quality
-        kept = sum(budget <= capacity for budget in quality.budgets)
-        if kept == 0:
-            return None
-        lists = ("budgets", "values", "errors", "drop_errors")
-        cut = replace(quality, **{name: getattr(quality, name)[:kept] for name in lists})
-        devices = {
-            name: replace(entry, rows=tuple(row for row in entry.rows if row.budget <= capacity))
-            for name, entry in self.devices.items()
-        }
-        model = replace(self.model, capacities=tuple(min(held, capacity) for held in self.model.capacities))
-        return BudgetProfile(model, cut, {name: entry for name, entry in devices.items() if entry.rows})
+        kept = bisect_right(self.quality.budgets, budget)
+        lists = ("budgets", "values", "speeds", "errors", "drop_errors")
+        quality = replace(self.quality, **{name: getattr(self.quality, name)[:kept] for name in lists})
+        entries = (
+            replace(entry, rows=tuple(row for row in entry.rows if row.budget <= budget))
+            for entry in self.devices.values()
+        )
+        return replace(self, quality=quality, devices={entry.device: entry for entry in entries if entry.rows})
 
     def presets(self) -> dict[str, int]:
         """Names for config.budget_presets, see curve.py."""
@@ -164,145 +162,150 @@ class BudgetProfile:
         batch_size: int = 1,
         device: str | torch.device | None = None,
     ) -> int:
-        """A measured budget that keeps to the given limits; see `choose_budget` for arguments and errors."""
+        """A measured budget that keeps to the limits; see `choose_budget` for arguments and errors."""
         if max_latency_ms is None and max_quality_drop is None:
             raise ValueError("choose_budget needs max_latency_ms, max_quality_drop or both")
-        if max_quality_drop is not None:
-            _check_limit("max_quality_drop", max_quality_drop, positive=False)
+        for name, value in (("max_latency_ms", max_latency_ms), ("max_quality_drop", max_quality_drop)):
+            if value is not None and (not _is_finite(value) or value < 0):
+                raise ValueError(f"{name} must be a finite number >= 0, got {reprlib.repr(value)}")
+        quality = self.quality
+        good = quality.budgets if max_quality_drop is None else quality.within(max_quality_drop)
         if max_latency_ms is None:
-            return self.quality.within(max_quality_drop or 0.0)[0]
-        _check_limit("max_latency_ms", max_latency_ms, positive=True)
+            return good[0]
 
         entry = self._device(device)
-        phase = self._phase(entry, phase)
+        phase = phase or entry.phases[-1]
+        if phase not in entry.phases:
+            raise ValueError(f"phase must be one of {list(entry.phases)}, measured on {entry.device}, got {phase!r}")
         rows = entry.at(phase, batch_size)
         if not rows:
             sizes = list(entry.batch_sizes(phase))
             raise ValueError(f"batch_size must be one of {sizes}, measured on {entry.device}, got {batch_size!r}")
-        quality = self.quality
-        drops = {K: drop for K, drop in zip(quality.budgets, quality.drops) if K in rows}
-        if not drops:
-            raise ValueError(f"no budget has both a quality (of {list(quality.budgets)}) and a time (of {list(rows)})")
-        times = {K: rows[K].median_ms for K in drops}
-        fast = [K for K in drops if times[K] <= max_latency_ms]
-        what = f"{_VERBS[phase]} within {max_latency_ms:g} ms on {entry.device} at batch size {batch_size}"
+        times = {K: rows[K].median_ms for K in good if K in rows}
+        fast = [K for K in times if times[K] <= max_latency_ms]
         if not fast:
-            K = min(drops, key=lambda K: times[K])
-            raise ValueError(f"no budget {what}; the fastest, K={K}, needs {times[K]:.3g} ms")
-        best = min(fast, key=lambda K: (drops[K], K))
-        if max_quality_drop is None:
-            return best
-        good = [K for K in quality.within(max_quality_drop) if K in drops]
-        both = [K for K in good if K in fast]
-        if not both:
-            needed = "none timed there loses so little"
-            if good:
-                K = min(good, key=lambda K: times[K])
-                needed = f"the fastest, K={K}, needs {times[K]:.3g} ms"
+            which = "no budget" if max_quality_drop is None else f"no budget that loses at most {max_quality_drop:g}"
+            best = "none of them was timed"
+            if times:
+                K = min(times, key=lambda K: times[K])
+                best = f"the fastest, K={K}, needs {times[K]:.3g} ms"
             raise ValueError(
-                f"no budget that loses at most {max_quality_drop:g} of the quality {what}: {needed}; "
-                f"within that time the best is K={best}, which loses {drops[best]:.3g}"
+                f"{which} {_VERBS[phase]} within {max_latency_ms:g} ms on {entry.device} at batch size {batch_size}; "
+                f"{best}"
             )
-        return both[0]
+        if max_quality_drop is not None:
+            return fast[0]
+        drops = dict(zip(quality.budgets, quality.drops))
+        return min(fast, key=lambda K: (drops[K], K))
 
     def _device(self, device: str | torch.device | None) -> DeviceProfile:
+        """The entry of a device by its name, of the one given, or of this machine's first."""
         measured = ", ".join(map(repr, self.devices)) or "none"
+        name = device if isinstance(device, str) else device_name(device)
+        if name in self.devices:
+            return self.devices[name]
         if isinstance(device, str):
-            if device not in self.devices:
-                raise ValueError(f"device must be one of those measured, {measured}, got {device!r}")
-            return self.devices[device]
-        here = device_name(device)
-        if here in self.devices:
-            return self.devices[here]
+            raise ValueError(f"device must be one of those measured, {measured}, got {device!r}")
         if len(self.devices) != 1:
             raise ValueError(
-                f"no times were measured on {here!r}: name another device (measured: {measured}), "
+                f"no times were measured on {name!r}: name another device (measured: {measured}), "
                 "or run essm-calibrate --timing_only here"
             )
         (entry,) = self.devices.values()
-        logger.warning_once(f"budgets are chosen by times measured on {entry.device!r}; this is {here!r}")
+        logger.warning_once(f"budgets are chosen by times measured on {entry.device!r}; this is {name!r}")
         return entry
-
-    @staticmethod
-    def _phase(entry: DeviceProfile, phase: str | None) -> str:
-        if phase is None:
-            return entry.phases[-1]
-        if phase not in entry.phases:
-            raise ValueError(f"phase must be one of {list(entry.phases)}, measured on {entry.device}, got {phase!r}")
-        return phase
 
     def table(self, device: str) -> str:
         """Quality, time and memory at every budget on one device, for people."""
         entry, quality = self.devices[device], self.quality
-        marks = {K: "" for K in quality.budgets}
-        for name, K in quality.marks.items():
-            marks[K] += f"  {MARK_SYMBOLS[name]} {name}"
-        name = "bits/byte" if quality.metric == "bits_per_byte" else quality.metric
         versions = ", ".join(f"{library} {version}" for library, version in entry.versions.items())
         lines = [
             f"{entry.device}, {entry.dtype}, CPU threads: {entry.threads}, {versions}, {entry.date}; "
             f"weights {entry.weight_bytes / 2**20:.1f} MiB",
             f"quality: {quality.data}; {quality.date}",
         ]
-        for phase in entry.phases:
+        for phase, after, per in (("prefill", "of", "ms/call"), ("decode", "after", "ms/token")):
             for size in entry.batch_sizes(phase):
-                after = "after" if phase == "decode" else "of"
-                per = "ms/token" if phase == "decode" else "ms/call"
                 lines += ["", f"{phase}, batch size {size}, {after} {entry.prompt_length} positions"]
                 lines.append(
-                    f"{'K':>4}  {name:>9}  {'drop':>15}  {per:>8}  {'(min-max)':>17}  {'tokens/s':>9}  {'peak MiB':>8}"
-                    f"  {'cache KiB':>9}"
+                    f"{'K':>4}  {quality.column:>9}  {'drop':>15}  {per:>8}  {'(min-max)':>17}  {'tokens/s':>9}"
+                    f"  {'peak MiB':>8}  {'cache KiB':>9}"
                 )
                 rows = entry.at(phase, size)
-                for i, K in enumerate(quality.budgets):
-                    if K not in rows:
-                        continue
+                values = zip(quality.budgets, quality.values, quality.drops, quality.drop_errors)
+                for K, value, drop, error in (line for line in values if line[0] in rows):
                     row = rows[K]
-                    drop = f"{quality.drops[i]:+.1%} ± {quality.drop_errors[i]:.1%}"
-                    spread = f"({row.min_ms:.4g}-{row.max_ms:.4g})"
                     lines.append(
-                        f"{K:>4}  {quality.values[i]:>9.4f}  {drop:>15}  {row.median_ms:>8.4g}  {spread:>17}  "
-                        f"{row.tokens_per_second:>9,.0f}  {row.peak_bytes / 2**20:>8.2f}  "
-                        f"{row.cache_bytes / 2**10:>9.1f}{marks[K]}"
+                        f"{K:>4}  {value:>9.4f}  {f'{drop:+.1%} ± {error:.1%}':>15}  {row.median_ms:>8.4g}  "
+                        f"{f'({row.min_ms:.4g}-{row.max_ms:.4g})':>17}  {row.tokens_per_second:>9,.0f}  "
+                        f"{row.peak_bytes / 2**20:>8.2f}  {row.cache_bytes / 2**10:>9.1f}{quality.marks_at(K)}"
                     )
         return "\n".join(lines)
 
-    def text(self) -> str:
-        """The contents of the file."""
-        devices = {name: asdict(entry) for name, entry in self.devices.items()}
-        for entry in devices.values():
-            del entry["device"]  # it is the key
-        record = {"format_version": FORMAT_VERSION, "model": asdict(self.model), "quality": self.quality.record()}
-        return json.dumps(record | {"devices": devices}, indent=1, allow_nan=False) + "\n"
-
     def save(self, path: str | os.PathLike) -> Path:
         """Write the file, or budget_profile.json in that folder, in one move; returns its path."""
-        path = profile_path(path)
-        write_text(path, self.text())
+        path = _profile_path(path)
+        record = {"format_version": FORMAT_VERSION, **asdict(self)}
+        write_text(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
         return path
 
 
-def profile_path(path: str | os.PathLike) -> Path:
-    """The file itself, or the one that belongs into that folder."""
-    path = Path(path)
-    return path / PROFILE_NAME if path.is_dir() else path
-
-
-_VERBS = {"prefill": "reads its input", "decode": "decodes a token"}
-
-
-def is_finite(value: Any) -> bool:
-    """Whether it is finite, as a float too."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _check_limit(name: str, value: Any, positive: bool) -> None:
-    if not is_finite(value) or value < 0 or (positive and value == 0):
-        raise ValueError(f"{name} must be a finite number {'>' if positive else '>='} 0, got {reprlib.repr(value)}")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# Which device.
+# A model's profile, and its choice.
+
+
+def choose_budget(
+    model: Any,
+    *,
+    profile: BudgetProfile | None = None,
+    max_latency_ms: float | None = None,
+    max_quality_drop: float | None = None,
+    phase: str | None = None,
+    batch_size: int = 1,
+    device: str | torch.device | None = None,
+) -> int:
+    """The budget that keeps to limits of time, quality or both; only budgets that were measured are considered.
+
+    Args:
+        model: an ES-SSM. profile: its own, by default read from where the model was loaded from.
+        max_latency_ms: median time of a call, per decoded token or per prompt. Alone it gives the best budget that
+            keeps to it, the smallest of equals. The times are those of `forward`; `generate` adds its own to a token.
+        max_quality_drop: relative to the full budget, 0.02 is 2%. It gives the smallest budget that keeps to it, and
+            with both limits the smallest that keeps to both.
+        phase: "decode" or "prefill"; by default decode, where it was measured.
+        batch_size: one that was measured.
+        device: name of one that was measured, by default the model's. If only one was measured, that one is taken, with
+            a warning.
+    Returns:
+        K, for `spectral_budget`.
+    Raises:
+        ValueError: no profile, a bad argument, or limits that no budget keeps to: the error names the fastest.
+    """
+    profile = budget_profile(model) if profile is None else profile
+    if profile is None:
+        raise ValueError(
+            f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
+            "write it with essm-calibrate (train/calibrate.py)"
+        )
+    return profile.choose(
+        max_latency_ms=max_latency_ms,
+        max_quality_drop=max_quality_drop,
+        phase=phase,
+        batch_size=batch_size,
+        device=model.device if device is None else device,
+    )
+
+
+def budget_profile(model: Any) -> BudgetProfile | None:
+    """Quality, speed and memory of a model at every budget, as essm-calibrate measured them; None without a file.
+
+    The file lies beside the weights that the model was loaded from, in a folder or a Hub repository.
+
+    Raises:
+        ValueError: as `read_profile`.
+    """
+    path = file_beside(model, PROFILE_NAME)
+    return None if path is None else read_profile(path, model)
 
 
 def device_name(device: torch.device | None = None) -> str:
@@ -325,3 +328,123 @@ def device_name(device: torch.device | None = None) -> str:
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{cpu}, {cores} cores"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file: every field is checked before anything is believed.
+
+
+def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
+    """Read and check a profile.
+
+    Args:
+        path: the file, or the folder that holds budget_profile.json.
+        model: the ES-SSM that it must belong to. Budgets that it does not run as they were measured are left out:
+            those above its capacity, or where a layer now has fewer channels.
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: not JSON, another format, a field that is missing or out of range, or another model's profile.
+    """
+    path = _profile_path(path)
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {path}: write it with essm-calibrate (train/calibrate.py)") from None
+    except (OSError, ValueError, RecursionError) as error:  # damaged JSON or UTF-8
+        raise ValueError(f"{path} cannot be read: {error}; run essm-calibrate again, or fetch it again") from error
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path}: format_version must be {FORMAT_VERSION}, got {reprlib.repr(version)}; "
+            "delete the file and run essm-calibrate again"
+        )
+    try:
+        quality = _read(Quality, record.get("quality"), "quality")
+        entries = record.get("devices")
+        _require(isinstance(entries, dict), "devices", "a JSON object", entries)
+        devices = {name: _read_device(entry, f"devices[{name!r}]") for name, entry in entries.items()}
+        profile = _read(BudgetProfile, record, "the file", quality=quality, devices=devices)
+        most = max(profile.capacities, default=0)
+        _require(quality.budgets[-1] <= most, "quality.budgets", f"at most {most}, the capacity", quality.budgets)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if model is None:
+        return profile
+    if profile.weights != weights_checksum(model):
+        raise ValueError(
+            f"{path} was measured on another model, whose weights differ: delete it, or measure this model with "
+            "essm-calibrate (train/calibrate.py)"
+        )
+    # A budget is the same if every layer runs as many channels as it did: K, or all that it had.
+    layers = list(zip(profile.capacities, model.config.capacities))
+    same = [K for K in quality.budgets if all(min(K, a) == min(K, b) for a, b in layers)]
+    if not same:
+        raise ValueError(f"{path}: this model runs none of its budgets {list(quality.budgets)} as they were measured")
+    return profile.up_to(max(same))
+
+
+def _read_device(record: Any, where: str) -> DeviceProfile:
+    rows: Any = record.get("rows") if isinstance(record, dict) else None
+    _require(isinstance(rows, list) and rows, f"{where}.rows", "a list of at least one object", rows)
+    read = tuple(_read(Measurement, row, f"{where}.rows[{i}]") for i, row in enumerate(rows))
+    for i, row in enumerate(read):
+        _require(row.phase in PHASES, f"{where}.rows[{i}].phase", f"one of {list(PHASES)}", row.phase)
+    return _read(DeviceProfile, record, where, rows=read)
+
+
+def _read(cls: Any, record: Any, where: str, **already_read: Any) -> Any:
+    """An instance of a dataclass from a JSON object, each field checked by its annotation."""
+    _require(isinstance(record, dict), where, "a JSON object", record)
+    values = already_read
+    for name, kind in ((each.name, each.type) for each in fields(cls) if each.name not in already_read):
+        legal, fits = _KINDS[kind]
+        value = record.get(name)
+        _require(fits(value), f"{where}.{name}", legal, value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    if cls is Quality:
+        budgets = values["budgets"]
+        _require(budgets and sorted({*budgets}) == [*budgets], "quality.budgets", "ascending, at least one", budgets)
+        for name in ("values", "errors", "drop_errors"):
+            _require(len(values[name]) == len(budgets), f"quality.{name}", f"{len(budgets)} numbers", values[name])
+    return cls(**values)
+
+
+def _require(good: Any, where: str, legal: str, got: Any) -> None:
+    if not good:
+        raise ValueError(f"{where} must be {legal}, got {reprlib.repr(got)}")
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether it is a finite number, as a float too."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+# annotation of a field: (what is legal, whether a value is)
+_KINDS: dict[Any, tuple[str, Any]] = {
+    "str": ("text", lambda value: isinstance(value, str)),
+    "bool": ("true or false", lambda value: isinstance(value, bool)),
+    "int": ("an integer >= 0", _is_count),
+    "float": ("a finite number >= 0", lambda value: _is_finite(value) and value >= 0),
+    "tuple[int, ...]": (
+        "a list of integers >= 1",
+        lambda value: isinstance(value, list) and all(_is_count(x) and x for x in value),
+    ),
+    "tuple[float, ...]": (
+        "a list of finite numbers",
+        lambda value: isinstance(value, list) and all(map(_is_finite, value)),
+    ),
+    "Mapping[str, str]": (
+        "an object of texts",
+        lambda value: isinstance(value, dict) and all(isinstance(x, str) for x in value.values()),
+    ),
+}
+
+
+def _profile_path(path: str | os.PathLike) -> Path:
+    """The file itself, or the one that belongs into that folder."""
+    path = Path(path)
+    return path / PROFILE_NAME if path.is_dir() else path

@@ -47,10 +47,8 @@ from essm_train.measure.timing import pick_device, threads
 from essm_train.models import TRUST_HELP, is_causal, is_pairs, load_model, read_saved_config
 from essm_train.tasks.catalog import get_task
 from modeling_essm import ESSMConfig
-from modeling_essm.budgets.fingerprint import fingerprint
-from modeling_essm.budgets.profile import BudgetProfile
-from modeling_essm.budgets.profile_file import read_profile
-from modeling_essm.loading_essm import PROFILE_NAME
+from modeling_essm.budgets import BudgetProfile, read_profile
+from modeling_essm.loading_essm import PROFILE_NAME, weights_checksum
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -222,11 +220,13 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     check_writable(folder)
     device = pick_device(args.device)
     load = AutoModelForCausalLM if is_causal(config) else AutoModelForSequenceClassification
-    dtype: Any = DTYPES.get(args.dtype, "auto")
-    model = load_model(load, folder, trust_remote_code=args.trust_remote_code, dtype=dtype).to(device).eval()
+    model = load_model(load, folder, trust_remote_code=args.trust_remote_code, dtype="auto").to(device).eval()
     present = None
     if args.timing_only or (folder / PROFILE_NAME).exists():
         present = read_profile(folder, model)
+    weights = weights_checksum(model)
+    assert weights is not None  # nothing is offloaded
+    model = model.to(DTYPES.get(args.dtype, model.dtype))
     known = present.quality.budgets if args.timing_only and present is not None else None
     budgets = choose_budgets(args.budgets, config["num_spectral_channels"], known)
     held_out = None if args.timing_only else open_held_out(args, config)
@@ -237,7 +237,8 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
             profile = present
         else:
             quality = measure_quality(model, held_out, budgets)
-            profile = BudgetProfile(fingerprint(model), quality, present.devices if present else {})
+            capacities = tuple(model.config.capacities)
+            profile = BudgetProfile(weights, capacities, quality, present.devices if present else {})
         length = args.prompt_length or profile.quality.length
         entry = measure_device(model, budgets, args.batch_sizes, min(length, longest), args.decode_tokens, args.rounds)
     profile = profile.merge(entry)

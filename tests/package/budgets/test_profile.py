@@ -1,0 +1,345 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""The budget profile: what it chooses, its file, and the model that it belongs to."""
+
+import copy
+import json
+import math
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import VARIANTS, captured_warnings, random_model, truncate
+from huggingface_hub import constants
+from profiles import BUDGETS, HERE, THERE, as_here, device, of, profile, quality, trained_further
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from modeling_essm import ESSMForCausalLM
+from modeling_essm.budgets import budget_profile, choose_budget, read_profile
+from modeling_essm.budgets import profile as profile_module
+from modeling_essm.budgets.profile import device_name
+from modeling_essm.loading_essm import PROFILE_NAME, weights_checksum
+
+
+@pytest.fixture(autouse=True)
+def named_machine(monkeypatch):
+    """The tests run HERE."""
+    as_here(monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice.
+
+
+@pytest.mark.parametrize(
+    "limits, budget",
+    [
+        ({"max_quality_drop": 0}, 32),
+        ({"max_quality_drop": 0.05}, 4),  # exactly 5%
+        ({"max_quality_drop": 0.0499}, 8),
+        ({"max_latency_ms": 5.0}, 32),
+        ({"max_latency_ms": 4.99}, 16),
+        ({"max_latency_ms": 5.0, "batch_size": 4}, 8),
+        ({"max_latency_ms": 12, "phase": "prefill"}, 8),
+        ({"max_latency_ms": 3.0, "max_quality_drop": 0.05}, 4),  # the smallest of 4, 8 and 16
+        ({"max_latency_ms": 2.0, "max_quality_drop": 0.02}, 8),  # the only one
+    ],
+    ids=str,
+)
+def test_the_budget_that_keeps_to_the_limits(limits, budget):
+    assert profile().choose(**limits) == budget
+
+
+def test_time_buys_quality_and_not_size():
+    """Budgets of equal or better quality win although there is time for larger ones."""
+    assert profile((2.4, 1.9, 2.03, 2.01, 2.0)).choose(max_latency_ms=100.0) == 4
+    assert profile((2.4, 2.0, 2.0, 2.0, 2.0)).choose(max_latency_ms=100.0) == 4
+    accuracy = profile((0.5, 0.85, 0.88, 0.95, 0.9), higher=True)
+    assert accuracy.choose(max_quality_drop=0.05) == 8
+    assert accuracy.choose(max_quality_drop=0.0) == accuracy.choose(max_latency_ms=9.0) == 16
+
+
+@pytest.mark.parametrize(
+    "limits, message",
+    [
+        ({}, "needs max_latency_ms, max_quality_drop or both"),
+        ({"max_latency_ms": 0.5}, "decodes a token within 0.5 ms on this machine at batch size 1; .* K=2, needs 1 ms"),
+        ({"max_latency_ms": 1, "phase": "prefill"}, "no budget reads its input within 1 ms .* K=2, needs 10 ms"),
+        ({"max_latency_ms": 1.9, "max_quality_drop": 0.02}, "loses at most 0.02 decodes .* 1.9 ms .* K=8, needs 2 ms"),
+        ({"max_latency_ms": 10**400}, "max_latency_ms must be a finite number >= 0, got 1000"),
+        ({"max_latency_ms": "2"}, "max_latency_ms must be a finite number >= 0, got '2'"),
+        ({"max_latency_ms": True}, "max_latency_ms must be a finite number >= 0, got True"),
+        ({"max_quality_drop": -0.1}, "max_quality_drop must be a finite number >= 0, got -0.1"),
+        ({"max_quality_drop": math.nan}, "max_quality_drop must be a finite number >= 0, got nan"),
+        ({"max_latency_ms": 2, "batch_size": 3}, r"batch_size must be one of \[1, 4\], measured on .*, got 3"),
+        ({"max_latency_ms": 2, "phase": "train"}, r"phase must be one of \['prefill', 'decode'\].*got 'train'"),
+        ({"max_latency_ms": 2, "device": "moon"}, "device must be one of those measured, 'this machine', got 'moon'"),
+    ],
+    ids=str,
+)
+def test_limits_that_cannot_be_kept(limits, message):
+    with pytest.raises(ValueError, match=message):
+        profile().choose(**limits)
+
+
+def test_which_device(monkeypatch):
+    slow, fast = device(THERE, (10.0, 15.0, 20.0, 30.0, 50.0)), device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0))
+    both = profile(**{THERE: slow, HERE: fast})
+    assert both.choose(max_latency_ms=20, device=THERE) == 8
+    said: list[str] = []
+    monkeypatch.setattr(profile_module.logger, "warning_once", said.append)
+    assert both.choose(max_latency_ms=20) == 32 and not said
+    assert profile(**{THERE: slow}).choose(max_latency_ms=20) == 8  # the only one
+    assert said == ["budgets are chosen by times measured on 'another machine'; this is 'this machine'"]
+    monkeypatch.setattr(profile_module, "device_name", lambda device=None: f"a {device or 'third'}")
+    with pytest.raises(ValueError, match=r"no times were measured on 'a third'.*'another machine', 'this machine'"):
+        both.choose(max_latency_ms=20)
+    with pytest.raises(ValueError, match="no times were measured on 'a cpu'"):  # where the model is
+        choose_budget(random_model(), profile=both, max_latency_ms=20)
+    assert both.choose(max_quality_drop=0.02) == 8  # needs no device
+    with pytest.raises(ValueError, match=r"\(measured: none\)"):
+        replace(both, devices={}).choose(max_latency_ms=20)
+
+
+def test_a_classifier_is_chosen_by_prefill():
+    found = profile(**{HERE: device(HERE)})
+    assert found.choose(max_latency_ms=12.5) == 8
+    with pytest.raises(ValueError, match=r"phase must be one of \['prefill'\].*got 'decode'"):
+        found.choose(max_latency_ms=12.5, phase="decode")
+
+
+def test_only_budgets_with_both_figures_count():
+    found = profile(**{HERE: device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0))})
+    assert replace(found, quality=quality((2.4, 2.0), budgets=(2, 32))).choose(max_latency_ms=3.5) == 2
+    with pytest.raises(ValueError, match="none of them was timed"):
+        replace(found, quality=quality((2.0,), budgets=(3,))).choose(max_latency_ms=3.5)
+
+
+def test_a_device_is_named_by_its_parts(monkeypatch):
+    monkeypatch.undo()
+    name = device_name(torch.device("cpu"))
+    assert name.endswith(" cores") and len(name.split(", ")[0]) > 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
+    assert device_name() == device_name(torch.device("cuda")) == "GPU cuda"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The file.
+
+
+def test_devices_stand_side_by_side(tmp_path):
+    one = profile(**{HERE: device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0))})
+    path = one.save(tmp_path)
+    assert path == tmp_path / PROFILE_NAME and read_profile(tmp_path) == read_profile(path) == one
+    both = one.merge(device(THERE, (10.0, 15.0, 20.0, 30.0, 50.0)))
+    both.save(path)
+    assert read_profile(path) == both and list(both.devices) == [HERE, THERE]
+    again = read_profile(path).merge(device(HERE, (2.0, 2.5, 3.0, 4.0, 6.0)))
+    again.save(path)
+    assert read_profile(path).devices[THERE] == both.devices[THERE]
+    assert read_profile(path).choose(max_latency_ms=5.0) == 16  # and not 32 as before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+ROW = ("devices", HERE, "rows", 0)
+
+
+@pytest.mark.parametrize(
+    "keys, value, message",
+    [
+        (("format_version",), 1, "format_version must be 2, got 1; delete the file"),
+        (("weights",), None, "weights must be text, got None"),
+        (("capacities",), [32, 0], r"capacities must be a list of integers >= 1, got \[32, 0\]"),
+        (("quality",), None, "quality must be a JSON object, got None"),
+        (("quality", "higher_is_better"), 1, "quality.higher_is_better must be true or false, got 1"),
+        (("quality", "budgets"), [4, 2], r"quality.budgets must be ascending, at least one, got \(4, 2\)"),
+        (("quality", "budgets"), [2, 4, 8, 16, 33], "quality.budgets must be at most 32, the capacity, got .*33"),
+        (("quality", "values"), [1.0] * 4, r"quality.values must be 5 numbers, got \(1.0"),
+        (("quality", "values"), [1.0, 1.0, 1.0, 1.0, math.nan], "quality.values must be a list of finite numbers, got"),
+        (("devices",), [], r"devices must be a JSON object, got \[\]"),
+        (("devices", HERE, "rows"), [], r"devices\['this machine'\].rows must be a list of at least one object, got"),
+        (("devices", HERE, "threads"), 1.5, r"devices\['this machine'\].threads must be an integer >= 0, got 1.5"),
+        (("devices", HERE, "versions"), {"torch": 2}, r"\['this machine'\].versions must be an object of texts, got"),
+        ((*ROW, "phase"), "train", r"rows\[0\].phase must be one of \['prefill', 'decode'\], got 'train'"),
+        ((*ROW, "max_ms"), 10**400, r"rows\[0\].max_ms must be a finite number >= 0, got 1000"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, tuple) else "",
+)
+def test_a_damaged_field(tmp_path, keys, value, message):
+    path = profile().save(tmp_path)
+    record = inner = json.loads(path.read_text())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=message) as error:
+        read_profile(tmp_path)
+    assert str(error.value).startswith(str(path))
+
+
+DAMAGED = {
+    "empty": b"",
+    "binary": b"\xff\xfe",
+    "list": b"[1]",
+    "nested": b"[" * 100_000 + b"]" * 100_000,
+    "digits": b'{"format_version": 1' + b"0" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tmp_path, content):
+    random_model().save_pretrained(tmp_path / "model")
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / PROFILE_NAME
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=PROFILE_NAME) as error:
+        choose_budget(loaded, max_quality_drop=0.1)
+    assert path.read_bytes() == content and len(str(error.value)) < len(str(path)) + 300
+    with captured_warnings() as messages:
+        loaded.save_pretrained(tmp_path / "again")
+    assert len(messages) == 1 and messages[0].startswith(f"no budget profile is saved: {path}")
+    assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / PROFILE_NAME).exists()
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no .*budget_profile.json: write it with essm-calibrate"):
+        read_profile(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Its model.
+
+
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_casts_and_truncations_leave_a_model_what_it_is(block):
+    model = random_model(seed=3, **VARIANTS[block])
+    weights = weights_checksum(model)
+    for change in (torch.nn.Module.bfloat16, torch.nn.Module.double, lambda m: m.truncate(5), lambda m: truncate(m, 5)):
+        assert weights_checksum(change(copy.deepcopy(model))) == weights
+    assert weights_checksum(copy.deepcopy(model).to("meta")) is None
+
+
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_every_weight_counts(block, tmp_path):
+    """A small change of any tensor, in channels of the first one, makes another model."""
+    model = random_model(seed=3, num_hidden_layers=1, **VARIANTS[block])
+    of(model).save(tmp_path)
+    found = {weights_checksum(model)}
+    for parameter in model.parameters():
+        with torch.no_grad():
+            parameter[0].mul_(1.02).add_(1e-3)
+        found.add(weights_checksum(model))
+        with pytest.raises(ValueError, match="was measured on another model"):
+            read_profile(tmp_path, model)
+    assert len(found) == len(list(model.parameters())) + 1
+
+
+def test_a_truncated_model_has_no_larger_budgets(tmp_path):
+    model = random_model(seed=3)
+    of(model).save(tmp_path)
+    found = read_profile(tmp_path, truncate(model, 9))
+    assert found.quality.budgets == (2, 4, 8) and found.quality.values == (2.4, 2.1, 2.03)
+    assert len(found.quality.drop_errors) == len(found.quality.errors) == 3
+    assert {row.budget for row in found.devices[HERE].rows} == {2, 4, 8} and len(found.devices[HERE].rows) == 12
+    assert found.choose(max_latency_ms=100.0) == found.presets()["full"] == 8
+    with pytest.raises(ValueError, match=r"this model runs none of its budgets \[2, 4, 8, 16, 32\]"):
+        read_profile(tmp_path, truncate(model, 1))
+    small = profile(**{HERE: device(HERE), THERE: replace(device(THERE), rows=device(THERE).rows[3:])}).up_to(8)
+    assert list(small.devices) == [HERE]  # nothing is left of the other
+
+
+@pytest.mark.parametrize(
+    ("measured", "now", "budgets"),
+    [((32, 32), (4, 16), (2, 4)), ((4, 16), (4, 16), (2, 4, 8, 16)), ((4, 16), (4, 8), (2, 4, 8))],
+)
+def test_a_budget_counts_where_every_layer_runs_what_it_ran(measured, now, budgets, tmp_path):
+    model = random_model(seed=3).truncate(list(measured))
+    of(model).up_to(max(measured)).save(tmp_path)
+    assert read_profile(tmp_path, model.truncate(list(now))).quality.budgets == budgets
+
+
+LOADS = {
+    "class": ESSMForCausalLM.from_pretrained,
+    "auto": AutoModelForCausalLM.from_pretrained,
+    "prefix": lambda source: ESSMForCausalLM.from_pretrained(source, spectral_capacity=32),
+    "config": lambda source: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_local_model_finds_its_profile_and_never_asks_the_hub(load, tmp_path, monkeypatch):
+    """Loaded by a relative name that a repository could have; then the working directory changes, the folder moves."""
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(args)
+        raise RuntimeError("the network was used")
+
+    for name in ("getaddrinfo", "create_connection"):
+        monkeypatch.setattr(socket, name, refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    model = random_model(seed=3)
+    model.save_pretrained("org/name")
+    of(model).save("org/name")
+    near, far = load("org/name"), load("org/name")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    if load is LOADS["config"]:  # which has its weights from nowhere
+        assert budget_profile(near) is None
+    else:
+        assert budget_profile(near) == of(model) and choose_budget(near, max_quality_drop=0.02) == 8
+    Path("../org/name").rename("moved")
+    assert budget_profile(far) is None
+    with pytest.raises(ValueError, match=r"choose_budget needs budget_profile.json beside the model"):
+        choose_budget(far, max_quality_drop=0.02)
+    far.save_pretrained("saved")
+    assert not asked and not Path("saved/budget_profile.json").exists()
+
+
+def test_the_profile_of_a_repository(tmp_path, monkeypatch):
+    model, other = random_model(seed=3), random_model(seed=4)
+    repository = tmp_path / "cache" / "models--org--name"
+    shas = {model: "0123456789abcdef0123456789abcdef01234567", other: "76543210fedcba9876543210fedcba9876543210"}
+    for each, sha in shas.items():
+        each.save_pretrained(repository / "snapshots" / sha)
+        of(each).save(repository / "snapshots" / sha)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(shas[other])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    where = {"cache_dir": str(tmp_path / "cache")}
+    loaded = AutoModelForCausalLM.from_pretrained("org/name", revision=shas[model], **where)
+    assert budget_profile(loaded) == of(model)
+    assert budget_profile(AutoModelForCausalLM.from_pretrained("org/name", **where)) == of(other)
+    (repository / "snapshots" / shas[model] / "budget_profile.json").unlink()
+    assert budget_profile(loaded) is None
+
+
+def test_a_saved_model_takes_its_profile_along(tmp_path):
+    model = random_model(budget_presets={"sweet-spot": 8, "full": 32})
+    model.save_pretrained(tmp_path / "large")
+    of(model).save(tmp_path / "large")
+    whole = ESSMForCausalLM.from_pretrained(tmp_path / "large")
+    whole.save_pretrained(tmp_path / "copy")
+    assert read_profile(tmp_path / "copy", whole) == of(model) == budget_profile(whole)
+    assert budget_profile(whole).quality.budgets == BUDGETS
+    read = ESSMForCausalLM.from_pretrained(tmp_path / "large", spectral_capacity=8, dtype=torch.bfloat16)
+    for i, small in enumerate((read, whole.truncate(8))):
+        small.save_pretrained(tmp_path / str(i))
+        again = ESSMForCausalLM.from_pretrained(tmp_path / str(i))
+        assert budget_profile(again).quality.budgets == (2, 4, 8)
+        assert choose_budget(again, max_quality_drop=0.0) == 8  # the full budget, now
+        assert again(torch.tensor([[1, 2]]), spectral_budget="sweet-spot").spectral_budget == (8, 8)
+
+
+def test_a_model_trained_on_leaves_the_old_profile_behind(tmp_path):
+    model = random_model()
+    model.save_pretrained(tmp_path / "old")
+    of(model).save(tmp_path / "old")
+    trained = trained_further(ESSMForCausalLM.from_pretrained(tmp_path / "old"))
+    trained.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new" / PROFILE_NAME).exists()
+    with pytest.raises(ValueError, match="was measured on another model"):
+        choose_budget(trained, max_quality_drop=0.02)
