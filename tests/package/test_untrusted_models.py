@@ -70,7 +70,6 @@ SCRIPTS = {
     "export": ["--model", "MODEL", "--output_dir", "OUT", "--format", "torch"],
     "evaluate_model": ["--models", "MODEL", "--task", "words", "--output_dir", "OUT"],
     "benchmarks.speculative": ["--model", "MODEL", "--quick", "--out", "OUT.json"],
-    "benchmarks.budget_allocation": ["--models", "MODEL", *TEXT, "--calibration_files", "MORE", "--quick"],
     "benchmarks.length_extrapolation": ["--models", "a=MODEL", *TEXT, "--training_length", "64"],
 }
 
