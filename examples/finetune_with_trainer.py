@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Budget dropout in transformers' own Trainer, by one callback (which TRL's SFTTrainer takes too), here in a few steps.
+"""Budget dropout in transformers' own Trainer, by one callback; TRL's SFTTrainer takes the same one.
 
     python examples/finetune_with_trainer.py [runs/train_clm/model] [steps]
 
@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
+from modeling_essm.training import BudgetDropoutCallback, budget_schedule
 
 torch.manual_seed(0)
 if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
@@ -23,14 +23,11 @@ if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
 else:
     model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2, filter_length=512))
 steps = int(sys.argv[-1]) if sys.argv[-1].isdigit() else 60
+capacity = model.config.num_spectral_channels
 
 text = Path(__file__).read_bytes()  # any bytes are text: this file, in blocks of 128
 blocks = [list(text[i : i + 128]) for i in range(0, len(text) - 128, 32)]
-data = Dataset.from_dict({"input_ids": blocks, "labels": blocks})
-batch = torch.tensor(blocks)
-
-
-capacity = model.config.num_spectral_channels
+data, batch = Dataset.from_dict({"input_ids": blocks, "labels": blocks}), torch.tensor(blocks)
 
 
 @torch.no_grad()
@@ -41,14 +38,10 @@ def losses() -> str:
 
 before = losses()
 with tempfile.TemporaryDirectory() as folder:
-    settings = {
-        "learning_rate": 5e-3,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "save_strategy": "no",
-    }
-    arguments = TrainingArguments(folder, max_steps=steps, per_device_train_batch_size=8, **settings)
+    quiet = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    arguments = TrainingArguments(
+        folder, max_steps=steps, per_device_train_batch_size=8, learning_rate=5e-3, use_cpu=True, **quiet
+    )
     dropout = BudgetDropoutCallback(budget_schedule("discrete", capacity, seed=0))
     Trainer(model, arguments, train_dataset=data, callbacks=[dropout]).train()
 print(f"before: {before}\nafter:  {losses()}")
