@@ -14,25 +14,29 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 ROOT = Path(__file__).parents[1]
 CAPACITY = 32
 BUDGETS = (1, 2, 5, 8, 17, 32)
-# Both blocks, and what can be varied in them; of the gated one with blocks of M_k below a head's width, and diagonal.
+# What differs in code: both blocks, no gate, and attention layers between spectral ones.
 VARIANTS = {
     "paper": {},
     "no-gate": {"gating": "none"},
+    "gated": {"block": "gated", "inner_size": 24, "conv_kernel_size": 3, "intermediate_size": 24},
+}
+HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "sliding_window": 5,
+}
+variants = pytest.mark.parametrize("variant", [*VARIANTS.values(), HYBRID], ids=[*VARIANTS, "hybrid"])
+blocks = pytest.mark.parametrize("block", [VARIANTS["paper"], VARIANTS["gated"]], ids=["paper", "gated"])
+# The layers of earlier tests; gone with what they test.
+VARIANTS |= {
     "ar": {"ar_order": 2},
     "ar-shift": {"ar_order": 2, "ar_feature_shift": 2},
     "ar-released": {"ar_order": 2, "ar_feature_shift": 2, "ar_negative_filters": False, "gating": "none"},
-    "gated": {"block": "gated", "inner_size": 16, "mixing_size": 2, "intermediate_size": 24},
     "gated-diagonal": {"block": "gated", "mixing_size": 1, "inner_size": 24, "conv_kernel_size": 3},
 }
-variants = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-# For what takes seconds each: one of either block always, the others among the slow tests.
-mostly_slow_variants = pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(fields, id=name, marks=() if name in ("ar-shift", "gated") else pytest.mark.slow)
-        for name, fields in VARIANTS.items()
-    ],
-)
 
 
 def tiny_config(cls=ESSMConfig, **fields) -> ESSMConfig:
@@ -45,7 +49,7 @@ def tiny_config(cls=ESSMConfig, **fields) -> ESSMConfig:
 def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     """Move every parameter away from its initial value, so that no zero, one or constant hides a mistake.
 
-    channel_mixing gets a standard deviation of 0.05, or with heads 0.2: large enough for every channel to show in the
+    channel_mixing gets a standard deviation of 0.05, or 0.2 with heads: large enough for every channel to show in the
     logits. AR-STU's output_mixing gets 0.02, which keeps its feedback stable.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -6,34 +6,19 @@ import shutil
 
 import pytest
 import torch
-from helpers import (
-    assert_close,
-    mostly_slow_variants,
-    pad,
-    random_ids,
-    random_masks,
-    random_model,
-    variants,
-)
+from helpers import HYBRID, VARIANTS, assert_close, blocks, pad, random_ids, random_masks, random_model
+from safetensors import safe_open
 
-from modeling_essm import (
-    ESSMCache,
-    ESSMConfig,
-    ESSMForCausalLM,
-    ESSMForPairClassification,
-    ESSMForSequenceClassification,
-    ESSMModel,
-)
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 
 # --- torch.compile and torch.export
 
 
-@mostly_slow_variants
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.sampled(1)
-def test_compiled_forward_and_training_equal_eager(variant, backend):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@blocks
+def test_compiled_forward_and_training_equal_eager(block, backend):
     torch._dynamo.reset()
-    model, ids = random_model(**variant), random_ids(2, 37)
+    model, ids = random_model(**block), random_ids(2, 37)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         for K in (32, 4):
@@ -48,9 +33,10 @@ def test_compiled_forward_and_training_equal_eager(variant, backend):
         assert_close(parameter.grad, expected[name])
 
 
-def test_compiled_forward_with_cache_mask_and_layer_budgets():
+@pytest.mark.parametrize("fields", [{}, HYBRID], ids=["paper", "hybrid"])
+def test_compiled_forward_with_cache_mask_and_layer_budgets(fields):
     torch._dynamo.reset()
-    model, ids = random_model(), random_ids(2, 21)
+    model, ids = random_model(**fields), random_ids(2, 21)
     padded, mask = pad(ids, [21, 13], "left")
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.no_grad():
@@ -59,6 +45,8 @@ def test_compiled_forward_with_cache_mask_and_layer_budgets():
         holes = random_masks(4, 21, torch.Generator().manual_seed(2))[:2]
         actual = compiled(padded, use_cache=False, attention_mask=holes).logits
         assert_close(actual, model(padded, attention_mask=holes).logits)
+        if fields:
+            return  # keys grow: no graph of a cached call serves the next
         cache, expected = ESSMCache(model.config), ESSMCache(model.config)
         for a, b in ((0, 12), (12, 20), (20, 21)):
             actual = compiled(ids[:, a:b], past_key_values=cache).logits
@@ -75,21 +63,18 @@ def test_inductor_equals_eager():
         assert_close(actual, model(ids, spectral_budget=6).logits)
 
 
-@variants
-@pytest.mark.sampled(2)
-def test_export_with_fixed_shape(variant):
-    model, ids = random_model(**variant), random_ids(2, 21)
+@blocks
+def test_export_with_fixed_shape(block):
+    model, ids = random_model(**block), random_ids(2, 21)
     program = torch.export.export(model, (), {"input_ids": ids, "use_cache": False, "spectral_budget": 6})
     with torch.no_grad():
         actual = program.module()(input_ids=ids, use_cache=False, spectral_budget=6).logits
         assert_close(actual, model(ids, spectral_budget=6).logits)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["unmasked", "masked"])
-@mostly_slow_variants
-@pytest.mark.sampled(1)
-def test_export_with_any_batch_and_length(masked, variant):
-    model, ids = random_model(**variant), random_ids(2, 21)
+@pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unmasked", "masked"])
+def test_export_with_any_batch_and_length(masked):
+    model, ids = random_model(**VARIANTS["gated"]), random_ids(2, 21)
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=512)
     shape = {0: batch, 1: length}
     inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": shape, "use_cache": None}
@@ -103,10 +88,10 @@ def test_export_with_any_batch_and_length(masked, variant):
             actual = program.module()(input_ids=ids, use_cache=False, **mask).logits
             expected = model(ids, **mask).logits
             real = slice(L // 3, None) if masked else slice(None)
-            assert_close(actual[:, real], expected[:, real])
+            assert_close(actual[:, real], expected[:, real], atol=1e-4)  # fp32 states of 200 steps, all channels
 
 
-@pytest.mark.parametrize("algorithm", ["fft", "step", "naive"])
+@pytest.mark.parametrize("algorithm", ["fft", "step"])
 def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
     model, ids = random_model(spectral_algorithm=algorithm), random_ids(2, 21)
     shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=512)}, "use_cache": None}
@@ -117,28 +102,15 @@ def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
 # --- Saving and loading
 
 
-def _saved(tmp_path, **fields):
-    model = random_model(**fields)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_embeddings_are_saved_and_shared_as_they_are(tied, tmp_path):
+    model = random_model(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path)
-    return model
-
-
-def test_tied_embeddings_are_saved_once_and_shared_after_loading(tmp_path):
-    from safetensors import safe_open
-
-    model = _saved(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         names = set(file.keys())
-    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert "model.embed_tokens.weight" in names and ("lm_head.weight" in names) != tied
     loaded = ESSMForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
-    assert torch.equal(loaded(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
-
-
-def test_untied_embeddings_are_two_tensors(tmp_path):
-    model = _saved(tmp_path, tie_word_embeddings=False)
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path)
-    assert loaded.lm_head.weight.data_ptr() != loaded.model.embed_tokens.weight.data_ptr()
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
     assert torch.equal(loaded(random_ids(1, 9)).logits, model(random_ids(1, 9)).logits)
 
@@ -158,32 +130,11 @@ def test_resize_token_embeddings(tied, tmp_path):
     assert torch.equal(ESSMForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("device_map", [{"": "cpu"}, "auto", "cpu"], ids=["dict", "auto", "cpu"])
-def test_device_map(device_map, tmp_path):
-    model, ids = _saved(tmp_path), random_ids(2, 20)
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path, device_map=device_map)
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_layers_offloaded_to_disk(tmp_path):
-    model, ids = _saved(tmp_path / "model"), random_ids(2, 20)
-    device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    loaded = ESSMForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
-    )
-    assert loaded.model.layers[1].mixer.channel_mixing.is_meta
-    with torch.no_grad():
-        assert_close(loaded(ids, spectral_budget=5).logits, model(ids, spectral_budget=5).logits, atol=1e-6)
-        generate = {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
-        assert torch.equal(loaded.generate(ids, **generate), model.generate(ids, **generate))
-
-
 @pytest.mark.parametrize("convert", ["to", "load"])
 def test_bf16_by_conversion_and_by_loading_agree(convert, tmp_path):
     """The basis is fp64 whatever happens to the parameters: nothing of it may be rounded twice."""
-    model, ids = _saved(tmp_path), random_ids(2, 40)
+    model, ids = random_model(), random_ids(2, 40)
+    model.save_pretrained(tmp_path)
     if convert == "to":
         half = copy.deepcopy(model).to(torch.bfloat16)
     else:
@@ -198,7 +149,8 @@ def test_bf16_by_conversion_and_by_loading_agree(convert, tmp_path):
 
 
 def test_default_budget_survives_saving(tmp_path):
-    model, ids = _saved(tmp_path), random_ids(2, 20)
+    model, ids = random_model(), random_ids(2, 20)
+    model.save_pretrained(tmp_path)
     loaded = ESSMForCausalLM.from_pretrained(tmp_path, spectral_budget=6)
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids, spectral_budget=6).logits)
@@ -207,7 +159,7 @@ def test_default_budget_survives_saving(tmp_path):
     assert ESSMConfig.from_pretrained(tmp_path).spectral_budget is None
 
 
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification])
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
 @pytest.mark.parametrize("name", ["sdpa", "flash_attention_2"])
 def test_attention_implementations_are_refused(cls, name, tmp_path):
     random_model(cls).save_pretrained(tmp_path)

@@ -1,22 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Heads and losses, gradients, precision, and the bound on outputs."""
+"""Heads and losses, gradients, dropout, precision, and the bound on outputs."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    CAPACITY,
-    VARIANTS,
-    assert_close,
-    pad,
-    random_ids,
-    random_model,
-    randomise,
-    tiny_config,
-    variants,
-)
+from helpers import CAPACITY, assert_close, blocks, pad, random_ids, random_model, tiny_config, variants
 
 from modeling_essm import ESSMForSequenceClassification, ESSMModel
 from modeling_essm.spectral_basis import spectral_basis
@@ -55,9 +45,9 @@ def test_embeddings_instead_of_ids():
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 @pytest.mark.parametrize("features", [None, 5], ids=["ids", "features"])
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("block", ["paper", "gated", "gated-diagonal"])
+@blocks
 def test_classifier_ignores_padding(pooling, features, side, block):
-    fields = VARIANTS[block] | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
+    fields = block | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
     model, ids = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20)
     lengths = [20, 11, 1]
     padded, mask = pad(ids, lengths, side)
@@ -94,9 +84,8 @@ def test_pooling_modes_are_the_mean_and_the_last_position():
     ],
     ids=["classes", "regression", "multi-label"],
 )
-@pytest.mark.parametrize("block", ["paper", "gated"])
-def test_classifier_losses(fields, labels, loss, block):
-    model = random_model(ESSMForSequenceClassification, **VARIANTS[block], **fields)
+def test_classifier_losses(fields, labels, loss):
+    model = random_model(ESSMForSequenceClassification, **fields)
     outputs = model(random_ids(2, 9), labels=labels)
     assert_close(outputs.loss, loss(outputs.logits, labels), atol=1e-6)
     outputs.loss.backward()
@@ -149,34 +138,28 @@ def test_gradient_checkpointing_refuses_a_cache():
     model.eval()(ids, use_cache=True)  # and so is inference
 
 
-def test_dropout_and_stochastic_depth_act_in_training_only():
-    ids = random_ids(2, 20)
-    for block in ({}, {"block": "gated", "intermediate_size": 16}):
-        for name in ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"):
-            check_dropout(ids, block, name)
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"])
+@blocks
+def test_dropout_and_stochastic_depth_act_in_training_only(name, block):
+    model, ids = random_model(**block, **{name: 0.5}), random_ids(2, 20)
+    assert torch.equal(model(ids).logits, random_model(**block)(ids).logits)
+    model.train()
+    assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
-def check_dropout(ids, block, name):
-    model = random_model(**block, **{name: 0.5})
-    with torch.no_grad():
-        expected = random_model(**block)(ids).logits
-        assert torch.equal(model(ids).logits, expected)
-        model.train()
-        assert not torch.equal(model(ids).logits, model(ids).logits)
-
-
-def test_dropout_is_where_its_name_says():
+@torch.no_grad()
+@blocks
+def test_dropout_is_where_its_name_says(block):
     """At a rate near 1 all of it is gone: the embedding, or what feed-forward layers add."""
     ids, almost = random_ids(2, 20), 1 - 1e-12
-    with torch.no_grad():
-        model = random_model(embedding_dropout=almost).train()
-        assert torch.equal(model(ids, use_cache=False).logits, model(torch.zeros_like(ids), use_cache=False).logits)
-        for block in ({}, {"block": "gated", "intermediate_size": 16}):
-            model = random_model(**block, activation_dropout=almost).train()
-            dropped = model(ids, use_cache=False).logits
-            for layer in model.model.layers:
-                layer.ffn.down.weight.zero_()
-            assert_close(dropped, model.eval()(ids).logits)
+    model = random_model(**block, embedding_dropout=almost).train()
+    assert torch.equal(model(ids, use_cache=False).logits, model(torch.zeros_like(ids), use_cache=False).logits)
+    model = random_model(**block, activation_dropout=almost).train()
+    dropped = model(ids, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.ffn.down.weight.zero_()
+    assert_close(dropped, model.eval()(ids).logits)
 
 
 def test_stochastic_depth_may_rise_over_the_blocks():
@@ -186,20 +169,16 @@ def test_stochastic_depth_may_rise_over_the_blocks():
     assert [layer.stochastic_depth for layer in random_model(stochastic_depth=0.2).model.layers] == [0.2, 0.2]
 
 
-def test_the_gate_starts_at_its_bias_and_at_equal_weights():
-    for block in ("paper", "gated"):
-        mixer = ESSMModel(tiny_config(block=block, gate_bias=-2.0, scaling_exponent=0.0)).layers[0].mixer
-        assert bool((mixer.gate_out.bias == -2.0).all())
-        with torch.no_grad():
-            mixer.gate_out.weight.zero_()
-            u = torch.randn(1, 5, mixer.gate_in.in_features)
-            assert_close(mixer.gates(u, 4), torch.full_like(mixer.gates(u, 4), 0.25))
+@blocks
+def test_the_gate_starts_at_its_bias(block):
+    mixer = ESSMModel(tiny_config(**block, gate_bias=-2.0)).layers[0].mixer
+    assert bool((mixer.gate_out.bias == -2.0).all())
 
 
 # --- Precision
 
 
-@pytest.mark.parametrize("K", [2, 16, 32], ids=lambda K: f"K{K}")
+@pytest.mark.parametrize("K", [2, 32])
 def test_bf16_follows_fp32(K):
     """bf16 keeps 8 bits: an error of a few times 2^-8 of the logits' size. States stay in fp32."""
     model, ids = random_model(), random_ids(2, 100)
@@ -217,14 +196,6 @@ def test_bf16_follows_fp32(K):
         assert layer.tensors["features"].dtype == torch.float32
 
 
-def test_fp64_is_the_limit_of_fp32():
-    model, ids = random_model(), random_ids(2, 100)
-    with torch.no_grad():
-        exact = copy.deepcopy(model).double()(ids).logits
-        assert exact.dtype == torch.float64
-        assert_close(model(ids).logits.double(), exact)
-
-
 def test_autocast_trains():
     model, ids = random_model().train(), random_ids(2, 40)
     expected = model(ids, labels=ids).loss
@@ -238,66 +209,38 @@ def test_autocast_trains():
 # --- Stability: Appendix C
 
 
-def _mixer(**sizes):
-    """A mixer of a model: one built by itself has memory for weights, not yet weights."""
-    return randomise(ESSMModel(tiny_config(**sizes)).layers[0].mixer, seed=3)
-
-
-def _bound(mixer, K, alpha=None):
-    """||D|| + sum_k alpha_k sigma_k^{1/4} ||M_k|| ||phi_k||_1; without alpha its largest value over the simplex."""
-    basis = spectral_basis(512)
-    phi_1 = torch.from_numpy(abs(basis.filters(K)).sum(0))
-    gain = torch.from_numpy(basis.sigma[:K] ** 0.25) * torch.linalg.matrix_norm(mixer.channel_mixing[:K].double(), 2)
-    gain = gain * phi_1
-    skip = torch.linalg.matrix_norm(mixer.skip.weight.double(), 2)
-    return skip + (gain.max() if alpha is None else (alpha.double() * gain).sum())
-
-
-def _matched_inputs(mixer, K, L=512):
-    """(2K, L, D): for every k <= K, unit inputs that drive channel k hardest at the last step, in two directions."""
-    phi = torch.from_numpy(spectral_basis(512).filters(K)[:L]).float()
-    signs = torch.where(phi.flip(0) >= 0, 1.0, -1.0).T  # (K, L)
-    top = torch.linalg.svd(mixer.channel_mixing[:K])[0][:, :, 0]  # y = f M: the left singular vector
-    drive = signs[..., None] * top[:, None]
-    return torch.cat([drive, -drive])
-
-
-@torch.no_grad()
-def test_outputs_stay_within_the_bound_at_every_budget():
-    """|u(t)|_2 <= U implies |y(t)|_2 <= bound U, at every K, for random, constant and adversarial inputs."""
-    mixer = _mixer()
-    noise = torch.randn(4, 512, 16, generator=torch.Generator().manual_seed(1))
-    constant = noise[:, :1].expand(-1, 512, -1)
-    for K in range(1, CAPACITY + 1):
-        u = F.normalize(torch.cat([noise, constant, _matched_inputs(mixer, K)]), dim=-1)
-        for U in (0.5, 4.0):
-            y = mixer(U * u, K)
-            alpha = mixer.gates(U * u, K) / mixer.operator.sigma(K, 0.25, u)
-            torch.testing.assert_close(alpha.sum(-1), torch.ones(alpha.shape[:2]))
-            measured = y.double().norm(dim=-1).max() / U
-            assert measured <= _bound(mixer, K, alpha.amax((0, 1))) * (1 + 1e-5), K  # fp32 rounding
-            assert measured <= _bound(mixer, K) * (1 + 1e-5), K
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("gating, floor", [("softmax", 0.75), ("none", 0.45)])
-def test_the_bound_is_not_vacuous(gating, floor):
-    """With one strong channel, an aligned skip term and matched inputs, the output comes near the bound.
+def test_outputs_stay_within_the_bound_and_come_near_it(gating, floor):
+    """|u(t)|_2 <= 1 implies |y(t)|_2 <= ||D|| + sum_k alpha_k sigma_k^{1/4} ||M_k|| ||phi_k||_1, at every K.
 
-    softmax: the gate can put between 0.88 (K=2) and 0.9 (K=32) of its weight on one channel, and all of it at K=1.
+    One channel is strong, the skip term is aligned with it, and inputs are noise or drive a channel hardest at the last
+    step. softmax puts between 0.88 (K=2) and all (K=1) of its weight on one channel: the bound is its largest value.
     none: alpha is 1 for every channel, so the bound is the sum, of which the strong channel is a part.
     """
-    ratios = []
-    for K in range(1, CAPACITY + 1):
-        mixer = _mixer(gating=gating)
+    L, basis = 512, spectral_basis(512)
+    for K in (1, 2, 7, 16, 32):
+        model, seen = random_model(ESSMModel, gating=gating, num_hidden_layers=1), []
+        layer = model.layers[0]
+        mixer = layer.mixer
         mixer.channel_mixing[K - 1] *= 20.0
         mixer.skip.weight.copy_(0.5 * mixer.channel_mixing[K - 1].T)
         if gating == "softmax":
             mixer.gate_out.weight.zero_()
             mixer.gate_out.bias.fill_(-1.0 if K == 2 else 0.0)
             mixer.gate_out.bias[K - 1] = 1.0
-        measured = mixer(_matched_inputs(mixer, K), K).double().norm(dim=-1).max()
-        bound = _bound(mixer, K, None if gating == "softmax" else torch.ones(K))
-        ratios.append(float(measured / bound))
-    print("measured / bound for K = 1..32:", [round(ratio, 2) for ratio in ratios])
-    assert floor < min(ratios) and max(ratios) <= 1 + 1e-5
+        phi = torch.from_numpy(basis.filters(K))
+        signs = torch.where(phi.float().flip(0) >= 0, 1.0, -1.0).T  # (K, L)
+        top = torch.linalg.svd(mixer.channel_mixing[:K])[0][:, :, 0]  # y = f M: the left singular vector
+        drive = signs[..., None] * top[:, None]
+        noise = torch.randn(4, L, 16, generator=torch.Generator().manual_seed(1))
+        u = F.normalize(torch.cat([drive, -drive, noise]), dim=-1)
+        layer.input_norm.forward = lambda x: x
+        mixer.register_forward_hook(lambda module, args, output: seen.append(output))
+        model(inputs_embeds=u, spectral_budget=K)
+        gain = torch.linalg.matrix_norm(mixer.channel_mixing[:K].double(), 2)
+        gain = torch.from_numpy(basis.sigma[:K] ** 0.25) * gain * phi.abs().sum(0)
+        bound = torch.linalg.matrix_norm(mixer.skip.weight.double(), 2)
+        bound = bound + (gain.max() if gating == "softmax" else gain.sum())
+        ratio = float(seen[0].double().norm(dim=-1).max() / bound)
+        assert floor < ratio <= 1 + 1e-5, (K, ratio)

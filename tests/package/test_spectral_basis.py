@@ -11,7 +11,7 @@ from helpers import ROOT
 
 from modeling_essm.spectral_basis import chunk_operators, max_spectral_channels, num_states, spectral_basis
 
-LENGTHS = [1024, 1030, 4096, 16384, 65536]
+LENGTHS = [1024, 1030, 65536]
 
 
 def sign_changes(phi: np.ndarray) -> np.ndarray:
@@ -27,10 +27,12 @@ def unroll(A: np.ndarray, phi0: np.ndarray, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("H", LENGTHS)
-def test_oscillation_theorem(H):
-    # Z is totally positive: phi_k has exactly k-1 sign changes. Rounding noise of any kind adds some.
+def test_oscillation_theorem_and_signs(H):
+    """Z is totally positive: phi_k has exactly k-1 sign changes, and rounding noise adds some. Signs are the format's."""
     phi = spectral_basis(H).filters(32)
     assert np.array_equal(sign_changes(phi), np.arange(32))
+    assert np.array_equal(np.sign(phi[-1]), (-1.0) ** np.arange(32))
+    assert (phi[0] > 0).all()  # follows from k-1 sign changes, where phi_k(0) is as small as 1e-8
 
 
 @pytest.mark.parametrize("H", LENGTHS)
@@ -49,7 +51,7 @@ def test_filters_are_orthonormal_eigenvectors(H):
         assert error < 1e-14 / basis.sigma[k], k
 
 
-@pytest.mark.parametrize("H", [24, 64])
+@pytest.mark.parametrize("H", [16, 48])
 def test_against_60_digits(H):
     with mpmath.workdps(60):
         Z = mpmath.matrix(H, H)
@@ -66,7 +68,7 @@ def test_against_60_digits(H):
     # The served channels are those whose fp64 error estimate is below 1e-5; the error itself is below a tenth of it.
     assert np.abs(basis.filters(K) - phi).max() < 1e-6
     assert np.abs(basis.sigma[:K] / sigma - 1).max() < 1e-6
-    assert np.abs(basis.filters(10) - phi[:, :10]).max() < 1e-12
+    assert np.abs(basis.filters(8) - phi[:, :8]).max() < 1e-12
 
 
 @pytest.mark.parametrize(("H", "capacity"), [(16, 15), (64, 22), (512, 32), (1024, 35), (4096, 41)])
@@ -76,23 +78,16 @@ def test_capacity_is_what_fp64_resolves(H, capacity):
     assert np.array_equal(sign_changes(phi), np.arange(capacity))
 
 
-@pytest.mark.parametrize("H", range(1, 80, 6))
+@pytest.mark.parametrize("H", [1, 2, 7, 37, 79])
 def test_any_short_filter_length_works(H):
     basis = spectral_basis(H)
     assert 1 <= basis.num_resolved <= H
     assert np.abs(np.linalg.eigvals(basis.A)).max() < 1.0
 
 
-@pytest.mark.parametrize("H", LENGTHS)
-def test_sign_convention(H):
-    phi = spectral_basis(H).filters(32)
-    assert np.array_equal(np.sign(phi[-1]), (-1.0) ** np.arange(32))
-    assert (phi[0] > 0).all()  # follows from k-1 sign changes, where phi_k(0) is as small as 1e-8
-
-
 @pytest.mark.slow
 def test_same_basis_on_another_thread_count():
-    # Another thread count is another summation order in BLAS, the nearest to another BLAS that one machine offers.
+    """Another thread count is another order of sums in BLAS, the nearest to another BLAS that one machine offers."""
     code = (
         "import numpy as np; from modeling_essm.spectral_basis import spectral_basis as b;"
         "x = b(4096);"
@@ -100,19 +95,15 @@ def test_same_basis_on_another_thread_count():
     )
     runs = []
     for threads in ("1", "2"):
-        env = {
-            "OPENBLAS_NUM_THREADS": threads,
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
-        }
+        env = {"OPENBLAS_NUM_THREADS": threads, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
         run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         runs.append([np.frombuffer(bytes.fromhex(part)) for part in run.stdout.split()])
     for one, two in zip(*runs):
         assert np.abs(one - two).max() < 1e-6
 
 
-@pytest.mark.parametrize("H", [512, 1024, 4096, 65536])
-@pytest.mark.parametrize("K", [2, 3, 4, 6, 8, 12, 16, 24, 32])
+@pytest.mark.parametrize("H", [512, 4096, 65536])
+@pytest.mark.parametrize("K", [2, 8, 32])
 def test_prefix_of_A_reproduces_the_filters(H, K):
     basis, N = spectral_basis(H), num_states(K, 16)
     N = min(N, len(basis.sigma))

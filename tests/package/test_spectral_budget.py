@@ -6,129 +6,95 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import captured_warnings, random_ids, random_model, tiny_config, variants
+from helpers import captured_warnings, random_ids, random_model, tiny_config
 
 from modeling_essm import ESSMCache
 from modeling_essm.spectral_budget import resolve_budget
 
+PRESETS = {"phone": 4, "laptop": [8, 16]}
+
 
 def resolve(value, **kwargs):
-    return resolve_budget(value, **{"capacities": (32, 32), **kwargs})
+    return resolve_budget(value, **{"capacities": (32, 32), "presets": PRESETS, **kwargs})
 
 
 ACCEPTED = {
     "none": (None, (32, 32)),
-    "lowest": (1, (1, 1)),
-    "capacity": (32, (32, 32)),
-    "numpy": (np.int64(6), (6, 6)),
-    "numpy-unsigned": (np.uint8(6), (6, 6)),
+    "int": (1, (1, 1)),
+    "numpy": (np.uint8(6), (6, 6)),
     "list": ([3, 7], (3, 7)),
-    "tuple": ((3, 7), (3, 7)),
-    "list-of-numpy": (list(np.array([3, 7])), (3, 7)),
-    "tensor-0d": (torch.tensor(5), (5, 5)),
-    "tensor-0d-int32": (torch.tensor(5, dtype=torch.int32), (5, 5)),
+    "list-of-numpy": (tuple(np.array([3, 7])), (3, 7)),
+    "tensor-0d": (torch.tensor(5, dtype=torch.int32), (5, 5)),
     "preset-int": ("phone", (4, 4)),
     "preset-list": ("laptop", (8, 16)),
 }
 
 
-@pytest.mark.parametrize("value, layers", ACCEPTED.values(), ids=ACCEPTED.keys())
+@pytest.mark.parametrize("value, layers", ACCEPTED.values(), ids=ACCEPTED)
 def test_accepted_forms(value, layers):
-    budget = resolve(value, presets={"phone": 4, "laptop": [8, 16]})
-    assert budget.layers == layers and budget.rows is None
+    budget = resolve(value)
+    assert budget.layers == layers == budget.report() and budget.rows is None
     assert all(type(K) is int for K in budget.layers)
-    assert budget.report() == layers
 
 
-def test_row_budgets():
-    budget = resolve(torch.tensor([3, 9, 5], dtype=torch.int32), batch_size=3)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.uint64], ids=str)
+def test_row_budgets(dtype):
+    budget = resolve(torch.tensor([3, 9, 5], dtype=dtype), batch_size=3)
     assert budget.layers == (9, 9)  # the widest row decides what is computed
-    assert budget.rows.tolist() == [3, 9, 5] and budget.rows.dtype == torch.int64
-    assert torch.equal(budget.report(), torch.tensor([3, 9, 5]))
-    assert resolve(torch.tensor([4, 4]), batch_size=2).rows is None
+    assert budget.rows.tolist() == [3, 9, 5] == budget.report().tolist()
+    assert resolve(torch.tensor([4, 4], dtype=dtype), batch_size=2).rows is None
 
 
-@variants
-def test_budgets_of_an_empty_batch(variant):
-    assert resolve(torch.tensor([], dtype=torch.long), batch_size=0).layers == (32, 32)
-    model, none = random_model(**variant), torch.zeros(0, 5, dtype=torch.long)
+def test_budgets_of_an_empty_batch():
+    model, none = random_model(), torch.zeros(0, 5, dtype=torch.long)
     for budget in (None, 4, torch.tensor([], dtype=torch.int32)):
         cache = ESSMCache(model.config)
         assert model(none, past_key_values=cache, spectral_budget=budget).logits.shape == (0, 5, 259)
-        lengths = torch.tensor([], dtype=torch.long)
-        model(none, past_key_values=cache, spectral_budget=budget, state_lengths=lengths)
+        model(none, past_key_values=cache, spectral_budget=budget)
         assert cache.get_seq_length() == 10
     with pytest.raises(ValueError, match=r"shape \(0,\), got \(2,\)"):
         model(none, spectral_budget=torch.tensor([4, 4]))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.uint64], ids=str)
-def test_row_budgets_of_any_integer_type(dtype):
-    assert resolve(torch.tensor([3, 9], dtype=dtype), batch_size=2).rows.tolist() == [3, 9]
-    with pytest.raises(ValueError, match="got values from 3 to 40"):
-        resolve(torch.tensor([3, 40], dtype=dtype), batch_size=2)
 
 
 @pytest.mark.parametrize(
     "default, layers", [(None, (32, 32)), (6, (6, 6)), ([2, 3], (2, 3)), ("phone", (4, 4))], ids=str
 )
 def test_none_means_the_default_then_the_capacity(default, layers):
-    assert resolve(None, default=default, presets={"phone": 4}).layers == layers
-    assert resolve(5, default=default, presets={"phone": 4}).layers == (5, 5)
+    assert resolve(None, default=default).layers == layers
+    assert resolve(5, default=default).layers == (5, 5)
 
 
 REFUSED = {
     "zero": (0, r"integer in \[1, 32\], got 0"),
     "beyond-capacity": (33, r"integer in \[1, 32\], got 33"),
-    "negative": (-1, r"integer in \[1, 32\], got -1"),
-    "huge": (10**30, rf"integer in \[1, 32\], got {10**30}"),
-    "fraction": (2.5, r"integer in \[1, 32\], got 2\.5"),
     "whole-float": (2.0, r"integer in \[1, 32\], got 2\.0"),
     "true": (True, r"integer in \[1, 32\], got True"),
-    "false": (False, r"integer in \[1, 32\], got False"),
     "numpy-true": (np.True_, r"integer in \[1, 32\], got .*True"),
     "nan": (math.nan, r"integer in \[1, 32\], got nan"),
-    "inf": (math.inf, r"integer in \[1, 32\], got inf"),
-    "complex": (1j, r"integer in \[1, 32\], got 1j"),
     "dict": ({"a": 1}, r"integer in \[1, 32\], got \{'a': 1\}"),
-    "bytes": (b"x", r"integer in \[1, 32\], got b'x'"),
-    "object": (object(), r"integer in \[1, 32\], got <object"),
     "numpy-array": (np.array([1, 2]), r"integer in \[1, 32\], got array\(\[1, 2\]\)"),
-    "unknown-preset": ("x", r"unknown spectral_budget preset 'x'; known presets: 'phone'"),
-    "digits": ("6", r"unknown spectral_budget preset '6'"),
+    "unknown-preset": ("x", r"unknown spectral_budget preset 'x'; known presets: .*'phone'"),
     "short-list": ([1], r"each of the 2 spectral layers, got 1: \[1\]"),
-    "long-list": ([1, 2, 3], r"each of the 2 spectral layers, got 3: \[1, 2, 3\]"),
     "empty-list": ([], r"each of the 2 spectral layers, got 0: \[\]"),
     "list-out-of-range": ([4, 33], r"integer in \[1, 32\], got 33"),
-    "list-with-zero": ([0, 4], r"integer in \[1, 32\], got 0"),
     "list-with-true": ([4, True], r"integer in \[1, 32\], got True"),
     "list-with-none": ([4, None], r"integer in \[1, 32\], got None"),
     "list-with-str": ([4, "phone"], r"integer in \[1, 32\], got 'phone'"),
-    "list-with-list": ([4, [5]], r"integer in \[1, 32\], got \[5\]"),
     "list-with-tensor": ([4, torch.tensor([4, 4])], r"integer in \[1, 32\], got tensor\(\[4, 4\]\)"),
-    "list-with-complex": ([4, torch.tensor(1j)], r"integer in \[1, 32\], got tensor\(0\.\+1\.j\)"),
     "tensor-too-long": (torch.tensor([1, 2, 3, 4]), r"shape \(3,\), got \(4,\)"),
-    "tensor-empty": (torch.tensor([], dtype=torch.long), r"shape \(3,\), got \(0,\)"),
     "tensor-2d": (torch.ones(3, 1, dtype=torch.long), r"shape \(3,\), got \(3, 1\)"),
     "tensor-float": (torch.tensor([1.0, 2.0, 3.0]), r"integers in \[1, 32\], got dtype torch.float32"),
     "tensor-bool": (torch.tensor([True, True, False]), r"integers in \[1, 32\], got dtype torch.bool"),
     "tensor-low": (torch.tensor([0, 2, 3]), r"integers in \[1, 32\], got values from 0 to 3"),
     "tensor-high": (torch.tensor([1, 2, 33]), r"integers in \[1, 32\], got values from 1 to 33"),
     "tensor-0d-float": (torch.tensor(2.0), r"integer in \[1, 32\], got tensor\(2"),
-    "tensor-0d-bool": (torch.tensor(True), r"integer in \[1, 32\], got tensor\(True\)"),
     "tensor-0d-high": (torch.tensor(33), r"integer in \[1, 32\], got 33"),
 }
 
 
-@pytest.mark.parametrize("value, message", REFUSED.values(), ids=REFUSED.keys())
-def test_refused_forms_name_value_and_range(value, message):
-    with pytest.raises(ValueError, match=message):
-        resolve(value, batch_size=3, presets={"phone": 4})
-
-
-@pytest.mark.parametrize("value, message", REFUSED.values(), ids=REFUSED.keys())
-def test_the_model_refuses_before_any_compute(value, message):
-    model = random_model(budget_presets={"phone": 4})
+@pytest.mark.parametrize("value, message", REFUSED.values(), ids=REFUSED)
+def test_the_model_refuses_other_forms_before_any_compute(value, message):
+    model = random_model(budget_presets=PRESETS)
 
     def never(*_):
         raise AssertionError("a layer ran")
@@ -145,10 +111,10 @@ def test_the_model_refuses_before_any_compute(value, message):
         ({"spectral_budget": "phone"}, "unknown spectral_budget preset 'phone'"),
         ({"spectral_budget": [4]}, "each of the 2 spectral layers, got 1"),
         ({"budget_presets": {"phone": 40}}, r"integer in \[1, 32\], got 40"),
-        ({"budget_presets": {"phone": "laptop", "laptop": 4}}, r"\['phone'\]: .*integer in \[1, 32\], got 'laptop'"),
-        ({"budget_presets": [4]}, r"budget_presets must be None or a dict.*got \[4\]"),
+        ({"budget_presets": {"phone": "laptop", "laptop": 4}}, r"integer in \[1, 32\], got 'laptop'"),
+        ({"budget_presets": [4]}, r"budget_presets must be .*got \[4\]"),
         ({"trained_budgets": [0, 4]}, r"integer in \[1, 32\], got \[0, 4\]"),
-        ({"trained_budgets": "4"}, "trained_budgets must be .*a list.*got '4'"),
+        ({"trained_budgets": "4"}, "trained_budgets must be .*got '4'"),
     ],
     ids=str,
 )
@@ -158,7 +124,7 @@ def test_the_config_refuses_bad_budgets(fields, message):
 
 
 def test_presets_run_and_survive_saving(tmp_path):
-    model, ids = random_model(budget_presets={"phone": 4, "laptop": [8, 16]}), random_ids(2, 9)
+    model, ids = random_model(budget_presets=PRESETS), random_ids(2, 9)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, spectral_budget="laptop")
     with torch.no_grad():
@@ -168,17 +134,12 @@ def test_presets_run_and_survive_saving(tmp_path):
 
 @pytest.mark.parametrize("budget", [5, [4, 5], torch.tensor([5, 8])], ids=["int", "list", "rows"])
 def test_untrained_budgets_warn_once(budget):
-    model, ids = random_model(trained_budgets=[4, 8, 32]), random_ids(2, 4)
+    model, unknown, ids = random_model(trained_budgets=[4, 8, 32]), random_model(), random_ids(2, 4)
     with captured_warnings() as messages:
         for trained in (4, [8, 4], None, torch.tensor([4, 8])):
             model(ids, spectral_budget=trained)
+        unknown(ids, spectral_budget=budget)
         assert messages == []
         for _ in range(3):
             model(ids, spectral_budget=budget)
     assert messages == ["spectral_budget [5] was never trained; trained budgets: [4, 8, 32]"]
-
-
-def test_unknown_training_budgets_do_not_warn():
-    with captured_warnings() as messages:
-        random_model()(random_ids(2, 4), spectral_budget=5)
-    assert messages == []
