@@ -38,10 +38,3 @@ def greedy_without_cache(model, ids, **kwargs):
 def generate(model, ids, seed=0, **kwargs):
     torch.manual_seed(seed)
     return model.generate(ids, **kwargs)
-
-
-def left_pad(ids, lengths):
-    """Last `lengths` tokens of each row behind pads: (ids, mask)."""
-    L = ids.shape[1]
-    mask = (torch.arange(L) >= L - torch.tensor(lengths)[:, None]).long()
-    return torch.where(mask.bool(), ids, 256), mask

@@ -125,7 +125,7 @@ def test_a_config_file_with_a_bad_field(tmp_path):
     tiny_config().save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"gating": "hard"}))
-    with pytest.raises(REFUSAL, match="gating.*'hard'"):
+    with pytest.raises(REFUSAL, match=r"gating.*'hard'"):
         ESSMConfig.from_pretrained(tmp_path)
 
 

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import CAPACITY, assert_close, blocks, pad, random_ids, random_model, tiny_config, variants
+from helpers import assert_close, blocks, pad, random_ids, random_model, tiny_config, variants
 
 from modeling_essm import ESSMForSequenceClassification, ESSMModel
 from modeling_essm.spectral_basis import spectral_basis
@@ -236,7 +236,7 @@ def test_outputs_stay_within_the_bound_and_come_near_it(gating, floor):
         noise = torch.randn(4, L, 16, generator=torch.Generator().manual_seed(1))
         u = F.normalize(torch.cat([drive, -drive, noise]), dim=-1)
         layer.input_norm.forward = lambda x: x
-        mixer.register_forward_hook(lambda module, args, output: seen.append(output))
+        mixer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
         model(inputs_embeds=u, spectral_budget=K)
         gain = torch.linalg.matrix_norm(mixer.channel_mixing[:K].double(), 2)
         gain = torch.from_numpy(basis.sigma[:K] ** 0.25) * gain * phi.abs().sum(0)

@@ -2,10 +2,6 @@
 """A model of fewer channels, cut in memory or read from a part of a checkpoint, is the large one at that budget."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,39 +13,30 @@ from modeling_essm import (
     ESSMCache,
     ESSMConfig,
     ESSMForCausalLM,
-    ESSMForPairClassification,
     ESSMForSequenceClassification,
     ESSMModel,
     loading_essm,
 )
 
-CAPACITIES = pytest.mark.parametrize("capacity", [1, 6, 31, 32, [3, 20]], ids=str)
-CLASSES = pytest.mark.parametrize(
-    "cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification, ESSMForPairClassification]
-)
-
 
 @torch.no_grad()
 def outputs(model, budget=None, ids=None):
-    if ids is None:
-        ids = random_ids(*((3, 2, 40) if isinstance(model, ESSMForPairClassification) else (3, 40)))
+    ids = random_ids(3, 40) if ids is None else ids
     mask = torch.ones_like(ids)
-    mask[1, ..., :7] = 0
+    mask[1, :7] = 0
     return model(ids, attention_mask=mask, spectral_budget=budget)[0]
 
 
-@CAPACITIES
+@pytest.mark.parametrize("capacity", [1, 31, [3, 20]], ids=str)
 @variants
-@CLASSES
-@pytest.mark.sampled(24)
-def test_a_truncated_model_is_the_large_one_at_that_budget(cls, variant, capacity, tmp_path):
-    large = random_model(cls, **variant)
+def test_a_truncated_model_is_the_large_one_at_that_budget(variant, capacity, tmp_path):
+    large = random_model(**variant)
     expected = outputs(large, capacity)
     large.save_pretrained(tmp_path / "large")
-    read = cls.from_pretrained(tmp_path / "large", spectral_capacity=capacity)
+    read = ESSMForCausalLM.from_pretrained(tmp_path / "large", spectral_capacity=capacity)
     cut = copy.deepcopy(large).truncate(capacity)
     cut.save_pretrained(tmp_path / "small")
-    again = cls.from_pretrained(tmp_path / "small")
+    again = ESSMForCausalLM.from_pretrained(tmp_path / "small")
     for model in (read, cut, again):
         assert torch.equal(outputs(model), expected)
         assert torch.equal(outputs(model, 1), outputs(large, 1))
@@ -57,6 +44,13 @@ def test_a_truncated_model_is_the_large_one_at_that_budget(cls, variant, capacit
         assert model.num_parameters() == large.num_active_parameters(capacity) == model.num_active_parameters()
         assert not model.training
     assert {n: p.shape for n, p in read.named_parameters()} == {n: p.shape for n, p in cut.named_parameters()}
+
+
+@pytest.mark.parametrize("cls", [ESSMModel, ESSMForSequenceClassification])
+def test_other_heads(cls, tmp_path):
+    large = random_model(cls)
+    large.save_pretrained(tmp_path)
+    assert torch.equal(outputs(cls.from_pretrained(tmp_path, spectral_capacity=6)), outputs(large, 6))
 
 
 def test_generation_and_row_budgets(tmp_path):
@@ -104,41 +98,6 @@ def test_a_checkpoint_loads_as_another_head(tmp_path):
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     body = AutoModel.from_pretrained(tmp_path, spectral_capacity=6, trust_remote_code=True)
     assert torch.equal(body.layers[0].mixer.channel_mixing, loaded.model.layers[0].mixer.channel_mixing)
-
-
-def test_the_small_folder_loads_without_the_package(tmp_path):
-    large = random_model()
-    large.save_pretrained(tmp_path / "large")
-    expected = outputs(large, 6)
-    code = (
-        "import sys, torch; sys.modules['modeling_essm'] = None\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "torch.set_num_threads(1)\n"
-        "ids, mask = torch.load(sys.argv[3])\n"
-        "load = lambda folder, **k: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, **k)\n"
-        "model = load(sys.argv[1], spectral_capacity=6)\n"
-        "model.save_pretrained(sys.argv[2])\n"
-        "model = load(sys.argv[2])\n"
-        "torch.save(model(ids, attention_mask=mask).logits, sys.argv[3])\n"
-        "try:\n    model(ids, spectral_budget=7)\nexcept ValueError as error:\n    print(error)\n"
-    )
-    ids = random_ids(3, 40)
-    mask = torch.ones_like(ids)
-    mask[1, :7] = 0
-    torch.save((ids, mask), tmp_path / "data.pt")
-    arguments = [tmp_path / "large", tmp_path / "small", tmp_path / "data.pt"]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "spectral_budget must be an integer in [1, 6], got 7" in done.stdout
-    assert_close(torch.load(tmp_path / "data.pt"), expected)  # another process: not always as many threads
 
 
 def test_by_the_name_of_a_repository(tmp_path):
@@ -266,7 +225,6 @@ BAD = {
     "above": (33, r"spectral_capacity must be an integer in \[1, 32\], got 33"),
     "zero": (0, r"\[1, 32\], got 0"),
     "bool": (True, r"\[1, 32\], got True"),
-    "float": (6.0, r"\[1, 32\], got 6.0"),
     "text": ("6", r"\[1, 32\], got '6'"),
     "short": ([6], r"one integer for each of the 2 spectral layers, got 1: \[6\]"),
     "layer": ([6, 40], r"\[1, 32\], got 40 for layer 1"),
@@ -298,50 +256,16 @@ def test_a_small_model_refuses_more(tmp_path):
     assert ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5).config.capacities == (5, 3)
 
 
-@pytest.mark.parametrize("value", [[6], [6, 7], [0, 6], [5, 5], "66", [6, 6.0]], ids=str)
-def test_bad_capacities_in_a_config(value):
-    with pytest.raises(ValueError, match=r"spectral_capacities must be 2 integers in \[1, num_spectral_channels = 6\]"):
-        ESSMConfig(num_hidden_layers=2, num_spectral_channels=6, spectral_capacities=value)
-
-
-def test_damaged_checkpoints(tmp_path):
-    model = random_model()
-    model.save_pretrained(tmp_path / "one")
-    path = tmp_path / "one" / "model.safetensors"
-    whole = path.read_bytes()
-    for damaged in (whole[:-5000], whole[:100], b""):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="truncated or corrupt"):
-            ESSMForCausalLM.from_pretrained(tmp_path / "one", spectral_capacity=6)
-    path.unlink()
-    torch.save(model.state_dict(), tmp_path / "one" / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"holds no model.safetensors; load it whole"):
-        ESSMForCausalLM.from_pretrained(tmp_path / "one", spectral_capacity=6)
-
-    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
-    index = tmp_path / "many" / "model.safetensors.index.json"
-    shard = tmp_path / "many" / sorted(set(json.loads(index.read_text())["weight_map"].values()))[1]
-    kept = shard.read_bytes()
-    shard.write_bytes(kept[:-10])
-    with pytest.raises(ValueError, match="truncated or corrupt"):
-        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)
-    shard.unlink()
-    with pytest.raises(OSError, match=shard.name):
-        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)
-    shard.write_bytes(kept)
-    index.write_text("[1]")
-    with pytest.raises(ValueError, match="is not an index of a sharded checkpoint"):
-        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)
-
-
 def test_what_cannot_be_a_prefix(tmp_path):
     model = random_model()
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="give its folder or name, no state_dict"):
         ESSMForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict(), spectral_capacity=6)
-    with torch.no_grad():
-        model.model.layers[0].mixer.channel_mixing[9, 0, 0] = torch.nan
-    model.save_pretrained(tmp_path)
-    ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=9)  # the damage is in the tenth
-    with pytest.raises(ValueError, match=r"channel_mixing .* contains NaN"):
-        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=10)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"holds no model.safetensors; load it whole"):
+        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6)
+    model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
+    (tmp_path / "many" / "model.safetensors.index.json").write_text("[1]")
+    with pytest.raises(ValueError, match="is not an index of a sharded checkpoint"):
+        ESSMForCausalLM.from_pretrained(tmp_path / "many", spectral_capacity=6)

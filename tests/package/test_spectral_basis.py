@@ -28,7 +28,7 @@ def unroll(A: np.ndarray, phi0: np.ndarray, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("H", LENGTHS)
 def test_oscillation_theorem_and_signs(H):
-    """Z is totally positive: phi_k has exactly k-1 sign changes, and rounding noise adds some. Signs are the format's."""
+    """Z is totally positive, so phi_k has exactly k-1 sign changes, and noise adds some. Signs are the format's."""
     phi = spectral_basis(H).filters(32)
     assert np.array_equal(sign_changes(phi), np.arange(32))
     assert np.array_equal(np.sign(phi[-1]), (-1.0) ** np.arange(32))
