@@ -23,6 +23,8 @@ USE = """
 import torch
 from transformers import AutoModelForCausalLM
 import modeling_essm
+import modeling_essm.budgets, modeling_essm.companions, modeling_essm.decoding, modeling_essm.export
+import modeling_essm.training
 from modeling_essm import ESSMConfig, ESSMForCausalLM, build_byte_tokenizer
 
 assert "site-packages" in modeling_essm.__file__
