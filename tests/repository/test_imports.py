@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Who imports whom: the model knows nothing of training, what a checkpoint carries nothing else, and nothing is circular.
+"""Who imports whom: the model knows nothing of training, checkpoints carry nothing else, and nothing is circular.
 
 Imports inside of functions count too, unless a test speaks of what is imported at once.
 """
