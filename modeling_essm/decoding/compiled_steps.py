@@ -1,13 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Decoding steps compiled ahead, one for every budget asked for: `compile_decoding(model, budgets=[4, 32])`.
 
-A step of a small model spends more time between its operations than in them. Here it is a function of tensors alone,
-states in and states out, that torch.compile turns into one call: C++ on a CPU (which needs a compiler), a CUDA graph on
-a GPU. `ESSMForCausalLM.forward` takes it where it fits: one token, a cache, no mask, no gradients. States are returned
-new, never written into, as in the eager step.
+A small model spends more time between the operations of a step than in them. Here a step is a function of tensors
+alone, states in and states out, and torch.compile turns it into one call: C++ on a CPU (which needs a compiler), a CUDA
+graph on a GPU. `ESSMForCausalLM.forward` takes it for one token with a cache and without mask or gradients.
 
-For a single row on a CPU linear layers become sums of products in C++ too: weights that come from memory stream through
-those at 20 GB/s and more where BLAS's product of a matrix and a vector gets 10.
+For a single row on a CPU linear layers become sums of products in C++ too. Weights that come from memory stream through
+those at 20 GB/s and more; BLAS's product of a matrix and a vector gets 10.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ from ..spectral_constants import _has_reduced_products
 logger = logging.get_logger(__name__)
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-# Relative l2 errors up to which two steps are the same one, rounded in another order. Eager steps of the released sizes
-# in bf16 are 3e-2 from fp32 ones, in fp16 5e-3, and fp32 ones 4e-6 from fp64: eight, five and thirty rounding units of
-# their dtype. Of two such errors the difference is 1.4 times as large; twice that is allowed. What leaves out or
-# mistakes a term is further off.
+# Relative l2 errors that rounding explains. Eager steps of the released sizes differ by 3e-2 in bf16, 5e-3 in fp16 and
+# 4e-6 in fp32 from steps in a wider dtype. The difference of two such errors is 1.4 times as large, and twice that is
+# allowed. A step that leaves out a term is further off.
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _States = dict[str, Tensor]
 
@@ -55,8 +53,8 @@ def compile_decoding(
     Returns:
         the model.
     Raises:
-        ValueError: a bad budget, batch size or backend, a hybrid or quantised weights. RuntimeError: no C++ compiler,
-            or a compiled step that computes something else than the eager one.
+        ValueError: a bad budget, batch size or backend, a hybrid, or quantised weights.
+        RuntimeError: no C++ compiler, or a compiled step whose results are not those of the eager one.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
@@ -64,11 +62,11 @@ def compile_decoding(
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
     resolved = [model.config.resolve_budget(budget) for budget in budgets]
     if any(budget.rows is not None for budget in resolved):
-        raise ValueError("a compiled step has one budget for all rows: compile those that rows differ in eagerly")
+        raise ValueError("a compiled step has one budget for all rows; rows of different budgets decode eagerly")
     if is_hybrid(model.config):
         raise ValueError(
-            "a hybrid is not compiled ahead: the keys of its attention layers grow with every token, and each length "
-            "would need a step of its own; it decodes eagerly"
+            "a hybrid is not compiled ahead: the keys of its attention layers grow with every token, so each length "
+            "would need its own step; it decodes eagerly"
         )
     if getattr(model, "is_quantized", False):
         raise ValueError("quantised weights are not compiled: a quantised model decodes eagerly")
@@ -97,13 +95,7 @@ class CompiledSteps:
 
     @torch.no_grad()
     def add(self, model: Any, layers: tuple[int, ...], batch_size: int, state_budget: Any, backend: str) -> None:
-        """Compile the step of one budget.
-
-        Args:
-            model: ESSMForCausalLM. layers: K of each layer. state_budget: the room of the caches to come; None: K.
-        Raises:
-            RuntimeError: no C++ compiler, or a step that computes something else than the eager one.
-        """
+        """Compile the step of one budget: K of each layer. Arguments and errors as of `compile_decoding`."""
         if not self._is_current(model):
             self._steps.clear()
         ids = torch.arange(1, 1 + batch_size, device=model.device)[:, None] % model.config.vocab_size
@@ -126,7 +118,7 @@ class CompiledSteps:
         self._structure, self._where = list(_structure(model)), _where(model)
 
     def run(self, model: Any, input_ids: Tensor, cache: Any, budget: ResolvedBudget) -> ESSMCausalLMOutput | None:
-        """What `ESSMForCausalLM.forward` returns for one token, by its compiled step; None where none fits.
+        """What `ESSMForCausalLM.forward` returns for one token, by its compiled step; None if no step fits.
 
         Args:
             input_ids: (B, 1). cache: ESSMCache that has read a prompt, updated in place.
@@ -156,7 +148,7 @@ class CompiledSteps:
         return ESSMCausalLMOutput(logits=logits[:, None], past_key_values=cache, spectral_budget=budget.report())
 
     def _is_current(self, model: Any) -> bool:
-        """Whether modules and parameters are those that were compiled: the compiled code itself no longer looks."""
+        """Whether modules and parameters are those that were compiled. The compiled code itself does not check."""
         if self._where != _where(model):
             return False
         return all(holder.get(name) is value for holder, name, value in self._structure)
@@ -175,7 +167,7 @@ def _where(model: Any) -> tuple[torch.dtype, torch.device]:
 
 
 def _key(layers: tuple[int, ...], states: _States) -> Any:
-    """Of states laid out in another way there is no step, so that none is compiled again and again."""
+    """Budgets, shapes and strides. A new layout falls back to the eager step instead of being compiled."""
     return layers, tuple((tensor.shape, tensor.stride()) for tensor in states.values())
 
 
@@ -185,7 +177,7 @@ def _check(actual: Tensor, expected: Tensor, what: str, model: Any) -> None:
     if dtype == torch.float32 and _has_reduced_products(device.type):
         dtype = torch.bfloat16
     error, size = (actual.double() - expected.double()).norm(), expected.double().norm()
-    if not error <= _TOLERANCES[dtype] * size:  # nor of NaN
+    if not error <= _TOLERANCES[dtype] * size:  # true of NaN too
         raise RuntimeError(
             f"the compiled step is wrong: its {what} differ from the eager step's by {float(error / size):.1e} of "
             f"their size, where rounding explains {_TOLERANCES[dtype]:.0e}; decode eagerly, or with another backend"
@@ -197,8 +189,8 @@ def _run(model: Any, layers: tuple[int, ...], input_ids: Tensor, states: _States
 
 
 def _compile(device_type: str, backend: str) -> Callable:
-    # Compiled code is kept by code object: a new one for every step. It then checks its input tensors alone; what else
-    # could change is looked at by `_is_current`, at a tenth of the time.
+    # torch keeps compiled code by code object, so every step gets a new one. Its guards look at input tensors only;
+    # `_is_current` looks at the rest, in a tenth of the time.
     run = types.FunctionType(_run.__code__.replace(), _run.__globals__, _run.__name__)
     options: dict[str, Any] = {"guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
     compiler: Any = backend
@@ -210,8 +202,8 @@ def _compile(device_type: str, backend: str) -> Callable:
 
 
 def _call(program: Callable, model: Any, layers: tuple[int, ...], input_ids: Tensor, states: _States):
-    # A compiled step sees a tensor's strides, and whether it is of inference mode or read in it. So every call is made
-    # outside of that mode, on tensors like those of the first; only states that a prompt has left there are copied.
+    # A compiled step is tied to the strides of tensors and to inference mode. So every call is made outside of that
+    # mode; states that a prompt left in it are copied.
     with torch.inference_mode(False), torch.no_grad():
         input_ids = input_ids.to(torch.int64, copy=True, memory_format=torch.contiguous_format)
         states = {name: tensor.clone() if tensor.is_inference() else tensor for name, tensor in states.items()}

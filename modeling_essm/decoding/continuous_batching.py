@@ -7,16 +7,17 @@
         batch.step()  # request.tokens grows
     request.status    # "finished"
 
-Every step reads one piece of one prompt, of all admitted ones in turn, and decodes one token of every running row, so a
-long prompt delays the others by a piece at a time. A row's state has a size that is known before it is read, so a
-request waits until there is room for it and never has to be put out again. Rows are computed each by itself: what one
-asks for, and how it ends, changes no other. If the model itself fails on the running rows, they all fail.
+Every step reads one piece of one prompt, taking the admitted ones in turn, and decodes one token of every running row.
+So a long prompt delays the others by one piece at a time. The size of a row's state is known before the row is read, so
+a request waits until there is room and never has to be put out again. Rows are computed independently: what one asks
+for, and how it ends, changes no other. If the model itself fails on the running rows, they all fail.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,57 +27,49 @@ from transformers import LogitsProcessorList
 from ..cache_essm import ESSMCache
 from ..spectral_budget import SPECTRAL_LAYER, is_hybrid
 
-WAITING, READING, RUNNING, FINISHED, CANCELLED, FAILED = STATUS = (
-    "waiting",
-    "reading",
-    "running",
-    "finished",
-    "cancelled",
-    "failed",
-)
+STATUS = ("waiting", "reading", "running", "finished", "cancelled", "failed")
+WAITING, READING, RUNNING, FINISHED, CANCELLED, FAILED = STATUS
 
 
+@dataclass(eq=False)
 class Request:
     """What was asked for, and what has come of it.
 
     Attributes:
-        tokens: new ids so far, those of eos_token_id included. status: one of STATUS. error: why it failed, or None.
+        input_ids: (1, L). budget: K for all layers. ends: ids that end it.
+        tokens: new ids so far, the one that ended it included.
+        status: one of STATUS. error: why it failed, or None.
     """
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int,
-        budget: int,
-        ends: frozenset[int],
-        processor: LogitsProcessorList | None,
-        generator: torch.Generator | None,
-        on_token: Callable[[int], None] | None,
-    ):
-        self.input_ids, self.max_new_tokens, self.budget, self.ends = input_ids, max_new_tokens, budget, ends
-        self.processor, self.generator, self.on_token = processor, generator, on_token
-        self.tokens: list[int] = []
-        self.status = WAITING
-        self.error: BaseException | None = None
-        self._cache: ESSMCache | None = None  # while it is being read
-        self._read = 0
+    input_ids: Tensor
+    max_new_tokens: int
+    budget: int
+    ends: frozenset[int]
+    processor: LogitsProcessorList | None
+    generator: torch.Generator | None
+    on_token: Callable[[int], None] | None
+    tokens: list[int] = field(default_factory=list)
+    status: str = WAITING
+    error: BaseException | None = None
+    _cache: ESSMCache | None = None  # while it is being read
+    _read: int = 0
 
     @property
     def over(self) -> bool:
         return self.status in (FINISHED, CANCELLED, FAILED)
 
     def fail(self, error: BaseException) -> None:
-        """End it so, unless it is over."""
+        """End it with that error, unless it is over."""
         if not self.over:
             self.status, self.error = FAILED, error
 
     def take(self, logits: Tensor, likeliest: int, finite: bool) -> None:
-        """Choose the next token and see whether it was the last; what goes wrong ends this request alone.
+        """Choose the next token. An error in it ends this request alone.
 
         Args:
-            logits: (V,) of its row. likeliest: their argmax. finite: whether all are.
+            logits: (V,) of its row. likeliest: their argmax. finite: whether all of them are.
         """
-        if self.over:  # ended by another one's on_token
+        if self.over:  # another request's on_token has ended it
             return
         try:
             if not finite:
@@ -108,9 +101,10 @@ class ContinuousBatch:
 
     Args:
         model: ESSMForCausalLM in evaluation mode, with spectral layers only.
-        max_state_bytes: that all states together may take (and twice that for the moment in which rows join or leave);
-            decides how many requests run at once.
-        max_rows: the most requests that run at once, or None. prefill_chunk_size: prompt tokens of one piece.
+        max_state_bytes: the most that all states may take together, which decides how many requests run at once. While
+            rows join or leave, twice that is in use.
+        max_rows: the most requests that run at once, or None.
+        prefill_chunk_size: prompt tokens of one piece.
     Raises:
         ValueError: a model in training or with attention layers, or a limit below 1.
     """
@@ -123,8 +117,8 @@ class ContinuousBatch:
             _require_positive(name, value)
         if is_hybrid(model.config):
             raise ValueError(
-                "requests are admitted by the constant size of their states, and this model has attention layers, "
-                f"whose keys grow: layer_types must all be {SPECTRAL_LAYER!r}"
+                "requests are admitted by the size of their states, and this model has attention layers, whose keys "
+                f"grow: layer_types must all be {SPECTRAL_LAYER!r}"
             )
         if model.training:
             raise ValueError("requests are served in evaluation mode: call model.eval() first")
@@ -165,11 +159,11 @@ class ContinuousBatch:
         """Queue a request; `step` works on it.
 
         Args:
-            input_ids: (L,) or (1, L) prompt, L >= 1. spectral_budget: one budget for all layers; by default that of the
-                model's generation_config, or else of its config.
-            eos_token_id: ids that end it, [] for none; by default those of the model's generation_config.
-            logits_processor: applied to (1, V) logits before a token is chosen. generator: on the CPU; draws from the
-                probabilities, where without one the likeliest token is taken.
+            input_ids: (L,) or (1, L) prompt, L >= 1.
+            spectral_budget: one budget for all layers; by default that of generation_config, else of the config.
+            eos_token_id: ids that end it, [] for none; by default those of generation_config.
+            logits_processor: applied to (1, V) logits before a token is chosen.
+            generator: on the CPU; draws from the probabilities. Without one the likeliest token is taken.
             on_token: called with every new token; if it raises, the request fails.
         Raises:
             ValueError: a prompt that is empty or more than one, ids out of range, a bad budget, a state larger than
@@ -212,10 +206,10 @@ class ContinuousBatch:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit what there is room for, read one piece of one prompt, decode one token of every running row.
+        """Admit the requests that there is room for, decode one token of every running row, read one piece of a prompt.
 
-        What interrupts it, such as KeyboardInterrupt, fails every request that holds a state, since states and tokens
-        may no longer fit each other; those that wait for room go on waiting.
+        An interrupt such as KeyboardInterrupt fails every request that holds a state, since its states and tokens may
+        no longer fit each other. Requests that wait for room go on waiting.
 
         Raises:
             RuntimeError: called by an on_token.
@@ -249,7 +243,7 @@ class ContinuousBatch:
         return (len(held) + 1) * widest <= self.max_state_bytes
 
     def _bytes_of(self, budget: int) -> int:
-        """State of one row, from a look at one."""
+        """Bytes of one row's state, measured once per budget."""
         if budget not in self._row_bytes:
             with torch.inference_mode():
                 one = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
@@ -286,7 +280,7 @@ class ContinuousBatch:
         tokens = torch.tensor([[request.tokens[-1]] for request in self._running], device=self.model.device)
         try:
             out = self.model(tokens, past_key_values=self._cache, use_cache=True, spectral_budget=budgets)
-        except Exception as error:  # some layers' states have advanced, and others have not
+        except Exception as error:  # some layers have advanced their states, others have not
             for request in self._running:
                 request.fail(error)
             return

@@ -3,10 +3,10 @@
 
     model.generate(ids, custom_generate=speculate(draft_budget=2), spectral_budget=8)
 
-Lossless: greedy decoding gives the tokens of plain greedy decoding, sampling draws from the same distribution
-(Leviathan et al. 2023). Both budgets have states of their own. The drafter's are kept at every draft, so that it can
-return to the last accepted one. The verifier reads accepted tokens and new drafts together, but keeps its state before
-the drafts (`state_lengths`): nothing has to be undone.
+It is lossless: greedy decoding gives the tokens of plain greedy decoding, sampling draws from the same distribution
+(Leviathan et al. 2023). Each budget has states of its own. The drafter keeps its states after every draft, so that it
+can return to the last accepted one. The verifier reads accepted tokens and new drafts in one call, and `state_lengths`
+keeps its states from before the drafts, so it has nothing to undo.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class ESSMSpeculativeOutput(ModelOutput):
     """
     Args:
         sequences: (B, prompt + longest new) int64, padded after the end of a row.
-        acceptance_rate: accepted drafts / drafts, of rows that were not finished.
-        num_drafts, num_accepted, num_verifications: counts behind it, and calls at the full budget after the prompt.
+        acceptance_rate: accepted drafts / drafts, in rows that were not finished.
+        num_drafts, num_accepted: the counts behind it.
+        num_verifications: calls at the full budget after the prompt.
     """
 
     sequences: Tensor | None = None
@@ -48,9 +49,9 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
     The dictionary output, `ESSMSpeculativeOutput`, tells the acceptance rate.
 
     Args:
-        draft_budget: in any form. draft_length: tokens of a draft, None to adapt it.
+        draft_budget: a spectral budget in any form. draft_length: tokens of a draft, None to adapt it.
     Raises:
-        ValueError: a bad draft_length; in `generate` a bad budget, or what speculative decoding cannot do.
+        ValueError: a bad draft_length; in `generate` a bad budget, or an option that speculation cannot serve.
     """
     length = draft_length
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
@@ -79,7 +80,7 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
 
 
 def _check(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for what speculative decoding cannot do."""
+    """Raises ValueError for options that speculative decoding cannot serve."""
     if generation_config.num_beams not in (None, 1):
         beams = generation_config.num_beams
         raise ValueError(f"draft_budget works with greedy decoding and sampling, got num_beams={beams}")
@@ -116,7 +117,7 @@ class _Pair:
         self.verifier, self.drafter = (ESSMCache(model.config) for _ in range(2))
 
     def read_prompt(self, attention_mask: Tensor | None) -> None:
-        """All but the last token of the prompt, at both budgets; attention_mask (B, L), or None."""
+        """Read all but the last token of the prompt at both budgets; attention_mask (B, L), or None."""
         prompt, mask = self.input_ids[:, :-1], None if attention_mask is None else attention_mask[:, :-1]
         for cache, K in ((self.verifier, self.budget), (self.drafter, self.draft_budget)):
             if prompt.shape[1]:
@@ -127,7 +128,7 @@ class _Pair:
         return self.model(token, past_key_values=self.drafter, spectral_budget=self.draft_budget).logits[:, -1]
 
     def verify(self, drafts: list[Tensor]) -> Tensor:
-        """Logits after accepted tokens of the last round and all drafts, in one call; the state stays before drafts."""
+        """Logits (B, L, V) after the tokens accepted last and all drafts; the states stay before the drafts."""
         sequences = [torch.cat([row.pending, torch.stack([d[i] for d in drafts])]) for i, row in enumerate(self.rows)]
         read = torch.tensor([len(row.pending) for row in self.rows], device=self.input_ids.device)
         padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
@@ -145,7 +146,7 @@ def _decode(
     rows, length = pair.rows, draft_length or FIRST_DRAFT_LENGTH
     drafted = accepted = calls = 0
     while not all(row.done for row in rows):
-        # 1. Draft: token by token at the small budget, states kept at every step; not beyond the end.
+        # 1. Draft token by token at the small budget, not beyond the end; keep the states of every step.
         if generation_config.max_length is not None:
             shortest = min(len(row.ids) for row in rows if not row.done)
             length = max(1, min(length, generation_config.max_length - shortest - 1))
@@ -161,7 +162,7 @@ def _decode(
             token = torch.stack([_pick(s, pair.sampling) for s in draft_scores[-1]])[:, None]
             drafts.append(token[:, 0])
 
-        # 2. Verify, and accept the drafts that the full budget would have made, and one token of its own.
+        # 2. Verify: accept the drafts that the full budget would have made, then one token of its own.
         logits, counts = pair.verify(drafts), []
         calls += 1
         for i, row in enumerate(rows):
@@ -195,10 +196,11 @@ def _decode(
 def _accept(
     pair: _Pair, row: _Row, drafts: list[tuple[Tensor, Tensor]], logits: Tensor, stopping_criteria: Callable
 ) -> int:
-    """Take over what the full budget accepts of a row's drafts and one token of its own, up to the row's end.
+    """Append the drafts that the full budget accepts and one token of its own, up to the row's end.
 
     Args:
-        drafts: token () and scores (V,) of each. logits: (>= drafts + 1, V) of the full budget, before each and after.
+        drafts: token () and scores (V,) of each. logits: (>= drafts + 1, V) of the full budget, before each draft and
+            after the last.
     Returns:
         how many drafts were accepted.
     """
@@ -221,7 +223,10 @@ def _pick(scores: Tensor, sampling: bool) -> Tensor:
 
 
 def _judge(target: Tensor, draft: Tensor | None, draft_scores: Tensor | None, sampling: bool) -> tuple[Tensor, bool]:
-    """The token after a draft is judged, and whether it is the draft. Without a draft, the full budget's own token."""
+    """The token that stands in the draft's place, and whether it is the draft.
+
+    Without a draft it is the full budget's own token.
+    """
     if draft is None or draft_scores is None:
         return _pick(target, sampling), False
     if not sampling:
@@ -234,7 +239,7 @@ def _judge(target: Tensor, draft: Tensor | None, draft_scores: Tensor | None, sa
 
 
 def _return_to(cache: ESSMCache, states: list[dict[str, Tensor]], steps: list[int]) -> None:
-    """Give every row the state that it had at its step."""
+    """Give every row the states that it had at its step."""
     if len(set(steps)) == 1:
         cache.set_states(states[steps[0]])
     elif states[steps[0]]:

@@ -15,10 +15,11 @@ from .programs import signature
 
 
 def save_executorch(programs: Mapping[str, ExportedProgram], path: str | os.PathLike) -> None:
-    """Write all programs as methods of one ExecuTorch file, with XNNPACK where it can. They need a batch_size.
+    """Write all programs as methods of one ExecuTorch file, on XNNPACK where it can run them.
 
     Raises:
-        ImportError: executorch is not installed. ValueError: programs of any batch size.
+        ImportError: executorch is not installed.
+        ValueError: programs that were exported without a batch_size.
     """
     try:
         from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner

@@ -11,11 +11,11 @@ from torch.export import ExportedProgram
 
 from .programs import signature
 
-_EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file ends at 2 GiB
+_EXTERNAL_DATA_BYTES = 1 << 30  # a protobuf file holds at most 2 GiB
 
 
 def save_onnx(program: ExportedProgram, path: str | os.PathLike) -> None:
-    """Write a program as ONNX, inputs and outputs named by `signature`; weights beyond 1 GiB go to a file beside it.
+    """Write a program as ONNX, with the names of `signature`. Weights beyond 1 GiB go to a file beside it.
 
     Raises:
         ImportError: onnx or onnxscript is not installed.

@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """An ES-SSM at one budget as torch.export programs.
 
-A language model becomes two programs: `prefill` reads any number of tokens, `step` one. Both take the recurrent states
-and return the logits after each row's last token together with the new states, so that a long prompt may be read in
-pieces and decoding goes on at constant memory. A classifier becomes one, `classify`. A program holds the weights of its
+A language model becomes two programs: `prefill` reads any number of tokens, `step` reads one. Both take the recurrent
+states and return the logits after each row's last token together with the new states. So a long prompt may be read in
+pieces, and memory stays constant. A classifier becomes one program, `classify`. A program holds the weights of its
 budget's channels and no others. Letters: B batch, L length, N states, D width, F input features, V vocabulary.
 """
 
@@ -25,7 +25,7 @@ from ..spectral_budget import SpectralBudget, is_hybrid
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An input or output of a program. shape: integers, and "batch" or "length" where any size will do."""
+    """An input or output of a program. Its shape has integers, and "batch" or "length" where any size is accepted."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -37,15 +37,15 @@ def export_programs(
 ) -> dict[str, ExportedProgram]:
     """The programs of a model at a fixed budget, on its device and in its dtype; the model stays as it is.
 
-    States are those of `ESSMCache.states`: named "{layer}.{tensor}", with the batch as first dimension.
-    Zeros, of `empty_states`, begin a sequence.
+    States are those of `ESSMCache.states`: named "{layer}.{tensor}", with the batch as first dimension. A sequence
+    begins with zeros, which `empty_states` makes.
 
         prefill(input_ids (B, L) int64, attention_mask (B, L) int64, states) -> logits (B, V), states
         step(input_ids (B, 1) int64, states) -> logits (B, V), states
         classify(input_ids (B, L) int64 or input_features (B, L, F), attention_mask (B, L) int64) -> logits (B, labels)
 
-    Padding is 0 in the mask, anywhere, and does not exist for the model; a row of padding only keeps its states, and
-    its logits mean nothing.
+    Padding is 0 in the mask and may stand anywhere: masked positions are skipped. A row of padding only keeps its
+    states, and its logits are undefined.
 
     Args:
         model: ESSMForCausalLM or ESSMForSequenceClassification.
@@ -55,8 +55,8 @@ def export_programs(
     Returns:
         {"prefill": .., "step": ..} or {"classify": ..}.
     Raises:
-        ValueError: a bad budget, max_length or batch_size, a hybrid language model, quantised weights, or another kind
-            of model; before any work.
+        ValueError: before any work, for a bad budget, max_length or batch_size, a hybrid language model, quantised
+            weights, or another kind of model.
     """
     causal = hasattr(model, "lm_head")
     if not causal and not hasattr(model, "score"):
@@ -78,7 +78,7 @@ def export_programs(
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     small = copy.deepcopy(model).eval().truncate(list(budget.layers))
     for mixer in spectral_mixers(small):
-        mixer.algorithm = "chunked"  # the others are not made of plain tensor operations of any length
+        mixer.algorithm = "chunked"  # the only one made of plain tensor operations at any length
     rows: Any = Dim("batch", min=1) if batch_size is None else None
     length = Dim("length", min=1, max=max_length)
     B, L, device = batch_size or 2, min(5, max_length), small.device
@@ -101,13 +101,13 @@ def export_programs(
 
 
 def empty_states(program: ExportedProgram, batch_size: int) -> dict[str, Tensor]:
-    """The states before any token, zeros, by their names."""
+    """The states before any token: zeros, by name."""
     states = _example_states(program)
     return {name: torch.zeros(batch_size, *state.shape[1:], dtype=state.dtype) for name, state in states.items()}
 
 
 def signature(program: ExportedProgram) -> tuple[list[TensorSpec], list[TensorSpec]]:
-    """Inputs and outputs in order, by the names they have in ONNX: states come as past.* and return as present.*."""
+    """Inputs and outputs in order, by their names in ONNX: states come in as past.* and return as present.*."""
     states = _example_states(program)
     inputs = [name for name in program.graph_signature.user_inputs if isinstance(name, str)]
     outputs = [name for name in program.graph_signature.user_outputs if isinstance(name, str)]
@@ -125,7 +125,7 @@ def signature(program: ExportedProgram) -> tuple[list[TensorSpec], list[TensorSp
 
 
 class _Program(nn.Module):
-    """A model at a budget. `positions` makes runtimes that know no largest length fail on a longer one."""
+    """A model at a budget. Slicing `positions` fails beyond max_length in runtimes that would not check a length."""
 
     model: Any
     positions: Tensor
@@ -167,10 +167,10 @@ class _ClassifyFeatures(_Program):
 
 
 def _export(module: nn.Module, inputs: tuple, dynamic_shapes: tuple) -> ExportedProgram:
-    module(*inputs)  # makes the basis, which the tracer else records in fp64 with its conversion
+    module(*inputs)  # makes the basis; the tracer would record it in fp64 with its conversion
     program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)
     for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # paths of this machine
+        node.meta.pop("stack_trace", None)  # it holds paths of this machine
     return program
 
 

@@ -7,7 +7,7 @@ _OF_BUDGET_DROPOUT = ("BudgetDropoutCallback", "budget_losses", "budget_schedule
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a Trainer needs when it is asked for: who only loads a model does without."""
+    """Imports a Trainer's callback when it is asked for; loading a model does not need it."""
     if name not in _OF_BUDGET_DROPOUT:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import budget_dropout

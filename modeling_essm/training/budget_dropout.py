@@ -1,15 +1,15 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Budget dropout: every update trains at its own spectral budgets K, drawn from a set of budgets.
 
-The budgets are a pure function of (seed, update index). They touch no random generator, so that they are the same on
-every process, in all micro-batches of an update, after every resume and in every version of torch, and can be looked
-up for any update without replaying the others. `budget_losses` turns them into losses for a loop of one's own,
-`BudgetDropoutCallback` into a change to transformers' Trainer and TRL's SFTTrainer.
+The budgets are a pure function of (seed, update index) and touch no random generator. So they are the same on every
+process, in all micro-batches of an update, after every resume and in every version of torch, and the budgets of any
+update can be looked up. `budget_losses` turns them into losses for a loop of one's own; `BudgetDropoutCallback` brings
+them into transformers' Trainer and TRL's SFTTrainer.
 
-Channels above K get a gradient of exactly zero, not None, and plain AdamW treats it as one: their moments decay, what
-is left of the momentum still moves them, and weight decay shrinks them. We keep that. Skipping them would need an
-optimizer of our own with a step count per channel; it would also decay a channel in proportion to how often it is
-drawn, so that the late ones, which are drawn least and carry least, would be regularised least.
+Channels above K get a gradient of exactly zero, not None, and plain AdamW treats it as one: their moments decay, the
+rest of their momentum still moves them, and weight decay shrinks them. We keep that. Skipping them would need an
+optimizer with a step count per channel. It would also decay a channel in proportion to how often it is drawn, so the
+late ones, which are drawn least and carry least, would be regularised least.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-FULL_BUDGET_EVERY = 8  # updates; this and the next are the settings of the authors' published training code
+# Settings of the authors' published training code.
+FULL_BUDGET_EVERY = 8  # updates
 BIAS_TO_LARGE = 0.6
 
 
 def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
-    """The budgets that a model of that capacity K̄ can run, ascending; larger ones become the capacity itself."""
+    """The budgets that a model of that capacity K̄ can run, ascending; a larger one becomes the capacity."""
     return tuple(sorted({min(budget, capacity) for budget in budgets}))
 
 
@@ -46,7 +47,7 @@ class BudgetSchedule:
     Attributes:
         budgets: all budgets that it may train, distinct and ascending.
         seed: any integer.
-        full_budget_updates: so many updates at the start train the largest budget only.
+        full_budget_updates: number of updates at the start that train the largest budget only.
     """
 
     budgets: tuple[int, ...]
@@ -124,7 +125,7 @@ def budget_schedule(
     Args:
         name: "discrete" draws from BUDGETS, "uniform" from 1..K̄, "authors" as their code does, "sandwich" trains
             several of BUDGETS in each update, "full" the capacity only, without budget dropout.
-        full_budget_updates: with any name, so many updates at the start train the capacity only.
+        full_budget_updates: number of updates at the start that train the capacity only, with any name.
         sandwich_random: budgets between the smallest and the largest in each update of the sandwich rule.
     Raises:
         ValueError: unknown name, capacity below 1, or a negative number.
@@ -154,19 +155,18 @@ def budget_losses(
 ) -> Iterator[Tensor]:
     """One loss per budget, in their order; their sum, the mean over budgets, is the objective of an update.
 
-    A forward pass runs when its loss is asked for, so that a loop which runs backward on each loss before it asks for
-    the next holds one graph at a time. With weight w > 0 every budget but the first learns from the first's outputs,
-    through which no gradient flows: its loss is (1 - w) loss + w KL(softmax(first logits) || softmax(its logits)).
-    Yu and Huang (2019) use w = 1.
+    A forward pass runs when its loss is asked for. A loop that runs backward on each loss before it asks for the next
+    holds one graph at a time. With weight w > 0 every budget but the first learns from the detached outputs of the
+    first: its loss is (1 - w) loss + w KL(softmax(first logits) || softmax(its logits)). Yu and Huang (2019) use w = 1.
 
     Args:
         forward: from K to a model output with `loss` () and `logits` (B, L, V) or (B, C), on one and the same batch.
         budgets: with w > 0 the largest first.
-        labels: those that `forward` uses; only w > 0 reads them. (B, L): logits at t are scored against labels at
-            t + 1. Positions labelled -100 are left out. (B,), or None with logits (B, C): every row is scored.
+        labels: those that `forward` uses; read only if w > 0. With (B, L), logits at t are scored against labels at
+            t + 1, and positions labelled -100 are left out. With (B,), or None for logits (B, C), every row is scored.
         distillation_weight: w in [0, 1].
-        num_items_in_batch: what the model divides its summed loss by, if not the number of scored positions.
-        shift_labels: (B, L) instead of labels, where logits at t are scored against those at t.
+        num_items_in_batch: the divisor of the model's summed loss, by default the number of scored positions.
+        shift_labels: (B, L) instead of labels; logits at t are scored against those at t.
     Raises:
         ValueError: w out of range, no budgets, the largest not first; no loss; or labels that cannot be distilled.
     """
@@ -235,8 +235,8 @@ def _check_weight(weight: float) -> None:
 def allow_compiled_budgets(count: int) -> None:
     """Raise torch.compile's limit, 8 graphs by default, to a graph for each of that many budgets.
 
-    Beyond the limit torch goes on uncompiled. A budget takes up to four: in training and evaluation, of full and last
-    batches.
+    Beyond the limit torch goes on uncompiled. A budget takes up to four graphs: for training and evaluation, and for
+    full and last batches.
     """
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 4 * count)
@@ -247,20 +247,20 @@ class BudgetDropoutCallback(TrainerCallback):
     """Makes transformers' Trainer and TRL's SFTTrainer train with a schedule: `Trainer(.., callbacks=[this])`.
 
     While an update runs, hooks give every training forward pass (training mode, gradients enabled) the budgets of
-    update `state.global_step`. Evaluation, generation and saving see neither: the config is never touched, and they run
-    at its default. A forward pass that names a spectral_budget keeps it. After an exception inside an update the hooks
-    stay until `detach()` or the next `train()`.
+    update `state.global_step`. Evaluation, generation and saving run at the config's default, which is never touched. A
+    forward pass that names a spectral_budget keeps it. After an exception inside an update the hooks stay until
+    `detach()` or the next `train()`.
 
-    With several budgets in an update the loss becomes the sum of `budget_losses`, in one graph: memory grows with their
-    number. The other outputs, and so the metrics that SFTTrainer logs, are those of the largest budget.
+    With several budgets in an update the loss is the sum of `budget_losses`, in one graph, so memory grows with their
+    number. The other outputs, and the metrics that SFTTrainer logs, are those of the largest budget.
 
     Args:
         schedule: a BudgetSchedule, or anything with its `budgets` and call.
-        distillation_weight: as in `budget_losses`; without effect on updates of one budget.
+        distillation_weight: as in `budget_losses`; updates of one budget ignore it.
     Raises:
-        ValueError: weight out of range. When training begins: a model without spectral_budget, or with a capacity
-            below the schedule's largest budget. In updates of several budgets: no loss among the model's outputs, or
-            a TRL trainer whose objective is not the plain likelihood (SFTTrainer with loss_type "nll").
+        ValueError: a weight out of range. When training begins: a model without spectral_budget, or with a capacity
+            below the schedule's largest budget. In updates of several budgets: outputs without a loss, or a TRL trainer
+            whose objective is not the plain likelihood (SFTTrainer with loss_type "nll").
     """
 
     def __init__(self, schedule: BudgetSchedule, distillation_weight: float = 0.0):

@@ -1,9 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The 259-symbol byte-level tokenizer: ids 0..255 are the bytes of UTF-8, then pad, bos and eos.
 
-A byte-level BPE without merges, so that any Unicode text makes an exact round trip and the saved files are plain
-tokenizer.json files that AutoTokenizer loads without remote code. No symbol is added to a prompt; padding is on the
-left, where generation wants it.
+It is a byte-level BPE without merges. Any Unicode text makes an exact round trip, and AutoTokenizer loads the saved
+tokenizer.json without remote code. No symbol is added to a prompt. Padding is on the left, as generation needs it.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ PAD_ID, BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 258, 259
 
 
 def _byte_symbols() -> list[str]:
-    """The printable stand-in of every byte in the byte-level alphabet: itself where printable, else 256, 257, .."""
+    """The printable symbol of every byte in the byte-level alphabet: itself if printable, else 256, 257, .."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = iter(range(256, 512))
     return [chr(byte if byte in printable else next(hidden)) for byte in range(256)]
 
 
 def build_byte_tokenizer(model_max_length: int | None = None) -> PreTrainedTokenizerFast:
-    """A fresh tokenizer; `model_max_length` only sets when the library warns about long input."""
+    """A new tokenizer. `model_max_length` only sets when the library warns about long input."""
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     vocabulary |= {token: PAD_ID + i for i, token in enumerate(special.values())}

@@ -5,11 +5,10 @@ import copy
 import itertools
 import pickle
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import VARIANTS, assert_close, captured_warnings, random_ids, random_model
+from helpers import ROOT, VARIANTS, assert_close, captured_warnings, random_ids, random_model
 from transformers import CompileConfig
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
@@ -50,10 +49,9 @@ def decode(model, ids, budget, cache=None):
 
 @pytest.mark.parametrize(
     ("variant", "budget"),
-    [({}, 5), ({}, [3, 17]), *((variant, 5) for variant in VARIANTS.values())],
-    ids=["full", "per layer", *VARIANTS],
+    [({}, [3, 17]), *((variant, 5) for variant in VARIANTS.values())],
+    ids=["per layer", *VARIANTS],
 )
-@pytest.mark.sampled(3)
 def test_steps_equal_eager_ones(variant, budget, taken):
     model = compiled_model([budget], taken, batch_size=2, **variant)
     ids = random_ids(2, 9)
@@ -69,15 +67,14 @@ def test_steps_equal_eager_ones(variant, budget, taken):
             assert_close(layer.tensors[name], other.tensors[name])
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.sampled(3)
-def test_one_graph_serves_all_prompts_and_modes(variant, taken):
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_one_graph_serves_all_prompts_and_modes(block, taken):
     """A single row keeps the strides of what it was cut from; tensors of inference mode have other dispatch keys."""
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    model = compiled_model([5], taken, state_budget=5, **variant)
+    model = compiled_model([5], taken, state_budget=5, **VARIANTS[block])
     modes, steps = (torch.no_grad, torch.inference_mode), 0
-    for length in (1, 2, 3, 4, 5, 7, 8, 9, 17, 40):
+    for length in (1, 2, 8, 9, 17):
         for reading, decoding in itertools.product(modes, modes):
             ids = random_ids(1, length + 2)
             cache = ESSMCache(model.config, state_budget=9 if length % 2 else None)
@@ -90,7 +87,9 @@ def test_one_graph_serves_all_prompts_and_modes(variant, taken):
             steps += 3
             assert not any(tensor.is_inference() for tensor in cache.states.values())
             if length == 9:
-                assert_close(torch.cat(logits, 1), random_model(**variant)(ids, spectral_budget=5).logits[:, -2:])
+                assert_close(
+                    torch.cat(logits, 1), random_model(**VARIANTS[block])(ids, spectral_budget=5).logits[:, -2:]
+                )
     assert len(taken) == steps
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
     torch._dynamo.reset()
@@ -154,20 +153,22 @@ def test_a_wrong_step_is_refused(mistake, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-def test_a_released_size_compiles_in_bf16():
-    config = ESSMConfig.from_pretrained(Path(__file__).parents[3] / "hub_configs" / "essm-gated-20m")
-    assert compile_decoding(ESSMForCausalLM(config).eval().bfloat16(), [2]).decoding_steps
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_inductor(taken):
+    """Ahead, and by `generate` with a static cache; a released size in bf16."""
+    model, ids = random_model(num_hidden_layers=1), random_ids(2, 9)
+    settings = {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
+    expected = model.generate(ids, **settings)
+    config = compile_config("inductor", mode="default")
+    assert torch.equal(model.generate(ids, cache_implementation="static", compile_config=config, **settings), expected)
     model = compile_decoding(random_model(num_hidden_layers=1), [4, 32])
     taken.clear()
     for budget in (4, 32):
         logits, _ = decode(model, random_ids(1, 6), budget)
         assert_close(logits, decode(random_model(num_hidden_layers=1), random_ids(1, 6), budget)[0])
     assert taken == [(4,)] * 5 + [(32,)] * 5
+    large = ESSMForCausalLM(ESSMConfig.from_pretrained(ROOT / "hub_configs" / "essm-gated-20m")).eval().bfloat16()
+    assert compile_decoding(large, [2]).decoding_steps
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -270,16 +271,10 @@ def test_a_changed_model_decodes_eagerly_and_says_so(change, taken):
     torch.manual_seed(0)
     change(eager)
     assert_close(logits, decode(eager, ids, 6)[0])
-
-
-def test_compiling_again_after_a_change(taken):
-    model, ids = compiled_model([6], num_hidden_layers=1), random_ids(1, 4)
-    model.truncate(20)
-    expected, _ = decode(model, ids, 6)
     compile_decoding(model, [6], backend="eager")
     taken.clear()
-    assert_close(decode(model, ids, 6)[0], expected)
-    assert len(taken) == 3
+    assert_close(decode(model, ids, 6)[0], logits)
+    assert len(taken) == 5
 
 
 def test_new_values_in_the_same_weights_count(taken):
@@ -318,7 +313,6 @@ def test_checks_of_the_eager_step_hold():
     ("arguments", "message"),
     [
         ({"budgets": [33]}, "33"),
-        ({"budgets": ["unknown"]}, "unknown"),
         ({"budgets": [torch.tensor([2, 3])], "batch_size": 2}, "one budget for all rows"),
         ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({"backend": "onnx"}, "backend must be one of"),
@@ -354,15 +348,15 @@ def compile_config(backend="eager", **fields):
     return config
 
 
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("start", ["ids", "padded", "embeddings"])
-@pytest.mark.sampled(5)
-def test_generate_with_a_static_cache_is_one_graph(start, fields):
+@pytest.mark.parametrize(
+    ("start", "block"), [("ids", "paper"), ("ids", "gated"), ("padded", "gated"), ("embeddings", "paper")]
+)
+def test_generate_with_a_static_cache_is_one_graph(start, block):
     """What the library asks of a static cache: no graph break, and one graph for all steps of all calls of a shape."""
     torch._dynamo.reset()
-    model, ids = random_model(**fields), random_ids(2, 9)
+    model, ids = random_model(**VARIANTS[block]), random_ids(2, 9)
     wanted = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True, "output_scores": True}
-    wanted |= {"output_logits": True, "output_hidden_states": True, "output_attentions": True, "spectral_budget": 5}
+    wanted |= {"output_hidden_states": True, "output_attentions": True, "spectral_budget": 5}
     calls = []
     for prompt in (ids, ids.flip(0)):
         mask = torch.ones_like(prompt)
@@ -382,26 +376,13 @@ def test_generate_with_a_static_cache_is_one_graph(start, fields):
         assert type(cache) is ESSMStaticCache and cache.is_compileable
         assert cache.get_seq_length() == eager.past_key_values.get_seq_length()
         assert torch.equal(actual.sequences, eager.sequences)
-        for name in ("scores", "logits"):
-            for step, other in zip(actual[name], eager[name], strict=True):
-                assert_close(step, other)
+        for step, other in zip(actual.scores, eager.scores, strict=True):
+            assert_close(step, other)
         assert [len(states) for states in actual.hidden_states] == [3] * 5  # embeddings and two layers a step
         for layer, other in zip(cache.layers, eager.past_key_values.layers):
             for name in other.tensors:
                 assert_close(layer.tensors[name], other.tensors[name], atol=1e-4)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before + 1
-    torch._dynamo.reset()
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_generate_with_a_static_cache_and_inductor():
-    torch._dynamo.reset()
-    model, ids = random_model(num_hidden_layers=1), random_ids(2, 9)
-    settings = {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
-    actual = model.generate(
-        ids, cache_implementation="static", compile_config=compile_config("inductor", mode="default"), **settings
-    )
-    assert torch.equal(actual, model.generate(ids, **settings)) and hasattr(model, "_compiled_call")
     torch._dynamo.reset()
 
 

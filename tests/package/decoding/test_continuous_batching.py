@@ -39,9 +39,9 @@ def finish(batch, steps=1000):
     raise AssertionError("the batch does not come to an end")
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
-@pytest.mark.parametrize("piece", [1, 3, 512])
-@pytest.mark.parametrize("max_rows", [1, 2, None])
+@pytest.mark.parametrize(
+    ("block", "piece", "max_rows"), [("paper", 1, None), ("paper", 512, 1), ("paper", 3, 2), ("gated", 3, None)]
+)
 def test_each_request_is_answered_as_if_alone(block, piece, max_rows):
     model = random_model(ESSMForCausalLM, block=block).eval()
     batch = ContinuousBatch(model, ROOM, max_rows=max_rows, prefill_chunk_size=piece)
@@ -151,10 +151,11 @@ def test_a_callback_may_cancel_any_request(model):
     def cancel_all(token):
         batch.cancel(other)
         batch.cancel(itself)
+        raise RuntimeError("and then it raises")
 
     itself = batch.submit(PROMPTS[1], 20, on_token=cancel_all)
     finish(batch)
-    assert other.status == itself.status == "cancelled" and len(itself.tokens) == 1
+    assert other.status == itself.status == "cancelled" and len(itself.tokens) == 1 and itself.error is None
     assert kept.tokens == alone(model, PROMPTS[2], 2, 6)
 
 
@@ -204,10 +205,9 @@ def test_a_row_without_finite_logits_fails_alone(model):
     "processor",
     [
         lambda ids, scores: torch.cat([scores, scores[:, -1:] + 9], 1),
-        lambda ids, scores: scores.index_fill(1, torch.tensor([5]), torch.nan),
         lambda ids, scores: torch.full_like(scores, -torch.inf),
     ],
-    ids=["wider", "NaN", "all-banned"],
+    ids=["wider", "all-banned"],
 )
 def test_a_processor_of_no_use_fails_alone(model, processor):
     batch = ContinuousBatch(model, ROOM)
@@ -299,17 +299,6 @@ def test_defaults_are_those_of_generate():
         assert request.tokens == expected[: expected.index(expected[4]) + 1]
 
 
-def test_what_a_callback_cancels_stays_cancelled(model):
-    def leave(token):
-        batch.cancel(request)
-        raise RuntimeError("and then it raises")
-
-    batch = ContinuousBatch(model, ROOM)
-    request = batch.submit(PROMPTS[0], 9, on_token=leave)
-    finish(batch)
-    assert request.status == "cancelled" and request.error is None
-
-
 def test_sampling_is_the_requests_own(model):
     """Its generator and processors; the draws of others change nothing."""
 
@@ -344,9 +333,7 @@ def test_rows_of_one_budget_take_the_compiled_step(model):
     [
         ({"input_ids": []}, r"at least one id, got \(0,\)"),
         ({"input_ids": torch.ones(2, 3, dtype=torch.int64)}, r"one prompt \(L,\) or \(1, L\) .*, got \(2, 3\)"),
-        ({"input_ids": torch.tensor(3)}, r"got \(\)"),
         ({"input_ids": [1, 9999]}, r"in \[0, \d+\], got \[1, 9999\]"),
-        ({"input_ids": [1.5, 2.0]}, r"input_ids must be integers in \[0, \d+\], got \[1.5, 2.0\]"),
         ({"input_ids": [True]}, "input_ids must be integers"),
         ({"input_ids": "abc"}, "input_ids must be token ids, got 'abc'"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),

@@ -4,13 +4,12 @@
 import helpers
 import pytest
 import torch
-from helpers import random_ids, variants
+from helpers import VARIANTS, random_ids
 from transformers import TextStreamer
 
 from modeling_essm import ESSMCache, build_byte_tokenizer
 from modeling_essm.decoding import speculate
 from modeling_essm.decoding.speculation import _judge
-from modeling_essm.inputs_essm import check_state_lengths
 
 NEW = 17
 
@@ -26,12 +25,11 @@ def decode(model, ids, draft_budget=None, draft_length=None, **kwargs):
     return model.generate(ids, **{"max_new_tokens": NEW, "pad_token_id": 256, "do_sample": False, **kwargs})
 
 
-@variants
-@pytest.mark.parametrize("draft_length", [None, 1, 4])
-@pytest.mark.parametrize("prompt", [1, 2, 19])
-@pytest.mark.sampled(10)
-def test_greedy_is_token_identical(prompt, draft_length, variant):
-    model, ids = random_model(**variant), random_ids(3, prompt)
+@pytest.mark.parametrize(
+    ("block", "prompt", "draft_length"), [("paper", 1, 4), ("paper", 19, None), ("gated", 2, 1), ("gated", 19, None)]
+)
+def test_greedy_is_token_identical(block, prompt, draft_length):
+    model, ids = random_model(**VARIANTS[block]), random_ids(3, prompt)
     for budget, draft in ((32, 4), (32, 1), ([5, 20], [3, 2]), (8, 8), (None, 4)):
         for rows in (ids[:1], ids):
             plain = decode(model, rows, spectral_budget=budget, eos_token_id=None)
@@ -85,10 +83,10 @@ def test_what_is_reported():
     assert isinstance(plain, torch.Tensor)
 
 
-@variants
-def test_the_drafter_returns_to_the_last_accepted_token(variant):
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_the_drafter_returns_to_the_last_accepted_token(block):
     """Counts of a loop of full forward passes, which has no states to get wrong."""
-    model, ids, length = random_model(**variant), random_ids(1, 9), 3
+    model, ids, length = random_model(**VARIANTS[block]), random_ids(1, 9), 3
     plain = decode(model, ids, spectral_budget=32, eos_token_id=None)
     drafts, accepted, known = 0, 0, 9
     with torch.no_grad():
@@ -133,14 +131,18 @@ def test_sampling_draws_from_the_same_distribution():
     with torch.no_grad():
         model.lm_head.weight.mul_(3.0)
         ids = torch.tensor([[1, 4, 2, 0, 3, 3]])
-        probabilities = torch.ones(1)
-        prefix = ids
-        for _ in range(3):
-            p = (model(prefix, use_cache=False).logits[:, -1] / 0.8).softmax(-1)
-            probabilities = (probabilities[:, None] * p).flatten()
-            tokens = torch.arange(5).repeat(len(prefix))[:, None]
-            prefix = torch.cat([prefix.repeat_interleave(5, 0), tokens], 1)
-        n = 3000
+
+        def exactly(K):
+            """Probabilities (125,) of all strings at that budget."""
+            probabilities, prefix = torch.ones(1), ids
+            for _ in range(3):
+                p = (model(prefix, use_cache=False, spectral_budget=K).logits[:, -1] / 0.8).softmax(-1)
+                probabilities = (probabilities[:, None] * p).flatten()
+                tokens = torch.arange(5).repeat(len(prefix))[:, None]
+                prefix = torch.cat([prefix.repeat_interleave(5, 0), tokens], 1)
+            return probabilities
+
+        n, probabilities = 3000, exactly(None)
         torch.manual_seed(0)
         kwargs = {"max_new_tokens": 3, "do_sample": True, "temperature": 0.8, "top_k": 0, "pad_token_id": 0}
         found = decode(model, ids.repeat(n, 1), draft_budget=1, draft_length=2, return_dict_in_generate=True, **kwargs)
@@ -153,18 +155,9 @@ def test_sampling_draws_from_the_same_distribution():
             (counts[~kept].sum() - expected[~kept].sum()) ** 2 / expected[~kept].sum().clamp(min=1)
         )
         degrees = int(kept.sum())
-        assert chi < degrees + 4.5 * (2 * degrees) ** 0.5
-        # the drafter alone is far from it
-        drafter = torch.ones(1)
-        prefix = ids
-        for _ in range(3):
-            p = (model(prefix, use_cache=False, spectral_budget=1).logits[:, -1] / 0.8).softmax(-1)
-            drafter = (drafter[:, None] * p).flatten()
-            tokens = torch.arange(5).repeat(len(prefix))[:, None]
-            prefix = torch.cat([prefix.repeat_interleave(5, 0), tokens], 1)
-        assert ((n * drafter.double() - expected) ** 2 / expected)[kept].sum() > 2 * (
-            degrees + 4.5 * (2 * degrees) ** 0.5
-        )
+        limit = degrees + 4.5 * (2 * degrees) ** 0.5
+        assert chi < limit
+        assert ((n * exactly(1).double() - expected) ** 2 / expected)[kept].sum() > 2 * limit  # the drafter is far off
 
 
 def test_a_rejected_draft_is_replaced_from_the_residual():
@@ -227,10 +220,10 @@ def test_a_state_from_before_is_refused():
         decode(model, ids, draft_budget=4, past_key_values=cache)
 
 
-@variants
-def test_state_lengths(variant):
+@pytest.mark.parametrize("block", ["paper", "gated"])
+def test_state_lengths(block):
     """Outputs of all positions, the state of the first: as if the rest had not been read."""
-    model, ids = random_model(**variant), random_ids(3, 12)
+    model, ids = random_model(**VARIANTS[block]), random_ids(3, 12)
     lengths = torch.tensor([1, 7, 5])
     with torch.no_grad():
         cache = ESSMCache(model.config)
@@ -258,11 +251,3 @@ def test_state_lengths(variant):
         assert cache.get_seq_length() == 0 and not cache.layers[0].tensors
     model(ids, past_key_values=(cache := ESSMCache(model.config)), state_lengths=torch.tensor([0, 12, 3]))
     assert cache.get_seq_length() == 12
-
-
-def test_the_check_of_state_lengths_is_not_compiled():
-    """It waits for the device, and a graph would break there."""
-    compiled = torch.compile(
-        lambda lengths: check_state_lengths(lengths, 1, 4, True, None) or lengths + 1, backend="eager", fullgraph=True
-    )
-    assert compiled(torch.tensor([9])).item() == 10
