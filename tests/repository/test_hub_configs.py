@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoFeatureExtractor, AutoModelForSequenceC
 import modeling_essm
 from essm_train.publish.hub import check_folder
 from essm_train.publish.model_card import SECTIONS, check_template, write_model_card
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMPairConfig
-from modeling_essm.configuration_essm import AUTO_MAP
+from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 FOLDER = Path(make.__file__).parent
 NAMES = sorted(make.CONFIGURATIONS)
@@ -37,6 +36,9 @@ LONGEST = {  # positions that the task needs
     "essm-audio": 98,
 }
 names = pytest.mark.parametrize("name", NAMES)
+kinds = pytest.mark.parametrize(
+    "name", ["essm-tiny", "essm-lra-listops", "essm-lra-retrieval", "essm-lra-image", "essm-audio"]
+)
 # The same in small: everything that a loader could stumble over, without the millions of numbers.
 SMALL = {"hidden_size": 8, "intermediate_size": 8, "gate_hidden_size": 4, "num_hidden_layers": 1}
 SMALL |= {"layer_types": ["linear_attention"]}
@@ -83,49 +85,20 @@ def test_the_folders_hold_no_code_but_a_link_to_it():
         assert link.resolve() == Path(modeling_essm.__file__).parent
 
 
-FROM_A_CLONE = """
-import sys
-import transformers
-from transformers import AutoConfig
-name, make, load = sys.argv[1:]
-config = AutoConfig.from_pretrained(f"hub_configs/{name}", trust_remote_code=True, num_hidden_layers=1)
-config.layer_types = None
-model = getattr(transformers, make).from_config(config, trust_remote_code=True)
-assert "modeling_essm" not in sys.modules, "the package was imported"
-model.save_pretrained("saved")
-config.save_pretrained("saved_config")
-loaded = getattr(transformers, load).from_pretrained("saved", trust_remote_code=True)
-print(loaded.config.auto_map[load], AutoConfig.from_pretrained("saved_config", trust_remote_code=True).auto_map)
-"""
-
-
-@pytest.mark.parametrize(
-    "name, made, loaded, expected",
-    [
-        ("essm-tiny", "AutoModelForCausalLM", "AutoModel", "modeling_essm.ESSMModel"),
-        ("essm-lra-retrieval", *["AutoModelForSequenceClassification"] * 2, "pair_essm.ESSMForPairClassification"),
-    ],
-)
-@pytest.mark.sampled(1)
-def test_a_clone_loads_by_auto_classes_without_the_package(name, made, loaded, expected, tmp_path):
-    """What is saved holds its own code and says so."""
-    root = FOLDER.parent
-    for part in (f"hub_configs/{name}", "modeling_essm"):
-        shutil.copytree(root / part, tmp_path / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", FROM_A_CLONE, name, made, loaded]
-    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(f"{expected} ") and f"{make.CODE}/" not in ran.stdout
-
-
 WRITES = """
 import math, sys
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+remote = {"trust_remote_code": True}
+config = AutoConfig.from_pretrained("hub_configs/essm-tiny", **remote, num_hidden_layers=1)
+AutoModelForCausalLM.from_config(config, **remote).save_pretrained("saved")
+config.save_pretrained("saved_config")
+assert type(AutoModel.from_pretrained("saved", **remote)).__name__ == "ESSMModel"
+for folder in ("saved", "saved_config"):
+    assert "/" not in "".join(AutoConfig.from_pretrained(folder, **remote).auto_map.values())
 folder = f"hub_configs/{sys.argv[1]}"
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained(folder, **remote)
+tokenizer = AutoTokenizer.from_pretrained(folder, **remote)
 assert "modeling_essm" not in sys.modules, "the package was imported"
 ids = tokenizer(sys.argv[2], return_tensors="pt").input_ids
 for K in (2, 4, model.config.num_spectral_channels):
@@ -139,18 +112,16 @@ PROSE = (
 )
 
 
-@pytest.mark.parametrize("name", make.RELEASED)
-def test_a_released_model_writes_from_a_clone(name, tmp_path):
-    """Without the package, the network and a run; and it has learnt: a byte trigram needs 2.9 bits a byte on novels."""
-    root = FOLDER.parent
-    for part in (f"hub_configs/{name}", "modeling_essm"):
-        shutil.copytree(root / part, tmp_path / part, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_clone_loads_and_writes_without_the_package(tmp_path):
+    """A saved model holds its own code, and the released one has learnt: a byte trigram needs 2.9 bits a byte."""
+    (name,) = make.RELEASED
+    for part in (f"hub_configs/{name}", "hub_configs/essm-tiny", "modeling_essm"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(FOLDER.parent / part, tmp_path / part, symlinks=True, ignore=ignored)
     assert sum(path.stat().st_size for path in (FOLDER / name).iterdir() if path.is_file()) <= 16e6
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    env |= {"HF_HUB_OFFLINE": "1"}
-    ran = subprocess.run(
-        [sys.executable, "-c", WRITES, name, PROSE], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", WRITES, name, PROSE]
+    ran = subprocess.run(command, cwd=tmp_path, env=env | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     rows = [line.split() for line in ran.stdout.splitlines()]
     assert [int(K) for K, _, _ in rows] == [2, 4, 8] and {new for _, new, _ in rows} == {"8"}
@@ -174,29 +145,15 @@ def test_the_card_of_a_released_model_says_what_was_measured(name):
     assert f'folder = "hub_configs/{name}"' in card
 
 
-def test_a_model_saved_from_a_folder_names_the_files_beside_it(tmp_path):
-    config = AutoConfig.from_pretrained(FOLDER / "essm-tiny", num_hidden_layers=1, layer_types=None)
-    ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
-    config.save_pretrained(tmp_path / "config")
-    for name in ("model", "config"):
-        auto_map = json.loads((tmp_path / name / "config.json").read_text())["auto_map"]
-        assert auto_map == AUTO_MAP and (tmp_path / name / "configuration_essm.py").is_file()
-
-
 @names
-def test_config_loads_and_runs_at_full_size(name):
+def test_config_loads_and_is_as_large_as_its_card_says(name):
     published = make.CONFIGURATIONS[name]
     config = AutoConfig.from_pretrained(FOLDER / name)
-    own = "pair_essm.ESSMPairConfig" if published.pairs else "configuration_essm.ESSMConfig"
-    assert type(config) is (ESSMPairConfig if published.pairs else ESSMConfig)
-    assert config.auto_map["AutoConfig"] == f"code/{own}"
+    assert config.auto_map["AutoConfig"].startswith("code/")
     assert fields(config) == fields(published.config())
     assert config.filter_length >= LONGEST[name]
-    model = published.model_class()(config).eval()
-    with torch.no_grad():
-        logits = model(**inputs_for(name), spectral_budget=2).logits
-    assert logits.isfinite().all()
-    assert logits.shape[-1] == (len(published.labels) or 259)
+    with torch.device("meta"):
+        model = published.model_class()(config)
     assert f"| `{name}` | {model.num_parameters() / 1e6:.1f}M |" in (FOLDER / "README.md").read_text()
 
 
@@ -205,7 +162,7 @@ def test_the_21m_configuration_is_the_papers():
     assert fields(config) == fields(ESSMConfig(architectures=config.architectures, dtype=torch.float32))
 
 
-@names
+@kinds
 def test_a_saved_model_with_its_card_can_be_published(name, tmp_path):
     """What README.md there tells to do, with a smaller model."""
     published, folder = make.CONFIGURATIONS[name], tmp_path / "model"
@@ -243,14 +200,6 @@ def test_card_template(name):
     card = check_template((FOLDER / name / "README.md").read_text())
     assert card.data.license == "apache-2.0"
     assert make.SIZES[make.CONFIGURATIONS[name].size] in card.text  # where the size is from is said
-
-
-def test_generation_config_is_the_one_a_model_saves(tmp_path):
-    ESSMForCausalLM(ESSMConfig(**SMALL)).generation_config.save_pretrained(tmp_path)
-    saved = (tmp_path / "generation_config.json").read_text()
-    for name in ("essm-tiny", "essm-21m"):
-        for line in (FOLDER / name / "generation_config.json").read_text().splitlines():
-            assert line.rstrip(",") in saved
 
 
 def test_listops_tokenizer():
