@@ -113,11 +113,10 @@ MAP = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu"}
 MAP |= {f"model.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(LAYERS)}
 WHOLE = {name: "disk" for name in MAP}
 IDS = random_ids(2, 21)
-VARIANTS = pytest.mark.parametrize("variant", [{}, {"ar_order": 2}], ids=["softmax", "ar"])
 
 
-def whole_and_offloaded(way: str, variant: dict, folder):
-    model = random_model(num_hidden_layers=LAYERS, **variant)
+def whole_and_offloaded(way: str, folder):
+    model = random_model(num_hidden_layers=LAYERS)
     model.save_pretrained(folder / "saved")
     load = AutoModelForCausalLM.from_pretrained
     disk = {"offload_folder": folder / "offload"}
@@ -135,13 +134,9 @@ def whole_and_offloaded(way: str, variant: dict, folder):
     return model, dispatch_model(other, MAP, main_device="cpu", offload_dir=folder / "offload")
 
 
-@VARIANTS
-@pytest.mark.parametrize(
-    "way", ["from_pretrained", "everything", "capacity", "cpu_offload", "disk_offload", "dispatch_model"]
-)
-@pytest.mark.sampled(5)
-def test_offloaded_weights_change_nothing(way, variant, tmp_path):
-    model, offloaded = whole_and_offloaded(way, variant, tmp_path)
+@pytest.mark.parametrize("way", ["from_pretrained", "capacity", "cpu_offload", "disk_offload", "dispatch_model"])
+def test_offloaded_weights_change_nothing(way, tmp_path):
+    model, offloaded = whole_and_offloaded(way, tmp_path)
     away = [name for name, parameter in offloaded.named_parameters() if parameter.is_meta]
     assert "model.layers.1.mixer.channel_mixing" in away
     for K in (3, 8):
@@ -152,10 +147,9 @@ def test_offloaded_weights_change_nothing(way, variant, tmp_path):
     assert {*away} <= {name for name, parameter in offloaded.named_parameters() if parameter.is_meta}
 
 
-@VARIANTS
-def test_states_of_offloaded_layers(variant, tmp_path):
+def test_states_of_offloaded_layers(tmp_path):
     """They stay in memory: chunked reading continues from them, and a file of them serves the whole model."""
-    model, offloaded = whole_and_offloaded("from_pretrained", variant, tmp_path)
+    model, offloaded = whole_and_offloaded("from_pretrained", tmp_path)
     cache = ESSMCache(model.config, state_budget=32)
     with torch.no_grad():
         first = offloaded(IDS[:, :9], past_key_values=cache, spectral_budget=5).logits
@@ -168,7 +162,7 @@ def test_states_of_offloaded_layers(variant, tmp_path):
 
 
 def test_an_offloaded_model_is_saved_whole_and_tied(tmp_path):
-    model, offloaded = whole_and_offloaded("everything", {}, tmp_path)
+    model, offloaded = whole_and_offloaded("everything", tmp_path)
     offloaded.save_pretrained(tmp_path / "again")
     again, found = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(found.values()) and again.lm_head.weight is again.model.embed_tokens.weight
@@ -177,7 +171,7 @@ def test_an_offloaded_model_is_saved_whole_and_tied(tmp_path):
 
 
 def test_an_offloaded_model_cannot_be_cut_in_memory(tmp_path):
-    _, offloaded = whole_and_offloaded("from_pretrained", {}, tmp_path)
+    _, offloaded = whole_and_offloaded("from_pretrained", tmp_path)
     with pytest.raises(ValueError, match=r"offloaded weights cannot be cut in memory: load .* with spectral_capacity"):
         offloaded.truncate(4)
     assert offloaded.config.num_spectral_channels == 32

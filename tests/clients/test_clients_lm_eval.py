@@ -205,11 +205,6 @@ def test_a_bad_budget_is_refused(evaluate):
         evaluate(",spectral_budget=33")
 
 
-def test_the_tokenizer_adds_nothing():
-    """An <eos> behind each text, as ByT5's, would be scored as one more byte than there are."""
-    assert build_byte_tokenizer()("ab é").input_ids == list("ab é".encode())
-
-
 def test_command_line_with_remote_code(evaluate, folder, tmp_path):
     """One budget per layer as JSON: the short form splits at commas."""
     arguments = {"pretrained": str(folder / "model"), "trust_remote_code": True, "spectral_budget": [2, 2]}

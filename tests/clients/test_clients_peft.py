@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model, variants
+from helpers import assert_close, blocks, random_ids, random_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from modeling_essm import ESSMForCausalLM
@@ -15,7 +15,7 @@ peft = pytest.importorskip("peft")
 
 LINEAR = {"target_modules": ["mixer.gate_in", "mixer.skip", "ffn.up", "ffn.down"]}
 CHANNELS = {"target_parameters": ["mixer.channel_mixing"]}
-TARGETS = {"linear": LINEAR, "channels": CHANNELS, "both": LINEAR | CHANNELS}
+TARGETS = {"linear": LINEAR, "both": LINEAR | CHANNELS}
 IDS = random_ids(4, 20)
 RANK, D = 3, 16
 
@@ -67,17 +67,11 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", TARGETS)
-@variants
-def test_it_trains_and_merges(name, variant):
-    model, fields = random_model(**variant), TARGETS[name]
-    if "target_modules" in fields:  # of the block's linear layers those that it has
-        kept = [name for name in fields["target_modules"] if "gate" not in name or "gating" not in variant]
-        if "block" in variant:
-            kept = ["mixer.gate_in", "in_proj", "out_proj"]
-        fields = fields | {"target_modules": kept}
-    if "ar_order" in variant and "target_parameters" in fields:
-        names = ("channel_mixing", "channel_mixing_negative", "input_mixing", "output_mixing")
-        fields = fields | {"target_parameters": [f"mixer.{parameter}" for parameter in names]}
+@blocks
+def test_it_trains_and_merges(name, block):
+    model, fields = random_model(**block), TARGETS[name]
+    if block:
+        fields = fields | {"target_modules": ["mixer.gate_in", "in_proj", "out_proj"]}
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model, losses = trained(adapted(model, **fields))
     assert losses[9] < losses[0] - 0.02  # both at the full budget
@@ -105,12 +99,6 @@ def test_what_a_merge_leaves_behind_is_not_saved_as_a_model(tmp_path):
     assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), 5), expected)
 
 
-def test_every_linear_layer_but_the_head_is_found():
-    model = adapted(random_model(), target_modules="all-linear")
-    found = {key.split(".lora_")[0].split("layers.")[1][2:] for key in model.state_dict() if "lora_A" in key}
-    assert found == set(LINEAR["target_modules"])
-
-
 def test_a_channel_is_one_of_pefts_experts():
     """(K, D_in, D_out) as (experts, out, in): each channel gets an update of rank r, B at its input side."""
     model = adapted(random_model(), **CHANNELS)
@@ -124,7 +112,7 @@ def test_a_channel_is_one_of_pefts_experts():
     assert (torch.linalg.matrix_rank(update) == RANK).all()
 
 
-@pytest.mark.parametrize("budget", [1, 5, 32])
+@pytest.mark.parametrize("budget", [1, 5])
 def test_gradients_reach_the_channels_of_the_budget_only(budget):
     model, _ = trained(adapted(random_model(), **CHANNELS))
     for name, gradient in adapter_gradients(model, budget).items():
@@ -133,21 +121,17 @@ def test_gradients_reach_the_channels_of_the_budget_only(budget):
         assert (gradient[budget:] == 0).all(), name
 
 
-@pytest.mark.parametrize("name", TARGETS)
-def test_budgets_stay_nested(name):
+def test_budgets_stay_nested():
     """Channels above K are not read, not the adapter's either, so that cutting them changes nothing."""
-    model, _ = trained(adapted(random_model(), **TARGETS[name]))
+    model, _ = trained(adapted(random_model(), **LINEAR | CHANNELS))
     expected = logits(model, 5)
     prompt = {"input_ids": IDS[:2, :6], "max_new_tokens": 6, "do_sample": False}
     tokens = model.generate(**prompt, spectral_budget=5)
     for layer in model.base_model.model.model.layers:
-        mixer = layer.mixer
-        channels = mixer.base_layer if "target_parameters" in TARGETS[name] else mixer
         with torch.no_grad():
-            channels.channel_mixing[5:] = torch.nan
-            if channels is not mixer:
-                mixer.lora_A["default"].weight.view(32, RANK, D)[5:] = torch.nan
-                mixer.lora_B["default"].weight.view(D, RANK, 32)[..., 5:] = torch.nan
+            layer.mixer.base_layer.channel_mixing[5:] = torch.nan
+            layer.mixer.lora_A["default"].weight.view(32, RANK, D)[5:] = torch.nan
+            layer.mixer.lora_B["default"].weight.view(D, RANK, 32)[..., 5:] = torch.nan
     assert torch.equal(logits(model, 5), expected)
     assert logits(model, 6).isnan().any()
     model = merged(model).truncate(5)
@@ -201,11 +185,10 @@ def test_an_adapter_of_channels_is_merged_before_it_is_cut():
     assert torch.equal(logits(model.truncate(4)), expected)
 
 
-@pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])
-def test_adapters_of_the_tied_embedding(module, base, tmp_path):
+def test_adapters_of_the_tied_embedding(base, tmp_path):
     """They train and load. A merge goes to the shared weight, as PEFT warns, unless it was untied before."""
     with pytest.warns(UserWarning, match="`ensure_weight_tying` is not set to True"):
-        model = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=[module])
+        model = adapted(AutoModelForCausalLM.from_pretrained(base), target_modules=["lm_head"])
     model, losses = trained(model)
     assert losses[9] < losses[0] - 0.02
     expected = logits(model, 5)
@@ -216,16 +199,10 @@ def test_adapters_of_the_tied_embedding(module, base, tmp_path):
 
     untied = AutoModelForCausalLM.from_pretrained(base, tie_word_embeddings=False)
     untied.lm_head.weight.data = untied.model.embed_tokens.weight.data.clone()
-    model, _ = trained(adapted(untied, target_modules=[module]))
+    model, _ = trained(adapted(untied, target_modules=["lm_head"]))
     expected = logits(model, 5)
     merged(model).save_pretrained(tmp_path / "untied")
     assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "untied").eval(), 5), expected)
-
-
-def test_ids_are_checked_behind_an_adapter():
-    model = adapted(random_model(), target_modules=["embed_tokens"])
-    with pytest.raises(ValueError, match=r"input_ids must be in \[0, 258\], got values from 0 to 259"):
-        model(input_ids=torch.tensor([[0, 259]]))
 
 
 def test_the_gates_output_is_refused_as_a_module_and_works_as_a_parameter():
@@ -235,23 +212,6 @@ def test_the_gates_output_is_refused_as_a_module_and_works_as_a_parameter():
     assert losses[9] < losses[0]
     expected = logits(model, 5)
     assert_close(logits(merged(model).truncate(5)), expected)
-
-
-def test_gradient_checkpointing():
-    gradients = []
-    for on in (False, True):
-        model = adapted(random_model(), **LINEAR | CHANNELS)
-        for parameter in model.parameters():  # B starts at zero, which would leave A without a gradient
-            if parameter.requires_grad:
-                torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(0))
-        if on:
-            model.gradient_checkpointing_enable()
-        model.train()
-        model(input_ids=IDS, labels=IDS, spectral_budget=5).loss.backward()
-        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
-    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_budget_dropout_in_trainer(tmp_path):

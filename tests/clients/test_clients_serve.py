@@ -261,29 +261,16 @@ USER = {"role": "user", "content": "a"}
 BAD = {
     # Bytes.
     "no JSON": (b'{"prompt": "a"', 400, "JSON"),
-    "empty": (b"", 400, "JSON"),
-    "not UTF-8": (b'{"prompt": "\xff"}', 400, "JSON"),
     "half a surrogate": (b'{"prompt": "\\ud800"}', 400, "JSON"),
     "deep": (b'{"prompt": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "recursion"),
-    "a list": (b"[1]", 422, "object"),
     "long": (b'{"prompt": "' + b"a" * 3000 + b'"}', 413, "at most 2000 bytes, got 3014"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', 422, "temperature: Input should be a finite number"),
     # Models and endpoints.
     "another model": ({"prompt": "a", "model": "gpt2"}, 404, "got 'gpt2'"),
-    "model 5": ({"prompt": "a", "model": 5}, 422, "model: "),
     "load another": ({"model": "gpt2"}, 404, "got 'gpt2'", "/load_model"),
-    "unload": ({}, 404, "/reset is not served", "/reset"),
     # The text.
     "no prompt": ({}, 422, "prompt: Field required"),
-    "empty prompt": ({"prompt": ""}, 422, "prompt: String should have at least 1 character"),
     "prompts": ({"prompt": ["a", "b"]}, 422, "prompt: Input should be a valid string"),
-    "no messages": ({}, 422, "messages: Field required", "/v1/chat/completions"),
-    "empty messages": (chat_of(), 422, "at least 1 item", "/v1/chat/completions"),
-    "text for messages": ({"messages": "a"}, 422, "valid array, got 'a'", "/v1/chat/completions"),
-    "message 1": (chat_of(1), 422, "messages.0", "/v1/chat/completions"),
-    "no role": (chat_of({"content": "a"}), 422, "messages.0.role: Field required", "/v1/chat/completions"),
-    "unknown role": (chat_of({"role": "x", "content": "a"}), 422, "messages.0.role", "/v1/chat/completions"),
-    "content 5": (chat_of({"role": "user", "content": 5}), 422, "messages.0.content", "/v1/chat/completions"),
     "an image": (
         chat_of({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}),
         422,
@@ -292,20 +279,10 @@ BAD = {
     ),
     "many messages": (chat_of(*[USER] * 4), 422, "at most 3 messages are read, got 4", "/v1/chat/completions"),
     "tools": (chat_of(USER, tools=[{}]), 422, "tools: Value error, not supported", "/v1/chat/completions"),
-    "a template": (
-        chat_of(USER, chat_template_kwargs={"chat_template": "x"}),
-        422,
-        "chat_template_kwargs: Value error, not supported",
-        "/v1/chat/completions",
-    ),
     "token biased": (chat_of(USER, logit_bias={"999": 1}), 422, "[0, 259)", "/v1/chat/completions"),
     "no input": ({}, 422, "input: Field required", "/v1/responses"),
-    "input 5": ({"input": 5}, 422, "input", "/v1/responses"),
     # How much.
-    "tokens 0": ({"prompt": "a", "max_tokens": 0}, 422, "max_tokens: Input should be greater than or equal to 1"),
-    "tokens -1": ({"prompt": "a", "max_tokens": -1}, 422, "got -1"),
     "tokens 1e7": ({"prompt": "a", "max_tokens": 10**7}, 422, "at most 50 new tokens are generated, got 10000000"),
-    "tokens as text": ({"prompt": "a", "max_tokens": "5"}, 422, "max_tokens: Input should be a valid integer"),
     "tokens in the config": (config_of(max_new_tokens=51), 422, "at most 50 new tokens are generated, got 51"),
     "input, many tokens": ({"input": "a", "max_output_tokens": 51}, 422, "at most 50 new tokens", "/v1/responses"),
     "least tokens": (config_of(min_new_tokens=9, max_new_tokens=5), 422, "min_new_tokens must be at most the 5"),
@@ -314,25 +291,13 @@ BAD = {
     "streamed beams": ({**config_of(num_beams=2), "stream": True}, 422, "num_beams above 1 cannot be streamed"),
     # How.
     "budget 0": (config_of(spectral_budget=0), 422, "must be an integer in [1, 32], got 0"),
-    "budget as a fraction": (config_of(spectral_budget=2.5), 422, "spectral_budget"),
-    "budget for three layers": (config_of(spectral_budget=[2, 2, 2]), 422, "each of the 2 spectral layers, got 3"),
     "unknown preset": (config_of(spectral_budget="fast"), 422, "unknown spectral_budget preset 'fast'"),
     "temperature -1": ({"prompt": "a", "temperature": -1}, 422, "temperature: Input should be greater"),
-    "temperature as text": ({"prompt": "a", "temperature": "hot"}, 422, "temperature: Input should be a valid number"),
     "temperature 1e-30": ({"prompt": "a", "temperature": 1e-30}, 422, "must be 0, for greedy decoding, or in"),
-    "top_p 2": ({"prompt": "a", "top_p": 2}, 422, "top_p: Input should be less than or equal to 1, got 2"),
-    "top_k -1": (config_of(top_k=-1), 422, "top_k: Input should be greater"),
-    "penalty -1": ({"prompt": "a", "frequency_penalty": -1}, 422, "frequency_penalty"),
-    "seed -1": ({"prompt": "a", "seed": -1}, 422, "seed"),
-    "seed as text": ({"prompt": "a", "seed": "x"}, 422, "seed"),
-    "stream as text": ({"prompt": "a", "stream": "yes"}, 422, "stream: Input should be a valid boolean"),
-    "empty stop": ({"prompt": "a", "stop": ""}, 422, "stop"),
     "stop 5": ({"prompt": "a", "stop": 5}, 422, "stop"),
     "end": (config_of(eos_token_id=259), 422, "eos_token_id must be in [0, 259), got [259]"),
     "unknown setting": (config_of(num_return_sequences=9), 422, "num_return_sequences: Extra inputs"),
     "a config that is no JSON": ({"prompt": "a", "generation_config": "{"}, 400, "generation_config: Invalid JSON"),
-    "a config that is no text": ({"prompt": "a", "generation_config": {}}, 422, "generation_config: JSON input should"),
-    "a config that is a list": ({"prompt": "a", "generation_config": "[]"}, 422, "generation_config: "),
 }
 
 
@@ -396,9 +361,8 @@ def held(guarded):
 
 
 @pytest.mark.parametrize(
-    ("prompt", "call"), [(PROMPT, 5), ("a" * 64, 2)], ids=["while it writes", "while it reads the prompt"]
+    ("prompt", "call", "stream"), [(PROMPT, 5, True), ("a" * 64, 2, False)], ids=["while it writes", "while it reads"]
 )
-@pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_takes_its_work_along(guarded, held, stream, prompt, call):
     there, go = held(call)
     body = {"prompt": prompt, "max_tokens": 50, "stream": stream}
