@@ -3,37 +3,29 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from . import reference
 from .cache_essm import ESSMCache
 from .configuration_essm import ESSMConfig
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
-from .pair_essm import ESSMForPairClassification, ESSMPairConfig
-from .quantized_weights import essm_quantization
 from .training.byte_tokenizer import build_byte_tokenizer
 
 # With the package imported, the Auto classes need no trust_remote_code; save_pretrained copies the code either way.
 AutoConfig.register("essm", ESSMConfig, exist_ok=True)
-AutoConfig.register("essm_two_tower", ESSMPairConfig, exist_ok=True)
 AutoModel.register(ESSMConfig, ESSMModel, exist_ok=True)
 AutoModelForCausalLM.register(ESSMConfig, ESSMForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ESSMConfig, ESSMForSequenceClassification, exist_ok=True)
-AutoModelForSequenceClassification.register(ESSMPairConfig, ESSMForPairClassification, exist_ok=True)
 ESSMConfig.register_for_auto_class()
-ESSMPairConfig.register_for_auto_class()
 ESSMModel.register_for_auto_class("AutoModel")
 ESSMForCausalLM.register_for_auto_class("AutoModelForCausalLM")
 ESSMForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-ESSMForPairClassification.register_for_auto_class("AutoModelForSequenceClassification")
-
 
 __all__ = [
     "ESSMCache",
     "ESSMConfig",
     "ESSMForCausalLM",
-    "ESSMForPairClassification",
     "ESSMForSequenceClassification",
     "ESSMModel",
-    "ESSMPairConfig",
     "build_byte_tokenizer",
-    "essm_quantization",
+    "reference",
 ]
 __version__ = "0.1.0"

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache_layers import ESSMAttentionCacheLayer
+from .cache_essm import ESSMAttentionCacheLayer
 from .packing import Packing
 from .spectral_budget import SPECTRAL_LAYER
 from .spectral_constants import state_dtype

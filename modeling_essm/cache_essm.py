@@ -1,13 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The recurrent-state cache: for each layer the spectral features at the last step, an (N, D) state per row.
+"""What a model keeps between calls: for each spectral layer an (N, D) state per row, for each attention layer its keys.
 
-Its size depends on the budget and never on the context; only the attention layers of a hybrid hold keys and values,
-which grow. The first forward pass stamps it: N states are kept from then on, so that the budget may fall and rise again
-up to that one. Ask for more room when the cache is made, with `ESSMCache(config, state_budget=K)`; give room back with
-`cache.shrink(K)`.
-
-A server takes rows out with `cache.select` and puts rows together with `ESSMCache.merge`, whatever their budgets: each
-row keeps its own stamp.
+The size of a spectral state depends on the budget and never on the context. The first forward pass stamps the cache: N
+states are kept from then on, so the budget may fall and rise again up to that one. `ESSMCache(config, state_budget=K)`
+makes more room, and `cache.shrink(K)` gives room back. A server takes rows out with `cache.select` and puts rows
+together with `ESSMCache.merge`, whatever their budgets: each row keeps its own stamp.
 
 Wherever states leave a cache, to a compiled step, an exported program or a file, they are one dict of named tensors:
 "{layer}.{name}" of shape (B, .., D), layers in order.
@@ -15,35 +12,216 @@ Wherever states leave a cache, to a compiled step, an exported program or a file
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .cache_layers import ESSMAttentionCacheLayer, ESSMCacheLayer, ESSMStaticCacheLayer
-from .spectral_budget import SpectralBudget, is_hybrid, spectral_layers
+from .spectral_budget import SpectralBudget, spectral_layers
 from .spectral_ops import SpectralOperator
 
-# What states mean depends on these alone; in files of the paper's block only the first are named.
-_SHAPE = ("num_hidden_layers", "hidden_size", "filter_length", "ar_order")
-_SHAPE_OF_GATED = (*_SHAPE, "inner_size", "conv_kernel_size")
-_SHAPE_OF_HYBRID = ("layer_types", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters")
-_SHAPE_OF_AR_STU = {"ar_negative_filters": True, "ar_feature_shift": 0}  # named where they differ from what they were
-ATTENTION_STATES = ("keys", "values", "lengths")  # (B, H, T, d) twice, and (B,) int64
+# What the meaning of states depends on; fields of attention layers are None without any.
+_SHAPE = (
+    *("num_hidden_layers", "hidden_size", "inner_size", "conv_kernel_size", "filter_length"),
+    *("layer_types", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters"),
+)
 
 
-def recent_inputs(config: Any) -> dict[str, int]:
-    """Tensors (B, p, D) of a layer that hold the last p inputs or outputs, and p."""
-    of_feedback = {"inputs": config.ar_order, "outputs": config.ar_order} if config.ar_order else {}
-    return of_feedback | ({"convolution": config.conv_kernel_size - 1} if config.conv_kernel_size else {})
+class ESSMCacheLayer(CacheLayerMixin):
+    """State of a spectral layer: "features" (B, N, D), and with a short convolution its last inputs (B, p, D).
+
+    Attributes:
+        state_budget: the budget to make room for, or None. filled: states that each row has, where rows differ.
+    """
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, state_budget: int | None = None):
+        super().__init__()
+        self.state_budget = state_budget
+        self.tensors: dict[str, Tensor] = {}
+        self.filled: list[int] | None = None
+
+    @property
+    def num_states(self) -> int | None:
+        """N, the stamp; None before the first update."""
+        return self.tensors["features"].shape[1] if self.tensors else None
+
+    @property
+    def batch_size(self) -> int | None:
+        return next(iter(self.tensors.values())).shape[0] if self.tensors else None
+
+    def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
+        self.tensors = dict(zip(tensors, map(Tensor.detach, tensors.values())))
+        self.is_initialized = True
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor by function(tensor)."""
+        if self.tensors:
+            self.update(**{name: function(tensor) for name, tensor in self.tensors.items()})
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.apply(lambda t: t.index_select(0, beam_idx.to(t.device)))
+        if self.filled is not None:
+            self.filled = [self.filled[row] for row in beam_idx.tolist()]
+
+    batch_select_indices = reorder_cache
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self.batch_size or 0).repeat_interleave(repeats))
+
+    def take(self, other: ESSMCacheLayer, rows: Tensor) -> None:
+        """Become these rows of another layer, and no larger than they need."""
+        self.update(**other.tensors)
+        self.filled = other.filled
+        self.batch_select_indices(rows)
+        if self.filled is not None:
+            self.shrink(max(self.filled))
+
+    def join(self, parts: Sequence[Any]) -> None:
+        """Become the rows of all parts, on the first one's device."""
+        filled = [n for part in parts for n in part.filled or [part.num_states] * part.batch_size]
+        N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
+        widened = [
+            part.tensors | {"features": pad(part.tensors["features"], (0, 0, 0, N - part.num_states))} for part in parts
+        ]
+        self.update(**{name: torch.cat([part[name].to(device) for part in widened]) for name in widened[0]})
+        self.filled = None if min(filled) == N else filled
+
+    def shrink(self, num_states: int) -> None:
+        """Keep the first states only, and free the others."""
+        if self.tensors:
+            self.tensors["features"] = _compact(self.tensors["features"][:, :num_states])
+        if self.filled is not None:
+            self.filled = [min(held, num_states) for held in self.filled]
+            self.filled = None if min(self.filled) == self.num_states else self.filled
+
+    def reset(self) -> None:
+        self.tensors, self.filled = {}, None
+        self.is_initialized = False
+
+    def offload(self) -> None:
+        self.apply(lambda t: t.to("cpu"))
+
+    def prefetch(self) -> None: ...  # the mixer moves states to its own device when it reads them
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # a state has no sequence dimension; ESSMCache counts tokens
+
+    def get_max_length(self) -> int:
+        return -1
 
 
-def state_names(config: Any) -> tuple[str, ...]:
-    """Names of a layer's tensors, in the order in which the mixer makes them."""
-    negative = config.ar_order and getattr(config, "ar_negative_filters", True)
-    return ("features", *(("negative",) if negative else ()), *recent_inputs(config))
+class ESSMStaticCacheLayer(ESSMCacheLayer):
+    """The same, written in place once it is filled: compiled steps and CUDA graphs find states where they were."""
+
+    is_compileable = True
+
+    def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
+        if not self.tensors:
+            super().update(**{name: tensor.clone() for name, tensor in tensors.items()})
+            if not torch.compiler.is_compiling():
+                for tensor in self.tensors.values():
+                    torch._dynamo.mark_static_address(tensor)
+            return
+        for name, tensor in tensors.items():
+            held = self.tensors[name]
+            if held.shape == tensor.shape and held.device == tensor.device:
+                held.copy_(tensor.detach())
+            else:  # other rows or another device
+                self.tensors[name] = tensor.detach().clone()
+
+
+class ESSMAttentionCacheLayer(ESSMCacheLayer):
+    """Rotated "keys" and "values" (B, H, T, d) of an attention layer, and "lengths" (B,), tokens read by each row.
+
+    Rows end together: before the keys of a row that has read fewer than T tokens stand others, which mean nothing.
+    Attributes:
+        is_ragged: whether there may be such rows.
+    """
+
+    keys: Any
+    values: Any
+    is_sliding = False  # to the library: masks and windows are made by attention_essm
+    _ragged: bool | None = None
+
+    def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
+        super().update(**tensors)
+        self.keys, self.values, self._ragged = self.tensors["keys"], self.tensors["values"], None
+
+    @property
+    def is_ragged(self) -> bool:
+        if self._ragged is None:
+            self._ragged = bool((self.tensors["lengths"] < self.tensors["keys"].shape[2]).any())
+        return self._ragged
+
+    def extend(self, keys: Tensor, values: Tensor, read: Tensor | None, window: int | None) -> tuple[Tensor, Tensor]:
+        """All keys and values that a call of L positions attends to: (B, H, T, d) those held, then (B, H, L, d) new.
+
+        Args:
+            read: (B,) int64, how many of the new ones are kept of each row, the first; None for all.
+            window: positions that a query sees, its own included; None for all.
+        """
+        B, _, L, _ = keys.shape
+        ragged, lengths = False, torch.zeros(B, dtype=torch.int64, device=keys.device)
+        if self.tensors:
+            ragged = self.is_ragged
+            past = {name: tensor.to(keys.device) for name, tensor in self.tensors.items()}
+            keys, values = torch.cat([past["keys"], keys], 2), torch.cat([past["values"], values], 2)
+            lengths = past["lengths"]
+        T = most = keys.shape[2]
+        held = keys, values
+        if read is None:
+            lengths = lengths + L
+        else:
+            read = read.to(keys.device)
+            lengths = lengths + read
+            source = torch.arange(T, device=keys.device) - (L - read)[:, None]  # below 0 any position will do
+            source = source.clamp(min=0)[:, None, :, None].expand_as(keys)
+            held = keys.gather(2, source), values.gather(2, source)
+            most = int(lengths.max()) if B else 0
+        if window is not None:
+            most = min(most, window - 1)
+        if most < T:
+            held = _compact(held[0][:, :, T - most :]), _compact(held[1][:, :, T - most :])
+        self.update(keys=held[0], values=held[1], lengths=lengths)
+        self._ragged = None if read is not None else ragged
+        return keys, values
+
+    def take(self, other: ESSMCacheLayer, rows: Tensor) -> None:
+        super().take(other, rows)
+        start = max(0, self.tensors["keys"].shape[2] - int(self.tensors["lengths"].max()))
+        cut = {name: _compact(self.tensors[name][:, :, start:]) for name in ("keys", "values")}
+        self.update(**(self.tensors | cut))
+
+    def join(self, parts: Sequence[Any]) -> None:
+        T, device = max(part.keys.shape[2] for part in parts), parts[0].keys.device
+
+        def widened(t: Tensor) -> Tensor:
+            return (t if t.ndim == 1 else pad(t, (0, 0, T - t.shape[2], 0))).to(device)
+
+        names = parts[0].tensors
+        self.update(**{name: torch.cat([widened(part.tensors[name]) for part in parts]) for name in names})
+
+    def shrink(self, num_states: int) -> None: ...
+
+    def reset(self) -> None:
+        super().reset()
+        self.keys = self.values = None
+
+
+def _compact(part: Tensor) -> Tensor:
+    """A copy laid out by its own shape: a plain clone keeps, at a size of 1, the stride of what it was cut from."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class ElasticCache(Cache):
@@ -63,10 +241,6 @@ class ElasticCache(Cache):
     def _attention(self, layer: int) -> ESSMCacheLayer:
         """The cache of an attention layer."""
         return ESSMAttentionCacheLayer()
-
-    @property
-    def spectral_layers(self) -> list[ESSMCacheLayer]:
-        return [self.layers[i] for i in spectral_layers(self.config)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self._seen_tokens)
@@ -91,7 +265,7 @@ class ElasticCache(Cache):
     @property
     def num_bytes(self) -> int:
         """Bytes held by all layers, all rows."""
-        return sum(t.numel() * t.element_size() for t in self.states.values())
+        return sum(t.nbytes for t in self.states.values())
 
     @property
     def batch_size(self) -> int | None:
@@ -151,10 +325,8 @@ class ElasticCache(Cache):
         first = caches[0]
         for cache in caches:
             cache.require_states("merge")
-            if cache.model_shape() != first.model_shape():
-                raise ValueError(
-                    f"caches of different models cannot be merged: {first.model_shape()} and {cache.model_shape()}"
-                )
+            if (other := cache.model_shape()) != first.model_shape():
+                raise ValueError(f"caches of different models cannot be merged: {first.model_shape()} and {other}")
         merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             new.join([cache.layers[i] for cache in caches])
@@ -168,13 +340,15 @@ class ElasticCache(Cache):
         """
         budgets = self.config.resolve_budget(spectral_budget).layers
         operator = operator_of(self.config)
-        for layer, K in zip(self.spectral_layers, budgets):
+        for i, K in zip(spectral_layers(self.config), budgets):
+            layer = self.layers[i]
             if layer.state_budget is not None:
                 layer.state_budget = min(layer.state_budget, K)
             layer.shrink(operator.num_states(K))
         return self
 
     def require_states(self, what: str) -> int:
+        """The number of rows. Raises ValueError for an empty cache."""
         if self.batch_size is None:
             raise ValueError(f"cannot {what} an empty cache: run the model with it first")
         return self.batch_size
@@ -189,12 +363,7 @@ class ElasticCache(Cache):
 
     def model_shape(self) -> dict[str, Any]:
         """What two models must share for one to read the other's states."""
-        names = _SHAPE if self.config.block == "paper" else _SHAPE_OF_GATED
-        shape = {name: getattr(self.config, name) for name in names}
-        if is_hybrid(self.config):
-            shape |= {name: getattr(self.config, name) for name in _SHAPE_OF_HYBRID}
-        others = {name: getattr(self.config, name, default) for name, default in _SHAPE_OF_AR_STU.items()}
-        return shape | {name: value for name, value in others.items() if value != _SHAPE_OF_AR_STU[name]}
+        return {name: getattr(self.config, name, None) for name in _SHAPE}
 
 
 class ESSMCache(ElasticCache, DynamicCache):
@@ -226,7 +395,7 @@ class ESSMStaticCache(ElasticCache):
         )
 
     def advance(self, num_tokens: int) -> None:
-        if not isinstance(self._seen_tokens, Tensor):  # of which a compiled step makes no constant
+        if not isinstance(self._seen_tokens, Tensor):  # a compiled step must not make a constant of it
             self._seen_tokens = torch.tensor(self._seen_tokens, device=self.layers[0].tensors["features"].device)
             torch._dynamo.mark_static_address(self._seen_tokens)
         super().advance(num_tokens)
@@ -261,41 +430,42 @@ def operator_of(config: Any) -> SpectralOperator:
     return SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
 
 
-def check_room(cache: ESSMCache, budgets: Sequence[int], rows: Tensor | None, operator: SpectralOperator) -> None:
+def check_cache(cache: Any, config: Any, batch_size: int) -> None:
+    """Raises ValueError for another kind of cache, or one of a model of another shape or batch."""
+    if not hasattr(type(cache), "num_bytes"):  # not isinstance: model and cache may come from two copies of the code
+        raise ValueError(f"past_key_values must be an ESSMCache, got {type(cache).__name__}")
+    if cache.config is not config:
+        for name in _SHAPE:
+            made_for, here = getattr(cache.config, name, None), getattr(config, name, None)
+            if made_for != here:
+                raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {here}")
+    if cache.batch_size not in (None, batch_size):
+        raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")
+
+
+def check_room(cache: ESSMCache, layers: Sequence[int], budgets: Sequence[int], rows: Tensor | None) -> None:
     """Raises ValueError if a stamped layer, or one of its rows, holds fewer states than its budget needs.
 
     Args:
-        budgets: K of each layer. rows: (B,) K of each row, or None.
+        layers: the spectral ones. budgets: K of each of them. rows: (B,) K of each row, or None.
     """
-    differ = any(layer.filled is not None for layer in cache.layers)
-    budget_of_row = rows.tolist() if rows is not None and differ else None
-    for i, budget in zip(spectral_layers(cache.config), budgets):
+    operator, of_rows, checked = operator_of(cache.config), None, None
+    for i, budget in zip(layers, budgets):
         layer = cache.layers[i]
-        filled, asked = [layer.num_states], [budget]
-        if layer.filled is not None:
-            filled = layer.filled
-            asked = [min(K, budget) for K in budget_of_row or [budget] * len(filled)]
+        held = layer.tensors.get("features")
+        if held is None or (layer.filled is None and (budget, held.shape[1]) == checked):
+            continue
+        filled, asked = [held.shape[1]], [budget]
+        if layer.filled is None:
+            checked = (budget, held.shape[1])
+        else:
+            of_rows = of_rows if rows is None else of_rows or rows.tolist()
+            filled, asked = layer.filled, [min(K, budget) for K in of_rows or [budget] * len(layer.filled)]
         for row, (states, K) in enumerate(zip(filled, asked)):
-            if states is not None and states < operator.num_states(K):
+            if states < (needed := operator.num_states(K)):
                 where = f"layer {i}" if layer.filled is None else f"row {row} of layer {i}"
                 raise ValueError(
-                    f"spectral_budget {K} needs {operator.num_states(K)} states in {where}, but this cache holds "
-                    f"{states}: it was made for a smaller budget. Make it with ESSMCache(config, state_budget={K}) and "
-                    "pass it as past_key_values"
+                    f"spectral_budget {K} needs {needed} states in {where}, but this cache holds {states}: it was made "
+                    f"for a smaller budget. Make it with ESSMCache(config, state_budget={K}) and pass it as "
+                    "past_key_values"
                 )
-
-
-def check_cache(cache: Any, config: Any, batch_size: int) -> None:
-    """Raises ValueError for another kind of cache, or one of a model of another shape or batch."""
-    if not hasattr(cache, "num_bytes"):  # not isinstance: model and cache may come from two copies of the code
-        raise ValueError(f"past_key_values must be an ESSMCache, got {type(cache).__name__}")
-    num_layers = config.num_hidden_layers
-    if len(cache.layers) != num_layers:
-        raise ValueError(f"past_key_values has {len(cache.layers)} layers, but the model has {num_layers}")
-    compared = _SHAPE_OF_GATED + (_SHAPE_OF_HYBRID if is_hybrid(config) else ())
-    for name, default in (dict.fromkeys(compared) | _SHAPE_OF_AR_STU).items():
-        made_for, here = getattr(cache.config, name, default), getattr(config, name, default)
-        if made_for != here:
-            raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {here}")
-    if cache.batch_size not in (None, batch_size):
-        raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """How a budget goes through `generate`: one for the call, or with `step_budgets` one for every step.
 
-`forward` sees neither: the arguments of each call are prepared with the budget of its step.
+The budget of a call is resolved once, and every step gets the result.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ class ElasticGenerationMixin(GenerationMixin):
             names = inspect.signature(custom_generate).parameters
             found |= {name: value for name, value in given.items() if name in names and value is not None}
         return found
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any):  # type: ignore[override]
+        """As in transformers; the budget, then of all beams and samples, is resolved here for all steps."""
+        input_ids, model_kwargs = super()._expand_inputs_for_generation(*args, **kwargs)
+        if (budget := model_kwargs.get("spectral_budget")) is not None:
+            batch_size = len(next(x for x in (input_ids, model_kwargs.get("inputs_embeds")) if x is not None))
+            model_kwargs["spectral_budget"] = self.config.resolve_budget(budget, batch_size=batch_size)
+        return input_ids, model_kwargs
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any):
         """As in transformers; guidance, whose processor calls the model by itself, does so at the step's budget."""

@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Loads, saves and truncates checkpoints: whole, a prefix of the channels, or with small weights; with their code.
+"""Loads, saves and truncates checkpoints, whole or a prefix of the channels.
 
-A budget is a prefix, in memory and in the file (`channels`): a model of capacity 6 is the first 6 slices of each
-channel tensor, and computes what the large one computes at budget 6. Beside the weights lie the files of this folder,
-which are the code of the model, and the budget profile.
+A budget is a prefix, in memory and in the file: channels are the first dimension of CHANNEL_TENSORS. So a model of
+capacity 6 is the first 6 slices of each channel tensor, and computes what the large one computes at budget 6. A budget
+reads all other tensors whole.
 """
 
 from __future__ import annotations
@@ -14,32 +14,24 @@ import dataclasses
 import hashlib
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.dynamic_module_utils import get_relative_import_files
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
-from .channels import (
-    channel_capacity,
-    channel_parameters,
-    num_parameters_per_channel,
-    spectral_mixers,
-    truncate_channels,
-)
-from .quantized_weights import INSTALL, dequantize, essm_quantization, is_quantized, register_formats, weight_bytes
 from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_layers
 
 logger = logging.get_logger(__name__)
 
 SpectralCapacity = Union[int, Sequence[int]]
 PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
+CHANNEL_TENSORS = ("channel_mixing", "gate_out.weight", "gate_out.bias")  # names in a mixer
 # Arguments of from_pretrained that say where files are, for `cached_file`.
 HUB_ARGUMENTS = (
     *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder"),
@@ -58,25 +50,17 @@ class ElasticPreTrainedModel(PreTrainedModel):
         pretrained_model_name_or_path: Any,
         *args: Any,
         spectral_capacity: SpectralCapacity | None = None,
-        quantization_config: Any = None,
         **kwargs: Any,
     ):
-        """As in transformers, or the first channels alone, or with small weights.
+        """As in transformers, or the first channels alone.
 
         Args:
-            spectral_capacity: an int, or one per layer: of every channel tensor only that many slices are read. The
+            spectral_capacity: an int, or one per layer: only that many slices of every channel tensor are read. The
                 result is an ordinary model of that capacity, equal to the whole one at that budget.
-            quantization_config: "int8" or "int4", see `quantized_weights`, or a config as in transformers. A checkpoint
-                that was saved quantised loads without it.
         Raises:
-            ValueError: a damaged checkpoint, a capacity above the checkpoint's, or an unknown name.
-            ImportError: quantised weights without torchao.
+            ValueError: a damaged checkpoint, or a capacity above the checkpoint's.
         """
         source = pretrained_model_name_or_path
-        if quantization_config is not None:
-            named = isinstance(quantization_config, str)
-            kwargs["quantization_config"] = essm_quantization(quantization_config) if named else quantization_config
-        register_formats()  # which a checkpoint may hold
         try:
             if spectral_capacity is None:
                 loaded = super().from_pretrained(source, *args, **kwargs)
@@ -87,25 +71,11 @@ class ElasticPreTrainedModel(PreTrainedModel):
                 f"a safetensors file of {str(source)!r} is truncated or corrupt ({error}); "
                 "fetch or save the checkpoint again"
             ) from error
-        except RuntimeError as error:
-            if "conversion" not in str(error):
-                raise
-            raise ValueError(
-                f"the quantised weights of {str(source)!r} do not fit {cls.__name__}: load them as the class that was "
-                "saved, and take its .model for the part without a head"
-            ) from error
-        except ModuleNotFoundError as error:
-            if str(error.name).partition(".")[0] == "torchao":
-                raise ImportError(INSTALL) from error
-            raise
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model._origin = _origin_of(source, kwargs, model.config)
-        for parameter in filter(is_quantized, model.parameters()):
-            parameter.requires_grad_(False)
         for name, tensor in model.state_dict().items():
-            if tensor.is_meta or not tensor.is_floating_point():
-                continue
-            if not torch.isfinite(dequantize(tensor) if is_quantized(tensor) else tensor).all():
+            plain = not tensor.is_meta and tensor.is_floating_point() and not hasattr(tensor, "qdata")
+            if plain and not torch.isfinite(tensor).all():
                 raise ValueError(
                     f"{name} of checkpoint {str(source)!r} contains NaN or infinite values; "
                     "use a checkpoint from before the training diverged"
@@ -122,17 +92,13 @@ class ElasticPreTrainedModel(PreTrainedModel):
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("spectral_capacity reads plain weights: load a quantised checkpoint whole")
         capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
         held = dict(zip(spectral_layers(config), capacities))
-        weights, metadata = read_prefix(source, held, where | {"variant": kwargs.pop("variant", None)})
+        weights = read_prefix(source, held, where | {"variant": kwargs.pop("variant", None)})
         config = truncated_config(config, capacities)
-        if getattr(config, "quantization_config", None) is None:
-            loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
-        else:  # transformers reads what the tensors mean from the file alone
-            with tempfile.TemporaryDirectory() as folder:
-                save_file(weights, os.path.join(folder, SAFE_WEIGHTS_NAME), metadata=metadata)
-                config.to_json_file(os.path.join(folder, CONFIG_NAME))
-                loaded = super().from_pretrained(folder, *args, config=config, **kwargs)
+        loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(source)
         if model.can_generate():
@@ -169,7 +135,9 @@ class ElasticPreTrainedModel(PreTrainedModel):
         if any(value.is_meta for mixer in mixers for _, _, value in channel_parameters(mixer)):
             raise ValueError("offloaded weights cannot be cut in memory: load the checkpoint with spectral_capacity")
         for mixer, capacity in zip(mixers, capacities):
-            truncate_channels(mixer, capacity)
+            for module, name, value in list(channel_parameters(mixer)):
+                kept = value.detach()[:capacity].clone()
+                setattr(module, name, nn.Parameter(kept, requires_grad=value.requires_grad))
         config = truncated_config(self.config, capacities)
         for module in self.modules():
             if isinstance(module, ElasticPreTrainedModel):
@@ -177,30 +145,11 @@ class ElasticPreTrainedModel(PreTrainedModel):
         self._forget_generation_budget()
         return self
 
-    def train(self, mode: bool = True):
-        """As in torch; ValueError for quantised weights, of which only norms, biases and embeddings would learn."""
-        if mode and getattr(self, "is_quantized", False):
-            raise ValueError(
-                "a quantised model cannot be trained: train in full precision, save, and load the result with "
-                "quantization_config"
-            )
-        return super().train(mode)
-
-    def get_memory_footprint(self, return_buffers: bool = True) -> int:
-        """Bytes of the weights as they are held, quantised or not; there are no buffers."""
-        return sum(weight_bytes(parameter) for parameter in self.parameters())
-
-    def _forget_generation_budget(self) -> None:
-        """Drop a budget of generation_config that is beyond the capacity."""
-        budget = getattr(getattr(self, "generation_config", None), "spectral_budget", None)
-        if budget is not None and not budget_fits(budget, self.config):
-            self.generation_config.spectral_budget = None
-
     def num_active_parameters(self, spectral_budget: SpectralBudget = None) -> int:
         """Parameters that a call at that budget reads (of (B,) budgets, the largest). ValueError for a bad one."""
         budgets = self.config.resolve_budget(spectral_budget)
         idle = sum(
-            (held - K) * num_parameters_per_channel(mixer)
+            (held - K) * sum(value.numel() // len(value) for _, _, value in channel_parameters(mixer))
             for K, held, mixer in zip(budgets.layers, self.config.capacities, spectral_mixers(self))
         )
         return sum(parameter.numel() for parameter in self.parameters()) - idle
@@ -214,31 +163,64 @@ class ElasticPreTrainedModel(PreTrainedModel):
                 "PEFT's adapters are still in this model: save the PeftModel, or merge them. merge_and_unload() leaves "
                 "those inside a mixer that has one itself: call it a second time"
             )
-        if getattr(self, "is_quantized", False):  # transformers cannot undo what it did to load torchao's tensors
-            kwargs["save_original_format"] = False
-        wrapped = type(self)  # under FSDP2 a class of torch, whose code would be saved in the place of this one's
-        self.__class__ = next(cls for cls in wrapped.__mro__ if not cls.__module__.startswith("torch."))
-        try:
-            code = {}
-            if getattr(self.config, "auto_map", None) is not None:  # who took it away asks for the class by import
-                code = _code_of(self.config)
-                references = _references_to(self.config.auto_map, code, save_directory)
-                self.config.auto_map = self.config.auto_classes | references
+        self.config.auto_map = dict(self.config.auto_classes)  # the files that are copied beside the weights
+        with _as_unsharded_class(self):
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        finally:
-            self.__class__ = wrapped
-        if not is_main_process:
+        profile = file_beside(self, PROFILE_NAME) if is_main_process else None
+        if profile is None or os.path.exists(os.path.join(save_directory, PROFILE_NAME)):
             return
-        for name, text in code.items():  # transformers leaves out the files of classes that the saved one derives from
-            path = Path(save_directory) / name
-            if not path.is_file() or path.read_text(encoding="utf-8") != text:
-                write_text(path, text)
-        if (profile := _profile_to_save(self)) is not None:
-            write_text(Path(save_directory) / PROFILE_NAME, profile)
+        if _measured_weights(profile) == (weights_checksum(self) or "unknown"):
+            shutil.copy(profile, save_directory)
+        else:
+            logger.warning_once(f"no budget profile is saved: {profile} was measured on other weights")
+
+    def _forget_generation_budget(self) -> None:
+        """Drop a budget of generation_config that is beyond the capacity."""
+        budget = getattr(getattr(self, "generation_config", None), "spectral_budget", None)
+        if budget is not None and not budget_fits(budget, self.config):
+            self.generation_config.spectral_budget = None
+
+
+@contextlib.contextmanager
+def _as_unsharded_class(model: Any) -> Iterator[None]:
+    """FSDP2 gives a model a class of torch, whose code would be saved in the place of the model's own."""
+    sharded = type(model)
+    model.__class__ = next(cls for cls in sharded.__mro__ if not cls.__module__.startswith("torch."))
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # A prefix of the channels.
+
+
+def spectral_mixers(model: nn.Module) -> list[Any]:
+    """The spectral mixers in order of their layers, by name: the model may be a remote copy of this code."""
+    mixers = [m for m in model.modules() if any(c.__name__ == "ESSMSpectralMixer" for c in type(m).__mro__)]
+    if not mixers:
+        raise ValueError(f"model must hold ESSMSpectralMixer layers, got a {type(model).__name__} without any")
+    return mixers
+
+
+def channel_parameters(mixer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """The weights of a mixer that are divided into channels: (module, attribute, value)."""
+    for name in CHANNEL_TENSORS:
+        path, _, attribute = name.rpartition(".")
+        module: Any = getattr(mixer, path, None) if path else mixer
+        if (value := getattr(module, attribute, None)) is not None:
+            yield module, attribute, value
+
+
+def channel_capacity(name: str, capacities: Mapping[int, int] | Sequence[int]) -> int | None:
+    """How many slices of the tensor of that name stay; None for one that is not divided into channels.
+
+    Args:
+        name: as in a checkpoint. capacities: by layer.
+    """
+    layer, _, tensor = name.rpartition(".mixer.")
+    return capacities[int(layer.rpartition(".")[2])] if tensor in CHANNEL_TENSORS else None
 
 
 def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
@@ -264,28 +246,24 @@ def budget_fits(budget: Any, config: Any) -> bool:
     return True
 
 
-def read_prefix(
-    source: Any, capacities: Mapping[int, int], where: Mapping[str, Any]
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The weights of a checkpoint, of channels only the first `capacities`, by layer; nothing else is read.
+def read_prefix(source: Any, capacities: Mapping[int, int], where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint, but only the first `capacities` of its channels, by layer; nothing else is read.
 
     Args:
         source: folder or Hub name of a safetensors checkpoint, in one file or in shards.
         where: those of HUB_ARGUMENTS that the caller gave, and `variant`.
     Returns:
-        tensors by their names in the checkpoint, on the CPU, in its dtypes; and what its files say of them.
+        tensors by their names in the checkpoint, on the CPU, in its dtypes.
     Raises:
         ValueError: no safetensors file. OSError: a shard is not there. SafetensorError: a file is damaged.
     """
     weights: dict[str, torch.Tensor] = {}
-    metadata: dict[str, str] = {}
     for path in _weight_files(source, **where):
         with safe_open(path, framework="pt") as file:
-            metadata |= file.metadata() or {}
             for name in list(file.keys()):
                 kept = channel_capacity(name, capacities)
                 weights[name] = file.get_tensor(name) if kept is None else file.get_slice(name)[:kept]
-    return weights, metadata
+    return weights
 
 
 def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list[str]:
@@ -343,7 +321,7 @@ def weights_checksum(model: PreTrainedModel) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Files.
+# Files beside the model.
 
 
 def file_beside(model: Any, name: str) -> str | None:
@@ -358,6 +336,14 @@ def file_beside(model: Any, name: str) -> str | None:
     try:
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
+        return None
+
+
+def _measured_weights(profile: str) -> Any:
+    """The checksum of the weights that a profile was measured on; None in a damaged file."""
+    try:
+        return json.loads(Path(profile).read_text(encoding="utf-8"))["weights"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -377,54 +363,3 @@ def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[
     revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
     where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
     return str(source), {name: value for name, value in where.items() if value is not None}
-
-
-def _code_of(config: Any) -> dict[str, str]:
-    """By name, the text of the files that hold the model's classes, and of what these import from beside them."""
-    classes = {Path(__file__).with_name(f"{name.split('.')[0]}.py") for name in config.auto_classes.values()}
-    files = classes.union(*(map(Path, get_relative_import_files(path)) for path in classes))
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(files)}
-
-
-def _profile_to_save(model: Any) -> str | None:
-    """The text of the budget profile beside the weights if it was measured on these weights; None otherwise."""
-    path = file_beside(model, PROFILE_NAME)
-    if path is None:
-        return None
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        measured = json.loads(text)["weights"]
-    except (ValueError, KeyError, TypeError, RecursionError):  # damaged
-        measured = None
-    if measured is not None and measured == weights_checksum(model):
-        return text
-    logger.warning_once(f"no budget profile is saved: {path} was measured on other weights")
-    return None
-
-
-def _references_to(auto_map: Mapping[str, Any], names: Iterable[str], folder: str | os.PathLike) -> dict[str, Any]:
-    """Of an auto_map the classes whose files are of those names, lie in the folder, or on the Hub."""
-    kept = {}
-    for auto, references in auto_map.items():
-        each = references if isinstance(references, (list, tuple)) else [references]
-        files = [f"{name.split('.')[0]}.py" for name in each if isinstance(name, str) and "--" not in name]
-        if all(file in names or (Path(folder) / file).is_file() for file in files):
-            kept[auto] = references
-    return kept
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that becomes `path` in one move: whoever is interrupted leaves the old file, and nothing else."""
-    partial = path.with_name(f".partial-{path.name}")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Give the file its new text in one move."""
-    with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")

@@ -1,88 +1,146 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """ES-SSM for transformers: blocks around mixer or attention, model, language-model and classification heads.
 
-One set of weights runs at any spectral budget K, chosen per call. The mixer of Eq. (7-8) lives in `mixer_spectral`, the
-numerics in `spectral_ops`; what a budget means in `spectral_budget`; what is kept between calls in `cache_essm`.
-Letters: B batch, L sequence, D width, K budget.
+One set of weights runs at any spectral budget K, chosen per call. The mixer of Eq. (7-8) lives in `mixer_essm`, the
+numerics in `spectral_ops`; `spectral_budget` says what a budget means, and `cache_essm` what is kept between calls.
+Letters: B batch, L sequence, D width, F input features, K budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
+from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
+from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
 from .attention_essm import AttentionCall, ESSMAttention, attention_call
-from .cache_essm import ESSMCache, check_cache, check_room, layers_with, operator_of, states_of
-from .cache_layers import ESSMCacheLayer
+from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, states_of
 from .configuration_essm import ESSMConfig
-from .feed_forward_essm import ESSMFeedForward, ESSMGatedFeedForward
 from .generation_essm import ElasticGenerationMixin
-from .inputs_essm import (
-    check_inputs,
-    check_mask,
-    check_state_lengths,
-    check_token_ids,
-    refuse_unsupported,
-    wants_cache,
-    warn_once_of,
-)
 from .loading_essm import ElasticPreTrainedModel
-from .mixer_spectral import ESSMScale, ESSMSpectralMixer, at_unit_scale
-from .outputs_essm import ESSMCausalLMOutput, ESSMModelOutput, ESSMSequenceClassifierOutput
+from .mixer_essm import ESSMScale, ESSMSpectralMixer, LayerCall, at_unit_scale
 from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
-from .spectral_budget import SPECTRAL_LAYER, SpectralBudget, is_hybrid, spectral_layers
+from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, SpectralBudget, is_hybrid, spectral_layers
+
+logger = logging.get_logger(__name__)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What models return.
+
+
+class _ElasticOutput(ModelOutput):
+    """`items()` leaves spectral_budget out: Trainers gather and concatenate all items, which must be tensors then."""
+
+    def items(self):
+        return [(name, value) for name, value in super().items() if name != "spectral_budget"]
+
+    def __getitem__(self, key):  # which the library reads from items()
+        return self.spectral_budget if key == "spectral_budget" else super().__getitem__(key)
+
+
+@dataclass
+class ESSMModelOutput(_ElasticOutput, BaseModelOutputWithPast):
+    """
+    Args:
+        last_hidden_state: (B, L, D).
+        past_key_values: ESSMCache after the last position, if asked for.
+        hidden_states: tuple of (B, L, D), embeddings first, if asked for.
+        spectral_budget: the budget that ran, one int per layer, or (B,) when rows differ.
+    """
+
+    spectral_budget: Any = None
+
+
+@dataclass
+class ESSMCausalLMOutput(_ElasticOutput, CausalLMOutputWithPast):
+    """
+    Args:
+        loss: () mean cross-entropy in nats, with labels.
+        logits: (B, L or logits_to_keep, vocab_size).
+        past_key_values, hidden_states, spectral_budget: as in `ESSMModelOutput`.
+    """
+
+    spectral_budget: Any = None
+
+
+@dataclass
+class ESSMSequenceClassifierOutput(_ElasticOutput, SequenceClassifierOutput):
+    """
+    Args:
+        loss: () with labels. logits: (B, num_labels).
+        hidden_states, spectral_budget: as in `ESSMModelOutput`.
+    """
+
+    spectral_budget: Any = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks.
 
 
 class ESSMFeatureEmbedding(nn.Linear):
     """Continuous features to hidden states: (B, L, F) -> (B, L, D).
 
-    Of a single feature the bias starts as large as the weight: without one, the norm that follows would keep nothing
-    of it but its sign. Several features tell more by their ratios, and start without a bias.
+    With one input feature the bias is initialised like the weight; otherwise the next norm would reduce the input to
+    its sign. Several features tell more by their ratios, and start without a bias.
     """
 
 
-class _Block(GradientCheckpointingLayer):
-    """What the blocks share: how their mixer is run, and dropout."""
+class ESSMFeedForward(nn.Module):
+    """(B, L, D) -> (B, L, D) through one hidden layer of width intermediate_size."""
 
-    mixer: ESSMSpectralMixer
+    def __init__(self, config: Any):
+        super().__init__()
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.dropout(self.act(self.up(x))))
+
+
+class ESSMGatedFeedForward(nn.Module):
+    """(B, L, D) -> (B, L, D) through a hidden layer of width intermediate_size, half of whose inputs are SiLU gates."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.up = at_unit_scale(nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False))
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return self.down(self.dropout(F.silu(gate) * value))
+
+
+class _Block(GradientCheckpointingLayer):
+    """What the blocks share: dropout."""
 
     def __init__(self, config: ESSMConfig):
         super().__init__()
         self.dropout = nn.Dropout(config.dropout)
         self.stochastic_depth = config.stochastic_depth
 
-    def _mix(
-        self,
-        u: Tensor,
-        budget: int,
-        rows: Tensor | None = None,
-        padding: Tensor | None = None,
-        lengths: Tensor | None = None,
-        cache: ESSMCacheLayer | None = None,
-        packing: Packing | None = None,
-    ) -> Tensor:
-        """The mixer on (B, L, D); arguments as in `ESSMModel.run_layers`, those of this layer."""
-        if padding is not None:  # after norms and biases, so that padding is silence to the operator
-            u = u.masked_fill(padding, 0.0)
-        if packing is None:
-            return self.mixer(u, budget, rows, lengths, cache)
-        return packing.apply(self.mixer, u, budget, rows)
-
-    def _drop(self, branch: Tensor) -> Tensor:
-        if not self.training:
-            return branch
-        branch = self.dropout(branch)
-        if self.stochastic_depth:
-            keep = 1.0 - self.stochastic_depth
-            branch = branch * (torch.rand(branch.shape[0], 1, 1, device=branch.device) < keep).to(branch.dtype) / keep
-        return branch
+    def add(self, hidden_states: Tensor, branch: Tensor) -> Tensor:
+        """The residual sum, in training after dropout of the branch's elements and of whole samples."""
+        if self.training:
+            branch = self.dropout(branch)
+            if self.stochastic_depth:
+                keep = 1.0 - self.stochastic_depth
+                kept = torch.rand(branch.shape[0], 1, 1, device=branch.device) < keep
+                branch = branch * kept.to(branch.dtype) / keep
+        return hidden_states + branch
 
 
 class ESSMGatedLayer(_Block):
@@ -103,13 +161,13 @@ class ESSMGatedLayer(_Block):
             self.ffn_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
             self.ffn = ESSMGatedFeedForward(config)
 
-    def forward(self, hidden_states: Tensor, budget: int, *where: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
         z, v = self.in_proj(self.input_norm(hidden_states)).chunk(2, -1)
-        mixed = self._mix(v, budget, *where)
-        hidden_states = hidden_states + self._drop(self.out_proj(self.mixer_norm(mixed) * F.silu(z)))
+        mixed = self.mixer(v, call, cache)
+        hidden_states = self.add(hidden_states, self.out_proj(self.mixer_norm(mixed) * F.silu(z)))
         if not hasattr(self, "ffn"):
             return hidden_states
-        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+        return self.add(hidden_states, self.ffn(self.ffn_norm(hidden_states)))
 
 
 class ESSMLayer(_Block):
@@ -122,10 +180,10 @@ class ESSMLayer(_Block):
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.ffn = ESSMFeedForward(config)
 
-    def forward(self, hidden_states: Tensor, budget: int, *where: Any) -> Tensor:
-        mixed = self._mix(self.input_norm(hidden_states), budget, *where)
-        hidden_states = hidden_states + self._drop(mixed)
-        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+    def forward(self, hidden_states: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
+        mixed = self.mixer(self.input_norm(hidden_states), call, cache)
+        hidden_states = self.add(hidden_states, mixed)
+        return self.add(hidden_states, self.ffn(self.ffn_norm(hidden_states)))
 
 
 class ESSMAttentionLayer(_Block):
@@ -148,10 +206,127 @@ class ESSMAttentionLayer(_Block):
             self.ffn = ESSMFeedForward(config) if paper else ESSMGatedFeedForward(config)
 
     def forward(self, hidden_states: Tensor, call: AttentionCall, cache: Any) -> Tensor:
-        hidden_states = hidden_states + self._drop(self.self_attn(self.input_norm(hidden_states), call, cache))
+        hidden_states = self.add(hidden_states, self.self_attn(self.input_norm(hidden_states), call, cache))
         if not hasattr(self, "ffn"):
             return hidden_states
-        return hidden_states + self._drop(self.ffn(self.ffn_norm(hidden_states)))
+        return self.add(hidden_states, self.ffn(self.ffn_norm(hidden_states)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a call may give: arguments are checked before any compute, and each error names value and legal range.
+
+
+def refuse_unsupported(kwargs: dict[str, Any]) -> None:
+    """Extra arguments pass silently, as the library's losses need; those that would change the result must not."""
+    for name, value in kwargs.items():
+        if "budget" in name or name.startswith("spectral"):
+            raise TypeError(f"unknown argument {name!r}; the budget of a call is spectral_budget")
+        if value is not None and name.startswith(("seq_", "cu_seq")) and name not in PACKING_ARGUMENTS:
+            raise ValueError(f"unknown argument {name!r}; packed sequences are described by {PACKING_ARGUMENTS}")
+
+
+def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> None:
+    """Raises ValueError unless exactly one input is given, of the kind, shape and dtype that the model reads."""
+    given = [x for x in (input_ids, inputs_embeds, features) if x is not None]
+    if len(given) != 1:
+        raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
+    shape, D, width = tuple(given[0].shape), config.hidden_size, config.num_input_features
+    if inputs_embeds is not None:
+        if len(shape) != 3 or shape[-1] != D:
+            raise ValueError(f"inputs_embeds must have shape (B, L, {D}), got {shape}")
+    elif features is not None:
+        if width is None:
+            raise ValueError("this model reads input_ids; input_features need config.num_input_features")
+        if len(shape) != 3 or shape[-1] != width:
+            raise ValueError(f"input_features must have shape (B, L, {width}), got {shape}")
+    elif width is not None:
+        raise ValueError(f"this model reads input_features of shape (B, L, {width}), got input_ids")
+    elif len(shape) != 2 or given[0].dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"input_ids must be int64 or int32 integers of shape (B, L), got {given[0].dtype} of shape {shape}"
+        )
+    if shape[1] == 0:
+        raise ValueError(f"a sequence needs at least one position, got shape {shape[:2]}")
+
+
+def check_token_ids(input_ids: Tensor, vocab_size: int, training: bool) -> None:
+    """Raises ValueError for ids outside the vocabulary; training does not wait for an accelerator to tell."""
+    if torch.compiler.is_compiling() or input_ids.numel() == 0:
+        return
+    if input_ids.device.type == "cpu" or not training:
+        low, high = torch.aminmax(input_ids)
+        if low < 0 or high >= vocab_size:
+            raise ValueError(f"input_ids must be in [0, {vocab_size - 1}], got values from {int(low)} to {int(high)}")
+
+
+def check_mask(attention_mask: Tensor | None, B: int, L: int, past: int) -> None:
+    """Raises ValueError for a mask of another shape; not in a compiled graph, which does not know `past`."""
+    if attention_mask is None or torch.compiler.is_compiling():
+        return
+    if tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
+        raise ValueError(
+            f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
+            f"got {tuple(attention_mask.shape)}"
+        )
+
+
+def check_state_lengths(state_lengths: Tensor, B: int, L: int, cache: Any, attention_mask: Tensor | None) -> None:
+    """Raises ValueError for lengths that are no integers in [0, L]; a compiled graph does not wait for the device."""
+    if attention_mask is not None or cache is None or state_lengths.shape != (B,):
+        raise ValueError(
+            f"state_lengths must have shape ({B},) and come with a cache and without attention_mask, "
+            f"got shape {tuple(state_lengths.shape)}"
+        )
+    if torch.compiler.is_compiling():
+        return
+    integers = f"state_lengths must be integers in [0, {L}], got"
+    if state_lengths.is_floating_point() or state_lengths.is_complex() or state_lengths.dtype == torch.bool:
+        raise ValueError(f"{integers} {state_lengths.dtype}")
+    if state_lengths.numel():
+        low, high = torch.aminmax(state_lengths.long())
+        if low < 0 or high > L:
+            raise ValueError(f"{integers} values from {int(low)} to {int(high)}")
+
+
+def wants_cache(model: Any, use_cache: bool | None, cache: Any, packing: Packing | None) -> bool:
+    """Whether the call returns a cache. Raises ValueError where it cannot have one."""
+    if packing is not None:
+        if use_cache or cache is not None:
+            raise ValueError(
+                "packed sequences leave no single state: call with use_cache=False, without past_key_values"
+            )
+        return False
+    if use_cache is None:
+        use_cache = model.config.use_cache and not model.training
+    recomputing = model.training and model.gradient_checkpointing and torch.is_grad_enabled()
+    if recomputing and (use_cache or cache is not None):
+        raise ValueError(
+            "gradient checkpointing runs layers twice, which would advance the cache twice: "
+            "train with use_cache=False and without past_key_values"
+        )
+    return use_cache
+
+
+def warn_once_of(config: Any, budget: ResolvedBudget, num_tokens: int) -> None:
+    """Tell of a sequence beyond filter_length, and of budgets that were never trained."""
+    if torch.compiler.is_compiling():
+        return
+    if num_tokens > config.filter_length:
+        logger.warning_once(
+            f"a sequence has passed filter_length {config.filter_length}: beyond it the recurrence is no "
+            "longer the trained convolution. Train with a filter_length at least as long as your sequences."
+        )
+    if config.trained_budgets is not None:
+        ran = set(budget.layers) if budget.rows is None else set(budget.rows.tolist())
+        unseen = sorted(ran - set(config.trained_budgets))
+        if unseen:
+            logger.warning_once(
+                f"spectral_budget {unseen} was never trained; trained budgets: {sorted(config.trained_budgets)}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models.
 
 
 class ESSMPreTrainedModel(ElasticPreTrainedModel):
@@ -205,7 +380,7 @@ class ESSMModel(ESSMPreTrainedModel):
             for i, layer in enumerate(layers):
                 layer.stochastic_depth *= i / max(1, len(layers) - 1)
         self.layers = nn.ModuleList(layers)
-        self.operator, self.is_hybrid = operator_of(config), is_hybrid(config)
+        self.spectral_layers, self.is_hybrid = spectral_layers(config), is_hybrid(config)
         norm = nn.LayerNorm if config.block == "paper" else nn.RMSNorm
         self.norm = norm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
@@ -249,37 +424,35 @@ class ESSMModel(ESSMPreTrainedModel):
                 packed sequences, state_lengths out of range (not checked in a compiled graph), or a bad packing.
         """
         refuse_unsupported(kwargs)
-        hidden_states = embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features))
-        B, L, _ = hidden_states.shape
         config, cache = self.config, past_key_values
+        embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features, cache))
+        B, L, _ = embeddings.shape
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if cache is not None:
             check_cache(cache, config, B)
+            check_room(cache, self.spectral_layers, budget.layers, budget.rows)
         compiling = torch.compiler.is_compiling()  # then the count of tokens, which each step changes, is not read
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
         packing = kwargs.get("packing") or (read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs else None)
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
-        if output_hidden_states is None:
-            output_hidden_states = config.output_hidden_states
         use_cache = wants_cache(self, use_cache, cache, packing)
         if use_cache and cache is None:
             cache = ESSMCache(config)
-        if cache is not None:
-            check_room(cache, budget.layers, budget.rows, self.operator)
 
-        padding, lengths, place = None, None, None
+        hidden_states, padding, lengths, place = embeddings, None, None, None
         if mask is not None:
-            fresh, real = cache is None or cache.batch_size is None, mask.to(hidden_states.device)
+            fresh, real = cache is None or cache.batch_size is None, mask.to(embeddings.device)
             keep_leading = fresh and not self.is_hybrid  # attention wants real positions first
-            hidden_states, padding, lengths, place = closed_rows(hidden_states, real, keep_leading)
+            hidden_states, padding, lengths, place = closed_rows(embeddings, real, keep_leading)
             lengths = None if cache is None else lengths
         if state_lengths is not None:
             check_state_lengths(state_lengths, B, L, cache, attention_mask)
-            lengths = state_lengths.to(hidden_states.device)
-        rows = None if budget.rows is None else budget.rows.to(hidden_states.device)
-        each: list[Tensor] | None = [] if output_hidden_states else None
+            lengths = state_lengths.to(embeddings.device)
+        rows = None if budget.rows is None else budget.rows.to(embeddings.device)
+        wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        each: list[Tensor] | None = [] if wanted else None
         caches = [None] * len(self.layers) if cache is None else cache.layers
         hidden_states = self.run_layers(hidden_states, budget.layers, caches, rows, padding, lengths, packing, each)
         if each is not None:
@@ -296,15 +469,22 @@ class ESSMModel(ESSMPreTrainedModel):
             spectral_budget=budget.report(),
         )
 
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> Tensor:
-        """(B, L, D) of the one input that is given."""
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        features: Tensor | None,
+        cache: ESSMCache | None = None,
+    ) -> Tensor:
+        """(B, L, D) from the one input that is given."""
         check_inputs(self.config, input_ids, inputs_embeds, features)
         if inputs_embeds is not None:
             return inputs_embeds
         if features is not None:
             return self.embed_features(features.to(self.embed_features.weight.dtype))
         assert input_ids is not None
-        check_token_ids(input_ids, self.config.vocab_size, self.training)
+        if cache is None or input_ids.shape[1] > 1:  # a decoding step reads no value of a tensor
+            check_token_ids(input_ids, self.config.vocab_size, self.training)
         return self.embed_tokens(input_ids)
 
     def run_layers(
@@ -325,14 +505,17 @@ class ESSMModel(ESSMPreTrainedModel):
             rows: (B,) K of each row, or None. padding: (B, L, 1) bool, or None. lengths: (B,) as in `SpectralOperator`.
             each: takes the outputs of all blocks but the last.
         """
-        call = attention_call(self.config, hidden_states, caches, lengths, packing) if self.is_hybrid else None
-        budget_of = dict(zip(spectral_layers(self.config), budgets))
+        attention = attention_call(self.config, hidden_states, caches, lengths, packing) if self.is_hybrid else None
+        calls: dict[int, LayerCall] = {}
+        spectral = dict(zip(self.spectral_layers, budgets))
         for i, (layer, cache) in enumerate(zip(self.layers, caches)):
-            if (K := budget_of.get(i)) is None:
-                hidden_states = layer(hidden_states, call, cache)
+            if i not in spectral:
+                hidden_states = layer(hidden_states, attention, cache)
             else:
-                held = rows if rows is None or self.config.spectral_capacities is None else rows.clamp(max=K)
-                hidden_states = layer(hidden_states, K, held, padding, lengths, cache, packing)
+                if (K := spectral[i]) not in calls:
+                    held = rows if rows is None or self.config.spectral_capacities is None else rows.clamp(max=K)
+                    calls[K] = LayerCall(K, held, padding, lengths, packing)
+                hidden_states = layer(hidden_states, calls[K], cache)
             if each is not None and i + 1 < len(self.layers):
                 each.append(hidden_states)
         return self.norm(hidden_states)

@@ -1,16 +1,17 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Where sequences lie in a batch: packed ones one after another in a row, and masked positions anywhere among them.
 
-A packed sequence must not see the one before it. Only the spectral mixer looks along the sequence. It runs on
-the sequences apart, those of similar length side by side, padded by less than their own length; everything else of a
-layer runs on the packed row as it is.
+A packed sequence must not see the one before it. Only the mixers look along the sequence. The spectral one runs on the
+sequences apart, those of similar length side by side, padded by less than their own length. Everything else of a layer
+runs on the packed row as it is.
 
-A masked position does not exist. Zeros as inputs are not enough for that: they let a state decay. So the model runs on
-rows whose real positions have been closed up.
+Masked positions are skipped. Zeros as inputs are not enough for that: they let a state decay. So the model runs on rows
+whose real positions have been closed up.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -75,14 +76,17 @@ class Packing:
         """(B, L) int64 on the CPU: of each position its place in its sequence."""
         return torch.arange(B * L).view(B, L) - self.first[self.sequences(B, L)]
 
-    def apply(self, mixer: Callable[..., Tensor], u: Tensor, budget: int, rows: Tensor | None) -> Tensor:
-        """mixer(u, budget, rows) of every sequence by itself: (B, L, D) -> (B, L, D); rows (B,) or None."""
+    def apply(self, mixer: Callable[..., Tensor], u: Tensor, call: Any) -> Tensor:
+        """mixer(u, call) of every sequence by itself, with a `LayerCall` for its row: (B, L, D) -> (B, L, D)."""
         B, L, D = u.shape
         flat = F.pad(u.reshape(B * L, D), (0, 0, 0, 1))  # the last row is silence
         outputs = []
         for index, row in self.groups:
             sequences = flat.index_select(0, index.flatten()).view(*index.shape, D)
-            outputs.append(mixer(sequences, budget, None if rows is None else rows[row]).reshape(-1, D))
+            rows = None if call.rows is None else call.rows[row]
+            outputs.append(
+                mixer(sequences, dataclasses.replace(call, rows=rows, padding=None, packing=None)).reshape(-1, D)
+            )
         return torch.cat(outputs).index_select(0, self.place).view(B, L, D)
 
 

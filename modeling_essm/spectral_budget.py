@@ -2,9 +2,9 @@
 """The spectral budget K: one name and one meaning from the config to the command line.
 
 None means the config's default, then the full capacity. An int holds for every layer, a list names one budget per
-layer, a (B,) integer tensor one per row of the batch, a str a preset of the config. Where layers differ in capacity, an
-int or a row's budget means all that a layer has if it has less. Everything else is refused with the value and the legal
-range, before any compute. Layers are those with spectral channels: what attends has no budget, and no place in a list.
+layer, a (B,) integer tensor one per row of the batch, a str a preset of the config. Where layers differ in capacity, a
+layer with less than an int or a row's budget runs all it has. Everything else is refused with the value and the legal
+range, before any compute. Attention layers have no budget; lists of budgets skip them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ SPECTRAL_LAYER = "linear_attention"  # what the library's `layer_types` calls on
 
 
 def spectral_layers(config: Any) -> tuple[int, ...]:
-    """Which of a model's layers are spectral, in order; the others attend. Budgets and capacities are of these."""
-    attending = {i for i, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind != SPECTRAL_LAYER}
-    return tuple(i for i in range(config.num_hidden_layers) if i not in attending)
+    """Which layers of a model are spectral, in order; the others attend. Budgets and capacities count these only."""
+    return tuple(i for i, kind in enumerate(config.layer_types) if kind == SPECTRAL_LAYER)
 
 
 def is_hybrid(config: Any) -> bool:
-    """Whether some of a model's layers attend."""
-    return len(spectral_layers(config)) < config.num_hidden_layers
+    """Whether some layers of a model attend."""
+    return config.layer_types.count(SPECTRAL_LAYER) < len(config.layer_types)
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def resolve_budget(
     default: SpectralBudget = None,
     batch_size: int | None = None,
 ) -> ResolvedBudget:
-    """Turn any accepted form of `spectral_budget` into the budgets that run; a resolved one stays what it is.
+    """Turn any accepted form of `spectral_budget` into the budgets that run; a resolved one stays as it is.
 
     Args:
         value: what the caller asked for. default: what the config says, used when value is None.
@@ -86,7 +85,7 @@ def resolve_budget(
 
 
 def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectral_budget") -> tuple[int, ...]:
-    """An integer for every layer, of which a layer takes what it holds, or a list with one for each layer.
+    """An integer for every layer, cut to what each layer holds, or a list with one integer for each layer.
 
     Raises:
         ValueError: anything else, under that name, with the legal range.
@@ -126,7 +125,7 @@ def _check(value: object, capacity: int, name: str = "spectral_budget", where: s
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= capacity:
         raise ValueError(f"{name} must be an integer in [1, {capacity}], got {value!r}{where}")
-    return tuple(range(capacity + 1))[value]  # an index is a constant to torch.compile: one graph per budget
+    return tuple(range(capacity + 1))[value]  # torch.compile takes a tuple's element as a constant: a graph per budget
 
 
 def _holds_integers(value: torch.Tensor) -> bool:

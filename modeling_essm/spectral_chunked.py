@@ -2,40 +2,58 @@
 """(R) unrolled over chunks of C steps, so that everything is a matrix product; the default algorithm.
 
 The state before every chunk comes from a scan over chunks, x_{c+1} = carry x_c + inject u_c, as a tree: n products in
-log2(n) levels. The work inside the chunks is that of `spectral_groups`, or of `spectral_folded` on an accelerator. One
-opaque operator forward and one backward, so that torch.compile neither unrolls the loop over groups nor stores
-features; torch.export, torch.func and forward-mode AD get plain tensor operations instead. Shapes as in
-`SpectralOperator.__call__`.
+log2(n) levels. Inside the chunks, features F = W [u; x] are made, gated and mixed by M_k in groups of chunks whose
+features fit a cache, so that only one group's features ever exist; the backward pass makes F again. There is one opaque
+operator forward and one backward, so torch.compile neither unrolls the loop over groups nor stores features.
+torch.export, torch.func and forward-mode AD get plain tensor operations instead. Shapes as in `SpectralOperator`.
+
+Letters: m chunks of all rows, C steps, N states, D width, E output width, K budget, G gates a channel (each for D / G
+columns), R the steps of a chunk that exist, C unless the sequence is shorter.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import os
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spectral_constants import Realization, channel_readout, chunk_constants, feature_dtype, state_dtype, state_matmul
-from .spectral_folded import mix_dense_folded, unmix_dense_folded
-from .spectral_groups import mix_dense, mix_heads, unmix_dense, unmix_heads
-from .tracing import is_transformed
+from .spectral_constants import (
+    Realization,
+    channel_readout,
+    chunk_constants,
+    feature_dtype,
+    is_transformed,
+    readout_by_channel,
+    state_dtype,
+    state_matmul,
+)
+
+# Features of one group, the working set: cache-sized on a CPU, but never so few rows that reading M dominates.
+_GROUP_BYTES_CPU, _GROUP_ROWS_CPU = 2 << 20, 256  # rows: steps of dense groups, D of diagonal ones
+# On an accelerator four waves of tiles on 132 processors, but never more than this part of the device's memory.
+_BYTES_PER_CHANNEL, _SHARE_OF_MEMORY, _MEMORY_UNKNOWN = 35 << 20, 32, 8 << 30
+
+# On a CPU torch.bmm takes matrices of fewer multiplications than this one at a time, slower than two passes.
+_SMALL_PRODUCT = 400
 
 
 def chunked(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
     """Outputs and final state, see the module."""
+    if M.ndim == 2 and gates.ndim == 3:
+        gates = gates[..., None]
     if torch.compiler.is_exporting() or is_transformed(u, gates, M, x0):  # the opaque one would answer with zeros
         return _chunked_traceable(basis, u, gates, M, x0, lengths)
-    if M.ndim == 4 and M.shape[1] == 1:  # the products of dense M_k copy none of it: twice as fast
-        M, gates = M[:, 0], gates.flatten(2)
-    elif M.ndim == 4 and gates.ndim == 3:
-        gates = gates[..., None]
     y, state, _ = _chunked_forward(u, gates, M, x0, lengths, *basis)
     return y, state
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between chunks: the scan.
 
 
 def _scan(v: Tensor, powers: Tensor) -> None:
@@ -80,26 +98,158 @@ def _scan_gradients(dchunks: Tensor, dx: Tensor, readout: Tensor, powers: Tensor
     return dx[:, 0].clone()
 
 
-def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Any, Tensor]:
-    """Where each row's last step lies: row and chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
-    if lengths is None:
-        return (slice(None), (L - 1) // C), readout[(L - 1) % C]
-    return (torch.arange(len(lengths), device=readout.device), (lengths - 1) // C), readout[(lengths - 1) % C]
+# ---------------------------------------------------------------------------------------------------------------------
+# Inside chunks: features, gates and mixing, group by group.
 
 
-def _functions(basis: Realization, u: Tensor, gates: Tensor, M: Tensor) -> tuple[Callable, ...]:
-    """Scan, its gradients, mixing and its gradients: of torch, or kernels where there are any for that shape."""
-    scan: tuple[Callable, ...] = _states_before_chunks, _scan_gradients
-    mix = _inside_chunks(M)
-    if u.device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":  # elsewhere Triton is not even imported
-        from .kernels_essm import DENSE, HEADS, SCAN, use_kernels
+def _is_on_cpu(x: Tensor) -> bool:
+    return x.device.type == "cpu"
 
-        shape = u.device, u.dtype, basis.N, basis.C, u.shape[2], gates.shape[3] if gates.ndim == 4 else 1
-        if use_kernels(*shape):
-            scan = tuple(partial(function, combine=_scan) for function in SCAN)
-        if use_kernels(*shape, mixing=(M.shape[-2], M.shape[-1])):
-            mix = HEADS if M.ndim == 4 else DENSE
-    return *scan, *mix
+
+@functools.lru_cache(maxsize=64)
+def _memory(device: torch.device) -> int:
+    """Bytes the device has."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else _MEMORY_UNKNOWN
+
+
+def _chunks_per_group(shape: tuple[int, ...], like: Tensor) -> int:
+    """How many chunks whose features have that shape, (R, K, D) or (D, K, R), make a group."""
+    chunk_bytes = torch.Size(shape).numel() * like.element_size()
+    if _is_on_cpu(like):
+        return max(1, _GROUP_BYTES_CPU // chunk_bytes, _GROUP_ROWS_CPU // shape[0])
+    return max(1, min(_BYTES_PER_CHANNEL * shape[1], _memory(like.device) // _SHARE_OF_MEMORY) // chunk_bytes)
+
+
+def _groups(chunks: Tensor, x: Tensor, size: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Group by group its place among the m chunks, and [u; x] (size, C + N, D) of chunks (m, C, D) and x (m, N, D)."""
+    for a in range(0, len(chunks), size):
+        g = slice(a, a + size)
+        yield g, torch.cat([chunks[g].to(dtype), x[g].to(dtype)], 1)
+
+
+def _mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """y of all chunks with dense M_k.
+
+    Args:
+        chunks: (m, C, D). x: (m, N, D) state before each. gates: (m, R, K). M: (>= K, D, E).
+    Returns:
+        (m, R, E).
+    """
+    m, _, D = chunks.shape
+    R, K = gates.shape[1:]
+    W = channel_readout(basis, K, chunks)[: R * K]
+    M_flat = M[:K].reshape(K * D, -1)
+    gates = gates.unsqueeze(-1)
+    y = chunks.new_empty(m, R, M.shape[2])
+    group = _chunks_per_group((R, K, D), chunks)
+    buffer = W.new_empty(min(group, m), R * K, D)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
+        features = torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=buffer[: len(inputs)])
+        features.view(-1, R, K, D).mul_(gates[g])
+        torch.mm(features.view(-1, K * D).to(y.dtype), M_flat, out=y[g].view(-1, M.shape[2]))
+    return y
+
+
+def _unmix_dense(
+    basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `_mix_dense` by chunks (m, C, D) and x (m, N, D), both in the state's dtype, gates and M.
+
+    Args:
+        dy: (m, R, E). The rest as there.
+    """
+    m, C, D = chunks.shape
+    R, K = gates.shape[1:]
+    W = channel_readout(basis, K, chunks)[: R * K]
+    M_flat = M[:K].reshape(K * D, -1)
+    dM = torch.zeros(M.shape, dtype=state_dtype(M.dtype), device=M.device)
+    dM_flat = dM[:K].view(K * D, -1)
+    dgates = W.new_empty(m, R, K)
+    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    group = _chunks_per_group((R, K, D), chunks)
+    buffers = W.new_empty(3, min(group, m), R * K, D)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
+        features, dgated, product = buffers[:, : len(inputs)]
+        dy_rows, gate = dy[g].reshape(-1, dy.shape[2]), gates[g].reshape(-1, R * K, 1)  # gates may be expanded
+        torch.bmm(W.expand(len(inputs), -1, -1), inputs, out=features)
+        if W.dtype == dy.dtype:
+            torch.mm(dy_rows, M_flat.T, out=dgated.view(-1, K * D))
+        else:
+            dgated.view(-1, K * D).copy_(torch.mm(dy_rows, M_flat.T))
+        torch.sum(torch.mul(dgated, features, out=product), -1, out=dgates[g].view(-1, R * K))
+        gated = features.mul_(gate).view(-1, K * D).to(dy.dtype)
+        if dM.dtype == dy.dtype:
+            dM_flat.addmm_(gated.T, dy_rows)
+        else:
+            dM_flat += torch.mm(gated.T, dy_rows)
+        dinputs = torch.bmm(W.T.expand(len(inputs), -1, -1), dgated.mul_(gate))
+        dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
+    return dchunks, dx, dgates, dM
+
+
+def _sums_by_elements(features: Tensor) -> bool:
+    """Whether sums over the K channels (or R steps) of each column pay as elementwise passes, not as small products."""
+    K, R = features.shape[-2:]
+    return K * R < _SMALL_PRODUCT or not _is_on_cpu(features) or features.dtype == torch.float16
+
+
+def _mix_diagonal(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """As `_mix_dense`, with gates (m, R, K, G) and diagonal M (>= K, D); returns (m, R, D)."""
+    m, _, D = chunks.shape
+    R, K, G = gates.shape[1:]
+    W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
+    coefficients = M[:K].T.contiguous().unsqueeze(1)  # (D, 1, K)
+    gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)  # (m, G, 1, K, R)
+    y = chunks.new_empty(m, R, D)
+    group = _chunks_per_group((D, K, R), chunks)
+    buffer = W.new_empty(min(group, m), D, K * R)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
+        features = torch.bmm(inputs.mT, W.expand(len(inputs), -1, -1), out=buffer[: len(inputs)])
+        gated = features.view(-1, G, D // G, K, R).mul_(gates[g]).view(-1, D, K, R).to(y.dtype)
+        if _sums_by_elements(gated):
+            y[g] = gated.mul_(coefficients.mT).sum(2).mT
+        else:
+            y[g] = torch.matmul(coefficients, gated).flatten(1, 2).mT
+    return y
+
+
+def _unmix_diagonal(
+    basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `_mix_diagonal`, as `_unmix_dense` gives them."""
+    m, C, D = chunks.shape
+    R, K, G = gates.shape[1:]
+    W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
+    coefficients = M[:K].T.contiguous().unsqueeze(2)  # (D, K, 1)
+    gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)
+    dcoefficients = torch.zeros(D, 1, K, dtype=state_dtype(M.dtype), device=M.device)
+    dgates = W.new_empty(m, G, K, R)
+    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    group = _chunks_per_group((D, K, R), chunks)
+    buffers = W.new_empty(3, min(group, m), D, K * R)
+    for g, inputs in _groups(chunks, x, group, W.dtype):
+        count = len(inputs)
+        features, dgated, product = buffers[:, :count]
+        torch.bmm(inputs.mT, W.expand(count, -1, -1), out=features)
+        dy_t = dy[g].mT.contiguous().view(count, D, 1, R)
+        by_column, by_gate = (count, D, K, R), (count, G, D // G, K, R)
+        torch.mul(coefficients, dy_t, out=dgated.view(by_column))
+        torch.sum(torch.mul(dgated, features, out=product).view(by_gate), 2, out=dgates[g])
+        gated = features.view(by_gate).mul_(gates[g]).view(by_column).to(dy.dtype)
+        if _sums_by_elements(gated):
+            dcoefficients += gated.mul_(dy_t).sum((0, 3), dtype=dcoefficients.dtype).unsqueeze(1)
+        else:  # in bf16 products are rounded before they are added: half the time, and an error like their factors'
+            dcoefficients += torch.matmul(dy_t, gated.mT).sum(0, dtype=dcoefficients.dtype)
+        dgated.view(by_gate).mul_(gates[g])
+        dinputs = torch.bmm(W.expand(count, -1, -1), dgated.mT)
+        dchunks[g], dx[g] = dinputs[:, :C], dinputs[:, C:]
+    dM = torch.zeros(M.shape, dtype=dcoefficients.dtype, device=M.device)
+    dM[:K] = dcoefficients[:, 0].T
+    return dchunks, dx, dgates.permute(0, 3, 2, 1), dM
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The opaque operators.
 
 
 def _pad_length(t: Tensor, length: int) -> Tensor:
@@ -115,11 +265,11 @@ def _cut(u: Tensor, gates: Tensor, C: int) -> tuple[Tensor, Tensor]:
     return _pad_length(u, n * C).view(B, n, C, D), chunk_gates
 
 
-def _inside_chunks(M: Tensor) -> tuple[Callable, Callable]:
-    """The torch functions that compute y of all chunks with these weights where they lie, and the gradients."""
-    if M.ndim == 4:
-        return mix_heads, unmix_heads
-    return (mix_dense, unmix_dense) if M.device.type == "cpu" else (mix_dense_folded, unmix_dense_folded)
+def _last_chunk(lengths: Tensor | None, L: int, C: int, readout: Tensor) -> tuple[Any, Tensor]:
+    """Where each row's last step lies: row and chunk, and the (N, C + N) or (B, N, C + N) part of readout for it."""
+    if lengths is None:
+        return (slice(None), (L - 1) // C), readout[(L - 1) % C]
+    return (torch.arange(len(lengths), device=readout.device), (lengths - 1) // C), readout[(lengths - 1) % C]
 
 
 # Each copy of this module registers its own operators: the package and remote code may live in one process.
@@ -135,8 +285,8 @@ def _chunked_forward(
     basis = Realization(H, N, C)
     readout, powers = chunk_constants(basis, u)
     chunks, chunk_gates = _cut(u, gates, C)
-    scan, _, mix, _ = _functions(basis, u, gates, M)
-    x = scan(chunks, x0, readout, powers)
+    x = _states_before_chunks(chunks, x0, readout, powers)
+    mix = _mix_diagonal if M.ndim == 2 else _mix_dense
     y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
@@ -150,7 +300,7 @@ def _(u, gates, M, x0, lengths, H, N, C):
     B, L, D = u.shape
     dtype = state_dtype(u.dtype)
     return (
-        u.new_empty(B, L, M.shape[-1] if M.ndim == 3 else M.shape[1] * M.shape[3]),
+        u.new_empty(B, L, M.shape[-1]),
         u.new_empty(B, N, D, dtype=dtype),
         u.new_empty(B, (L + C - 1) // C, N, D, dtype=dtype),
     )
@@ -177,7 +327,7 @@ def _chunked_backward(
     n, R = chunks.shape[1], chunk_gates.shape[1]
     # 1. Inside the chunks.
     dy = _pad_length(dy, n * R).reshape(B * n, R, dy.shape[2])
-    _, scan_gradients, _, unmix = _functions(basis, u, gates, M)
+    unmix = _unmix_diagonal if M.ndim == 2 else _unmix_dense
     dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)
@@ -186,7 +336,7 @@ def _chunked_backward(
     dchunks[last] += dlast[:, :C]
     dx[last] += dlast[:, C:]
     # 3. The scan over chunks, backwards.
-    dx0 = scan_gradients(dchunks, dx, readout, powers)
+    dx0 = _scan_gradients(dchunks, dx, readout, powers)
     du = dchunks.flatten(1, 2)[:, :L].to(u.dtype).contiguous()
     dgates = dgates.reshape(B, n * R, *gates.shape[2:])[:, :L].to(gates.dtype).contiguous()
     return du, dgates, dM.to(M.dtype), dx0
@@ -223,7 +373,7 @@ def _save_for_backward(ctx, inputs, output):
 def _backward(ctx, dy, dstate, _dx):
     u, gates, M, x, lengths = ctx.saved_tensors
     if dy is None:
-        dy = u.new_zeros(*u.shape[:2], M.shape[-1] if M.ndim == 3 else M.shape[1] * M.shape[3])
+        dy = u.new_zeros(*u.shape[:2], M.shape[-1])
     if dstate is None:
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3])
     with torch.autocast(u.device.type, enabled=False):  # or a backward pass inside an autocast block scans in bf16
@@ -232,6 +382,10 @@ def _backward(ctx, dy, dstate, _dx):
 
 
 _chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plain tensor operations.
 
 
 def _chunked_traceable(
@@ -266,14 +420,9 @@ def _chunked_traceable(
 
 
 def _mix_traceable(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
-    """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M (K, D, E) or (K, h, d, e): (B, n C, E)."""
+    """(B, n, C, K, D) features and (B, n, C, K[, G]) gates by M, (K, D, E) or (K, D): (B, n C, E)."""
     if M.ndim == 3:
         gated = (features * gates[..., None]).to(M.dtype).flatten(3)
         return torch.matmul(gated, M.reshape(1, -1, M.shape[2])).flatten(1, 2)
-    _, h, d, e = M.shape
-    B, n, C, K = features.shape[:4]
-    gates = gates if gates.ndim == 5 else gates[..., None]
-    gated = (features.unflatten(4, (gates.shape[4], -1)) * gates[..., None]).to(M.dtype).flatten(4).unflatten(4, (h, d))
-    by_head = gated.permute(4, 0, 1, 2, 3, 5).reshape(h, B * n * C, K * d)
-    y = torch.bmm(by_head, M.transpose(0, 1).reshape(h, K * d, e))
-    return y.view(h, B, n * C, e).permute(1, 2, 0, 3).flatten(2)  # split no further, or an export asks what n divides
+    gated = (features.unflatten(4, (gates.shape[4], -1)) * gates[..., None]).to(M.dtype).flatten(4)
+    return (gated * M).sum(3).flatten(1, 2)

@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The tensors that all algorithms of Eq. (7) share, made once per process and device, and the dtypes they come in.
+"""Tensors and dtypes that all algorithms of Eq. (7) share. The tensors are made once per process and device.
 
-They are pure functions of filter length H, number of states N, chunk length C and budget K, computed in fp64 by
-`spectral_basis` and kept in caches. No module has them as buffers, so casting, moving and loading leave them alone.
+They are pure functions of filter length H, number of states N, chunk length C and budget K. `spectral_basis` computes
+them in fp64, and caches keep them. No module has them as buffers, so casting, moving and loading leave them alone.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import forward_ad
 
 from .spectral_basis import chunk_operators, num_states, spectral_basis
 
@@ -40,7 +41,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def feature_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp16 ends at 65504, which states reach beyond the filter length: features are made and gated in fp32 there."""
+    """fp16 ends at 65504, and states pass that beyond the filter length: their features are made and gated in fp32."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -58,8 +59,18 @@ def _has_reduced_products(device_type: str) -> bool:
     return backend.matmul.fp32_precision not in ("none", "ieee")
 
 
-def _to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
-    # Cached for the life of the process, so never an inference tensor nor a fake one of a running export.
+def is_transformed(*tensors: Tensor | None) -> bool:
+    """Whether torch.func or forward-mode AD acts on these tensors: they cannot see through autograd functions."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active():
+        return True
+    level = forward_ad._current_level
+    return level >= 0 and any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
+    """A tensor to keep for the life of the process, so never an inference tensor nor a fake one of an export."""
     with torch.inference_mode(False), unset_fake_temporarily():
         return torch.tensor(array, dtype=dtype, device=device)
 
@@ -67,8 +78,8 @@ def _to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
 def _constant(function: Callable[P, T]) -> Callable[P, T]:
     """Computes a result once and keeps it; to torch.compile it is a constant.
 
-    The compiler names constants after their functions, so that within one graph each must return one tensor: hence
-    those of all states and channels, of which a budget uses the leading ones.
+    The compiler names constants after their functions, so one function must return one tensor within a graph. Hence
+    these are for all states and channels, and a budget uses the leading ones.
     """
     cached = functools.lru_cache(maxsize=1024)(function)
 
@@ -88,37 +99,29 @@ def states_needed(H: int, K: int, state_margin: int) -> int:
 @_constant
 def sigma_power(H: int, exponent: float, device: str, dtype: torch.dtype) -> Tensor:
     """sigma^exponent of all states of the basis."""
-    return _to_device(spectral_basis(H).sigma ** exponent, device, dtype)
+    return to_device(spectral_basis(H).sigma ** exponent, device, dtype)
 
 
 @_constant
 def recurrence(H: int, device: str, dtype: torch.dtype) -> Tensor:
     """(N, N + 1) for all states of the basis: A^T and phi(0)^T side by side."""
-    return _to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
+    return to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _chunk_constants(H: int, N: int, C: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     operators = chunk_operators(H, N, C)
-    return _to_device(operators.readout, device, dtype), _to_device(operators.carry_powers, device, dtype)
+    return to_device(operators.readout, device, dtype), to_device(operators.carry_powers, device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _channel_readout(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
-    return _to_device(chunk_operators(H, N, C).readout[:, :K].reshape(C * K, C + N), device, dtype)
+    return to_device(chunk_operators(H, N, C).readout[:, :K].reshape(C * K, C + N), device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
 def _readout_by_channel(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
-    return _to_device(chunk_operators(H, N, C).readout[:, :K].transpose(2, 1, 0).copy(), device, dtype)
-
-
-@functools.lru_cache(maxsize=1024)
-def _padded_readout(H: int, N: int, C: int, K: int, steps: int, states: int, device: str, dtype: torch.dtype) -> Tensor:
-    readout = chunk_operators(H, N, C).readout[:, :K].swapaxes(0, 1)
-    padded = np.zeros((K, steps, steps + states))
-    padded[:, :C, :C], padded[:, :C, steps : steps + N] = readout[..., :C], readout[..., C:]
-    return _to_device(padded, device, dtype)
+    return to_device(chunk_operators(H, N, C).readout[:, :K].transpose(2, 1, 0).copy(), device, dtype)
 
 
 def chunk_constants(basis: Realization, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,8 +137,3 @@ def channel_readout(basis: Realization, K: int, like: Tensor) -> Tensor:
 def readout_by_channel(basis: Realization, K: int, like: Tensor) -> Tensor:
     """The same transposed, (C + N, K, C): for each channel all steps of a chunk."""
     return _readout_by_channel(*basis, K, str(like.device), feature_dtype(like.dtype))
-
-
-def padded_readout(basis: Realization, K: int, like: Tensor, steps: int, states: int) -> Tensor:
-    """The same by channel, (K, steps, steps + states): columns of inputs, then of states, zero beyond C and N."""
-    return _padded_readout(*basis, K, steps, states, str(like.device), feature_dtype(like.dtype))

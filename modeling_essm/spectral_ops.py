@@ -1,33 +1,92 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Eq. (7) four ways: y(t) = sum_{k<=K} g_k(t) M_k (phi_k * u)(t), with g_k = alpha_k sigma_k^(1/4).
+"""Eq. (7): y(t) = sum_{k<=K} g_k(t) M_k (phi_k * u)(t), with g_k = alpha_k sigma_k^(1/4), by one of several algorithms.
 
-`naive` is the definition, in fp64, and what the others are tested against; `fft` is the paper's algorithm
-(`spectral_reference`). `step` is the recurrence (R) of `spectral_basis` (`spectral_step`). `chunked`, the default,
-unrolls (R) over chunks of C steps (`spectral_chunked`): F = W [u; x] gives all K features of a chunk from its inputs u
-and the state x before it, then y = (g * F) M.
+`chunked`, the default, unrolls the recurrence (R) of `spectral_basis` over chunks of C steps (`spectral_chunked`).
+`step` is (R) itself, one step at a time, and how a model decodes. The installed package adds `naive`, the definition in
+fp64 that the others are tested against, and `fft`, the paper's algorithm (`modeling_essm.reference`).
 
-Letters: B batch, L sequence, D inner width, E output width (= D in the model), K budget, N states, C chunk length;
-h heads, d = D / h, e = E / h, G gates a channel. All four share one signature, `SpectralOperator.__call__`; state is
-features of all N states at the last step.
+Letters: B batch, L sequence, D inner width, E output width (= D in the model), K budget, N states, C chunk length, G
+gates a channel. State means the features of all N states at the last step.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .quantized_weights import dequantize, is_quantized
 from .spectral_chunked import chunked
-from .spectral_constants import Realization, sigma_power, states_needed
-from .spectral_reference import fft, naive
-from .spectral_step import step
+from .spectral_constants import (
+    Realization,
+    recurrence,
+    sigma_power,
+    state_matmul,
+    states_needed,
+)
 
-ALGORITHMS = ("chunked", "fft", "step", "naive")
-_RUN = {"chunked": chunked, "fft": fft, "step": step, "naive": naive}
+_CACHED_BYTES_CPU = 1 << 18  # a matrix smaller than this stays in a core's cache from one step to the next
 _LONGEST_CHUNK = 512
+
+
+def step(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
+    """(R): f(t) = A^T f(t-1) + phi(0)^T u(t) over all L steps, then Eq. (7). Shapes as in `SpectralOperator`."""
+    B, L, D = u.shape
+    K, N = gates.shape[2], basis.N
+    dtype = torch.promote_types(u.dtype, torch.float32)
+    wide = dtype if u.dtype == torch.float16 else u.dtype  # features of fp16 are gated in fp32, see `feature_dtype`
+    AB = recurrence(basis.H, str(u.device), dtype)
+    A_T, phi0 = AB[:N, :N], AB[:N, -1:]
+    x = u.new_zeros(B, N, D, dtype=dtype) if x0 is None else x0.to(dtype)
+    per_group = gates if gates.ndim == 4 else gates[..., None]
+    per_group = per_group.to(wide)[..., None]  # (B, L, K, G, 1)
+    gated, state = [], x
+    for t in range(L):
+        x = torch.addcmul(state_matmul(A_T, x), phi0, u[:, t : t + 1].to(dtype))
+        state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
+        features = x[:, :K].to(wide).unflatten(2, (per_group.shape[3], D // per_group.shape[3]))
+        gated.append((features * per_group[:, t]).to(u.dtype))
+    features = torch.stack(gated, 1).view(B * L, K, D)
+    y = (features * M[:K]).sum(1) if M.ndim == 2 else _mix(features.view(B * L, K * D), M[:K].reshape(K * D, -1))
+    return y.view(B, L, -1), state
+
+
+def _mix(features: Tensor, M_flat: Tensor) -> Tensor:
+    """(n, K D) gated features by dense M_k (K D, E): (n, E)."""
+    return _weighted_row_sum(features, M_flat) if _is_memory_bound(features, M_flat) else features @ M_flat
+
+
+def _is_memory_bound(features: Tensor, M_flat: Tensor) -> bool:
+    """Whether the product waits for M, on a CPU, with no gradient wanted of it."""
+    if torch.is_grad_enabled() or torch.compiler.is_exporting():  # first: an export must not look at the batch
+        return False
+    if M_flat.device.type != "cpu" or features.shape[0] > 4 or M_flat.dtype == torch.float64:
+        return False
+    return M_flat.nbytes >= _CACHED_BYTES_CPU or M_flat.dtype == torch.float16  # BLAS is slow in fp16 at any size
+
+
+def _weighted_row_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """weights (n, R) @ rows (R, E): an embedding bag streams rows at the memory's speed, BLAS at half of it.
+
+    Each row of weights is split into bags, one for every thread.
+    """
+    n, R = weights.shape
+    bags = math.gcd(R, max(1, _num_threads() // n))
+    indices = torch.arange(R, device=rows.device).view(bags, -1).repeat(n, 1)
+    sums = F.embedding_bag(indices, rows, mode="sum", per_sample_weights=weights.view(n * bags, -1))
+    return sums.view(n, bags, -1).sum(1) if bags > 1 else sums
+
+
+@torch.compiler.assume_constant_result
+def _num_threads() -> int:
+    return torch.get_num_threads()
+
+
+ALGORITHMS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"chunked": chunked, "step": step}
 
 
 @dataclass(frozen=True)
@@ -37,8 +96,8 @@ class SpectralOperator:
     Attributes:
         filter_length: H. Sequences longer than H leave the range in which recurrence and convolution agree.
         state_margin: see `spectral_basis.num_states`.
-        chunk_size: C, which beyond H or 512 is taken as that: the constants of a chunk grow with C^2, at H = 512 and
-            K = 32 to 55 MB for C = 512, and longer chunks are slower.
+        chunk_size: C, at most H and 512: the constants of a chunk grow with C^2, at H = 512 and K = 32 to 55 MB for
+            C = 512, and longer chunks are slower.
     """
 
     filter_length: int
@@ -70,17 +129,16 @@ class SpectralOperator:
 
         Args:
             u: (B, L, D) inputs, L >= 1, fp32, bf16, fp16 or fp64; zero wherever a position is padding.
-            gates: (B, L, K) g_k(t); with heads also (B, L, K, G), each for h / G heads side by side.
-            channel_mixing: (>= K, D, E) weights M_k, which may be quantised, or (>= K, h, d, e), of heads: block h of
-                M_k maps d of the D inputs to e of the h e outputs. d = e = 1 are diagonal M_k.
+            gates: (B, L, K) g_k(t); with diagonal M_k also (B, L, K, G), each for D / G columns side by side.
+            channel_mixing: weights M_k, dense (>= K, D, E) or diagonal (>= K, D).
             initial_state: (B, >= N, D) state before u, or None for zero.
             lengths: (B,) int64 in [0, L], steps after which each row's state is taken (right padding); None for L.
-            algorithm: one of ALGORITHMS. `chunked` takes `step` for a single step.
-            num_states: N to carry if more than the budget needs.
+            algorithm: a key of ALGORITHMS. `chunked` takes `step` for a single step.
+            num_states: N to carry, at least what the budget needs, which is the default.
         Returns:
             y (B, L, E) in u's dtype, and the state (B, N, D) after each row's last step in fp32 (fp64 for fp64).
         Raises:
-            ValueError: unknown algorithm, heads that do not fit, an initial state of fewer than N rows, or an export
+            ValueError: unknown algorithm, shapes that do not fit, an initial state of fewer than N rows, or an export
                 for any length of another algorithm than `chunked`.
         """
         if torch.compiler.is_exporting() and not isinstance(u.shape[1], int) and algorithm != "chunked":
@@ -88,11 +146,17 @@ class SpectralOperator:
                 f"spectral_algorithm={algorithm!r} cannot be exported for any length: set config.spectral_algorithm = "
                 '"chunked", which computes the same, or export a fixed length'
             )
-        if algorithm not in _RUN:
-            raise ValueError(f"spectral_algorithm must be one of {ALGORITHMS}, got {algorithm!r}")
-        self._check_heads(u, gates, channel_mixing)
+        if algorithm not in ALGORITHMS:
+            raise ValueError(
+                f"spectral_algorithm must be one of {(*ALGORITHMS,)}, got {algorithm!r} "
+                '("fft" and "naive" need the package modeling_essm)'
+            )
+        if channel_mixing.shape[1] != u.shape[2]:
+            raise ValueError(f"channel_mixing must take inputs of width {u.shape[2]}, got {channel_mixing.shape[1]}")
+        if gates.ndim == 4 and (channel_mixing.ndim == 3 or u.shape[2] % gates.shape[3]):
+            raise ValueError(f"gates of {gates.shape[3]} groups need diagonal M_k of a width that they divide")
         K = gates.shape[2]
-        N = max(self.num_states(K), num_states or 0)
+        N = num_states or states_needed(self.filter_length, K, self.state_margin)
         if initial_state is not None:
             if initial_state.shape[1] < N:
                 raise ValueError(f"initial_state needs {N} states, got {initial_state.shape[1]}")
@@ -101,28 +165,15 @@ class SpectralOperator:
         if autocast:
             u = u.to(torch.get_autocast_dtype(u.device.type))
         gates = gates.to(u.dtype)
-        if is_quantized(channel_mixing):
-            if u.shape[1] > 1 or algorithm not in ("chunked", "step"):
-                channel_mixing = dequantize(channel_mixing, K, u.dtype)
-        elif channel_mixing.dtype != u.dtype:
+        if channel_mixing.dtype != u.dtype:
             channel_mixing = channel_mixing[:K].to(u.dtype)
         if algorithm == "chunked" and u.shape[1] == 1:
             algorithm = "step"
         basis = Realization(self.filter_length, N, self.chunk_size)
         last = None if lengths is None else lengths.clamp(min=1)
-        with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen below
-            y, state = _RUN[algorithm](basis, u, gates, channel_mixing, initial_state, last)
+        with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen here
+            y, state = ALGORITHMS[algorithm](basis, u, gates, channel_mixing, initial_state, last)
         if lengths is not None:  # a row of padding only keeps the state it came with
             before = state.new_zeros(()) if initial_state is None else initial_state.to(state.dtype)
             state = torch.where((lengths > 0)[:, None, None], state, before)
         return y, state
-
-    @staticmethod
-    def _check_heads(u: Tensor, gates: Tensor, M: Tensor) -> None:
-        """Raises ValueError for heads that do not make up D, or gates that do not divide them."""
-        if M.ndim == 4 and M.shape[1] * M.shape[2] != u.shape[2]:
-            raise ValueError(f"{M.shape[1]} heads of width {M.shape[2]} do not make up D = {u.shape[2]}")
-        G = 1 if gates.ndim == 3 else gates.shape[3]
-        heads = M.shape[1] if M.ndim == 4 else 1
-        if heads % G:
-            raise ValueError(f"the number of gates a channel must divide the {heads} heads, got {G}")

@@ -3,7 +3,7 @@
 
 `spectral_mixer` is both equations for one budget. Its convolution and its sum over channels are those of `naive`, the
 definition that the fast algorithms are tested against. All of it is slow and memory-hungry. docs/theory.md derives the
-fast ones.
+fast ones. Importing this module makes "naive" and "fft" values of `spectral_algorithm`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from .spectral_basis import spectral_basis
-from .spectral_constants import Realization, state_dtype
+from ..spectral_basis import spectral_basis
+from ..spectral_constants import Realization, state_dtype
+from ..spectral_ops import ALGORITHMS
 
 __all__ = ["fft", "mix_channels", "naive", "spectral_features", "spectral_mixer"]
 
@@ -37,9 +38,9 @@ def spectral_mixer(
         y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t)                                       (7)
 
     Args:
-        u: (B, L, D) inputs. gate: weights W1 (D_g, D), b1 (D_g), W2 (>= K, D_g) and b2 (>= K); for G groups of heads
+        u: (B, L, D) inputs. gate: weights W1 (D_g, D), b1 (D_g), W2 (>= K, D_g) and b2 (>= K); for G groups of columns
             with a gate each W2 (>= K, G, D_g) and b2 (>= K, G).
-        channel_mixing: (>= K, D, E) weights, M_k as it multiplies a row from the right; or (>= K, h, d, e), blocks.
+        channel_mixing: (>= K, D, E) weights, M_k as it multiplies a row from the right; or diagonal (>= K, D).
         skip: (E, D), the matrix D. filter_length: H. budget: K. scaling_exponent: the 1/4 of Eq. (7).
     Returns:
         (B, L, E) in u's dtype, computed in fp64.
@@ -67,17 +68,18 @@ def spectral_features(u: Tensor, phi: Tensor) -> Tensor:
 
 
 def mix_channels(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
-    """sum_k g_k(t) M_k f_k(t), head by head.
+    """sum_k g_k(t) M_k f_k(t).
 
     Args:
-        features: (B, L, K, D). gates: (B, L, K) g_k = alpha_k sigma_k^{1/4}, or (B, L, K, G). M: (>= K, D, E) or
-            (>= K, h, d, e).
+        features: (B, L, K, D). gates: (B, L, K) g_k = alpha_k sigma_k^{1/4}, or with diagonal M_k (B, L, K, G), each
+            for D / G columns. M: dense (>= K, D, E) or diagonal (>= K, D).
     Returns:
-        (B, L, E), or (B, L, h e).
+        (B, L, E), or (B, L, D).
     """
-    g, M = _by_heads(gates, M[: features.shape[2]])
-    split = features.unflatten(3, (M.shape[1], M.shape[2]))  # (B, L, K, h, d)
-    return torch.einsum("btkh,btkhd,khde->bthe", g, split, M).flatten(2)
+    M = M[: features.shape[2]]
+    if M.ndim == 3:
+        return torch.einsum("btk,btkd,kde->bte", gates, features, M)
+    return torch.einsum("btkd,btkd,kd->btd", features, _by_column(gates, M), M)
 
 
 def naive(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
@@ -100,17 +102,16 @@ def fft(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | No
     phi_f = _filter_spectra(basis.H, K, L, n, str(u.device), dtype)  # (K, n/2+1)
     u_f = torch.fft.rfft(u.to(dtype).mT.contiguous(), n)  # (B, D, n/2+1)
     free = None if x0 is None else _free_response(basis, x0.double(), L, K).to(dtype)
-    g, M = _by_heads(gates, M[:K])
+    g = gates if M.ndim == 3 else _by_column(gates, M)
     y = torch.zeros((), dtype=u.dtype, device=u.device)
     for a in range(0, K, 8):
         b = min(a + 8, K)
         features = torch.fft.irfft(u_f[:, None] * phi_f[a:b, None], n)[..., :L]  # (B, k, D, L)
         if free is not None:
             features = features + free[:, :, a:b].permute(0, 2, 3, 1)
-        split = features.to(u.dtype).unflatten(2, (M.shape[1], M.shape[2]))  # (B, k, h, d, L)
-        mixed = torch.einsum("bkhdl,khde->bklhe", split, M[a:b])
-        y = y + torch.einsum("bklhe,blkh->blhe", mixed, g[:, :, a:b])
-    return y.flatten(2), _state_by_convolution(basis, u, x0, lengths).to(dtype)
+        mixed = "bkdl,blk,kde->ble" if M.ndim == 3 else "bkdl,blkd,kd->bld"
+        y = y + torch.einsum(mixed, features.to(u.dtype), g[:, :, a:b], M[a:b])
+    return y, _state_by_convolution(basis, u, x0, lengths).to(dtype)
 
 
 def _state_by_convolution(basis: Realization, u: Tensor, x0: Tensor | None, lengths: Tensor | None):
@@ -126,13 +127,10 @@ def _state_by_convolution(basis: Realization, u: Tensor, x0: Tensor | None, leng
     return state
 
 
-def _by_heads(gates: Tensor, M: Tensor) -> tuple[Tensor, Tensor]:
-    """gates (B, L, K, h) and M (K, h, d, e), whatever form they came in: dense M_k are one head."""
-    if M.ndim == 3:
-        M = M[:, None]
-    if gates.ndim == 3:
-        gates = gates[..., None]
-    return gates.repeat_interleave(M.shape[1] // gates.shape[3], 3), M
+def _by_column(gates: Tensor, M: Tensor) -> Tensor:
+    """Gates (B, L, K) or (B, L, K, G) for each of the D columns of diagonal M (>= K, D): (B, L, K, D)."""
+    gates = gates if gates.ndim == 4 else gates[..., None]
+    return gates.repeat_interleave(M.shape[1] // gates.shape[3], 3)
 
 
 def _filters(H: int, K: int, L: int, device: torch.device) -> Tensor:
@@ -157,3 +155,6 @@ def _free_response(basis: Realization, x0: Tensor, L: int, num_rows: int) -> Ten
     while powers.shape[0] < L:
         powers = torch.cat([powers, powers @ powers[-1]])
     return torch.einsum("tmn,bmd->btnd", powers[:L, :, :num_rows], x0)
+
+
+ALGORITHMS.update(naive=naive, fft=fft)

@@ -12,40 +12,40 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.generic import can_return_tuple
 
-from .configuration_essm import ESSMConfig
-from .inputs_essm import refuse_unsupported
-from .modeling_essm import ESSMModel, ESSMPreTrainedModel
-from .outputs_essm import ESSMModelOutput, ESSMSequenceClassifierOutput
-from .packing import PACKING_ARGUMENTS, pool
-from .spectral_budget import SpectralBudget
+from modeling_essm import ESSMConfig, ESSMModel
+from modeling_essm.modeling_essm import ESSMPreTrainedModel, ESSMSequenceClassifierOutput, refuse_unsupported
+from modeling_essm.packing import PACKING_ARGUMENTS, pool
+from modeling_essm.spectral_budget import SpectralBudget
 
 
+@strict
 class ESSMPairConfig(ESSMConfig):
     r"""
     An `ESSMConfig` for the encoder of both documents, and the head's width.
 
     Args:
         head_hidden_size (`int`, *optional*): width of the hidden layer of the head, `hidden_size` by default.
-
-    Raises:
-        ValueError: as `ESSMConfig`; head_hidden_size too may be up to 2^24.
     """
 
     model_type = "essm_two_tower"
-    auto_classes: ClassVar = {
-        "AutoConfig": "pair_essm.ESSMPairConfig",
-        "AutoModelForSequenceClassification": "pair_essm.ESSMForPairClassification",
-    }
+    auto_classes: ClassVar = {}  # no remote code: AutoModel finds the class where `essm_train` is installed
 
-    head_hidden_size: int = None  # type: ignore[assignment]
+    head_hidden_size: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         if self.head_hidden_size is None:
             self.head_hidden_size = self.hidden_size
+
+    def validate_head(self) -> None:
+        """Raises ValueError for a width below 1."""
+        if self.head_hidden_size < 1:
+            raise ValueError(f"head_hidden_size must be an integer of at least 1, got {self.head_hidden_size}")
 
 
 def both_documents(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -117,11 +117,11 @@ class ESSMForPairClassification(ESSMPreTrainedModel):
         documents, mask = both_documents(input_ids, attention_mask)
         budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
         each = spectral_budget if budget.rows is None else budget.rows.repeat_interleave(2)
-        outputs: ESSMModelOutput = self.model(documents, mask, use_cache=False, spectral_budget=each, return_dict=True)
-        assert outputs.last_hidden_state is not None
+        outputs = self.model(documents, mask, use_cache=False, spectral_budget=each, return_dict=True)
         codes = pool(outputs.last_hidden_state, mask, self.config.classifier_pooling)
         loss, logits = compare_documents(codes, self.head, self.score, labels)
         return ESSMSequenceClassifierOutput(loss=loss, logits=logits, spectral_budget=budget.report())
 
 
-__all__ = ["ESSMForPairClassification", "ESSMPairConfig"]
+AutoConfig.register("essm_two_tower", ESSMPairConfig, exist_ok=True)
+AutoModelForSequenceClassification.register(ESSMPairConfig, ESSMForPairClassification, exist_ok=True)

@@ -1,0 +1,238 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Gate and mixer, Eq. (7-8), and the short convolution before them: what looks along the sequence in a spectral layer.
+
+Letters: B batch, L sequence, D inner width, K budget, G groups of the width with a gate each, N states.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from .cache_essm import ESSMCacheLayer, operator_of
+from .configuration_essm import ESSMConfig
+from .packing import Packing
+from .spectral_constants import is_transformed
+
+_GATE_EPS = 1e-6  # eps of Eq. (8)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """What a call says to a spectral layer beside its input and its cache.
+
+    Attributes:
+        budget: K, the largest of any row. rows: (B,) K of each row, or None where all run `budget`.
+        padding: (B, L, 1) bool, true at masked positions, or None.
+        lengths: (B,) int64 in [0, L], steps after which the state is taken, as in `SpectralOperator`; None for L.
+        packing: where sequences begin in packed rows, or None.
+    """
+
+    budget: int
+    rows: Tensor | None = None
+    padding: Tensor | None = None
+    lengths: Tensor | None = None
+    packing: Packing | None = None
+
+
+class ESSMPrefixLinear(nn.Module):
+    """Scores of the first channels only: (.., D_in), n -> (.., n), or (.., n, G) for G heads; reads n of the weights.
+
+    It is no nn.Linear, because tools replace those by layers that know nothing of n. The mixer initialises it.
+    """
+
+    def __init__(self, in_features: int, channels: int, heads: int = 1):
+        super().__init__()
+        shape = (channels,) if heads == 1 else (channels, heads)
+        self.weight = nn.Parameter(torch.empty(*shape, in_features))
+        self.bias = nn.Parameter(torch.empty(*shape))
+
+    def forward(self, x: Tensor, num_outputs: int) -> Tensor:
+        weight, bias = self.weight[:num_outputs], self.bias[:num_outputs]
+        scores = F.linear(x, weight.view(-1, weight.shape[-1]), bias.flatten())
+        return scores if bias.ndim == 1 else scores.unflatten(-1, bias.shape)
+
+
+def at_unit_scale(linear: nn.Linear) -> nn.Linear:
+    """Marks a layer of the gated block that reads what a norm has scaled: it starts at 1 / sqrt(its inputs)."""
+    linear.starts_at_unit_scale = True  # type: ignore[assignment]
+    return linear
+
+
+class ESSMScale(nn.Module):
+    """A factor for each column of the width: (.., D) -> (.., D)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class ESSMSpectralMixer(nn.Module):
+    """Eq. (7-8): y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t); channels > K are not read.
+
+    With `gating="none"` alpha is 1, Eq. (6). In the gated block u is SiLU of a short causal convolution of the input,
+    the matrices D and M_k are diagonal, and each of `num_heads` groups of the width has an alpha of its own.
+    """
+
+    def __init__(self, config: ESSMConfig, capacity: int):
+        super().__init__()
+        D, K, D_g, d = config.inner_size, capacity, config.gate_hidden_size, config.mixing_size
+        paper = config.block == "paper"
+        self.operator = operator_of(config)
+        self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
+        self.gated, self.is_diagonal = config.gating == "softmax", not paper
+        self.gate_bias = config.gate_bias  # 0 would amplify noise to unit scale
+        self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
+        self.skip = nn.Linear(D, D, bias=False) if paper else ESSMScale(D)
+        self.channel_mixing = nn.Parameter(torch.empty(K, D, d))
+        if self.taps:
+            self.convolution = nn.Parameter(torch.empty(self.taps, D))  # the last row is that of u(t)
+        if self.gated:
+            self.gate_in = nn.Linear(D, D_g) if paper else at_unit_scale(nn.Linear(D, D_g))
+            self.gate_out = ESSMPrefixLinear(D_g, K, self.num_heads)
+            self.gate_act = ACT2FN[config.hidden_act]
+
+    @torch.no_grad()
+    def init_weights(self, std: float) -> None:
+        """Start the weights that are no linear layer's."""
+        init.normal_(self.channel_mixing, mean=0.0, std=1.0 if self.is_diagonal else 1e-3)
+        if self.taps:
+            init.uniform_(self.convolution, -(self.taps**-0.5), self.taps**-0.5)
+        if self.gated:
+            unit = getattr(self.gate_in, "starts_at_unit_scale", False)
+            init.normal_(self.gate_out.weight, mean=0.0, std=self.gate_in.out_features**-0.5 if unit else std)
+            init.constant_(self.gate_out.bias, self.gate_bias)
+
+    def gates(self, u: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
+        """alpha_k(t) sigma_k^{1/4} of Eq. (7-8), normalised over the active prefix only.
+
+        Args:
+            u: (B, L, D). budget: K, the largest of any row. rows: (B,) K of each row, or None.
+        Returns:
+            (B, L, K), or (B, L, K, G) for G heads, in u's dtype; zero beyond a row's own K.
+        """
+        heads = () if self.num_heads == 1 or not self.gated else (1,)
+        inactive, K = None, budget
+        if rows is not None:
+            inactive = (torch.arange(budget, device=u.device) >= rows[:, None]).view(-1, 1, budget, *heads)
+            K = rows.view(-1, 1, 1, *heads)
+        if not self.gated:
+            gates = self.operator.sigma(budget, self.scaling_exponent, u).expand(*u.shape[:2], budget)
+            return gates if inactive is None else gates.masked_fill(inactive, 0.0)
+        s = self.gate_out(self.gate_act(self.gate_in(u)), budget)
+        s = s.to(torch.promote_types(s.dtype, torch.float32))
+        if inactive is not None:
+            s = s.masked_fill(inactive, 0.0)
+        s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + _GATE_EPS))
+        if inactive is not None:
+            s = s.masked_fill(inactive, -math.inf)
+        alpha = s.softmax(2).to(u.dtype)
+        if not self.scaling_exponent:
+            return alpha
+        return alpha * self.operator.sigma(budget, self.scaling_exponent, u).view(budget, *heads)
+
+    def forward(self, u: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
+        """(B, L, D) -> (B, L, D), reading and updating the layer's state."""
+        if call.padding is not None:  # after norms and biases, so that padding is silence to the operator
+            u = u.masked_fill(call.padding, 0.0)
+        if call.packing is not None:
+            return call.packing.apply(self, u, call)
+        past = {} if cache is None else cache.tensors
+        recent = None
+        if self.taps:
+            u, recent = self.convolve(u, past.get("convolution"), call.lengths)
+        gates = self.gates(u, call.budget, call.rows)
+        M = self.channel_mixing.squeeze(2) if self.is_diagonal else self.channel_mixing
+        num_states, state = None, past.get("features")
+        if state is not None:
+            num_states, state = state.shape[1], state.to(u.device)
+        elif cache is not None:
+            num_states = self.operator.num_states(max(call.budget, cache.state_budget or 0))
+        y, features = self.operator(u, gates, M, state, call.lengths, self.algorithm, num_states)
+        if cache is not None:
+            cache.update(features=features, **({} if recent is None else {"convolution": recent}))
+        return y + self.skip(u)
+
+    def convolve(self, u: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+        """SiLU of the causal convolution of each column, and the last taps - 1 inputs (B, taps - 1, D).
+
+        There is no bias: silence stays silence, so that left padding changes nothing.
+        """
+        p = self.taps - 1
+        past = u.new_zeros(u.shape[0], p, u.shape[2]) if past is None else past.to(u)
+        u_all = torch.cat([past, u], 1)
+        return F.silu(short_convolution(u_all, self.convolution.to(u.dtype))), last_steps(u_all, p, lengths)
+
+
+def last_steps(x: Tensor, p: int, lengths: Tensor | None) -> Tensor:
+    """The p positions up to each row's last step: (B, p + L, D) that begins p positions before step 0 -> (B, p, D)."""
+    if lengths is None:
+        return x[:, x.shape[1] - p :].clone(memory_format=torch.contiguous_format)  # or the state would hold all of x
+    recent = lengths[:, None] + torch.arange(p, device=x.device)
+    return x.gather(1, recent[..., None].expand(-1, -1, x.shape[2]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The short causal convolution. Autograd would make a zero-filled gradient for every tap's slice of the input, which
+# takes five times as long as the gradients written out here. A compiler, torch.func, forward-mode AD and second
+# derivatives get plain operations.
+
+
+def short_convolution(u: Tensor, taps: Tensor) -> Tensor:
+    """y(t) = sum_i taps[i] u(t + i), so that the last tap is that of the present step.
+
+    Args:
+        u: (B, p + L, D), L >= 1, begins p steps before y. taps: (p + 1, D), in u's dtype.
+    Returns:
+        (B, L, D), in the same dtype.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and u.shape[1] == len(taps):  # a single step, the shortest way
+        return (u * taps).sum(1, keepdim=True)
+    if compiling or is_transformed(u, taps):
+        return _plain_convolution(u, taps)
+    return _ShortConvolution.apply(u, taps)
+
+
+def _plain_convolution(u: Tensor, taps: Tensor) -> Tensor:
+    L = u.shape[1] - len(taps) + 1
+    y = u[:, :L] * taps[0]
+    for i in range(1, len(taps)):
+        y.addcmul_(u[:, i : i + L], taps[i])
+    return y
+
+
+class _ShortConvolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, u: Tensor, taps: Tensor) -> Tensor:
+        ctx.save_for_backward(u, taps)
+        return _plain_convolution(u, taps)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        u, taps = ctx.saved_tensors
+        of_u, of_taps = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # the gradient is to be differentiated itself
+            wanted = [t for t in (u, taps) if t.requires_grad]
+            found = iter(torch.autograd.grad(_plain_convolution(u, taps), wanted, dy, create_graph=True))
+            return next(found) if of_u else None, next(found) if of_taps else None
+        L, p = dy.shape[1], len(taps) - 1
+        du, dtaps = None, None
+        if of_u:
+            du = torch.zeros_like(u)
+            for i in range(p + 1):
+                du[:, i : i + L].addcmul_(dy, taps[i])
+        if of_taps:
+            dtaps, product = torch.empty_like(taps), torch.empty_like(dy)
+            for i in range(p + 1):
+                torch.sum(torch.mul(dy, u[:, i : i + L], out=product), (0, 1), out=dtaps[i])
+        return du, dtaps
