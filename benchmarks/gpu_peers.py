@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from modeling_essm.short_convolution import short_convolution
+from modeling_essm.mixer_essm import short_convolution
 
 
 def ssd_kernel() -> Callable[..., Tensor]:

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Speech2TextFeatureExtractor
 
 import modeling_essm
+from essm_train.pairs import ESSMForPairClassification
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,

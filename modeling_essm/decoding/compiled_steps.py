@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from ..cache_essm import ESSMCache, check_cache
-from ..inputs_essm import check_token_ids, warn_once_of
-from ..outputs_essm import ESSMCausalLMOutput
+from ..modeling_essm import ESSMCausalLMOutput, check_token_ids, warn_once_of
 from ..spectral_budget import ResolvedBudget, SpectralBudget, is_hybrid
 from ..spectral_constants import _has_reduced_products
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ..cache_essm import ESSMCache
-from ..channels import spectral_mixers
+from ..loading_essm import spectral_mixers
 from ..packing import pool
 from ..spectral_budget import SpectralBudget, is_hybrid
 

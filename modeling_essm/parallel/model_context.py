@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..inputs_essm import check_inputs, check_token_ids
+from ..modeling_essm import check_inputs, check_token_ids
 from ..packing import PACKING_ARGUMENTS
 from ..spectral_budget import SPECTRAL_LAYER, ResolvedBudget
 from .segments import ORDERS, Order, group_of

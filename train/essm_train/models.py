@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from essm_train.arguments import RunArguments, arg
+from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
-    ESSMForPairClassification,
     ESSMForSequenceClassification,
-    ESSMPairConfig,
 )
 from modeling_essm.spectral_budget import SPECTRAL_LAYER
 

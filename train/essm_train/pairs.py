@@ -123,5 +123,6 @@ class ESSMForPairClassification(ESSMPreTrainedModel):
         return ESSMSequenceClassifierOutput(loss=loss, logits=logits, spectral_budget=budget.report())
 
 
+ESSMPairConfig._auto_class = None  # its code is not copied beside a checkpoint
 AutoConfig.register("essm_two_tower", ESSMPairConfig, exist_ok=True)
 AutoModelForSequenceClassification.register(ESSMPairConfig, ESSMForPairClassification, exist_ok=True)

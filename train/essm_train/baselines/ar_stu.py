@@ -3,8 +3,8 @@
 
     y(t) = ES-SSM(u)(t) + sum_k alpha_k sigma_k^{1/4} M^-_k (phi^-_k * u)(t) + sum_i M^u_i u(t-i) + sum_i M^y_i y(t-i)
 
-with negative filters phi^-_k(tau) = (-1)^tau phi_k(tau) and i = 1, 2. A baseline of the paper's tables: it trains and is
-evaluated at any budget, on whole sequences, without a cache. Letters: B batch, L sequence, D width, K budget.
+with negative filters phi^-_k(tau) = (-1)^tau phi_k(tau) and i = 1, 2. It is a baseline of the paper's tables: it trains
+and is evaluated at any budget, on whole sequences, without a cache. Letters: B batch, L sequence, D width, K budget.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class ARSTUForSequenceClassification(ESSMForSequenceClassification):
         _with_feedback(self, self.model.layers)
 
 
-for _cls in (ARSTUModel, ARSTUForCausalLM, ARSTUForSequenceClassification):
+for _cls in (ARSTUConfig, ARSTUModel, ARSTUForCausalLM, ARSTUForSequenceClassification):
     _cls._auto_class = None  # their code is not copied beside a checkpoint
 AutoConfig.register("ar_stu", ARSTUConfig, exist_ok=True)
 AutoModel.register(ARSTUConfig, ARSTUModel, exist_ok=True)

@@ -19,7 +19,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils.import_utils import is_mamba_2_ssm_available, is_mamba_ssm_available
 
-from modeling_essm.short_convolution import short_convolution
+from modeling_essm.mixer_essm import short_convolution
 
 
 def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:

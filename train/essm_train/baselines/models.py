@@ -26,8 +26,8 @@ from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig, BaselinePairConfig
 from essm_train.baselines.convolutions import TemporalConv
 from essm_train.baselines.s4d import StateSpaceMixer
+from essm_train.pairs import both_documents, compare_documents
 from modeling_essm.packing import pool
-from modeling_essm.pair_essm import both_documents, compare_documents
 
 
 class BaselineEncoder(nn.Module):

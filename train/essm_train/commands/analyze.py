@@ -34,7 +34,7 @@ from essm_train.data.tokens import ByteEncoder
 from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.timing import paired
 from essm_train.models import TRUST_HELP, load_model
-from modeling_essm.channels import spectral_mixers
+from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
@@ -64,7 +64,7 @@ def parts_of(model: nn.Module) -> list[Any]:
 
 def _operator_inputs(mixer: Any, u: Tensor) -> Tensor:
     """What gates and operator read of a mixer's input; code of before the gated block has no convolution."""
-    return mixer.operator_inputs(u) if getattr(mixer, "taps", 0) else u
+    return mixer.convolve(u, None, None)[0] if getattr(mixer, "taps", 0) else u
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
     """The bound of every layer's mixer at that budget. Raises ValueError for AR-STU's feedback, which it leaves out."""
     bounds = []
     for mixer in spectral_mixers(model):
-        if mixer.ar_order:
+        if getattr(mixer, "ar_order", 0):
             raise ValueError("the bound of Appendix C does not cover the feedback of ar_order = 2")
         basis, K = spectral_basis(mixer.operator.filter_length), min(budget, len(mixer.channel_mixing))
         phi = torch.from_numpy(abs(basis.filters(K)))  # (H, K)
@@ -150,11 +150,15 @@ def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     K, G = min(budget, capacity), getattr(mixer, "num_heads", 1)
     C, N = operator.chunk_size, operator.num_states(K)
     gate = mixer.gate_in.out_features * (D + G * K) + G * K if mixer.gated else 0
-    feedback = length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length if mixer.ar_order else 0
+    feedback = (
+        length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length
+        if getattr(mixer, "ar_order", 0)
+        else 0
+    )
     skip = mixer.skip.weight.numel() + getattr(mixer, "taps", 0) * D
     inside = {id(module) for module in mixer.modules()}
     linear = [x for x in part.modules() if isinstance(x, nn.Linear) and id(x) not in inside]
-    fixed = skip + sum(x.weight.numel() for x in linear) + gate + mixer.ar_order * D * D + feedback
+    fixed = skip + sum(x.weight.numel() for x in linear) + gate + getattr(mixer, "ar_order", 0) * D * D + feedback
     n = math.ceil(length / C)
     scan = sum((n >> level) - 1 for level in range(n.bit_length()))
     transform = 1.25 * 2 * math.log2(2 * length)
@@ -263,7 +267,7 @@ def main(args: AnalyzeArguments) -> None:
     record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
     record["seconds_per_layer"] = measured
     write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
-    if config.ar_order == 0:
+    if getattr(config, "ar_order", 0) == 0:
         record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
         for K in (budgets[0], budgets[-1]):
             shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])

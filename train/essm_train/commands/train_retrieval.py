@@ -7,7 +7,7 @@
     python train/train_retrieval.py --help                                # every argument; also as `arguments.yaml`
 
 The files are those of the archive lra_release.gz; what they hold is in essm_train/tasks/retrieval.py,
-and the model in modeling_essm/pair_essm.py. Interrupted runs continue, see essm_train/run/loop.py.
+and the model in essm_train/pairs.py. Interrupted runs continue, see essm_train/run/loop.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from essm_train.arguments import parse_arguments
 from essm_train.commands.errors import command
 from essm_train.models import make_config, make_model
+from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from essm_train.run.accelerator import open_run
 from essm_train.run.loop import make_schedule, train_and_record
 from essm_train.run.saved import report_saved
 from essm_train.run.task import classification_task, make_predictor
 from essm_train.tasks.retrieval import LABELS, RetrievalArguments, load_retrieval
-from modeling_essm import ESSMForPairClassification, ESSMPairConfig
 from modeling_essm.budgets.curve import BudgetCurve
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from essm_train.measure.scoring import HeldOut
 from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory
-from modeling_essm import ESSMPairConfig
+from essm_train.pairs import ESSMPairConfig
 from modeling_essm.budgets.profile import DeviceProfile, Measurement, Quality, device_name
 
 
