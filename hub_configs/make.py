@@ -26,7 +26,6 @@ from essm_train.pairs import ESSMForPairClassification
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
-    ESSMForPairClassification,
     ESSMForSequenceClassification,
     build_byte_tokenizer,
 )

@@ -38,7 +38,7 @@ def _integer(low: int, high: int, default: Any = None) -> Any:
 
     def check(value: Any) -> None:
         for number in value if isinstance(value, list) else [value]:
-            if number is not None and (isinstance(number, bool) or not low <= number <= high):
+            if number is not None and (type(number) is not int or not low <= number <= high):
                 raise ValueError(f"must be an integer in [{low}, {high}], got {number!r}")
 
     return validated_field(check, default=default)
@@ -48,7 +48,8 @@ def _number(bound: float, default: Any = None) -> Any:
     """A field that holds a finite number in [0, bound); None passes where its type lets it."""
 
     def check(value: Any) -> None:
-        if value is not None and (isinstance(value, bool) or not 0 <= value < bound or value > sys.float_info.max):
+        number = type(value) in (int, float) and 0 <= value < bound and value <= sys.float_info.max
+        if value is not None and not number:
             raise ValueError(f"must be a number in [0, {bound:g}), got {value!r}")
 
     return validated_field(check, default=default)
@@ -215,16 +216,17 @@ class ESSMConfig(PreTrainedConfig):
 
     def validate_sizes(self) -> None:
         """Sizes that have to fit each other, or the block."""
+        config: Any = self  # whose sizes are all filled in
         expected = {"mixing_size": 1}
-        if self.block == "paper":
-            D = self.hidden_size
+        if config.block == "paper":
+            D = config.hidden_size
             expected = {"inner_size": D, "num_heads": 1, "mixing_size": D, "conv_kernel_size": 0}
-            if self.intermediate_size < 1:
+            if config.intermediate_size < 1:
                 raise ValueError("intermediate_size of the paper's block must be at least 1, got 0")
         for name, value in expected.items():
             if getattr(self, name) != value:
                 raise ValueError(f'{name} must be {value} with block="{self.block}", got {getattr(self, name)}')
-        if self.inner_size % self.num_heads:
+        if config.inner_size % config.num_heads:
             raise ValueError(f"num_heads must divide inner_size {self.inner_size}, got {self.num_heads}")
         if self.num_spectral_channels > (most := max_spectral_channels(self.filter_length)):
             raise ValueError(
@@ -238,14 +240,15 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError(f"layer_types must hold {SPECTRAL_LAYER!r}: budgets act on spectral layers")
         if not is_hybrid(self):
             return
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim must be even, as rotary positions need, got {self.head_dim}")
-        if self.num_attention_heads % self.num_key_value_heads:
+        config: Any = self
+        if config.head_dim % 2:
+            raise ValueError(f"head_dim must be even, as rotary positions need, got {config.head_dim}")
+        if config.num_attention_heads % config.num_key_value_heads:
             raise ValueError(
-                f"num_key_value_heads must divide num_attention_heads {self.num_attention_heads}, "
-                f"got {self.num_key_value_heads}"
+                f"num_key_value_heads must divide num_attention_heads {config.num_attention_heads}, "
+                f"got {config.num_key_value_heads}"
             )
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+        if "sliding_attention" in config.layer_types and config.sliding_window is None:
             raise ValueError('sliding_window must be an integer of at least 2 for "sliding_attention", got None')
         rope = self.rope_parameters or {}
         theta, factor, share = (rope.get(name, 1.0) for name in ("rope_theta", "factor", "partial_rotary_factor"))
@@ -307,7 +310,8 @@ class ESSMConfig(PreTrainedConfig):
     @property
     def capacities(self) -> tuple[int, ...]:
         """Channels that each spectral layer holds."""
-        return tuple(self.spectral_capacities or [self.num_spectral_channels] * self.layer_types.count(SPECTRAL_LAYER))
+        layers: Any = self.layer_types
+        return tuple(self.spectral_capacities or [self.num_spectral_channels] * layers.count(SPECTRAL_LAYER))
 
     def resolve_budget(self, value: Any = None, batch_size: int | None = None) -> ResolvedBudget:
         """The `ResolvedBudget` that `value` means for this model; see `spectral_budget.resolve_budget`."""

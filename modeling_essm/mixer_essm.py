@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .cache_essm import ESSMCacheLayer, operator_of
-from .configuration_essm import ESSMConfig
 from .packing import Packing
 from .spectral_constants import is_transformed
 
@@ -83,7 +83,7 @@ class ESSMSpectralMixer(nn.Module):
     the matrices D and M_k are diagonal, and each of `num_heads` groups of the width has an alpha of its own.
     """
 
-    def __init__(self, config: ESSMConfig, capacity: int):
+    def __init__(self, config: Any, capacity: int):
         super().__init__()
         D, K, D_g, d = config.inner_size, capacity, config.gate_hidden_size, config.mixing_size
         paper = config.block == "paper"
@@ -121,7 +121,8 @@ class ESSMSpectralMixer(nn.Module):
             (B, L, K), or (B, L, K, G) for G heads, in u's dtype; zero beyond a row's own K.
         """
         heads = () if self.num_heads == 1 or not self.gated else (1,)
-        inactive, K = None, budget
+        inactive: Tensor | None = None
+        K: Tensor | int = budget
         if rows is not None:
             inactive = (torch.arange(budget, device=u.device) >= rows[:, None]).view(-1, 1, budget, *heads)
             K = rows.view(-1, 1, 1, *heads)

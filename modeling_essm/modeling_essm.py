@@ -149,7 +149,7 @@ class ESSMGatedLayer(_Block):
     z, v = in_proj(norm(x)); x + out_proj(norm(mixer(v)) * silu(z)).
     """
 
-    def __init__(self, config: ESSMConfig, capacity: int):
+    def __init__(self, config: Any, capacity: int):
         super().__init__(config)
         D, inner = config.hidden_size, config.inner_size
         self.mixer = ESSMSpectralMixer(config, capacity)
@@ -173,7 +173,7 @@ class ESSMGatedLayer(_Block):
 class ESSMLayer(_Block):
     """The paper's pre-norm residual block: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
 
-    def __init__(self, config: ESSMConfig, capacity: int):
+    def __init__(self, config: Any, capacity: int):
         super().__init__(config)
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixer = ESSMSpectralMixer(config, capacity)

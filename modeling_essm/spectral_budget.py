@@ -12,13 +12,13 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Final, Union
 
 import numpy as np
 import torch
 
 SpectralBudget = Union[None, int, str, Sequence[int], torch.Tensor]
-SPECTRAL_LAYER = "linear_attention"  # what the library's `layer_types` calls one
+SPECTRAL_LAYER: Final = "linear_attention"  # what the library's `layer_types` calls one
 
 
 def spectral_layers(config: Any) -> tuple[int, ...]:
@@ -28,7 +28,8 @@ def spectral_layers(config: Any) -> tuple[int, ...]:
 
 def is_hybrid(config: Any) -> bool:
     """Whether some layers of a model attend."""
-    return config.layer_types.count(SPECTRAL_LAYER) < len(config.layer_types)
+    kinds = config.layer_types or ()
+    return kinds.count(SPECTRAL_LAYER) < len(kinds)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class ESSMPairConfig(ESSMConfig):
 
     def validate_head(self) -> None:
         """Raises ValueError for a width below 1."""
-        if self.head_hidden_size < 1:
+        if self.head_hidden_size is not None and self.head_hidden_size < 1:
             raise ValueError(f"head_hidden_size must be an integer of at least 1, got {self.head_hidden_size}")
 
 
@@ -79,7 +79,7 @@ class ESSMForPairClassification(ESSMPreTrainedModel):
     config_class = ESSMPairConfig
     accepts_loss_kwargs = False
 
-    def __init__(self, config: ESSMPairConfig):
+    def __init__(self, config: Any):
         super().__init__(config)
         if config.num_input_features is not None:
             raise ValueError(

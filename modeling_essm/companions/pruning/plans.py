@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...loading_essm import write_text
+from ..._files import write_text
 from ..systems import DiagonalSystem
 
 if TYPE_CHECKING:

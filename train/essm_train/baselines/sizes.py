@@ -164,6 +164,7 @@ def matched_variant(
     Raises:
         ValueError: no such model, with the closest one named.
     """
+    sizes_of: Any = config
     D, fields = config.hidden_size, config.to_dict()
     matched = _OF_ES_SSM | ({"block": block} if block else {})
     target = count_parameters(type(config).from_dict(fields, **matched), model_class)
@@ -173,8 +174,8 @@ def matched_variant(
         sizes = {name: size and max(1, round(size * width / D)) for name, size in sizes.items()}
         sizes["head_dim"] = config.head_dim
         if config.block == "gated":
-            step = config.num_heads * config.mixing_size
-            sizes["inner_size"] = step * max(1, round(config.inner_size * width / D / step))
+            step = sizes_of.num_heads
+            sizes["inner_size"] = step * max(1, round(sizes_of.inner_size * width / D / step))
         return type(config).from_dict(fields, hidden_size=width, **sizes)
 
     def count(candidate: ESSMConfig) -> int:

@@ -150,15 +150,12 @@ def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     K, G = min(budget, capacity), getattr(mixer, "num_heads", 1)
     C, N = operator.chunk_size, operator.num_states(K)
     gate = mixer.gate_in.out_features * (D + G * K) + G * K if mixer.gated else 0
-    feedback = (
-        length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length
-        if getattr(mixer, "ar_order", 0)
-        else 0
-    )
+    order = getattr(mixer, "ar_order", 0)
+    feedback = length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length if order else 0
     skip = mixer.skip.weight.numel() + getattr(mixer, "taps", 0) * D
     inside = {id(module) for module in mixer.modules()}
     linear = [x for x in part.modules() if isinstance(x, nn.Linear) and id(x) not in inside]
-    fixed = skip + sum(x.weight.numel() for x in linear) + gate + getattr(mixer, "ar_order", 0) * D * D + feedback
+    fixed = skip + sum(x.weight.numel() for x in linear) + gate + order * D * D + feedback
     n = math.ceil(length / C)
     scan = sum((n >> level) - 1 for level in range(n.bit_length()))
     transform = 1.25 * 2 * math.log2(2 * length)

@@ -67,7 +67,7 @@ class CLMArguments(ModelArguments):
         if self.source is None and self.filter_length is not None:
             convolves = self.architecture == "essm" and self.block == "gated"
             block = ESSMConfig(block="gated", conv_kernel_size=self.conv_kernel_size) if convolves else ESSMConfig()
-            self.check_block_size(self.filter_length, block.conv_kernel_size)
+            self.check_block_size(self.filter_length, block.conv_kernel_size or 0)
 
     def check_block_size(self, filter_length: int, taps: int) -> None:
         """Raises ValueError if the filters do not cover a block, or a process's part not what `taps` read back."""
