@@ -99,10 +99,12 @@ def fit(
         Whether the training diverged, updates done, the mean training loss of the last 50 of them, and the seconds of
         this process's processor that they took.
     """
-    seconds, recent, done = 0.0, [], 0
+    seconds, done = 0.0, 0
+    recent: list[Tensor] = []
     model.train()
     for number in range(updates):
-        drawn, parts = batch(number), []
+        drawn = batch(number)
+        parts: list[Tensor] = []
         started = time.process_time()
 
         def noted(number: int = number, drawn: Batch = drawn, parts: list[float] = parts) -> Iterable[Tensor]:
