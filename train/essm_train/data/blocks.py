@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Token ids cut into blocks for training and evaluation.
 
-A stream is a one-dimensional array of token ids, in memory or in Arrow files: the tokens of each document, then <eos>.
+A stream is a one-dimensional array of token ids, in memory or in Arrow files: the tokens of each text, then <eos>.
 A block is a window of `block_size` tokens, and neighbouring blocks share one token: the first of a block is context
 only, so that every token of the stream but its very first is a target exactly once, seen with the tokens of its own
 block before it.
@@ -9,8 +9,7 @@ block before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import datasets
@@ -21,70 +20,55 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from essm_train.data.documents import text_of
-from essm_train.data.samples import HELD_OUT_FRACTION
-from essm_train.data.tokens import ByteEncoder, Document, Encoder
+from essm_train.data.documents import texts_in
+from essm_train.data.tokens import ByteEncoder, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
 Stream: TypeAlias = np.ndarray | pa.ChunkedArray
-_COUNTS = ("num_documents", "num_bytes")
-_ROW_BYTES = 1 << 22
-_FORMAT = 1  # raised whenever the same text and encoder give other tokens
+_TEXTS_AT_ONCE = 100
+_FORMAT = 2  # raised whenever the same texts and encoder give other tokens
 
 
-def to_stream(documents: Iterable[Document], encoder: Encoder) -> tuple[np.ndarray, float]:
-    """(n,) token ids of every document followed by <eos>, and bytes per token that is not <eos>."""
-    rows = list(_encode(documents, encoder))
-    stream = np.concatenate([row["ids"] for row in rows])
-    num_documents, num_bytes = (sum(row[name] for row in rows) for name in _COUNTS)
-    return stream, num_bytes / max(1, len(stream) - num_documents)
+def to_stream(texts: Iterable[str], encoder: Encoder) -> tuple[np.ndarray, float]:
+    """(n,) token ids of every text followed by <eos>, and bytes per token that is not <eos>."""
+    rows = [encoder(text) for text in texts]
+    stream = np.concatenate([ids for ids, _ in rows])
+    return stream, sum(size for _, size in rows) / max(1, len(stream) - len(rows))
 
 
 def to_mapped_stream(
-    read: Callable[[], Iterable[Document]], identity: Any, encoder: Encoder
+    rows: datasets.Dataset, column: str, source: str, encoder: Encoder
 ) -> tuple[pa.ChunkedArray, float]:
     """As `to_stream`, in Arrow files of the cache of `datasets`: made once, mapped by every process that asks again.
 
-    Args:
-        read: begins the documents. identity: changes if they do.
     Raises:
-        ValueError: what `read` or the encoder raise.
+        ValueError: the column holds something else than text, or none.
     """
-    try:
-        rows = datasets.Dataset.from_generator(
-            lambda: _encode(read(), encoder),
-            fingerprint=Hasher.hash([_FORMAT, identity, encoder]),
-            writer_batch_size=1,  # a row is megabytes
-        )
-    except datasets.exceptions.DatasetGenerationError as error:
-        raise (error.__cause__ or error) from None
-    table = rows.data.table
+
+    def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        texts = list(texts_in(({column: text} for text in batch[column]), column, source))
+        if not texts:
+            return {"ids": [], "texts": [], "bytes": []}
+        ids, size = encoder(*texts)
+        return {"ids": [ids], "texts": [len(texts)], "bytes": [size]}
+
+    count = datasets.Value("int64")
+    ids = datasets.List(datasets.Value(np.dtype(encoder.dtype).name))
+    made = rows.map(
+        encode,
+        batched=True,
+        batch_size=_TEXTS_AT_ONCE,
+        writer_batch_size=1,  # a row is megabytes
+        remove_columns=rows.column_names,
+        features=datasets.Features({"ids": ids, "texts": count, "bytes": count}),
+        new_fingerprint=Hasher.hash([_FORMAT, rows._fingerprint, column, encoder]),
+    )
+    if not len(made):
+        raise ValueError(f"{source} holds no text in column {column!r}")
+    table = made.data.table
     stream = pa.chunked_array([chunk.flatten() for chunk in table["ids"].chunks])
-    num_documents, num_bytes = (pc.sum(table[name]).as_py() for name in _COUNTS)
-    return stream, num_bytes / max(1, len(stream) - num_documents)
-
-
-def _encode(documents: Iterable[Document], encoder: Encoder) -> Iterator[dict[str, Any]]:
-    """Documents as rows of about `_ROW_BYTES` of text: their ids, and what they are counted by.
-
-    In one process: documents keep their order, and a fast tokenizer has threads of its own.
-    """
-    batch: list[Document] = []
-    size = 0
-    for document in chain(documents, [None]):
-        if batch and (document is None or size >= _ROW_BYTES):
-            ids, num_bytes = encoder(*batch)
-            yield {"ids": ids, "num_documents": len(batch), "num_bytes": num_bytes}
-            batch, size = [], 0
-        if document is not None:
-            batch.append(document)
-            size += len(document[1])
-
-
-def hold_out_end(stream: Stream) -> tuple[Stream, Stream]:
-    """Split off the last tenth."""
-    end = len(stream) - int(len(stream) * HELD_OUT_FRACTION)
-    return stream[:end], stream[end:]
+    num_texts, num_bytes = (pc.sum(table[name]).as_py() for name in ("texts", "bytes"))
+    return stream, num_bytes / max(1, len(stream) - num_texts)
 
 
 class Blocks(Sequence[np.ndarray]):
@@ -140,19 +124,18 @@ class PackBlocks:
     Packing of `datasets` or TRL drops or pads the rest of a batch; here every token of the stream is seen once.
     """
 
-    def __init__(self, encoder: Encoder, block_size: int, text_column: str):
-        self.encoder, self.block_size, self.text_column = encoder, block_size, text_column
+    def __init__(self, encoder: Encoder, block_size: int, column: str):
+        self.encoder, self.block_size, self.column = encoder, block_size, column
         self._rest = np.empty(0, encoder.dtype)
 
     def __call__(self, item: dict[str, Any]) -> list[np.ndarray]:
-        text = text_of(item, self.text_column, "a row of the training stream")
-        if not text:
-            return []
-        tokens = np.concatenate([self._rest, self.encoder(("a row of the training stream", text))[0]])
-        step = self.block_size - 1
-        count = (len(tokens) - 1) // step
-        self._rest = tokens[count * step :].copy()
-        return [tokens[i * step : i * step + self.block_size].copy() for i in range(count)]
+        for text in texts_in([item], self.column, "the training stream"):
+            tokens = np.concatenate([self._rest, self.encoder(text)[0]])
+            step = self.block_size - 1
+            count = (len(tokens) - 1) // step
+            self._rest = tokens[count * step :].copy()
+            return [tokens[i * step : i * step + self.block_size].copy() for i in range(count)]
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         return {"rest": self._rest}

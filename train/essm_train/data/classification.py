@@ -2,7 +2,7 @@
 """Labelled sequences: text as tokens, or flat features (pixels, mu-law codes, ..), frames of features, or sound.
 
 A row of the data is a sequence in one column, or numbers in many, and a label in another: an integer, or text, whose
-sorted values are the classes. Everything that can be wrong with a row is checked before training, of a stream when the
+sorted values are the classes. Everything that can be wrong with a row is checked before training, in a stream when the
 row is met, and the error names the row. What is read stays in Arrow files on disk.
 """
 
@@ -12,7 +12,7 @@ import fnmatch
 import functools
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,8 +24,7 @@ import pyarrow as pa
 import torch
 
 from essm_train.data.documents import TABLES, load_splits, open_table
-from essm_train.data.labels import check_labels, count_labels, number_labels
-from essm_train.data.readers import FeatureReader, Reader, SoundReader, TextReader, as_array
+from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array
 from essm_train.data.rows import EncodeRows, LabelledData, Split, TableSamples, cell_value, check_rows, collate
 from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, StreamSamples, at_most, hold_out
 from essm_train.data.sound import decode_wav, is_sound, sound_splits, undecoded
@@ -69,8 +68,11 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     Raises:
         ValueError: anything about it that cannot work, naming the file, column or row.
     """
-    _check_files(args)
-    return _load_streams(args) if args.streaming else _load_tables(args, label_names)
+    opened = _open(args, "train")
+    if opened is None:
+        raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
+    reader = _make_reader(args, opened)
+    return _load_streams(args, opened, reader) if args.streaming else _load_tables(args, opened, reader, label_names)
 
 
 def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Reader, Split, list[str] | None]:
@@ -83,37 +85,26 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     Raises:
         ValueError: as `load_classification`.
     """
-    _check_files(args)
     opened = next((found for split in ("test", "validation", "train") if (found := _open(args, split))), None)
     if opened is None:
         raise ValueError(f"dataset {args.dataset_name!r} has none of the splits test, validation and train")
     reader = _make_reader(args, opened)
     if isinstance(reader, FeatureReader):
         reader.take(record)
-    feature = opened.features[args.label_column]
     split, _ = _table_split(args, opened, reader, len(label_names), label_names, args.test_samples)
-    return reader, split, list(feature.names) if isinstance(feature, datasets.ClassLabel) else None
-
-
-def _check_files(args: Any) -> None:
-    for name in ("train_file", "validation_file", "test_file"):
-        for path in getattr(args, name) or []:
-            if os.path.isdir(path):
-                raise ValueError(f"{name} {path!r} is a folder: give it as dataset_name")
-            if not os.path.isfile(path):
-                raise ValueError(f"{name} {path!r} is not there")
-            if os.path.getsize(path) == 0:
-                raise ValueError(f"{name} {path!r} is empty")
-            if Path(path).suffix not in TABLES:
-                raise ValueError(f"{name} must end in one of {sorted(TABLES)}, got {path!r}")
+    return reader, split, _names(opened.features[args.label_column])
 
 
 def _open(args: Any, split: str) -> _Opened | None:
-    """ "train", "validation" or "test"; None if there is no such split. Raises ValueError for one without rows or the
-    columns that the arguments name."""
+    """ "train", "validation" or "test"; None if there is no such split.
+
+    Raises:
+        ValueError: it cannot be read, or has no rows, or not the columns that the arguments name.
+    """
     if (found := _rows_of(args, split)) is None:
         return None
     rows, source = found
+    rows = _as_column(args, undecoded(rows, args.features_column), source)
     first = _first_table(rows, source)
     for name in ("text_column", "features_column", "label_column"):
         column = getattr(args, name)
@@ -123,30 +114,30 @@ def _open(args: Any, split: str) -> _Opened | None:
     return _Opened(rows, source, first, features)
 
 
-def _open_training(args: Any) -> tuple[_Opened, Reader]:
-    opened = _open(args, "train")
-    if opened is None:
-        raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
-    return opened, _make_reader(args, opened)
-
-
 def _rows_of(args: Any, split: str) -> tuple[Any, str] | None:
     """The rows of a split and what to call them; None if there are no such rows."""
-    paths = getattr(args, f"{split}_file")
-    source = f"{split}_file {', '.join(Path(path).name for path in paths or [])}"
-    try:
-        if not args.dataset_name:
-            return (_as_column(args, open_table(paths, args.streaming), source), source) if paths else None
-        source = f"dataset {args.dataset_name!r}"
-        splits = sound_splits(args.dataset_name, args.streaming) if os.path.isdir(args.dataset_name) else None
-        if splits is None:
-            splits = load_splits(args.dataset_name, args.dataset_config_name, args.streaming)
-        source = f"split {split!r} of {source}"
-        return (_as_column(args, splits[split], source), source) if split in splits else None
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        if "corresponds to no data" in str(error):  # how `datasets` puts it
-            raise ValueError(f"{source} holds no rows") from error
-        raise ValueError(f"cannot read {source}: {_reason(error)}") from error
+    if not args.dataset_name:
+        paths = getattr(args, f"{split}_file")
+        if not paths:
+            return None
+        for path in paths:
+            if os.path.isdir(path):
+                raise ValueError(f"{split}_file {path!r} is a folder: give it as dataset_name")
+            if not os.path.isfile(path):
+                raise ValueError(f"{split}_file {path!r} is not there")
+            if Path(path).suffix not in TABLES or Path(path).suffix != Path(paths[0]).suffix:
+                raise ValueError(f"{split}_file must end in one of {sorted(TABLES)}, all in the same, got {path!r}")
+        source = f"{split}_file {', '.join(Path(path).name for path in paths)}"
+        try:
+            return open_table(paths, args.streaming, source), source
+        except ValueError as error:
+            if "corresponds to no data" in str(error):  # how `datasets` puts it
+                raise ValueError(f"{source} holds no rows") from error
+            raise
+    splits = sound_splits(args.dataset_name, args.streaming) if os.path.isdir(args.dataset_name) else None
+    if splits is None:
+        splits = load_splits(args.dataset_name, args.dataset_config_name, args.streaming)
+    return (splits[split], f"split {split!r} of dataset {args.dataset_name!r}") if split in splits else None
 
 
 def _as_column(args: Any, rows: Any, source: str) -> Any:
@@ -155,7 +146,6 @@ def _as_column(args: Any, rows: Any, source: str) -> Any:
     It is called like the pattern. Text in a cell, or no such column, is for the checks that follow; nothing is a NaN.
     """
     pattern = args.features_column
-    rows = undecoded(rows, pattern)
     if pattern is None or not set(pattern) & set("*?["):
         return rows
     names = rows.column_names or _first_table(rows, source).column_names  # a stream may not know its own
@@ -175,19 +165,12 @@ def _as_column(args: Any, rows: Any, source: str) -> Any:
     return rows.map(gather, batched=True, remove_columns=columns)
 
 
-def _reason(error: BaseException) -> BaseException:
-    """What is behind the general error that `datasets` raises."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
 def _first_table(rows: Any, source: str) -> pa.Table:
     """The first row. Raises ValueError if there is none, or if it cannot be read."""
     try:
         table = next(iter(rows.with_format("arrow").iter(batch_size=1)), None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"cannot read {source}: {_reason(error)}") from error
+        raise ValueError(f"cannot read {source}: {error.__cause__ or error}") from error
     if table is None or table.num_rows == 0:
         raise ValueError(f"{source} holds no rows")
     return table
@@ -196,44 +179,86 @@ def _first_table(rows: Any, source: str) -> pa.Table:
 def _make_reader(args: Any, opened: _Opened) -> Reader:
     if args.text_column is not None:
         return TextReader(args.text_column, args.max_length, choose_tokenizer(args))
-    where = f"row 0 of {opened.source}: features_column {args.features_column!r}"
-    value = cell_value(opened.first.column(args.features_column)[0])
+    column = args.features_column
+    make = functools.partial(FeatureReader, column, args.max_length, scale=args.feature_scale)
+    where = f"row 0 of {opened.source}: features_column {column!r}"
+    value = cell_value(opened.first.column(column)[0])
     if is_sound(value):
         samples, rate = decode_wav(value, where)
-        return SoundReader(
-            args.features_column, args.max_length, rate, samples.shape[1], args.feature_scale, args.frame_length
-        )
+        return make(samples.shape[1], "float32", frame_length=args.frame_length, sampling_rate=rate)
     array = as_array(value, where)
     if array.ndim not in (1, 2):
         raise ValueError(f"{where} must hold a flat sequence of numbers or frames, got an array of shape {array.shape}")
-    leaf = opened.features[args.features_column]
+    leaf = opened.features[column]
     while hasattr(leaf, "feature"):
         leaf = leaf.feature
     num_features = array.shape[1] if array.ndim == 2 else None
-    dtype = getattr(leaf, "dtype", None)
-    return FeatureReader(
-        args.features_column, args.max_length, num_features, dtype, args.feature_scale, args.frame_length
-    )
+    return make(num_features, getattr(leaf, "dtype", None), frame_length=args.frame_length)
 
 
-def _load_tables(args: Any, label_names: Sequence[str] | None) -> ClassificationData:
-    opened, reader = _open_training(args)
-    source = opened.source
-    rows, label_names = number_labels(opened.rows, args.label_column, label_names, source)
+# ---------------------------------------------------------------------------------------------------------------------
+# Classes.
+
+
+def _names(feature: Any) -> list[str] | None:
+    return list(feature.names) if isinstance(feature, datasets.ClassLabel) and feature.names else None
+
+
+def _number_labels(
+    opened: _Opened, column: str, names: Sequence[str] | None
+) -> tuple[datasets.Dataset, Sequence[str] | None]:
+    """Rows whose labels, if they are text, are a `ClassLabel` of those names, by default of all values, sorted.
+
+    Raises:
+        ValueError: a row without a label, or with another one; names the row.
+    """
+    if getattr(opened.features[column], "dtype", None) not in ("string", "large_string"):
+        return opened.rows, names
+    labels = opened.rows.with_format("arrow")[column].to_pylist()
+    names = sorted({label for label in labels if label is not None}) if names is None else list(names)
+    for row, label in enumerate(labels):
+        if label not in names:
+            raise ValueError(
+                f"row {row} of {opened.source}: label_column {column!r} must be one of {names}, got {label!r}"
+            )
+    return opened.rows.cast_column(column, datasets.ClassLabel(names=names)), names
+
+
+def _count_labels(args: Any, names: list[str] | None, labels: np.ndarray | None, source: str) -> int:
+    """How many classes: those asked for, or that have a name, or that are there."""
+    if args.num_labels is not None:
+        return args.num_labels
+    if names is None and labels is None:
+        raise ValueError(f"streaming needs num_labels: {source} does not say how many classes it has")
+    count = len(names) if names is not None else int(labels.max()) + 1  # type: ignore[union-attr]
+    if names is None and count > max(2, len(labels)):  # type: ignore[arg-type]
+        raise ValueError(f"{source}: labels go up to {count - 1}; number the classes from 0, or give num_labels")
+    if count < 2:
+        raise ValueError(f"num_labels must be at least 2, got {count} from {source}")
+    return count
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables and streams.
+
+
+def _load_tables(args: Any, opened: _Opened, reader: Reader, label_names: Sequence[str] | None) -> ClassificationData:
+    rows, label_names = _number_labels(opened, args.label_column, label_names)
+    names = _names(rows.features[args.label_column])
     # All rows are checked before any are held out, so that errors name rows of the file.
-    samples = TableSamples(rows, reader, args.label_column, source)
-    scan = check_rows(samples)
-    num_labels, names = count_labels(args, rows.features[args.label_column], scan.labels, source)
-    check_labels(scan.labels, num_labels, source)
-
-    given = _open(args, "validation")
+    samples = TableSamples(rows, reader, args.label_column, opened.source)
+    known = args.num_labels or (len(names) if names else None)
+    scan = check_rows(samples, known)
+    num_labels = _count_labels(args, names, scan.labels, opened.source)
+    if known is None and scan.labels.min() < 0:
+        check_rows(samples, num_labels)
     digests = {"sha256 of the training data": scan.sha256}
-    if given is not None:
+    if (given := _open(args, "validation")) is not None:
         kept = np.arange(len(rows))
         validation, sha256 = _table_split(args, given, reader, num_labels, label_names, args.validation_samples)
         digests["sha256 of the validation data"] = sha256
     else:
-        kept, held_out = hold_out(len(rows), args.seed, source)
+        kept, held_out = hold_out(len(rows), args.seed, opened.source)
         chosen = at_most(args.validation_samples, held_out, args.seed)
         name = f"{HELD_OUT_FRACTION:.0%} of the training rows, held out"
         validation = Split(samples.select(chosen), torch.from_numpy(scan.labels[chosen]), name)
@@ -243,29 +268,28 @@ def _load_tables(args: Any, label_names: Sequence[str] | None) -> Classification
     if given is not None and set(given.rows.with_format("arrow")[args.label_column].to_pylist()) != {-1}:
         test, _ = _table_split(args, given, reader, num_labels, label_names, args.test_samples)
     cut = float((scan.lengths[kept] > args.max_length).mean())
-    return ClassificationData(
-        MapSamples(samples, args.seed),
-        validation,
-        test,
-        max(1, round(float(np.minimum(scan.lengths[kept], args.max_length).mean()))),
-        digests,
-        _describe(args, f"{len(kept):,} samples of {reader.name}", cut, num_labels, validation, test),
-        functools.partial(collate, reader),
-        reader.save_pretrained,
-        reader,
-        num_labels,
-        names,
-    )
+    length = max(1, round(float(np.minimum(scan.lengths[kept], args.max_length).mean())))
+    description = _describe(args, f"{len(kept):,} samples of {reader.name}", cut, num_labels, validation, test)
+    source = MapSamples(samples, args.seed)
+    return _data(source, validation, test, length, digests, description, reader, num_labels, names)
+
+
+def _data(
+    source: Any, validation: Split, test: Split | None, length: int, digests: dict[str, str], description: str,
+    reader: Reader, num_labels: int, names: list[str] | None,
+) -> ClassificationData:  # fmt: skip
+    make_batch, names = functools.partial(collate, reader), names if names and len(names) == num_labels else None
+    rest = make_batch, reader.save_pretrained, reader, num_labels, names
+    return ClassificationData(source, validation, test, length, digests, description, *rest)
 
 
 def _table_split(
     args: Any, opened: _Opened, reader: Reader, num_labels: int, label_names: Sequence[str] | None, wanted: int | None
 ) -> tuple[Split, str]:
     """(held-out rows, checked; the SHA-256 of all)."""
-    rows, _ = number_labels(opened.rows, args.label_column, label_names, opened.source)
+    rows, _ = _number_labels(opened, args.label_column, label_names)
     samples = TableSamples(rows, reader, args.label_column, opened.source)
-    scan = check_rows(samples)
-    check_labels(scan.labels, num_labels, opened.source)
+    scan = check_rows(samples, num_labels)
     chosen = at_most(wanted, np.arange(len(rows)), args.seed)
     return Split(samples.select(chosen), torch.from_numpy(scan.labels[chosen]), opened.source), scan.sha256
 
@@ -281,18 +305,14 @@ def _describe(args: Any, samples: str, cut: float, num_labels: int, validation: 
     return "; ".join(parts)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Streams.
-
-
-def _load_streams(args: Any) -> ClassificationData:
-    opened, reader = _open_training(args)
-    num_labels, names = count_labels(args, opened.features[args.label_column], None, opened.source)
+def _load_streams(args: Any, opened: _Opened, reader: Reader) -> ClassificationData:
+    names = _names(opened.features[args.label_column])
+    num_labels = _count_labels(args, names, None, opened.source)
 
     def open_stream() -> Any:
-        again = _rows_of(args, "train")
+        again = _open(args, "train")
         assert again is not None
-        return again[0].select_columns([reader.column, args.label_column])
+        return again.rows.select_columns([reader.column, args.label_column])
 
     validation = _stream_split(args, "validation", reader, num_labels, args.validation_samples)
     if validation is None:
@@ -302,19 +322,10 @@ def _load_streams(args: Any) -> ClassificationData:
         )
     test = _stream_split(args, "test", reader, num_labels, args.test_samples)
     expand = EncodeRows(reader, args.label_column, num_labels, opened.source)
-    return ClassificationData(
-        StreamSamples(open_stream, expand, args.shuffle_buffer, args.seed),
-        validation,
-        test,
-        args.max_length,
-        {"sha256 of the training data": _stream_digest(args, open_stream)},
-        _describe(args, f"a stream of {reader.name}", 0.0, num_labels, validation, test),
-        functools.partial(collate, reader),
-        reader.save_pretrained,
-        reader,
-        num_labels,
-        names,
-    )
+    source = StreamSamples(open_stream, expand, args.shuffle_buffer, args.seed)
+    digests = {"sha256 of the training data": _stream_digest(args, opened)}
+    description = _describe(args, f"a stream of {reader.name}", 0.0, num_labels, validation, test)
+    return _data(source, validation, test, args.max_length, digests, description, reader, num_labels, names)
 
 
 def _stream_split(args: Any, split: str, reader: Reader, num_labels: int, wanted: int | None) -> Split | None:
@@ -327,7 +338,7 @@ def _stream_split(args: Any, split: str, reader: Reader, num_labels: int, wanted
     return Split(samples, torch.tensor([sample.label for sample in samples]), opened.source)
 
 
-def _stream_digest(args: Any, open_stream: Callable[[], Iterable[dict[str, Any]]]) -> str:
+def _stream_digest(args: Any, opened: _Opened) -> str:
     """Sizes and both ends of local files; of anything else, its first rows."""
     digest = hashlib.sha256()
     paths = [Path(path) for path in args.train_file or []]
@@ -340,6 +351,6 @@ def _stream_digest(args: Any, open_stream: Callable[[], Iterable[dict[str, Any]]
             file.seek(max(0, size - _DIGEST_BYTES))
             digest.update(file.read())
     if not paths:
-        for item in islice(open_stream(), _DIGEST_ROWS):
+        for item in islice(opened.rows, _DIGEST_ROWS):
             digest.update(repr(item).encode())
     return digest.hexdigest()

@@ -1,25 +1,24 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Texts out of files, tables, data sets and Python's standard library."""
+"""Data sets out of files, folders and the Hub, read by `datasets`; texts out of them, and of Python's own library."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from essm_train.data.tokens import Document
-
-TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # else a file is one document
+TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # else a file is one text
 # The default corpus: programs, not their tests, tables or generated files.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _MAX_FILE_BYTES, _MAX_CORPUS_BYTES = 1 << 18, 1 << 24
 _HELD_OUT_ONE_IN = 50
 
 
-def standard_library() -> tuple[list[Document], list[Document]]:
-    """Python's own standard-library sources, in sorted order: documents to train on, and held-out ones.
+def standard_library() -> tuple[list[str], list[str]]:
+    """Python's own standard-library sources, in sorted order: texts to train on, and held-out ones.
 
     About one file in 50 is held out, chosen by a hash of its relative path: the same ones on every machine.
 
@@ -27,8 +26,8 @@ def standard_library() -> tuple[list[Document], list[Document]]:
         ValueError: this Python has no library sources on disk.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    train: list[Document] = []
-    held_out: list[Document] = []
+    train: list[str] = []
+    held_out: list[str] = []
     total = 0
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root)
@@ -40,35 +39,14 @@ def standard_library() -> tuple[list[Document], list[Document]]:
         total += size
         digest = hashlib.blake2b(name.as_posix().encode(), digest_size=8).digest()
         is_held_out = int.from_bytes(digest, "big") % _HELD_OUT_ONE_IN == 0
-        (held_out if is_held_out else train).append((str(name), path.read_bytes()))
+        (held_out if is_held_out else train).append(path.read_bytes().decode(errors="replace"))
     if not train or not held_out:
         raise ValueError(f"no standard-library sources below {root}; give --train_file")
     return train, held_out
 
 
-def read_files(paths: Sequence[str], text_column: str = "text") -> Iterator[Document]:
-    """Documents of local files in the given order: rows of parquet, json(l) and csv files, other files whole.
-
-    A folder stands for the files in it, see `files_of`. (`datasets` would decode text files; here any bytes will do.)
-
-    Raises:
-        ValueError: a file is missing, unreadable or empty, or has no such column.
-    """
-    for path in files_of(paths):
-        try:
-            size = Path(path).stat().st_size
-            if size and Path(path).suffix not in TABLES:
-                yield f"text file {path!r}", Path(path).read_bytes()
-        except OSError as error:
-            raise ValueError(f"cannot read text file {path!r}: {error.strerror}") from error
-        if not size:
-            raise ValueError(f"text file {path!r} is empty")
-        if Path(path).suffix in TABLES:
-            yield from documents_of(open_table([path], streaming=False), text_column, f"file {path!r}")
-
-
 def files_of(paths: Sequence[str]) -> list[str]:
-    """The paths, and of a folder all files in it and its sub-folders, sorted, without hidden and empty ones.
+    """The paths, and for a folder all files in it and its sub-folders, sorted, without hidden and empty ones.
 
     Raises:
         ValueError: a folder holds no such file.
@@ -88,41 +66,72 @@ def files_of(paths: Sequence[str]) -> list[str]:
 
 
 def describe_files(paths: Sequence[str]) -> str:
-    """Their names, and of a folder how many files it stands for."""
+    """Their names, and for a folder how many files it stands for."""
     counts = {path: f" ({len(files_of([path])):,} files)" for path in paths if Path(path).is_dir()}
     return ", ".join(f"{Path(path).name}{counts.get(path, '')}" for path in paths)
 
 
-def open_table(paths: Sequence[str], streaming: bool) -> Any:
-    """Local parquet, json(l) or csv files of one kind as one `datasets` data set.
+def load(what: str, builder: str, config_name: str | None = None, **options: Any) -> Any:
+    """`datasets.load_dataset`. Raises ValueError, which names `what` and the reason, if it cannot be read."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(builder, config_name, **options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's and UTF-8's are ValueErrors
+        raise ValueError(f"cannot read {what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What is behind the general error that `datasets` raises."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def open_table(paths: Sequence[str], streaming: bool, what: str = "") -> Any:
+    """Local files of one kind as one data set: rows of parquet, json(l) or csv files; another file is one row, text.
 
     Raises:
-        ValueError: files of another kind, or of several; or one is missing, empty or broken.
+        ValueError: as `load`, `what` by default being the files' names; or a file is empty.
+    """
+    what = what or describe_files(paths)
+    if any(Path(path).is_file() and not Path(path).stat().st_size for path in paths):
+        raise ValueError(f"{what} is empty")
+    builder = TABLES.get(Path(paths[0]).suffix, "text")
+    options = {"sample_by": "document"} if builder == "text" else {}
+    files = [str(Path(path).absolute()) for path in paths]
+    return load(what, builder, data_files=files, split="train", streaming=streaming, **options)
+
+
+def open_texts(paths: Sequence[str], column: str, streaming: bool) -> Any:
+    """Texts of local files, in the given order, as one data set with that column; folders as in `files_of`.
+
+    Raises:
+        ValueError: a file cannot be read, or has no such column.
     """
     import datasets
 
-    suffixes = {Path(path).suffix for path in paths}
-    if len(suffixes) != 1 or not suffixes <= set(TABLES):
-        raise ValueError(f"files must all be of one kind out of {sorted(TABLES)}, got {sorted(suffixes)}")
-    for path in paths:
-        if not Path(path).is_file():
-            raise ValueError(f"cannot read text file {path!r}: No such file or directory")
-        if not Path(path).stat().st_size:  # which `datasets` meets with errors of its own
-            raise ValueError(f"text file {path!r} is empty")
-    builder = TABLES[suffixes.pop()]
-    try:
-        return datasets.load_dataset(builder, data_files=list(paths), split="train", streaming=streaming)
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # Arrow's and UTF-8's are ValueErrors
-        raise ValueError(f"cannot read {list(paths)} as {builder}: {error.__cause__ or error}") from error
+    parts = []
+    for builder, group in itertools.groupby(files_of(paths), lambda path: TABLES.get(Path(path).suffix)):
+        files = list(group)
+        rows = open_table(files, streaming)
+        if builder is None and column != "text":
+            rows = rows.rename_column("text", column)
+        check_column(rows, column, describe_files(files))
+        rows = rows.select_columns([column])
+        if rows.features and getattr(rows.features[column], "dtype", "") == "large_string":  # as csv has it
+            rows = rows.cast_column(column, datasets.Value("string"))
+        parts.append(rows)
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
 def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
     """Splits of a data set on the Hub, in a local folder, or of one local file (its only split is "train").
 
-    Of a local folder of text files a file is a row.
+    In a local folder of text files a file is a row.
 
     Raises:
-        ValueError: no split "train", or text that is not UTF-8.
+        ValueError: it cannot be read.
     """
     import datasets
 
@@ -131,58 +140,45 @@ def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
     options = {}
     if Path(name).is_dir() and datasets.load_dataset_builder(name, config_name).name == "text":
         options = {"sample_by": "document"}  # by default it makes a row of every line, and drops the line's end
-    try:
-        splits = datasets.load_dataset(name, config_name, streaming=streaming, **options)
-    except datasets.exceptions.DatasetGenerationError as error:
-        if not isinstance(error.__cause__, UnicodeDecodeError):
-            raise
-        raise ValueError(
-            f"cannot read dataset {name!r}: a file is not UTF-8 ({error.__cause__}); --train_file takes any bytes"
-        ) from error
-    if "train" not in splits:
-        raise ValueError(f"dataset {name!r} has no split 'train', only {sorted(splits)}")
-    return splits
+    return load(f"dataset {name!r}", name, config_name, streaming=streaming, **options)
 
 
-def documents_of(rows: Any, text_column: str, source: str) -> Iterator[Document]:
-    """Non-empty texts of a column of a `datasets` data set, map-style or streaming.
+def read_files(paths: Sequence[str], column: str = "text") -> Iterator[str]:
+    """Texts of local files. Raises ValueError as `open_texts` and `texts_of`."""
+    return texts_of(open_texts(paths, column, streaming=False), column, describe_files(paths))
 
-    Raises:
-        ValueError: no such column, something else than text in it, no text at all, or it cannot be read.
-    """
-    check_column(rows, text_column, source)
+
+def texts_of(rows: Any, column: str, source: str) -> Iterator[str]:
+    """Non-empty texts of a column of a data set. Raises ValueError for something else, or if there is none."""
     found = False
-    for row, item in enumerate(items_of(rows, source)):
-        text = text_of(item, text_column, f"row {row} of {source}")
-        if text:
-            found = True
-            yield f"row {row} of {source}", text
+    for text in texts_in(items_of(rows, source), column, source):
+        found = True
+        yield text
     if not found:
-        raise ValueError(f"{source} holds no text in column {text_column!r}")
+        raise ValueError(f"{source} holds no text in column {column!r}")
 
 
 def items_of(rows: Any, source: str) -> Iterator[dict[str, Any]]:
     """Rows of a data set. Raises ValueError if it cannot be read on."""
-    count = 0
     try:
-        for item in rows:
-            yield item
-            count += 1
+        yield from rows
     except ValueError as error:  # Arrow's and UTF-8's
-        raise ValueError(f"cannot read {source} after {count} rows: {error}") from error
+        raise ValueError(f"cannot read {source}: {error}") from error
 
 
-def text_of(item: dict[str, Any], text_column: str, where: str) -> str | bytes | None:
-    text = item[text_column]
-    if text is not None and not isinstance(text, (str, bytes)):
-        raise ValueError(f"{where}: column {text_column!r} must hold text, got {type(text).__name__}")
-    return text
+def texts_in(items: Any, column: str, source: str) -> Iterator[str]:
+    for item in items:
+        text = item[column]
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"{source}: column {column!r} must hold text, got {type(text).__name__}")
+        if text:
+            yield text
 
 
-def check_column(rows: Any, text_column: str, source: str) -> None:
+def check_column(rows: Any, column: str, source: str) -> None:
     """Raises ValueError if a data set has no such column, or a stream cannot be read."""
     columns = rows.column_names
     if columns is None:  # a stream of unknown features
         columns = list(next(items_of(rows, source), {}))
-    if text_column not in columns:
-        raise ValueError(f"text_column must be one of {columns} of {source}, got {text_column!r}")
+    if column not in columns:
+        raise ValueError(f"text_column must be one of {columns} of {source}, got {column!r}")

@@ -3,12 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
-import datasets
-import numpy as np
-
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.readers import Reader, TextReader
 from essm_train.models import check_vocabulary, holds_head
@@ -61,63 +55,3 @@ def class_names(config: ESSMConfig) -> list[str]:
 
 def unnamed_labels(count: int) -> list[str]:
     return [f"LABEL_{i}" for i in range(count)]
-
-
-def read_label(value: Any, column: str, where: str) -> int:
-    if isinstance(value, (bool, int, np.integer)):
-        return int(value)
-    raise ValueError(
-        f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; text is numbered where all of the "
-        "data is text and read whole, without --streaming (else by `datasets.Dataset.class_encode_column`)"
-    )
-
-
-def check_label(label: int, num_labels: int, where: str) -> None:
-    """Raises ValueError for a label outside of the range."""
-    if not 0 <= label < num_labels:
-        raise ValueError(f"{where}: labels must be in [0, {num_labels - 1}], got {label}")
-
-
-def check_labels(labels: np.ndarray, num_labels: int, source: str) -> None:
-    for row in np.flatnonzero((labels < 0) | (labels >= num_labels))[:1]:
-        check_label(int(labels[row]), num_labels, f"row {row} of {source}")
-
-
-def number_labels(
-    rows: datasets.Dataset, column: str, names: Sequence[str] | None, source: str
-) -> tuple[datasets.Dataset, Sequence[str] | None]:
-    """Labels that are text as a `ClassLabel` of those names, by default of all values, sorted; and the names.
-
-    Raises:
-        ValueError: a row without a label, or with another one; names the row.
-    """
-    if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
-        return rows, names
-    labels = rows.with_format("arrow")[column].to_pylist()
-    names = sorted({label for label in labels if label is not None}) if names is None else list(names)
-    known = set(names)
-    for row, label in enumerate(labels):
-        if label not in known:
-            raise ValueError(f"row {row} of {source}: label_column {column!r} must be one of {names}, got {label!r}")
-    return rows.cast_column(column, datasets.ClassLabel(names=names)), names
-
-
-def count_labels(args: Any, feature: Any, labels: np.ndarray | None, source: str) -> tuple[int, list[str] | None]:
-    """How many classes, and their names."""
-    names = list(feature.names) if isinstance(feature, datasets.ClassLabel) and feature.names else None
-    if args.num_labels is not None:
-        count = args.num_labels
-    elif names is not None:
-        count = len(names)
-    elif labels is None:
-        raise ValueError(f"streaming needs num_labels: {source} does not say how many classes it has")
-    else:
-        count = int(labels.max()) + 1
-        if count > max(2, len(labels)):
-            raise ValueError(
-                f"{source}: labels go up to {count - 1} in {len(labels)} rows; number the classes from 0, or give "
-                "num_labels"
-            )
-    if count < 2:
-        raise ValueError(f"num_labels must be at least 2, got {count} from {source}")
-    return count, names if names is not None and len(names) == count else None

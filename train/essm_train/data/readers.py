@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from essm_train.data.sound import decode_wav, is_sound
-from essm_train.data.tokens import decode_text
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
@@ -44,23 +43,19 @@ class TextReader:
             self.pad_id = next(i for i in ids if i is not None)
 
     def check(self, value: Any, where: str) -> bytes:
-        """The row's text. Raises ValueError if it is empty, no text, or not UTF-8 where a tokenizer needs that."""
-        if isinstance(value, str):
-            value = value.encode()
-        if not isinstance(value, bytes):
+        """The row's text. Raises ValueError if it is empty or no text."""
+        if not isinstance(value, str):
             raise ValueError(f"{where}: text_column {self.column!r} must hold text, got {type(value).__name__}")
         if not value:
             raise ValueError(f"{where}: text_column {self.column!r} holds an empty text")
-        if self.tokenizer is not None:
-            decode_text(value, where)
-        return value
+        return value.encode()
 
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L,) at most max_length token ids. Raises ValueError as `check`, or if there is no token."""
         text = self.check(value, where)
         if self.tokenizer is None:
             return np.frombuffer(text[: self.max_length], np.uint8)
-        ids = self.tokenizer(text.decode(), truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
+        ids = self.tokenizer(value, truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
         if not ids:
             raise ValueError(f"{where}: the tokenizer makes no token of its text")
         return np.array(ids, np.int32)
@@ -75,12 +70,8 @@ class TextReader:
     def config_fields(self) -> dict[str, Any]:
         """What the model's config must say."""
         if self.tokenizer is None:
-            return {
-                "vocab_size": VOCAB_SIZE,
-                "pad_token_id": PAD_ID,
-                "bos_token_id": EOS_ID - 1,
-                "eos_token_id": EOS_ID,
-            }
+            ids = {"pad_token_id": PAD_ID, "bos_token_id": EOS_ID - 1, "eos_token_id": EOS_ID}
+            return {"vocab_size": VOCAB_SIZE, **ids}
         special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
         return {"vocab_size": len(self.tokenizer), "pad_token_id": self.pad_id, **special}
 
@@ -96,14 +87,16 @@ class TextReader:
 
 
 class FeatureReader:
-    """A flat sequence of numbers, one feature per position, or a list of frames of F features each.
+    """A flat sequence of numbers, one feature per position, a list of frames of F features each, or a WAV file.
 
     Args:
-        num_features: F; None for a flat sequence. dtype: of the column, as `datasets` names it.
+        num_features: F, or the channels of a sound; None for a flat sequence. dtype: of the column, as `datasets` names
+            it.
         scale: "auto" maps columns of type uint8 onto [-1, 1] and leaves other numbers as they are; "uint8" maps
-            [0, 255] onto [-1, 1] whatever the type; a number multiplies.
+            [0, 255] onto [-1, 1] whatever the type; a number multiplies. A sound lies in [-1, 1) before it.
         frame_length: steps of a row that one position of the model reads, all their numbers; an incomplete end is
             left out.
+        sampling_rate: of all sounds; None for numbers.
     """
 
     def __init__(
@@ -114,18 +107,19 @@ class FeatureReader:
         dtype: str | None,
         scale: str,
         frame_length: int | None = None,
+        sampling_rate: int | None = None,
     ):
         self.column, self.max_length, self.num_features = column, max_length, num_features
-        self.frame_length = frame_length or 1
+        self.frame_length, self.sampling_rate = frame_length or 1, sampling_rate
         self.width = (num_features or 1) * self.frame_length
         self.is_uint8 = scale == "uint8" or (scale == "auto" and dtype == "uint8")
         self.multiplier = 1 / 127.5 if self.is_uint8 else 1.0 if scale == "auto" else float(scale)
         self.offset = -1.0 if self.is_uint8 else 0.0
 
     def check(self, value: Any, where: str) -> np.ndarray:
-        """(L, F * frame_length). Raises ValueError for anything but finite numbers of that shape."""
+        """(L, F * frame_length). Raises ValueError for anything but finite numbers of that shape, or such a sound."""
         where = f"{where}: features_column {self.column!r}"
-        array = as_array(value, where)
+        array = as_array(value, where) if self.sampling_rate is None else self._decode(value, where)
         if array.size == 0:
             raise ValueError(f"{where} holds an empty sequence")
         if self.num_features is None and array.ndim == 1:
@@ -143,6 +137,18 @@ class FeatureReader:
         if frames == 0:
             raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
         return array[: frames * self.frame_length].reshape(frames, self.width)
+
+    def _decode(self, value: Any, where: str) -> np.ndarray:
+        if not is_sound(value):
+            raise ValueError(f"{where} must hold sound, got {type(value).__name__}")
+        samples, rate = decode_wav(value, where)
+        if rate != self.sampling_rate:
+            raise ValueError(
+                f"{where}, {value['path']}: sound must have {self.sampling_rate} samples a second, as in the first row "
+                f"(or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav -ar {self.sampling_rate} "
+                "out.wav`"
+            )
+        return samples
 
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
@@ -164,53 +170,18 @@ class FeatureReader:
         unit = "numbers" if self.width == 1 else f"frames of {self.width} numbers"
         return f"{unit}, x -> {self.multiplier:.6g} x {self.offset:+g}"
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """What has to be done to numbers before the model reads them."""
-        record = {"multiplier": self.multiplier, "offset": self.offset, "max_length": self.max_length}
-        return record | ({"frame_length": self.frame_length} if self.frame_length > 1 else {})
-
     def take(self, record: dict[str, Any]) -> None:
-        """Do what a `record` says; it may be empty."""
-        self.multiplier, self.offset = (record.get(name, getattr(self, name)) for name in ("multiplier", "offset"))
+        """Do what features.json says; it may be empty."""
+        for name in ("multiplier", "offset", "sampling_rate"):
+            setattr(self, name, record.get(name, getattr(self, name)))
         self.is_uint8 = (self.multiplier, self.offset) == (1 / 127.5, -1.0)
 
     def save_pretrained(self, folder: Path) -> None:
-        """features.json, the `record`."""
-        (folder / FEATURES).write_text(json.dumps(self.record) + "\n")
-
-
-class SoundReader(FeatureReader):
-    """WAV files: a step is a sample in [-1, 1) of every channel.
-
-    Args:
-        sampling_rate, channels: of all files. The others as of `FeatureReader`.
-    """
-
-    def __init__(self, column: str, max_length: int, sampling_rate: int, channels: int, scale: str, frame: int | None):
-        super().__init__(column, max_length, channels, "float32", scale, frame)
-        self.sampling_rate = sampling_rate
-
-    def check(self, value: Any, where: str) -> np.ndarray:
-        """(L, channels * frame_length). Raises ValueError for another file than WAV, or another sampling rate."""
-        if not is_sound(value):
-            raise ValueError(f"{where}: features_column {self.column!r} must hold sound, got {type(value).__name__}")
-        samples, rate = decode_wav(value, where)
-        if rate != self.sampling_rate:
-            raise ValueError(
-                f"{where}, {value['path']}: sound must have {self.sampling_rate} samples a second, as in the first row "
-                f"(or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav -ar {self.sampling_rate} "
-                "out.wav`"
-            )
-        return super().check(samples, where)
-
-    @property
-    def record(self) -> dict[str, Any]:
-        return super().record | {"sampling_rate": self.sampling_rate}
-
-    def take(self, record: dict[str, Any]) -> None:
-        super().take(record)
-        self.sampling_rate = record.get("sampling_rate", self.sampling_rate)
+        """features.json: what has to be done to numbers before the model reads them."""
+        record: dict[str, Any] = {name: getattr(self, name) for name in ("multiplier", "offset", "max_length")}
+        record |= {"frame_length": self.frame_length} if self.frame_length > 1 else {}
+        record |= {"sampling_rate": self.sampling_rate} if self.sampling_rate else {}
+        (folder / FEATURES).write_text(json.dumps(record) + "\n")
 
 
 Reader = TextReader | FeatureReader

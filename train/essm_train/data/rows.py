@@ -15,7 +15,6 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from essm_train.data.labels import check_label, read_label
 from essm_train.data.readers import Reader, Sample
 from essm_train.data.samples import SampleSource
 
@@ -41,7 +40,7 @@ class LabelledData:
 
     Attributes:
         source: training samples. validation: to select by. test: to report on, or None.
-        tokens_per_sample: mean length after cutting; of a stream max_length.
+        tokens_per_sample: mean length after cutting; for a stream max_length.
         digests: change if the training or validation data does. description: for people.
         collate: samples, and a length to pad to or None, to a batch with labels.
         save_companions: writes what the model's inputs need into the folder of a saved model.
@@ -74,8 +73,7 @@ class TableSamples(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         table = self.rows[int(index)]
-        where = f"row {index} of {self.source}"
-        values = self.reader.read(cell_value(table.column(self.reader.column)[0]), where)
+        values = self.reader.read(cell_value(table.column(self.reader.column)[0]), f"row {index} of {self.source}")
         return Sample(values, int(table.column(self.label_column)[0].as_py()))
 
     def select(self, rows: np.ndarray) -> TableSamples:
@@ -85,9 +83,19 @@ class TableSamples(Sequence[Sample]):
 
 def cell_value(scalar: Any) -> Any:
     """A cell of an Arrow table: lists as arrays, without going through Python's numbers."""
-    if isinstance(scalar, pa.ListScalar):
-        return scalar.values
-    return scalar.as_py()
+    return scalar.values if isinstance(scalar, pa.ListScalar) else scalar.as_py()
+
+
+def read_label(value: Any, num_labels: int | None, column: str, where: str) -> int:
+    """An integer below num_labels, where that is known. Raises ValueError for anything else."""
+    if not isinstance(value, (bool, int, np.integer)):
+        raise ValueError(
+            f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; text is numbered where all of "
+            "the data is text and read whole, without --streaming (else by `datasets.Dataset.class_encode_column`)"
+        )
+    if num_labels is not None and not 0 <= value < num_labels:
+        raise ValueError(f"{where}: labels must be in [0, {num_labels - 1}], got {value}")
+    return int(value)
 
 
 class EncodeRows:
@@ -99,8 +107,7 @@ class EncodeRows:
 
     def __call__(self, item: dict[str, Any]) -> list[Sample]:
         where = f"row {self.row} of {self.source}"
-        label = read_label(item[self.label_column], self.label_column, where)
-        check_label(label, self.num_labels, where)
+        label = read_label(item[self.label_column], self.num_labels, self.label_column, where)
         values = self.reader.read(item[self.reader.column], where)
         self.row += 1
         return [Sample(values, label)]
@@ -130,14 +137,14 @@ def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None
 
 
 class CheckedRows(NamedTuple):
-    """Of every row: its class, and its length before it is cut, an upper bound of a tokenizer's tokens."""
+    """For every row: its class, and its length before it is cut, an upper bound of a tokenizer's tokens."""
 
     labels: np.ndarray
     lengths: np.ndarray
     sha256: str
 
 
-def check_rows(samples: TableSamples) -> CheckedRows:
+def check_rows(samples: TableSamples, num_labels: int | None) -> CheckedRows:
     """Check every row. Raises ValueError naming the first bad one."""
     reader, digest = samples.reader, hashlib.sha256()
     labels: list[int] = []
@@ -146,7 +153,7 @@ def check_rows(samples: TableSamples) -> CheckedRows:
         for value, label in zip(table.column(reader.column), table.column(samples.label_column).to_pylist()):
             where = f"row {len(labels)} of {samples.source}"
             raw = reader.check(cell_value(value), where)
-            labels.append(read_label(label, samples.label_column, where))
+            labels.append(read_label(label, num_labels, samples.label_column, where))
             lengths.append(len(raw))
             data = raw if isinstance(raw, bytes) else np.ascontiguousarray(raw).tobytes()
             digest.update(f"{labels[-1]} {len(data)} ".encode())

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Documents to token ids and <eos>: every byte a token, or any tokenizer of transformers."""
+"""Texts to token ids and <eos>: every byte of UTF-8 a token, or any tokenizer of transformers."""
 
 from __future__ import annotations
 
@@ -14,32 +14,27 @@ from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID
 
 # Names that an end-of-sequence token has in tokenizers that do not say which of their tokens it is.
 _END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "[EOS]")
-Document = tuple[str, str | bytes]  # where it comes from, for error messages, and its text
 
 
 class ByteEncoder:
-    """Every byte is a token; any file is valid."""
+    """Every byte is a token."""
 
     vocab_size, pad_id, dtype = 259, PAD_ID, np.uint16
     special_ids = (PAD_ID, EOS_ID - 1, EOS_ID)
     name = "bytes"
 
-    def __call__(self, *documents: Document) -> tuple[np.ndarray, int]:
-        """Token ids of all documents, <eos> at the end of each, and the number of bytes they stand for."""
-        texts = [text.encode() if isinstance(text, str) else text for _, text in documents]
-        ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in texts]
-        return np.concatenate(ids, dtype=np.uint16), sum(map(len, texts))
+    def __call__(self, *texts: str) -> tuple[np.ndarray, int]:
+        """Token ids of all texts, <eos> at the end of each, and the number of bytes they stand for."""
+        raw = [text.encode() for text in texts]
+        ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in raw]
+        return np.concatenate(ids, dtype=np.uint16), sum(map(len, raw))
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
 
 
 class TokenizerEncoder:
-    """Any tokenizer of transformers that has an end-of-sequence token.
-
-    Raises:
-        ValueError: the tokenizer has none; or (called) a document is not UTF-8.
-    """
+    """Any tokenizer of transformers that has an end-of-sequence token. Raises ValueError if it has none."""
 
     def __init__(self, tokenizer: Any, name: str):
         if tokenizer.eos_token_id is None:
@@ -49,13 +44,11 @@ class TokenizerEncoder:
         self.special_ids = tuple(tokenizer.all_special_ids)
         self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
-    def __call__(self, *documents: Document) -> tuple[np.ndarray, int]:
-        """As `ByteEncoder`; a fast tokenizer has a thread for each of several documents."""
-        raw = [text.encode() if isinstance(text, str) else text for _, text in documents]
-        texts = [decode_text(text, source) for text, (source, _) in zip(raw, documents)]
-        rows = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    def __call__(self, *texts: str) -> tuple[np.ndarray, int]:
+        """As `ByteEncoder`; a fast tokenizer has a thread for each of several texts."""
+        rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
-        return np.concatenate(ids), sum(map(len, raw))
+        return np.concatenate(ids), sum(len(text.encode()) for text in texts)
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -64,32 +57,17 @@ class TokenizerEncoder:
 Encoder = ByteEncoder | TokenizerEncoder
 
 
-def decode_text(text: bytes, source: str) -> str:
-    """UTF-8. Raises ValueError for anything else."""
-    try:
-        return text.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{source} is not UTF-8: byte {text[error.start]:#04x} at position {error.start}; convert it, or train on "
-            "bytes (without --tokenizer_name), which takes any file"
-        ) from error
-
-
 def open_tokenizer(name: str) -> Any:
     """A tokenizer of the Hub, of a local folder, or of a tokenizer.json by itself. Raises ValueError if it is none."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not Path(name).is_file():
-        try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"cannot load tokenizer {name!r}: {error}") from error
     try:
+        if not Path(name).is_file():
+            return AutoTokenizer.from_pretrained(name)
         return PreTrainedTokenizerFast(tokenizer_file=name, name_or_path=name)
-    except Exception as error:  # the library's own type
-        raise ValueError(
-            f"cannot load tokenizer {name!r}: a file must be what `tokenizers.Tokenizer.save` writes: {error}"
-        ) from error
+    except Exception as error:  # a file that is no tokenizer raises the library's own type
+        hint = "a file must be what `tokenizers.Tokenizer.save` writes: " if Path(name).is_file() else ""
+        raise ValueError(f"cannot load tokenizer {name!r}: {hint}{error}") from error
 
 
 def choose_tokenizer(args: Any) -> Any:
@@ -102,12 +80,8 @@ def choose_tokenizer(args: Any) -> Any:
             does not say that this is meant.
     """
     learned, weights = None, args.model_name_or_path
-    if weights and any(
-        cached_file(
-            weights, file, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        for file in ("tokenizer.json", "tokenizer_config.json")
-    ):
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    if weights and any(cached_file(weights, f, **quietly) for f in ("tokenizer.json", "tokenizer_config.json")):
         learned = open_tokenizer(weights)
     if args.tokenizer_name is None:
         known = learned is None or learned.get_vocab() == build_byte_tokenizer().get_vocab()
