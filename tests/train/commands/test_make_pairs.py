@@ -8,16 +8,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from essm_train.commands import make_pairs
-from essm_train.tasks.retrieval import PairFile, parse_line
+from essm_train.tasks.retrieval import PairFile
 
 BOOKS = [bytes([97 + i]) * 200 + "".join(f"{i}:{at:04};\tä\n" for at in range(100)).encode() for i in range(4)]
 
 
 def fields(split, seed=0):
     for line in make_pairs.pairs(BOOKS, split, 400, 20, seed):
-        first, second, label = parse_line(line.encode(), "a line")
-        places = [tuple(map(int, place.split(":"))) for place in line.split("\t")[1:3]]
-        yield places, [ast.literal_eval(text.decode()) for text in (first, second)], label
+        label, *places, first, second = line.split("\t")
+        places = [tuple(map(int, place.split(":"))) for place in places]
+        yield places, [ast.literal_eval(text) for text in (first, second)], int(float(label))
 
 
 def test_pairs_are_what_their_labels_say():

@@ -16,7 +16,6 @@ from essm_train.tasks.chains import (
     collate,
     disturb,
     draw,
-    fixed_windows,
     internal,
     place_next,
 )
@@ -76,17 +75,8 @@ def test_the_loop_alone_is_disturbed():
     np.testing.assert_allclose(inside, np.linalg.norm(np.diff(native[:stop], axis=0), axis=1))  # kicks keep lengths
     still = disturb(native, np.random.default_rng(1), kick=0.0, shake=0.0)
     np.testing.assert_allclose(still.read, native, atol=1e-9)
-
-
-def test_windows_are_turned_but_not_mirrored():
-    chain = helix(80) / BOND
-    rng = np.random.default_rng(0)
-    for _ in range(10):
-        window = draw([chain], rng)
-        assert not window.native[0].any()
-        assert internal(window.native[:4])[2] == pytest.approx(internal(chain[:4])[2])
-    one, other = fixed_windows([chain])[0], fixed_windows([chain])[0]
-    np.testing.assert_array_equal(one.read, other.read)
+    turned = draw([helix(80) / BOND], rng).native
+    assert not turned[0].any() and internal(turned[:4])[2] == pytest.approx(internal(native[:4])[2])  # not mirrored
 
 
 @pytest.fixture
@@ -121,25 +111,12 @@ def test_the_native_chain_has_less_energy_than_the_one_read(batch):
     assert float(native.mean()) < 0.1 * float(read.mean())
 
 
-@pytest.mark.parametrize(
-    ("y", "least"),
-    [
-        ((1.5, 0, 0), 4 * 0.25),  # too long
-        ((0.5, 0, 0), 4 * 0.25),  # too short
-    ],
-)
-def test_lengths(y, least):
+def test_lengths_angles_collisions_and_reach():
     energy = RepairEnergy()
-    zero = torch.zeros(1, 3)
-    y = torch.tensor([y])
-    observation = {"place": y, "step": y, "loop": torch.zeros(1), "left": torch.zeros(1), "anchor": zero}
-    first = energy.initial_history(observation)
-    assert float(energy(y, observation, first)) == pytest.approx(least)
-
-
-def test_angles_collisions_and_reach():
-    energy = RepairEnergy()
-    straight = torch.tensor([[1.0, 0.0, 0.0]])
+    straight, zero = torch.tensor([[1.0, 0.0, 0.0]]), torch.zeros(1)
+    long = 1.5 * straight
+    observation = {"place": long, "step": long, "loop": zero, "left": zero, "anchor": torch.zeros(1, 3)}
+    assert float(energy(long, observation, energy.initial_history(observation))) == pytest.approx(4 * 0.25)
 
     def at(y, history, **changes):
         observation = {"place": history["place"] + y, "step": y, "loop": torch.zeros(1), "left": torch.zeros(1)}
@@ -161,15 +138,6 @@ def test_angles_collisions_and_reach():
     near = at(side, history, left=torch.full((1,), 6.0), **inside)
     gap = float((history["place"] + side - anchor).norm()) - 0.9
     assert near == pytest.approx(0.0, abs=1e-6) and far == pytest.approx(2 * gap**2, rel=1e-5)
-
-
-def test_energies_turn_with_the_chain(batch):
-    turn, _ = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
-    turned = {**batch, "observations": dict(batch["observations"])}
-    for name in ("step", "place", "anchor"):
-        turned["observations"][name] = batch["observations"][name] @ turn.T
-    steps = batch["observations"]["step"] + 0.1
-    torch.testing.assert_close(energies(steps @ turn.T, turned), energies(steps, batch), atol=1e-4, rtol=1e-4)
 
 
 def test_quality_is_in_angstrom(batch):

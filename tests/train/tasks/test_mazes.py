@@ -60,16 +60,6 @@ def test_the_expert_takes_as_many_steps_as_the_shortest_way():
     assert opened > 0
 
 
-def test_the_expert_walks_around_a_door_where_that_is_shorter():
-    maze = np.zeros((5, 5), dtype=np.int8)
-    maze[1:3, 1:3] = CELL
-    maze[1, 1] = DOOR
-    walk = Walk(maze, (2, 1), (1, 2))  # up through the door 2 + 1, or right and up 1 + 1
-    assert walk.optimal == 2 and walk.expert() == 1
-    walk.maze[1, 1] = CELL
-    assert walk.expert() == 0  # as short, and first
-
-
 def corridor():
     """A straight corridor of seven cells with a door in the fourth, walker at its left end, goal at its right."""
     maze = np.zeros((9, 9), dtype=np.int8)
@@ -148,11 +138,3 @@ def test_what_was_said_is_remembered_where_it_was_said():
     with_past, without = (float(objective(y, seen, h)) for h in (history, objective.initial_history(seen)))
     assert (with_past - without) * free == pytest.approx((20 - 7) ** 2)  # two cells to the left, as said last
     assert int(history["known"].sum()) == 15
-
-
-def test_walls_do_not_count():
-    seen, objective = mazes.stack([corridor().observe()]), ValueConsistency(9)
-    history = objective.initial_history(seen)
-    y = torch.randn(1, 25, generator=torch.Generator().manual_seed(0))
-    other = torch.where(seen["view"].flatten(1) == WALL, y + 9, y)
-    assert float(objective(y, seen, history)) == float(objective(other, seen, history))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import wave
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
+from essm_train.data.sound import decode_wav
 from essm_train.files import sha256_of
 from essm_train.tasks.shards import SPLITS, RowGenerator
 
@@ -199,19 +199,11 @@ class SpeechCommands:
 
 
 def read_wav(path: Path, sampling_rate: int) -> np.ndarray:
-    """float32 samples in [-1, 1), at most a second. Raises ValueError for another format than 16-bit PCM mono."""
-    try:
-        with wave.open(str(path), "rb") as file:
-            found = (file.getnchannels(), file.getsampwidth(), file.getframerate())
-            data = file.readframes(sampling_rate)
-    except (wave.Error, EOFError) as error:
-        raise ValueError(f"{path} is no wav file: {error or 'it ends too early'}") from error
-    if found != (1, 2, sampling_rate):
-        raise ValueError(
-            f"{path} must hold one channel of 16-bit samples at {sampling_rate} Hz, got {found[0]} of {8 * found[1]} "
-            f"bits at {found[2]} Hz"
-        )
-    return np.frombuffer(data, "<i2").astype(np.float32) / 32768
+    """float32 samples in [-1, 1), at most a second. Raises ValueError for another format than PCM mono at that rate."""
+    samples, rate = decode_wav({"path": path, "bytes": None}, "a clip")
+    if samples.shape[1] != 1 or rate != sampling_rate:
+        raise ValueError(f"{path} must hold one channel at {sampling_rate} Hz, got {samples.shape[1]} at {rate} Hz")
+    return samples[:sampling_rate, 0]
 
 
 Clips = MuLawClips | SpeechCommands

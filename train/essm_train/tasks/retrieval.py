@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The pairs of Long Range Arena's Retrieval, which `modeling_essm.ESSMForPairClassification` classifies.
+"""The pairs of Long Range Arena's Retrieval, which a classifier of pairs reads.
 
 A line of the files is label, id1, id2, text1 and text2 between tabs, without a header and without quoting; the label is
 written as a float (0.0 or 1.0), and a text as the literal of a Python bytes object (b'...'), in which every line break
@@ -9,20 +9,24 @@ file, cut at 4,000 each.
 
 from __future__ import annotations
 
-import hashlib
+import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
 from essm_train.arguments import RunArguments, arg, check_at_least
+from essm_train.data.documents import load
 from essm_train.data.rows import LabelledData, Split
 from essm_train.data.samples import MapSamples, at_most, hold_out
+from essm_train.files import sha256_of
 from essm_train.models import RATES, ModelArguments
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import PAD_ID
@@ -39,35 +43,13 @@ class Pair(NamedTuple):
     label: int
 
 
-def parse_line(line: bytes, where: str) -> tuple[bytes, bytes, int]:
-    """(text1, text2, label) of a line of the files, without its end. Raises ValueError naming `where`."""
-    fields = line.split(b"\t")
-    if len(fields) != len(COLUMNS):
-        raise ValueError(
-            f"{where} must hold {len(COLUMNS)} fields between tabs ({', '.join(COLUMNS)}), got {len(fields)}: "
-            f"{line[:60]!r}"
-        )
-    try:
-        label = float(fields[0])
-    except ValueError:
-        label = -1.0
-    if label not in (0.0, 1.0):
-        raise ValueError(f"{where}: label must be 0 or 1, got {fields[0][:60].decode(errors='replace')!r}")
-    for name, text in zip(COLUMNS[3:], fields[3:]):
-        if not text:
-            raise ValueError(f"{where}: {name} is empty")
-    return fields[3], fields[4], int(label)
-
-
 class PairFile(Dataset[Pair]):
-    """The pairs of one file of the archive, all lines checked; texts stay in the file until they are asked for.
-
-    (The csv and text readers of `datasets` decode, and cannot say which line is wrong.)
+    """The pairs of one file of the archive, all lines checked; texts stay on disk until they are asked for.
 
     Attributes:
         labels: (n,) int64. lengths: (n, 2) bytes of both texts before they are cut. sha256: of the whole file.
     Raises:
-        ValueError: the file is not there or holds no line, or a line is wrong; names it.
+        ValueError: the file is not there, no table, or not UTF-8, or a line is wrong; names it.
     """
 
     def __init__(self, path: str | Path, max_length: int):
@@ -78,32 +60,39 @@ class PairFile(Dataset[Pair]):
                 "https://github.com/google-research/long-range-arena, unpack it (`tar -xvf lra_release.gz`) and name "
                 "lra_release/lra_release/tsv_data/new_aan_pairs.{train,eval,test}.tsv, or copy them there"
             )
-        digest, offsets, labels, lengths = hashlib.sha256(), [], [], []
-        position = 0
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                first, second, label = parse_line(line.rstrip(b"\r\n"), f"line {number} of {self.path}")
-                digest.update(line)
-                offsets.append((position, len(line)))
-                labels.append(label)
-                lengths.append((len(first), len(second)))
-                position += len(line)
-        if not labels:
-            raise ValueError(f"{self.path} is empty")
-        self.labels, self.sha256 = torch.tensor(labels), digest.hexdigest()
-        self.lengths, self._offsets = np.array(lengths), offsets
+        self.rows = load(
+            str(self.path),
+            "csv",
+            data_files=[str(self.path.absolute())],
+            split="train",
+            sep="\t",
+            column_names=list(COLUMNS),
+            quoting=csv.QUOTE_NONE,
+            keep_default_na=False,
+            skip_blank_lines=False,
+            features=datasets.Features(dict.fromkeys(COLUMNS, datasets.Value("string"))),
+        )
+        table = self.rows.with_format("arrow")[:]
+        sizes = [pc.fill_null(pc.binary_length(table.column(name)), 0).to_numpy() for name in COLUMNS[3:]]
+        self.lengths, self.sha256 = np.stack(sizes, 1), sha256_of(self.path)
+        labels = table.column("label").to_pylist()
+        for number, (label, lengths) in enumerate(zip(labels, self.lengths), 1):
+            if label not in ("0", "1", "0.0", "1.0"):
+                raise ValueError(f"line {number} of {self.path}: label must be 0 or 1, got {label!r}")
+            if not lengths.all():
+                raise ValueError(
+                    f"line {number} of {self.path} must hold {', '.join(COLUMNS)} between tabs, and texts that are "
+                    "not empty"
+                )
+        self.labels = torch.tensor([int(label[0]) for label in labels])
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Pair:
-        position, size = self._offsets[index]
-        with self.path.open("rb") as file:
-            file.seek(position)
-            line = file.read(size)
-        *texts, label = parse_line(line.rstrip(b"\r\n"), f"line {index + 1} of {self.path}")
-        first, second = (np.frombuffer(text[: self.max_length], np.uint8) for text in texts)
-        return Pair(first, second, label)
+        row = self.rows[int(index)]
+        first, second = (np.frombuffer(row[name].encode()[: self.max_length], np.uint8) for name in COLUMNS[3:])
+        return Pair(first, second, int(self.labels[index]))
 
 
 def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tensor]:

@@ -10,10 +10,8 @@ interruption shows in its bytes. (The bytes of a parquet file name the pyarrow t
 SHA-256 of each finished shard). Where rows must be distinct, the attempt of a row that repeats an earlier one is raised
 until none does; the manifest keeps those attempts, which is why this survives a kill as well.
 
-    class Squares:                                # see `RowGenerator`
-        ...
-    generate(Squares(train_size=1000), Path("data/squares"), num_workers=2)
-    files = shard_files(Path("data/squares"), "squares")  # {"train": [...], ...} for load_dataset("parquet", ...)
+    generate(ListOps(train_size=1000), Path("data/listops"), num_workers=2)
+    files = shard_files(Path("data/listops"), "listops")  # {"train": [...], ...} for load_dataset("parquet", ...)
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -75,21 +72,19 @@ class Shard(NamedTuple):
     """A file and the rows it holds."""
 
     split: str
-    number: int
     file: str
-    first: int
-    stop: int
+    rows: range
 
 
 def plan(generator: RowGenerator) -> list[Shard]:
     """All shards, train first."""
     shards = []
     for split in SPLITS:
-        size, step = getattr(generator, f"{split}_size"), generator.rows_per_shard
-        count = -(-size // step)
+        rows, step = range(getattr(generator, f"{split}_size")), generator.rows_per_shard
+        count = -(-len(rows) // step)
         for k in range(count):
             file = f"{generator.name}-{split}-{k:05d}-of-{count:05d}.parquet"
-            shards.append(Shard(split, k, file, k * step, min(size, (k + 1) * step)))
+            shards.append(Shard(split, file, rows[k * step : (k + 1) * step]))
     return shards
 
 
@@ -113,51 +108,44 @@ def generate(generator: RowGenerator, output_dir: Path, num_workers: int = 1, pr
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers}")
     output_dir = Path(output_dir)
-    identity = _identity(generator)
-    path = output_dir / MANIFEST
-    manifest = _read_manifest(path) if path.exists() else None
-    if manifest is not None:
+    path, shards = output_dir / MANIFEST, plan(generator)
+    parameters = json.loads(json.dumps(dataclasses.asdict(generator)))  # type: ignore[call-overload]  # tuples to lists
+    identity = {"format": _FORMAT, "name": generator.name, "version": generator.VERSION, "parameters": parameters}
+    manifest = {**identity, "complete": False, "attempts": {}, "shards": {}}
+    if path.exists():
+        manifest = _read_manifest(path)
         _refuse_other(manifest, identity, output_dir)
     check_writable(output_dir)
     for stale in output_dir.glob(f"{PARTIAL}*"):
         stale.unlink()
-    if manifest is None:
-        manifest = {**identity, "complete": False, "attempts": {}, "shards": {}}
-    _drop_damaged(manifest, output_dir, progress)
+    for file, entry in list(manifest["shards"].items()):
+        if not is_intact(output_dir / file, entry, checksum=True):
+            del manifest["shards"][file]
+            manifest["complete"] = False
     for _ in range(_MAX_ROUNDS):
-        _make_missing(generator, manifest, output_dir, num_workers, progress)
-        repeated = _repeated_rows(generator, output_dir) if generator.UNIQUE and not manifest["complete"] else {}
+        _write_manifest(manifest, path)
+        _make_missing(generator, shards, manifest, path, num_workers, progress)
+        repeated = _repeated_rows(generator, output_dir) if generator.UNIQUE and not manifest["complete"] else []
+        for shard, row in repeated:
+            attempts = manifest["attempts"].setdefault(shard.split, {})
+            attempts[str(row)] = attempts.get(str(row), 0) + 1
+            manifest["shards"].pop(shard.file, None)
         if not repeated:
-            break
-        for shard in plan(generator):
-            for row in repeated.get(shard.split, ()):
-                if shard.first <= row < shard.stop:
-                    attempts = manifest["attempts"].setdefault(shard.split, {})
-                    attempts[str(row)] = attempts.get(str(row), 0) + 1
-                    manifest["shards"].pop(shard.file, None)
-        _write_manifest(manifest, path)
-    else:
-        left = sum(map(len, repeated.values()))
-        raise ValueError(
-            f"{left} of the rows still repeat others after {_MAX_ROUNDS} attempts: there are too few different ones "
-            f"with these parameters; ask for fewer rows or longer ones"
-        )
-    if not manifest["complete"]:
-        manifest["complete"] = True
-        _write_manifest(manifest, path)
-    return path
-
-
-def _identity(generator: RowGenerator) -> dict[str, Any]:
-    parameters = json.loads(json.dumps(dataclasses.asdict(generator)))  # type: ignore[call-overload]  # tuples to lists
-    return {"format": _FORMAT, "name": generator.name, "version": generator.VERSION, "parameters": parameters}
+            if not manifest["complete"]:
+                manifest["complete"] = True
+                _write_manifest(manifest, path)
+            return path
+    raise ValueError(
+        f"{len(repeated)} of the rows still repeat others after {_MAX_ROUNDS} attempts: there are too few different "
+        "ones with these parameters; ask for fewer rows or longer ones"
+    )
 
 
 def _refuse_other(manifest: dict[str, Any], identity: dict[str, Any], output_dir: Path) -> None:
-    def flat(record: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: record.get(name) for name in ("name", "version", "format")} | dict(record["parameters"])
-
-    held, wanted = flat(manifest), flat(identity)
+    held, wanted = (
+        {name: record.get(name) for name in ("name", "version", "format")} | record["parameters"]
+        for record in (manifest, identity)
+    )
     differs = [
         f"{name} is {held.get(name)!r} there, {wanted.get(name)!r} was asked for"
         for name in {**wanted, **held}
@@ -169,15 +157,6 @@ def _refuse_other(manifest: dict[str, Any], identity: dict[str, Any], output_dir
         )
 
 
-def _drop_damaged(manifest: dict[str, Any], output_dir: Path, progress: bool) -> None:
-    """Forget shards that are not there, or not as they were written. Reads all of them."""
-    entries = list(manifest["shards"].items())
-    for file, entry in tqdm(entries, unit="shard", desc="verifying", disable=not (progress and entries), leave=False):
-        if not is_intact(output_dir / file, entry, checksum=True):
-            del manifest["shards"][file]
-            manifest["complete"] = False
-
-
 def is_intact(path: Path, entry: Mapping[str, Any], checksum: bool) -> bool:
     """Whether the file is there, has the size of the manifest's entry and, if asked for, its SHA-256."""
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
@@ -186,24 +165,23 @@ def is_intact(path: Path, entry: Mapping[str, Any], checksum: bool) -> bool:
 
 
 def _make_missing(
-    generator: RowGenerator, manifest: dict[str, Any], output_dir: Path, num_workers: int, progress: bool
+    generator: RowGenerator,
+    shards: list[Shard],
+    manifest: dict[str, Any],
+    path: Path,
+    num_workers: int,
+    progress: bool,
 ) -> None:
-    shards = plan(generator)
+    """Write every shard that the manifest lacks, and its entry after it."""
     missing = [shard for shard in shards if shard.file not in manifest["shards"]]
-    _write_manifest(manifest, output_dir / MANIFEST)
-    total = sum(shard.stop - shard.first for shard in shards)
-    done = total - sum(shard.stop - shard.first for shard in missing)
-    seconds = 0.5 if sys.stderr.isatty() else 10  # between lines in a log file
-    with tqdm(
-        total=total, initial=done, unit="row", desc=generator.name, disable=not progress, mininterval=seconds
-    ) as bar:
-        for shard, entry in _made(generator, missing, manifest["attempts"], output_dir, num_workers):
-            manifest["shards"][shard.file] = entry
+    total, left = (sum(len(shard.rows) for shard in part) for part in (shards, missing))
+    with tqdm(total=total, initial=total - left, unit="row", desc=generator.name, disable=not progress) as bar:
+        for shard, entry in _made(generator, missing, manifest["attempts"], path.parent, num_workers):
+            entries = manifest["shards"] | {shard.file: entry}
             # In the plan's order, so that the manifest's bytes do not tell who was faster.
-            order = [shard.file for shard in shards if shard.file in manifest["shards"]]
-            manifest["shards"] = {file: manifest["shards"][file] for file in order}
-            _write_manifest(manifest, output_dir / MANIFEST)
-            bar.update(shard.stop - shard.first)
+            manifest["shards"] = {each.file: entries[each.file] for each in shards if each.file in entries}
+            _write_manifest(manifest, path)
+            bar.update(len(shard.rows))
 
 
 def _made(
@@ -214,18 +192,14 @@ def _made(
     num_workers: int,
 ) -> Iterator[tuple[Shard, dict[str, Any]]]:
     """Each shard with its manifest entry, when it is on disk."""
-
-    def of(shard: Shard) -> dict[int, int]:
-        given = ((int(row), attempt) for row, attempt in attempts.get(shard.split, {}).items())
-        return {row: attempt for row, attempt in given if shard.first <= row < shard.stop}
-
+    given = {split: {int(row): attempt for row, attempt in rows.items()} for split, rows in attempts.items()}
+    jobs = [(generator, shard, given.get(shard.split, {}), output_dir) for shard in shards]
     if num_workers == 1 or len(shards) <= 1:
-        for shard in shards:
-            yield shard, _write_shard(generator, shard, of(shard), output_dir)
+        yield from ((job[1], _write_shard(*job)) for job in jobs)
         return
     context = multiprocessing.get_context("spawn")  # a fork would inherit locks of Arrow's threads
     with ProcessPoolExecutor(min(num_workers, len(shards)), context, _die_with_parent) as pool:
-        futures = {pool.submit(_write_shard, generator, shard, of(shard), output_dir): shard for shard in shards}
+        futures = {pool.submit(_write_shard, *job): job[1] for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -254,29 +228,28 @@ def _write_shard(
     generator: RowGenerator, shard: Shard, attempts: Mapping[int, int], output_dir: Path
 ) -> dict[str, Any]:
     """Write the file under a temporary name, to disk, and rename it. Returns its manifest entry."""
-    table = generator.rows(shard.split, range(shard.first, shard.stop), attempts)
+    table = generator.rows(shard.split, shard.rows, attempts)
     path = output_dir / shard.file
     try:
         with replacing(path, durable=True) as temporary:
             pq.write_table(table, temporary, compression="zstd")
-            entry = {"rows": len(table), "bytes": temporary.stat().st_size, "sha256": sha256_of(temporary)}
+            return {"rows": len(table), "bytes": temporary.stat().st_size, "sha256": sha256_of(temporary)}
     except OSError as error:
         raise OSError(
             error.errno, f"cannot write {path}: {error}. Finished shards stand: make room and give the command again"
         ) from error
-    return entry
 
 
-def _repeated_rows(generator: RowGenerator, output_dir: Path) -> dict[str, list[int]]:
-    """Rows whose text stands already in an earlier row, in the order of `SPLITS`, by split."""
+def _repeated_rows(generator: RowGenerator, output_dir: Path) -> list[tuple[Shard, int]]:
+    """Rows whose text stands already in an earlier row, in the order of `SPLITS`."""
     seen: set[bytes] = set()
-    repeated: dict[str, list[int]] = {}
+    repeated = []
     for shard in plan(generator):
         column = pq.read_table(output_dir / shard.file, columns=[generator.UNIQUE]).column(0)
-        for row, text in enumerate(column.to_pylist(), shard.first):
+        for row, text in zip(shard.rows, column.to_pylist()):
             digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
             if digest in seen:
-                repeated.setdefault(shard.split, []).append(row)
+                repeated.append((shard, row))
             seen.add(digest)
     return repeated
 
@@ -318,12 +291,12 @@ def shard_files(folder: Path | str, name: str, checksum: bool = False) -> dict[s
         raise ValueError(f"{str(folder)!r} holds {manifest['name']} data, not {name}; make it: {command}")
     again = f"`{_MAKE} {command_line(manifest)} --output_dir {folder}`"
     if not manifest["complete"]:
-        raise FileNotFoundError(f"the {manifest['name']} data in {str(folder)!r} is unfinished: continue with {again}")
+        raise FileNotFoundError(f"the {name} data in {str(folder)!r} is unfinished: continue with {again}")
     files: dict[str, list[str]] = {}
     for file, entry in manifest["shards"].items():
         if not is_intact(folder / file, entry, checksum):
             raise FileNotFoundError(f"{str(folder / file)!r} is missing or damaged: mend it with {again}")
-        files.setdefault(file.removeprefix(f"{manifest['name']}-").split("-")[0], []).append(str(folder / file))
+        files.setdefault(file.removeprefix(f"{name}-").split("-")[0], []).append(str(folder / file))
     return files
 
 

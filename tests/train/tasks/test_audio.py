@@ -37,14 +37,13 @@ def encode(x: np.ndarray) -> np.ndarray:
     return np.floor((y + 1) / 2 * 255 + 0.5).astype(np.uint8)
 
 
-def write_wav(path: Path, samples: np.ndarray, rate: int = 16000, width: int = 2, channels: int = 1) -> None:
+def write_wav(path: Path, samples: np.ndarray, rate: int = 16000, channels: int = 1) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with wave.open(str(path), "wb") as file:
         file.setnchannels(channels)
-        file.setsampwidth(width)
+        file.setsampwidth(2)
         file.setframerate(rate)
-        data = samples if width == 1 else (samples * 32767).astype("<i2")
-        file.writeframes(data.tobytes())
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,8 +64,7 @@ def test_mu_law_is_the_inverse_of_its_formula():
         mu_law_decode(np.array([1]))
 
 
-@pytest.mark.parametrize("sampling_rate", [8000, 16000])
-@pytest.mark.parametrize("band", [5, 15, 30, 38])
+@pytest.mark.parametrize("sampling_rate, band", [(8000, 5), (16000, 30)])
 def test_a_pure_tone_lands_in_its_mel_band(sampling_rate, band):
     low, high = hertz_to_mel(20.0, "htk"), hertz_to_mel(sampling_rate / 2, "htk")
     centre = mel_to_hertz(low + (high - low) * (band + 1) / 41, "htk")  # 40 triangles between 42 points
@@ -99,18 +97,15 @@ def test_frames_are_normalised_and_padded():
     assert (clip_frames(np.zeros(8000, np.float32), 8000) == 0).all()
 
 
-@pytest.mark.parametrize(
-    "samples, message",
-    [
+def test_clips_that_cannot_be():
+    for samples, message in (
         (np.zeros(199), "200 to 8000 samples"),
         (np.zeros(8001), "200 to 8000 samples"),
         (np.zeros((2, 8000)), r"shape \(2, 8000\)"),
         (np.full(8000, np.nan), "finite"),
-    ],
-)
-def test_clips_that_cannot_be(samples, message):
-    with pytest.raises(ValueError, match=message):
-        clip_frames(samples, 8000)
+    ):
+        with pytest.raises(ValueError, match=message):
+            clip_frames(samples, 8000)
     with pytest.raises(ValueError, match="multiple of 8000 Hz, got 11025"):
         clip_frames(np.zeros(8000), 11025)
 
@@ -222,23 +217,16 @@ def test_official_folder_errors(official):
         SpeechCommands(official, ("yes", "no"))
 
 
-def test_wav_errors(tmp_path):
+def test_clips_of_another_format(tmp_path):
     for name, changes, message in (
-        ("rate", {"rate": 8000}, "at 16000 Hz, got 1 of 16 bits at 8000 Hz"),
-        ("stereo", {"channels": 2}, "got 2 of 16 bits"),
-        ("width", {"width": 1}, "got 1 of 8 bits"),
+        ("rate", {"rate": 8000}, "one channel at 16000 Hz, got 1 at 8000 Hz"),
+        ("stereo", {"channels": 2}, "got 2 at 16000 Hz"),
     ):
-        write_wav(tmp_path / f"{name}.wav", np.zeros(800, np.uint8 if name == "width" else np.float32), **changes)
+        write_wav(tmp_path / f"{name}.wav", np.zeros(800, np.float32), **changes)
         with pytest.raises(ValueError, match=f"{name}.wav must hold .*{message}"):
             read_wav(tmp_path / f"{name}.wav", 16000)
     (tmp_path / "text.wav").write_text("not sound")
-    with pytest.raises(ValueError, match=r"text\.wav is no wav file"):
+    with pytest.raises(ValueError, match=r"text\.wav: is no WAV file"):
         read_wav(tmp_path / "text.wav", 16000)
     write_wav(tmp_path / "long.wav", tone(500, 16000, 1.5))
     assert len(read_wav(tmp_path / "long.wav", 16000)) == 16000
-
-
-def test_command_line_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match="is not there"):
-        prepare_audio.main(["speech4", "--data_dir", str(tmp_path), "--output_dir", str(tmp_path / "out")])
-    assert not (tmp_path / "out").exists()
