@@ -111,7 +111,7 @@ def test_a_cut_off_measurement_of_ratios_goes_on(tmp_path, monkeypatch):
 
     def score(model, K):
         measured.append(model.masks[0][0])
-        return torch.tensor([0.1 * model.masks[0][0]]), torch.ones(1)
+        return torch.tensor([1.0] * model.masks[0][0] + [0.0] * (10 - model.masks[0][0])), torch.ones(10)
 
     held_out = HeldOut(ACCURACY, score, {}, 1, "", None)
     path: Path = tmp_path / "partial.json"

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from essm_train.data.blocks import text_labels
 from essm_train.data.rows import Split
 from essm_train.data.samples import even_shares
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric, load_metric
 from essm_train.models import run_at_budget
 
 
@@ -49,9 +49,13 @@ class HeldOut:
     auto_class: Any
 
     def value(self, model: PreTrainedModel, budget: int) -> float:
-        """The metric at that budget."""
+        """The metric at that budget, by its module of the `evaluate` library."""
         totals, weights = self.score(model, budget)
-        return float(totals.sum() / weights.sum())
+        if self.metric == BITS_PER_BYTE:
+            inputs = {"nats": totals * math.log(2), "bytes": weights}
+        else:
+            inputs = {"predictions": totals.long(), "references": weights.long()}  # hits, all of which should be
+        return float(load_metric(self.metric.name).compute(**inputs)[self.metric.name])
 
 
 def hold_out_blocks(
@@ -80,6 +84,8 @@ def hold_out_samples(split: Split, predict: Predictor, description: str) -> Held
         hits = (predict(model, split.samples, K) == split.labels).double()
         return hits, torch.ones_like(hits)
 
+    with predict.accelerator.main_process_first():
+        load_metric(ACCURACY.name)  # copies the module's code once
     length = max(len(part) for sample in split.samples for part in sample[:-1])
     inputs = predict.batch(split.samples)
     return HeldOut(ACCURACY, score, inputs, length, f"{description}; {split.name}", AutoModelForSequenceClassification)
