@@ -117,7 +117,9 @@ def matched_variant(config: Any, model_class: type[nn.Module], block: str | None
         ValueError: no such model, with the closest one named.
     """
     D, fields = config.hidden_size, config.to_dict()
-    own = next(cls for cls in model_class.__mro__ if cls.__module__.startswith(("modeling_essm", "essm_train.pairs")))
+    own: Any = next(
+        cls for cls in model_class.__mro__ if cls.__module__.startswith(("modeling_essm", "essm_train.pairs"))
+    )
     matched = {name: value for name, value in fields.items() if not name.startswith(("ar_", "model_type"))}
     matched |= _OF_ES_SSM | ({"block": block} if block else {})
     target = count_parameters(own.config_class.from_dict(matched), own)
