@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What every benchmark shares: command line, the machine's name by its parts, targets, tables and JSON.
+"""What every benchmark shares: command line, the machine's name by its parts, targets, tables and the JSON report.
 
 Timing and memory are those of `essm_train.measure.timing`, under the same names here.
 """
@@ -7,19 +7,18 @@ Timing and memory are those of `essm_train.measure.timing`, under the same names
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from essm_train.files import write_json
 from essm_train.measure.timing import check_peak_memory as check_peak_memory
+from essm_train.measure.timing import machine as machine
 from essm_train.measure.timing import paired as paired
 from essm_train.measure.timing import peak_memory as peak_memory
 from essm_train.measure.timing import pick_device as pick_device
@@ -29,8 +28,7 @@ from essm_train.measure.timing import threads as threads
 from essm_train.measure.timing import timed as timed
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
-RESULTS = Path(__file__).parent / "results"
-
+REPORTS = Path("runs/benchmarks")  # what is worth keeping is copied to benchmarks/results
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Command line and machine.
@@ -41,7 +39,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--quick", action="store_true", help="few and small shapes, to see that it runs")
-    p.add_argument("--out", type=Path, help="JSON file; default benchmarks/results/<name>[_<config>]-<device>.json")
+    p.add_argument("--out", type=Path, help=f"JSON file; default {REPORTS}/<name>[_<config>]-<device>.json")
     p.add_argument("--rounds", type=int, default=7, help="paired rounds; long ones stop after three (see `paired`)")
     return p
 
@@ -56,29 +54,22 @@ def _config_folder(text: str) -> Path:
     """The folder, whose configuration is known to be good. Raises ArgumentTypeError, which argparse prints."""
     folder = Path(text).resolve()
     try:
-        record = json.loads((folder / "config.json").read_text())
-        model_type = record.get("model_type") if isinstance(record, dict) else None
-        if model_type != ESSMConfig.model_type:
-            raise ValueError(f"model_type must be {ESSMConfig.model_type!r}, got {model_type!r}")
-        if (width := ESSMConfig.from_pretrained(folder).num_input_features) is not None:
+        config = ESSMConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        if (width := config.num_input_features) is not None:
             raise ValueError(f"benchmarks read token ids: num_input_features must be None, got {width}")
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(
-            f"needs a folder with the config.json of an ES-SSM, got {text}: {error}"
-        ) from error
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        reason = f"needs a folder with the config.json of an ES-SSM, got {text}: {error}"
+        raise argparse.ArgumentTypeError(reason) from error
     return folder
 
 
-# Made again from a new width, or for a new number of layers.
+# Fields that get their defaults again with a new width, or a new number of layers.
 _OF_WIDTH = ("inner_size", "num_heads", "mixing_size", "intermediate_size", "gate_hidden_size")
 _OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
 
 
 def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
-    """The configuration that --config names, or the paper's, with these fields in the place of its own.
-
-    With another hidden_size or num_hidden_layers, fields that have to fit it get their defaults again.
-    """
+    """The configuration that --config names, or the paper's, with these fields in the place of its own."""
     if args.config is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
@@ -123,28 +114,20 @@ def state_bytes(held: Any, seen: set[int] | None = None) -> int:
     return sum(state_bytes(value, seen) for value in inside.values())
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions; nothing that names a host or a person."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return {
-        "cpu": cpu,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+def dtype_of(device: torch.device) -> torch.dtype:
+    """In which models that are not trained run: bf16 on a GPU, fp32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Correctness and output.
 
 
-def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> float:
-    """Relative l2 error; raises RuntimeError beyond the tolerance: wrong results are not timed."""
+def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> float:
+    """Relative l2 error; raises RuntimeError beyond the tolerance, by default that of logits: wrong results are not
+    timed."""
+    if tolerance is None:
+        tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
     if not error <= tolerance:
         raise RuntimeError(f"{name}: relative error {error:.2e} exceeds {tolerance:.0e}; wrong results are not timed")
@@ -158,17 +141,22 @@ def target(name: str, value: float, least: float | None = None, most: float | No
 
 
 def table(header: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows under the words of the header, right-aligned."""
-    names = header.split()
-    cells = [names, *[[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(names))]
+    """Print rows under the words of the header, right-aligned; spaces within a cell become underscores."""
+    cells = [[f"{x:.3g}" if isinstance(x, float) else str(x).replace(" ", "_") for x in row] for row in rows]
+    cells.insert(0, header.split())
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     for row in cells:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)), flush=True)
 
 
+def shown(measured: dict[str, float], form: str = ".2f") -> str:
+    """A `spread` as median(min-max)."""
+    return "{}({}-{})".format(*(f"{measured[k]:{form}}" for k in ("median", "min", "max")))
+
+
 def ms(measured: dict[str, float]) -> str:
-    """A `spread` of seconds in milliseconds: median (min-max)."""
-    return "{median:.4g}({min:.4g}-{max:.4g})".format(**{k: v * 1e3 for k, v in measured.items()})
+    """A `spread` of seconds in milliseconds."""
+    return shown({k: v * 1e3 for k, v in measured.items()}, ".4g")
 
 
 def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
@@ -185,7 +173,7 @@ def report_path(report: dict[str, Any], args: argparse.Namespace, device: torch.
     kind = "cpu" if device.type == "cpu" else report["machine"]["gpu"].lower().replace(" ", "-")
     config = report["settings"].get("config", "paper")
     name = report["benchmark"] + ("" if config == "paper" else f"_{config}")
-    return args.out or RESULTS / f"{name}-{kind}{'-quick' if args.quick else ''}.json"
+    return args.out or REPORTS / f"{name}-{kind}{'-quick' if args.quick else ''}.json"
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:

@@ -1,20 +1,25 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""How fast are tokens decoded, is it the same after 1k and 64k tokens of context, and what does a small budget save?
+"""What does a decoded token cost: at each budget and context, beside peers, and against the reading of the weights?
 
-    python -m benchmarks.decoding
+    python -m benchmarks.decoding [--table contexts]     is it the same after 1k and 64k tokens?
     python -m benchmarks.decoding --table limit          time per token against the reading of the weights
-    python -m benchmarks.decoding --profile              operators of one step at batch 1, K = 4 and the capacity
+    python -m benchmarks.decoding --table peers          beside a Llama and a Mamba-2 of the same size
+    python -m benchmarks.decoding --table prompt         memory and time of reading a prompt of a million bytes
     python -m benchmarks.decoding --config hub_configs/essm-gated-20m
 
-The paper's 21M-parameter model, or that of --config, with random weights and filter_length 131072, so that every
-context is legal; a budget above the capacity becomes it. A context is read once, in pieces, at batch 1, its state
-repeated for larger batches; then every round decodes greedily from each (budget, context) in turn, so that a busy
-machine slows them alike. Times are of one model forward call with its argmax, under inference_mode; fp32 on the CPU,
-bf16 on a GPU, eager.
+The paper's 21M-parameter model, or that of --config, with random weights; a budget above the capacity becomes it.
+fp32 on the CPU, bf16 on a GPU, eager unless said. A step is one forward call with its argmax under inference_mode. In
+every round all rows take turns. Before anything is timed, steps must give what one call over the whole text gives.
 
-`--table limit`: no step at batch 1 can be faster than its weights are read. The fraction of that limit reached is the
-bytes of the weights that a budget reads, over the memory bandwidth, over the time of a step, eager and compiled; the
-bandwidth (a sum over memory many times larger than the caches) is measured within every round, beside the steps.
+contexts  A context is read once, its state repeated for larger batches; filter_length is 131072.
+limit     No step at batch 1 can be faster than its weights are read. The fraction of that limit reached is the bytes
+          of the weights that a budget reads, over the memory bandwidth, over the time of a step, eager and compiled.
+          The bandwidth, a sum over memory many times larger than the caches, is measured in the same rounds.
+peers     The models of `benchmarks.training_step --table models`. A Llama has the library's default cache, which is
+          copied at every step and cut back before each sample, or a static one with room for all samples. Mamba-2 reads
+          128 tokens whatever the context, as its state has one size. Bytes are of all tensors in the cache.
+prompt    `generate(prefill_chunk_size=..)` reads prompts of growing length and writes one byte; the shortest also in
+          one piece, whose state must be the same. Peak memory is that of tensors, above those held before.
 """
 
 from __future__ import annotations
@@ -24,19 +29,33 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from essm_train.measure.timing import decode, decoder
-from modeling_essm import ESSMCache, ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 from modeling_essm.decoding import compile_decoding
 
 from . import common
+from .training_step import make_models
 
 PIECE = 2048  # tokens of one prefill call
 MEMORY_BYTES = 256 << 20  # read to measure the bandwidth
-CHECKED_STEPS = 6  # compiled against eager: more than a short convolution has taps
+CHECKED_STEPS = 6  # more than a short convolution has taps
+SHORT = 128  # tokens that peers' steps are checked on
+
+
+def begin(name: str, config: ESSMConfig, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict]:
+    dtype = str(common.dtype_of(common.pick_device(args.device)))[6:]
+    return common.start(name, args, **settings, dtype=dtype, **common.model_settings(args, config))
+
+
+def make_model(config: ESSMConfig, device: torch.device) -> ESSMForCausalLM:
+    torch.manual_seed(0)
+    return ESSMForCausalLM(config).eval().to(device, common.dtype_of(device))
 
 
 @torch.inference_mode()
@@ -52,188 +71,139 @@ def prefill(model: ESSMForCausalLM, tokens: Tensor, contexts: list[int], budget:
     return caches
 
 
-@torch.inference_mode()
-def repeat_rows(cache: ESSMCache, batch: int) -> ESSMCache:
-    cache = copy.deepcopy(cache)
-    cache.batch_repeat_interleave(batch)
-    return cache
+class Decoder:
+    """A model with what it has read.
+
+    Args:
+        room: tokens of a static cache; None for the cache that the model makes.
+    """
+
+    def __init__(self, model: Any, budget: int | None = None, room: int | None = None):
+        self.model, self.room = model, room
+        self.name = "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+        self.options = {"spectral_budget": budget} if budget else {}
+        self.grows = model.config.model_type == "llama" and room is None
+        self.forget()
+
+    def forget(self) -> None:
+        self.cache = None if self.room is None else StaticCache(config=self.model.config, max_cache_len=self.room)
+
+    @torch.inference_mode()
+    def read(self, ids: Tensor) -> Tensor:
+        """ids (1, n) -> logits (1, n, V); the cache goes on."""
+        given = {self.name: self.cache} if self.cache is not None else {}
+        out = self.model(ids, use_cache=True, **given, **self.options)
+        self.cache = out[self.name]
+        return out.logits
+
+    @torch.inference_mode()
+    def check(self, ids: Tensor) -> float:
+        """Relative error of steps against one call; raises RuntimeError where they differ."""
+        whole = self.model(ids, use_cache=False, **self.options).logits[:, -CHECKED_STEPS:]
+        self.read(ids[:, :-CHECKED_STEPS])
+        steps = torch.cat([self.read(token) for token in ids[:, -CHECKED_STEPS:].split(1, 1)], 1)
+        self.forget()
+        return common.require_close("steps against one call over the whole text", steps, whole)
+
+    def sample(self, token: Tensor, context: int, steps: int) -> None:
+        """So many steps: after the context in a cache that grows, else after those of the last sample."""
+        if self.grows and (more := self.cache.get_seq_length() - context):
+            self.cache.crop(-more)
+        for _ in range(steps):
+            self.read(token)
 
 
-@torch.inference_mode()
-def check(model: ESSMForCausalLM, tokens: Tensor, budgets: list[int]) -> float:
-    """Single steps after a prefill must give the logits of one call over everything; raises otherwise."""
-    tokens, worst = tokens[:, :150], 0.0
-    for K in budgets:
-        whole = model(tokens, spectral_budget=K).logits[:, -1]
-        cache = prefill(model, tokens, [140], K)[140]
-        for t in range(140, 150):
-            step = model(tokens[:, t : t + 1], past_key_values=cache, use_cache=True, spectral_budget=K).logits[:, -1]
-        tolerance = 1e-3 if whole.dtype == torch.float32 else 5e-2
-        worst = max(worst, common.require_close(f"step against whole sequence, K = {K}", step, whole, tolerance))
-    return worst
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables.
 
 
-def profile_step(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, budget: int, device: torch.device) -> dict:
-    """Print torch.profiler's table of one step; returns operator calls and GPU kernels."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    cache = copy.deepcopy(cache)
-    decode(model, cache, token, budget, 8)
-    with torch.profiler.profile(activities=activities) as profile:
-        decode(model, cache, token, budget, 1)
-    averages = profile.key_averages()
-    print(averages.table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=40))
-    on_cpu = torch.autograd.DeviceType.CPU
-    calls = sum(e.count for e in averages if e.device_type == on_cpu and e.key.startswith("aten::"))
-    kernels = sum(e.count for e in averages if e.device_type != on_cpu)
-    print(
-        f"batch {token.shape[0]}, K = {budget}: {calls} operator calls (nested ones too), {kernels} GPU kernels a step"
-    )
-    return {"batch": token.shape[0], "budget": budget, "operator_calls": calls, "gpu_kernels": kernels}
-
-
-def main(argv: list[str] | None = None) -> dict:
-    p = common.parser(__doc__)
-    common.add_config(p)
-    p.add_argument("--contexts", type=int, nargs="+", default=None)
-    p.add_argument("--batches", type=int, nargs="+", default=None)
-    p.add_argument("--steps", type=int, default=64, help="decoded tokens of one sample")
-    p.add_argument("--table", choices=("contexts", "limit"), default="contexts")
-    p.add_argument("--backend", default="inductor", help="of the compiled steps")
-    p.add_argument("--profile", action="store_true", help="also print one step's operators")
-    args = p.parse_args(argv)
-    if args.table == "limit":
-        return main_limit(args)
+def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     contexts = args.contexts or ([256, 1024] if args.quick else [1024, 16384, 65536])
     batches = args.batches or ([1] if args.quick else [1, 16])
     config = common.configuration(args, filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
     budgets = common.clipped([4, 32] if args.quick else [2, 4, 8, 32], config)
-    steps = 8 if args.quick else args.steps
-    settings = {"contexts": contexts, "batches": batches, "budgets": budgets, "steps": steps, "warmup": 1}
-    device, report = common.start("decoding", args, **settings, **common.model_settings(args, config))
-    gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
-    torch.manual_seed(0)
-    model = ESSMForCausalLM(config).eval().to(device, dtype)
+    steps = args.steps or (8 if args.quick else 64)
+    settings = {"contexts": contexts, "batches": batches, "budgets": budgets, "steps": steps}
+    device, report = begin("decoding", config, args, **settings)
+    model = make_model(config, device)
     tokens = torch.randint(0, 256, (1, max([*contexts, 150])), device=device)
-    report["settings"] |= {"parameters": sum(p.numel() for p in model.parameters()), "dtype": str(dtype)[6:]}
-    report["relative_error"] = check(model, tokens, budgets)
-    print(
-        f"{report['settings']['parameters']} parameters, {dtype}; steps agree with one call over the whole sequence to "
-        f"{report['relative_error']:.1e}"
-    )
+    report["relative_error"] = max(Decoder(model, K).check(tokens[:, :150]) for K in budgets)
     caches = {K: prefill(model, tokens, contexts, K) for K in budgets}
-    report["results"], report["ratios"], report["profiles"] = [], [], []
-    counts = sorted({1, torch.get_num_threads()}, reverse=True) if not gpu else [torch.get_num_threads()]
+    counts = sorted({1, torch.get_num_threads()}, reverse=True) if device.type == "cpu" else [torch.get_num_threads()]
+    report["results"] = []
     for batch, count in itertools.product(batches, counts):
         with common.threads(count):
-            measure(model, caches, batch, count, steps, device, args.rounds, report)
-    for batch, K in itertools.product(batches, common.clipped([4, 32], config)) if args.profile else ():
-        token = tokens[:, -1:].expand(batch, 1).contiguous()
-        cache = repeat_rows(caches[K][min(contexts)], batch)
-        report["profiles"].append(profile_step(model, cache, token, K, device))
-    report["targets"] = targets(report)
-    return common.finish(report, args, device)
-
-
-def measure(
-    model: ESSMForCausalLM,
-    caches: dict[int, dict[int, ESSMCache]],
-    batch: int,
-    count: int,
-    steps: int,
-    device: torch.device,
-    rounds: int,
-    report: dict,
-) -> None:
-    """Append the rows and ratios of one batch size and thread count to the report, and print them."""
-    token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-    rows_caches = {(K, c): repeat_rows(cache, batch) for K, by in caches.items() for c, cache in by.items()}
-    calls = {(K, c): decoder(model, cache, token, K, steps) for (K, c), cache in rows_caches.items()}
-    seconds = common.paired(calls, device, rounds, warmup=1, limit_seconds=120.0)
-    new = []
-    for (K, context), samples in seconds.items():
-        step = common.spread([s / steps for s in samples])
-        row = {"batch": batch, "threads": count, "budget": K, "context": context, "seconds_per_step": step}
-        row |= {"tokens_per_second": batch / step["median"], "cache_bytes": rows_caches[K, context].num_bytes}
-        new.append(row)
-    header = "batch threads K context step_ms(min-max) tokens/s cache_bytes"
+            rows = measure_contexts(model, caches, batch, steps, args.rounds)
+        report["results"] += [{"batch": batch, "threads": count} | row for row in rows]
     columns = ("batch", "threads", "budget", "context")
     common.table(
-        header,
-        [
-            [
-                *[r[c] for c in columns],
-                common.ms(r["seconds_per_step"]),
-                f"{r['tokens_per_second']:.1f}",
-                r["cache_bytes"],
-            ]
-            for r in new
-        ],
+        "batch threads K context step_ms(min-max) cache_bytes",
+        [[*(r[c] for c in columns), common.ms(r["seconds_per_step"]), r["cache_bytes"]] for r in report["results"]],
     )
-    report["results"] += new
-    contexts = sorted({c for _, c in seconds})
-    ratios = {"batch": batch, "threads": count}
-    small, large = common.clipped([4, 32], model.config)[0], max(caches)
-    name = f"step_of_{small}_over_{large}"
-    ratios[name] = {c: common.ratio(seconds[small, c], seconds[large, c]) for c in contexts}
-    ratios["flatness"] = {}
-    for K in caches:
-        medians = [r["seconds_per_step"]["median"] for r in new if r["budget"] == K]
-        ratios["flatness"][K] = max(medians) / min(medians)
-    report["ratios"].append(ratios)
-    relative = ", ".join("{}: {median:.3f} ({min:.3f}-{max:.3f})".format(c, **r) for c, r in ratios[name].items())
-    print(f"step(K={small}) / step(K={large}) at context {relative}")
-    print("slowest / fastest context: " + ", ".join(f"K={K} {r:.3f}" for K, r in ratios["flatness"].items()))
-
-
-def main_limit(args: argparse.Namespace) -> dict:
-    """Fraction of the memory-bound speed that a step reaches at batch 1."""
-    config = common.configuration(args, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
-    budgets = common.clipped([2, 4, 8, 16, 32], config)
-    settings = {"batch": 1, "budgets": budgets, "backend": args.backend, **common.model_settings(args, config)}
-    device, report = common.start("decoding_limit", args, **settings)
-    gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if gpu else torch.float32
-    torch.manual_seed(0)
-    eager = ESSMForCausalLM(config).eval().to(device, dtype)
-    report["settings"] |= {"parameters": eager.num_parameters(), "dtype": str(dtype)[6:]}
-    memory = torch.ones((MEMORY_BYTES >> (8 if args.quick else 0)) // 4 * (8 if gpu else 1), device=device)
-    report["results"] = []
-    counts = sorted({1, torch.get_num_threads()}) if not gpu else [torch.get_num_threads()]
-    for count in counts:
-        with common.threads(count):
-            compiled = compile_decoding(copy.deepcopy(eager), budgets, backend=args.backend)
-            for K in budgets:
-                report["results"].append(measure_limit(eager, compiled, memory, K, count, args.rounds))
-    header = "threads K MiB GB/s limit_ms eager_ms compiled_ms eager_fraction compiled_fraction"
-    rows = []
-    for r in report["results"]:
-        bandwidth = r["bytes_per_second"]["median"]
-        row = [
-            r["threads"],
-            r["budget"],
-            r["weight_bytes"] / 2**20,
-            bandwidth / 1e9,
-            r["weight_bytes"] / bandwidth * 1e3,
-        ]
-        row += [r[f"{kind}_seconds"]["median"] * 1e3 for kind in ("eager", "compiled")]
-        rows.append(row + [r[f"{kind}_fraction"]["median"] for kind in ("eager", "compiled")])
-    common.table(header, rows)
+    worst = max(r["time_over_shortest_context"]["median"] for r in report["results"])
+    sizes = {(r["batch"], r["budget"]): r["cache_bytes"] for r in report["results"]}
+    growth = max(r["cache_bytes"] / sizes[r["batch"], r["budget"]] for r in report["results"])
     report["targets"] = [
-        common.target(f"K = {r['budget']}, {r['threads']} threads: fraction of the limit, compiled", value, least=0.5)
-        for r in report["results"]
-        for value in [r["compiled_fraction"]["median"]]
+        common.target("cache bytes, any context over the longest, worst", growth, most=1.0),
+        common.target("step time over that after the shortest context, worst", worst, most=1.05),
     ]
     return common.finish(report, args, device)
 
 
 @torch.inference_mode()
-def measure_limit(
-    eager: ESSMForCausalLM, compiled: ESSMForCausalLM, memory: Tensor, K: int, count: int, rounds: int
-) -> dict:
-    """One budget and thread count; raises RuntimeError where compiled steps differ."""
+def measure_contexts(
+    model: ESSMForCausalLM, caches: dict[int, dict[int, ESSMCache]], batch: int, steps: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each budget and context at one batch size."""
+    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
+    repeated = {(K, c): copy.deepcopy(cache) for K, by_context in caches.items() for c, cache in by_context.items()}
+    for cache in repeated.values():
+        cache.batch_repeat_interleave(batch)
+    calls = {(K, c): decoder(model, cache, token, K, steps) for (K, c), cache in repeated.items()}
+    seconds = common.paired(calls, model.device, rounds, warmup=1, limit_seconds=120.0)
+    shortest, largest = min(c for _, c in calls), max(caches)
+    return [
+        {
+            "budget": K,
+            "context": context,
+            "seconds_per_step": common.spread([s / steps for s in samples]),
+            "time_over_shortest_context": common.ratio(samples, seconds[K, shortest]),
+            "time_over_largest_budget": common.ratio(samples, seconds[largest, context]),
+            "cache_bytes": repeated[K, context].num_bytes,
+        }
+        for (K, context), samples in seconds.items()
+    ]
+
+
+def limit_table(args: argparse.Namespace) -> dict[str, Any]:
+    config = common.configuration(args, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
+    budgets = common.clipped([2, 4, 8, 16, 32], config)
+    device, report = begin("decoding_limit", config, args, batch=1, budgets=budgets, backend=args.backend)
+    gpu = device.type == "cuda"
+    eager = make_model(config, device)
+    memory = torch.ones((MEMORY_BYTES >> (8 if args.quick else 0)) // 4 * (8 if gpu else 1), device=device)
+    report["results"] = []
+    for count in [torch.get_num_threads()] if gpu else sorted({1, torch.get_num_threads()}):
+        with common.threads(count):
+            compiled = compile_decoding(copy.deepcopy(eager), budgets, backend=args.backend)
+            for K in budgets:
+                row = measure_limit(eager, compiled, memory, K, args.rounds)
+                report["results"].append({"threads": count, "budget": K} | row)
+    rows = []
+    for r in report["results"]:
+        times = [r[f"{kind}_seconds"]["median"] * 1e3 for kind in ("eager", "compiled")]
+        fractions = [r[f"{kind}_fraction"]["median"] for kind in ("eager", "compiled")]
+        rate = r["bytes_per_second"]["median"] / 1e9
+        rows.append([r["threads"], r["budget"], r["weight_bytes"] / 2**20, rate, *times, *fractions])
+    common.table("threads K MiB GB/s eager_ms compiled_ms eager_fraction compiled_fraction", rows)
+    worst = min(r["compiled_fraction"]["median"] for r in report["results"])
+    report["targets"] = [common.target("fraction of the limit, compiled, worst", worst, least=0.5)]
+    return common.finish(report, args, device)
+
+
+@torch.inference_mode()
+def measure_limit(eager: Any, compiled: Any, memory: Tensor, K: int, rounds: int) -> dict[str, Any]:
+    """One budget; raises RuntimeError where compiled steps differ."""
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
     models = {"eager": eager, "compiled": compiled}
     caches, logits = {}, {}
@@ -248,7 +218,7 @@ def measure_limit(
     calls |= {kind: functools.partial(decode, model, caches[kind], token, K, 1) for kind, model in models.items()}
     seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
     read = common.weight_bytes(eager, K)
-    row = {"threads": count, "budget": K, "weight_bytes": read, "relative_error": error}
+    row: dict[str, Any] = {"weight_bytes": read, "relative_error": error}
     row["bytes_per_second"] = common.spread([memory.nbytes / s for s in seconds["memory"]])
     limit = [read / memory.nbytes * s for s in seconds["memory"]]
     for kind in models:
@@ -257,20 +227,118 @@ def measure_limit(
     return row
 
 
-def targets(report: dict) -> list[dict]:
-    """Cache constant in context and falling with K; steps flat in context."""
-    sizes: dict[tuple[int, int], set[int]] = {}
-    for r in report["results"]:
-        sizes.setdefault((r["batch"], r["budget"]), set()).add(r["cache_bytes"])
-    growth = max(max(s) / min(s) for s in sizes.values())
-    by_budget = [max(s) for (b, _), s in sorted(sizes.items()) if b == report["settings"]["batches"][0]]
-    falls = max(small / large for small, large in itertools.pairwise(by_budget))
-    flatness = max(r for ratios in report["ratios"] for r in ratios["flatness"].values())
+def peers_table(args: argparse.Namespace) -> dict[str, Any]:
+    contexts = args.contexts or ([128, 160] if args.quick else [1024, 16384])
+    steps = args.steps or (2 if args.quick else 16)
+    device = common.pick_device(args.device)
+    room = max(contexts) + (args.rounds + 2) * max(steps, 64)  # each sample may repeat its steps until they last
+    models = {name: m.to(device, common.dtype_of(device)).eval() for name, m in make_models(room, args).items()}
+    configured = args.config.name if args.config else "ES-SSM"
+    settings = {"contexts": contexts, "steps": steps, "threads": 1, "rounds": args.rounds}
+    device, report = begin("decoding_peers", models[configured].config, args, **settings)
+    report["parameters"] = {name: model.num_parameters() for name, model in models.items()}
+    rows: dict[str, tuple[str, int | None]] = {}
+    for name in dict.fromkeys((configured, "ES-SSM")):
+        rows |= {f"{name} K={K}": (name, K) for K in common.clipped((4, 32), models[name].config)}
+    rows |= {label: (label.split(",")[0], None) for label in ("Llama", "Llama, static cache", "Mamba-2")}
+    report["results"] = []
+    with common.threads(1):
+        for context in contexts:
+            report["results"] += measure_peers(models, rows, context, room, steps, args.rounds)
+    common.table(
+        "model context ms(min-max) over_first cache_bytes",
+        [
+            [
+                r["model"],
+                r["context"],
+                common.ms(r["seconds_per_token"]),
+                common.shown(r["time_over_first"]),
+                r["cache_bytes"],
+            ]
+            for r in report["results"]
+        ],
+    )
+    return common.finish(report, args, device)
+
+
+def measure_peers(
+    models: dict[str, Any], rows: dict[str, tuple[str, int | None]], context: int, room: int, steps: int, rounds: int
+) -> list[dict[str, Any]]:
+    """A row of the report for each of `rows`, a model's name and its budget by their label."""
+    device = next(iter(models.values())).device
+    ids = torch.randint(0, 256, (1, context), device=device)
+    calls, sizes = {}, {}
+    for label, (name, budget) in rows.items():
+        one = Decoder(models[name], budget, room if label.endswith("static cache") else None)
+        one.check(ids[:, :SHORT])
+        for piece in ids[:, : SHORT if name == "Mamba-2" else context].split(PIECE, 1):
+            one.read(piece)
+        calls[label], sizes[label] = functools.partial(one.sample, ids[:, -1:], context, steps), one
+    bytes_held = {label: common.state_bytes(one.cache) for label, one in sizes.items()}
+    seconds: dict[str, list[float]] = common.paired(calls, device, rounds, warmup=1, limit_seconds=240.0)
+    first = next(iter(rows))
     return [
-        common.target("cache bytes, longest context over shortest, worst", growth, most=1.0),
-        common.target("cache bytes, a budget over the next larger, worst", falls, most=0.999),
-        common.target("step time, slowest context over fastest, worst", flatness, most=1.05),
+        {
+            "model": label,
+            "context": context,
+            "cache_bytes": bytes_held[label],
+            "seconds_per_token": common.spread([s / steps for s in seconds[label]]),
+            "time_over_first": common.ratio(seconds[label], seconds[first]),
+        }
+        for label in rows
     ]
+
+
+def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
+    lengths = sorted(args.contexts or ([256, 512] if args.quick else [1 << 14, 1 << 16, 1 << 18, 1 << 20]))
+    chunk = args.chunk or (128 if args.quick else 8192)
+    small = {"num_hidden_layers": 2, "hidden_size": 32} if args.quick else {}
+    config = common.configuration(args, filter_length=512 if args.quick else max(*lengths, 1 << 20), **small)
+    (K,) = common.clipped([4], config)
+    device, report = begin("decoding_prompt", config, args, budget=K, chunk=chunk, threads=torch.get_num_threads())
+    model = make_model(config, device)
+    ids = torch.randint(0, 256, (1, lengths[-1]), generator=torch.Generator().manual_seed(0)).to(device)
+    common.check_peak_memory(device)
+    read_prompt(model, ids[:, : 2 * chunk], K, chunk)  # constants of the basis
+    report["results"] = []
+    for length, size in [(lengths[0], None), *((length, chunk) for length in lengths)]:
+        call = functools.partial(read_prompt, model, ids[:, :length], K, size)
+        seconds = common.timed(call, device)
+        row = {"length": length, "chunk": size, "tokens_per_second": length / seconds}
+        report["results"].append(row | {"peak_bytes": common.peak_memory(call, device)})
+    states = (read_prompt(model, ids[:, : lengths[0]], K, size).layers for size in (chunk, None))
+    for in_pieces, whole in zip(*states):
+        common.require_close("state", in_pieces.tensors["features"], whole.tensors["features"])
+    common.table("length chunk tokens/s peak_bytes", [[*row.values()] for row in report["results"]])
+    peaks = [row["peak_bytes"] for row in report["results"][1:]]
+    report["targets"] = [common.target("peak memory, longest prompt over shortest", peaks[-1] / peaks[0], most=1.05)]
+    return common.finish(report, args, device)
+
+
+@torch.inference_mode()
+def read_prompt(model: ESSMForCausalLM, ids: Tensor, budget: int, chunk: int | None) -> ESSMCache:
+    """The state after the prompt and one new byte."""
+    options = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    options |= {"spectral_budget": budget, "prefill_chunk_size": chunk, "return_dict_in_generate": True}
+    return model.generate(ids, **options).past_key_values
+
+
+TABLES = {"contexts": contexts_table, "limit": limit_table, "peers": peers_table, "prompt": prompt_table}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    p = common.parser(__doc__)
+    common.add_config(p)
+    p.add_argument("--table", choices=TABLES, default="contexts")
+    p.add_argument("--contexts", type=int, nargs="+", help="tokens read before, or of the prompts")
+    p.add_argument("--batches", type=int, nargs="+", help="of contexts")
+    p.add_argument("--steps", type=int, help="decoded tokens of one sample")
+    p.add_argument("--chunk", type=int, help="of prompt: tokens of a piece")
+    p.add_argument("--backend", default="inductor", help="of limit: compiles the steps")
+    args = p.parse_args(argv)
+    if args.table == "peers" and args.contexts and min(args.contexts) < SHORT:
+        p.error(f"--contexts of peers must be at least {SHORT}, got {args.contexts}")
+    return TABLES[args.table](args)
 
 
 if __name__ == "__main__":

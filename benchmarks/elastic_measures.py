@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -155,18 +153,8 @@ class Flops(TorchDispatchMode):
 
 @torch.no_grad()
 def cost(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> dict[str, float]:
-    """FLOPs of a position of test streams, batch 1, as they come, and processor seconds of the model's own steps.
-
-    Every row looks at the objective once a position, also one that never refines.
-    """
-    with Flops() as flops:
-        positions = sum(task.stream(model, i, always(depth), **dials) for i in range(streams))
-    return {"flops": flops.total / positions, "seconds": step_seconds(task, model, depth, streams, **dials)}
-
-
-@torch.no_grad()
-def step_seconds(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> float:
-    """Processor seconds of the model's own steps, a position of test streams at batch 1, without the task's part."""
+    """FLOPs of a position of test streams, batch 1, as they come, and processor seconds of the model's own steps,
+    without the task's part. Every row looks at the objective once a position, also one that never refines."""
     original, spent = model.step, 0.0
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -176,18 +164,12 @@ def step_seconds(task: Any, model: Any, depth: int | None = None, streams: int =
         spent += time.process_time() - started
         return output
 
+    with Flops() as flops:
+        positions = sum(task.stream(model, i, always(depth), **dials) for i in range(streams))
     model.step = timed
     try:
-        positions = sum(task.stream(model, i, always(depth), **dials) for i in range(streams))
+        for i in range(streams):
+            task.stream(model, i, always(depth), **dials)
     finally:
         del model.step
-    return spent / positions
-
-
-def times_in_turn(timers: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[str, float]]:
-    """Every timer once a round, in turn, so that a machine's slow minutes meet all: median, least and most of each."""
-    rows: dict[str, list[float]] = {name: [] for name in timers}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            rows[name].append(timer())
-    return {name: {"median": statistics.median(x), "least": min(x), "most": max(x)} for name, x in rows.items()}
+    return {"flops": flops.total / positions, "seconds": spent / positions}

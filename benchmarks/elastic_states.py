@@ -3,49 +3,49 @@
 
     python -m benchmarks.elastic_states --data_dir data --processes 2
     python -m benchmarks.elastic_states --tasks repair --only SSM ESM --seeds 0 --updates 50
-    python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states --time 5
+    python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states
 
-Tasks: loops of real protein chains, and mazes that are seen five cells wide, with four times the updates, of which four
-learn from what a model came through at once. Rows: the recurrence alone (SSM), the same of as many parameters as the
-others (SSM, wide), a causal Transformer, a spectral layer with one of attention (SSM + attention), the elastic state
-model (ESM), Transformers of two thirds of its parameters and of three times as many, and ESMs that learn and work with
-one step everywhere, with another metric, another training of the gate, another penalty on depth, proposals that learn
-from what they were refined to, or no refinement in the first three quarters of training. All learn from the same chains
-and mazes in the same order, coming through them by themselves, and by the objective of their last states and what an
-expert or a native chain says. With the weights of each gated ESM beside its own gate: no refinement, all of it, and its
-mean depth spent everywhere alike, by chance in the gate's proportions, and where a position is difficult before it is
-spent elsewhere; and its thresholds shifted, for a curve of quality by depth. With the weights of every row that learnt
-without refinement the same, in use alone, by a corrector and a gate that have learnt nothing.
+Tasks: loops of real protein chains, and mazes that are seen five cells wide, with four times the updates
+(`benchmarks.elastic_tasks`). Rows: the recurrence alone (SSM), the same of as many parameters as the others (SSM,
+wide), a causal Transformer, a spectral layer with one of attention (SSM + attention), the elastic state model (ESM),
+Transformers of two thirds of its parameters and of three times as many, and ESMs that learn and work with one step
+everywhere, with another metric, another training of the gate, another penalty on depth, proposals that learn from what
+they were refined to, or no refinement in the first three quarters of training. All learn from the same chains and mazes
+in the same order, coming through them by themselves, and by the objective of their last states and what an expert or a
+native chain says. `benchmarks.elastic_measures` says which controls run with the same weights. The weights of every row
+that learnt without refinement are also refined in use alone, by a corrector and a gate that have learnt nothing.
+
 Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
 objective of the proposal and with how wrong the proposal is by what the objective does not see, the mean depth around
-where difficult stretches begin, FLOPs of products, solves and attention a position as counted on sixteen test streams
-(what is done element by element is not), and processor time there, with --time of all rows in turn; quality as a
-multiple of the SSM's and FLOPs of the Transformer's. Of runs at several --rates each row has its best on streams that
-are set aside. One JSON file a run, its weights beside it; a sweep that was killed goes on. With --compile objectives
-are compiled for training, where there is a compiler, in two thirds of the time; costs are those without.
+where difficult stretches begin, FLOPs of a position and processor time, quality as a multiple of the SSM's and FLOPs as
+one of the Transformer's. Of runs at several --rates each row has its best on streams that are set aside.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import time
+import itertools
+import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_model, save_model
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from torch import Tensor
+from transformers import LlamaConfig
+
+from essm_train.files import write_figure
+from essm_train.run.steps import fit
+from modeling_essm import ESSMConfig
+from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, distillation_loss
 
 from . import common, sweeps
-from .elastic_measures import IN_USE, STREAMS, auroc, controls, cost, step_seconds, times_in_turn, told
-from .elastic_tables import METRICS, print_tables, summarise
+from .elastic_measures import AROUND, IN_USE, STREAMS, auroc, controls, cost, told
 from .elastic_tasks import TASKS, Measured, Repair, always
-from .matched_models import Row
-from .sweeps import Run
+from .sweeps import Run, Sweep, mean, shown
 
 METRIC = "metric"  # how a run names what its learning rate is chosen by
 RATES = (3e-3, 1e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
@@ -120,10 +120,6 @@ class Settings:
     compute_penalty: float = 0.03
     test_count: int = 44
 
-    def values(self) -> dict[str, Any]:
-        """As JSON gives them back; in which folder the data lies is not part of them."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "data_dir"}
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Models.
@@ -131,8 +127,6 @@ class Settings:
 
 def make_model(settings: Settings, method: Method, task: Any) -> Any:
     """A new model of the row, at its share of the ESM's parameters, to 5%."""
-    from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
-
     fields = {name: getattr(settings, name) for name in ("latent_size", "hidden_size", "max_refine_depth")}
     fields |= {"num_input_features": task.features, "readout_size": task.readouts, "readout_hidden_size": 64}
     config = ElasticStateConfig(**fields | {"compute_penalty": settings.compute_penalty} | method.fields)
@@ -150,7 +144,6 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
     Raises:
         ValueError: no size is within 5%.
     """
-    from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
 
     def count(config: Any) -> int:
         with torch.device("meta"):
@@ -174,15 +167,11 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
 
 def backbone_config(kind: str, width: int, inner: int) -> Any:
     """One block of a Transformer, or a spectral layer and one of attention, each with its feed-forward layer."""
-    from transformers import LlamaConfig
-
-    from modeling_essm import ESSMConfig
-
     fields: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "vocab_size": 8}
     fields |= {"num_attention_heads": 4, "num_key_value_heads": 4}
     if kind == "transformer":
         return LlamaConfig(**fields, num_hidden_layers=1)
-    fields |= {"block": "gated", "num_hidden_layers": 2, "inner_size": width, "num_heads": 1, "mixing_size": 1}
+    fields |= {"block": "gated", "num_hidden_layers": 2, "inner_size": width, "num_heads": 1}
     layers = ["linear_attention", "full_attention"]
     return ESSMConfig(**fields, layer_types=layers, num_spectral_channels=8, filter_length=512)
 
@@ -196,48 +185,45 @@ def open_task(settings: Settings, name: str) -> Any:
     return TASKS[name](settings.data_dir, settings.test_count)
 
 
-def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
-    """All updates, at a rate that warms up over a tenth and falls to zero; gates that relax harden on the way."""
-    from modeling_essm.companions import distillation_loss
+def one_cycle(parameters: Any, rate: float, updates: int) -> tuple[Any, Any]:
+    """AdamW, and its rate, which warms up over a tenth of the updates and falls to zero."""
+    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
+    warm = 0.1 if updates != 10 else 0.2  # OneCycleLR divides by the updates of a warm-up less one
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=updates, pct_start=warm)
 
-    seconds = 0.0
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
-    warm = 0.1 if settings.updates != 10 else 0.2  # OneCycleLR divides by the updates of a warm-up less one
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=warm)
-    for update in range(settings.updates):
-        depth = method.depth_after(update / settings.updates)
+
+def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
+    """All updates; gates that relax harden on the way."""
+    updates = settings.updates * task.longer
+    met: dict[str, Any] = {}
+
+    def batch(update: int) -> dict[str, Any]:
         if update % task.ahead == 0:
-            rng = np.random.default_rng((run.seed, update))
-            met = task.batch(rng, settings.batch_size * task.ahead, model, always(depth))
-        batch = share(met, update % task.ahead, settings.batch_size)
+            rng, depth = np.random.default_rng((run.seed, update)), method.depth_after(update / updates)
+            met.update(task.batch(rng, settings.batch_size * task.ahead, model, always(depth)))
         if method.fields.get("gate_training") == "relaxed":
-            model.set_gate_temperature(0.1 ** (update / settings.updates))
-        started = time.process_time()
-        model.train()
+            model.set_gate_temperature(0.1 ** (update / updates))
+        return share(met, update % task.ahead, settings.batch_size)
+
+    def losses(update: int, batch: dict[str, Any]) -> list[Tensor]:
         real = batch.get("real")
-        mask = None if method.backbone else real  # other backbones take no mask
         output = model(
             batch["input_features"],
             batch["observations"],
-            attention_mask=mask,
-            refine_depth=depth,
+            attention_mask=None if method.backbone else real,  # other backbones take no mask
+            refine_depth=method.depth_after(update / updates),
             use_cache=False,
         )
         loss = output.loss
         if method.backbone:
             loss = mean_of((1 + model.config.proposal_weight) * output.losses, real)
         loss = loss + task.loss(output, batch)
-        if method.distilled and update >= settings.updates / 2:
+        if method.distilled and update >= updates / 2:
             loss = loss + method.distilled * distillation_loss(output, real)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not bool(torch.isfinite(loss + norm)):
-            return {"diverged": True, "cpu_seconds": seconds}
-        optimizer.step()
-        scheduler.step()
-        seconds += time.process_time() - started
-    return {"diverged": False, "cpu_seconds": seconds}
+        return [loss]
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return fit(model, *one_cycle(trained, run.rate, updates), updates, batch, losses)
 
 
 def share(batch: dict[str, Any], index: int, size: int) -> dict[str, Any]:
@@ -258,65 +244,22 @@ def parameters_of(model: Any, method: Method) -> int:
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(idle))
 
 
-def weights_of(path: Path) -> Path:
-    """Where the weights of the run that this file tells of lie."""
-    return path.with_suffix(".safetensors")
-
-
-def load_trained(path: Path, task: Any) -> Any:
-    """The model of a finished run, in eval mode.
-
-    Raises:
-        ValueError: a run that diverged, or whose weights are gone.
-    """
-    record = json.loads(path.read_text())
-    if record["diverged"] or not weights_of(path).exists():
-        raise ValueError(f"{weights_of(path)} does not exist: the run diverged, or delete {path.name} and train again")
-    settings = Settings("", **record["settings"])
-    model = make_model(settings, ROWS[record["model"]], task)
-    load_model(model, str(weights_of(path)))
-    return model.eval()
-
-
-def compile_objective(model: Any, backend: str = "inductor") -> None:
-    """Of a model: most of the time of an inner step goes into the many small operations of its objective."""
-    import torch._dynamo.config
-    from torch._functorch import config
-
-    config.donated_buffer = False  # a loss and inner steps take gradients from the same graph
-    torch._dynamo.config.recompile_limit = 64  # for as many rows as take a step, with a graph or without
-    model.objective.compile(backend=backend)
-
-
-def perform(settings: Settings, compiled: bool, run: Run, path: Path) -> dict[str, Any]:
-    """Train on one thread, measure, write weights and then the file in one move, return what it holds."""
-    from essm_train.files import write_json
-
+def perform(settings: Settings, run: Run) -> dict[str, Any]:
     task, method = open_task(settings, run.task or ""), ROWS[run.name]
-    with common.threads(1):
-        torch.manual_seed(run.seed)
-        model = make_model(settings, method, task)
-        record: dict[str, Any] = {"task": run.task, "model": run.name, "rate": run.rate, "seed": run.seed}
-        record |= {"settings": settings.values(), "definition": definition(settings, run)}
-        long = dataclasses.replace(settings, updates=settings.updates * task.longer)
-        if compiled:
-            compile_objective(model)
-        record |= {"parameters": parameters_of(model, method)} | train(model, method, task, long, run)
-        if record["diverged"]:
-            record[METRIC] = None
-        else:
-            model.eval()
-            most, own = settings.max_refine_depth, task.measure(model, always(method.depth))
-            record["own"], record[METRIC] = told(own, most), {"1": task.validate(model, always(method.depth))}
-            record["controls"] = other_depths(task, model, method, own, most, run.seed)
-            model.set_objective(task.objective())
-            streams = min(STREAMS, settings.test_count)
-            record["cost"] = cost(task, model, method.depth, streams)
-            if IN_USE in record["controls"]:
-                record["cost_in_use"] = cost(task, model, None, streams)
-            save_model(model, str(weights_of(path)))
-        record["machine"] = common.machine(torch.device("cpu"))
-    write_json(path, record)
+    torch.manual_seed(run.seed)
+    model = make_model(settings, method, task)
+    record = {"parameters": parameters_of(model, method)} | train(model, method, task, settings, run)
+    if record["diverged"]:
+        return record | {METRIC: None}
+    model.eval()
+    most, own = settings.max_refine_depth, task.measure(model, always(method.depth))
+    record |= {"own": told(own, most), METRIC: {"1": task.validate(model, always(method.depth))}}
+    record["controls"] = other_depths(task, model, method, own, most, run.seed)
+    model.set_objective(task.objective())
+    streams = min(STREAMS, settings.test_count)
+    record["cost"] = cost(task, model, method.depth, streams)
+    if IN_USE in record["controls"]:
+        record["cost_in_use"] = cost(task, model, None, streams)
     return record
 
 
@@ -331,82 +274,166 @@ def other_depths(task: Any, model: Any, method: Method, own: Measured, most: int
     return {IN_USE: told(in_use, most)} | controls(task, model, in_use, most, seed)
 
 
-def definition(settings: Settings, run: Run) -> dict[str, Any]:
-    """What a run found must have been made with."""
-    task = open_task(settings, run.task or "").identity
-    return json.loads(json.dumps({"task": task, "row": dataclasses.asdict(ROWS[run.name])}))
+def define(settings: Settings, run: Run) -> dict[str, Any]:
+    return {"task": open_task(settings, run.task or "").identity, "row": dataclasses.asdict(ROWS[run.name])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs.
 
+TOLD = (
+    *("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult"),
+    *("depth_difficult", "depth_easy", "proposal_objective", "objective", "lowered"),
+)
 
-def time_rows(results: list[dict[str, Any]], settings: Settings, runs_dir: Path, rounds: int) -> None:
-    """Write in each row "seconds_in_turn", those a position of the model of its first seed: median, least and most.
 
-    Raises:
-        ValueError: weights are gone.
-    """
+def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every row at its best rate, and its controls, of every task, in this order: means and deviations over seeds."""
+    results, curves = [], {}
+    for task, model in itertools.product(TASKS, ROWS):
+        runs = [record for record in records if (record["task"], record["model"]) == (task, model)]
+        rates, whole = sweeps.at_best_rate(runs, METRIC) if runs else ({}, [])
+        curves[task, model] = {run["seed"]: curve_of(run) for run in whole if run["controls"]}
+        for control in (None, *whole[0]["controls"]) if whole else ():
+            found = [r["own"] if control is None else r["controls"][control] for r in whole]
+            row: dict[str, Any] = {"task": task, "model": model, "control": control}
+            row |= {"seeds": [r["seed"] for r in whole], "parameters": whole[0]["parameters"]}
+            row |= {"rate": whole[0]["rate"], "rates": {f"{rate:g}": value for rate, value in rates.items()}}
+            for name in (*found[0]["values"], *TOLD):
+                values = [f["values"].get(name, f.get(name, math.nan)) for f in found]
+                if all(map(math.isfinite, values)):  # no correlation where depth is constant, no detour without arrival
+                    row[name] = mean(values)
+            if costs := {None: "cost", IN_USE: "cost_in_use"}.get(control):
+                row |= {name: mean([r[costs][name] for r in whole]) for name in ("flops", "seconds")}
+            if control is None and (aligned := [f["around_events"] for f in found if "around_events" in f]):
+                row["around_events"] = [None if None in at else mean([*at]) for at in zip(*aligned)]
+            results.append(row)
+    return [row | relative(row, results) | at_equal_depth(row, results, curves) for row in results]
+
+
+def curve_of(run: dict[str, Any]) -> list[tuple[float, float]]:
+    """Mean depths, rising, and the task's metric there, of one run with a gate."""
+    found = [run["own"], *(each for control, each in run["controls"].items() if of_gate(control))]
+    return sorted((each["mean_depth"], each["values"][TASKS[run["task"]].metric]) for each in found)
+
+
+def of_gate(control: str | None) -> bool:
+    """Whether depths are the gate's, whatever its thresholds: none and all are the ends of that."""
+    return control in (None, "none", "all", IN_USE) or control.startswith("thresholds")
+
+
+def at_equal_depth(
+    row: dict[str, Any], results: list[dict[str, Any]], curves: dict[tuple[str, str], dict[int, Any]]
+) -> dict[str, Any]:
+    """What each seed of a row with a gate reaches at the mean depth of the ESM's, "at_esm_depth"; and how much more
+    that is than what the ESM of that seed has there, "minus_esm", with its "seeds", those that both have."""
+    esm = next((r for r in results if (r["task"], r["model"], r["control"]) == (row["task"], "ESM", None)), None)
+    own, peers = (curves.get((row["task"], model), {}) for model in (row["model"], "ESM"))
+    if esm is None or row["control"] is not None or not own:
+        return {}
+    depth = esm["mean_depth"]["mean"]
+    there, theirs = (
+        {seed: float(np.interp(depth, *zip(*curve))) for seed, curve in each.items()} for each in (own, peers)
+    )
+    found: dict[str, Any] = {"at_esm_depth": mean([*there.values()])}
+    if shared := [there[seed] - theirs[seed] for seed in there if seed in theirs]:
+        found["minus_esm"] = mean(shared) | {"seeds": len(shared)}
+    return found
+
+
+def relative(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, float]:
+    """Against its peers: "over_ssm", the task's metric as a multiple, and "flops_over_transformer"."""
+    peers = {r["model"]: r for r in results if r["task"] == row["task"] and r["control"] is None}
+    metric, found = TASKS[row["task"]].metric, {}
+    if "SSM" in peers and (least := peers["SSM"][metric]["mean"]):
+        found["over_ssm"] = row[metric]["mean"] / least
+    if "Transformer" in peers and "flops" in row:
+        found["flops_over_transformer"] = row["flops"]["mean"] / peers["Transformer"]["flops"]["mean"]
+    return found
+
+
+def print_tables(results: list[dict[str, Any]]) -> None:
+    """A table for each task; rows of controls are indented."""
     for task in dict.fromkeys(r["task"] for r in results):
-        opened, timers = open_task(settings, task), {}
-        for row in (r for r in results if r["task"] == task and r["control"] is None):
-            run = Run(row["model"], row["rate"], row["seeds"][0], task)
-            model, depth = load_trained(runs_dir / run.file, opened), ROWS[row["model"]].depth
-            timers[row["model"]] = functools.partial(
-                step_seconds, opened, model, depth, min(STREAMS, settings.test_count)
-            )
-        with common.threads(1):
-            found = times_in_turn(timers, rounds)
-        for row in (r for r in results if r["task"] == task and r["control"] is None):
-            row["seconds_in_turn"] = found[row["model"]]
+        columns = ("mean_depth", "auroc", "error_correlation", "at_esm_depth", "minus_esm", "flops")
+        rows = []
+        for r in (r for r in results if r["task"] == task):
+            name = r["model"] if r["control"] is None else f"..{r['control']}"
+            rows.append([name, len(r["seeds"]), *(shown(r.get(c)) for c in (TASKS[task].metric, *columns))])
+        print(f"\n{task}")
+        common.table(f"row seeds {TASKS[task].metric} {' '.join(columns)}", rows)
+
+
+def draw_rows(results: list[dict[str, Any]]) -> Figure:
+    """Quality by FLOPs for every row, hollow where it is refined in use alone, and depth about where difficult
+    stretches begin; a column a task."""
+    tasks = [*dict.fromkeys(r["task"] for r in results)]
+    figure = Figure(figsize=(8 * len(tasks), 8), layout="constrained")
+    panels = figure.subplots(2, len(tasks), squeeze=False, height_ratios=(5, 3))
+    for axes, below, task in zip(*panels, tasks):
+        metric = TASKS[task].metric
+        for r in (r for r in results if r["task"] == task and r["control"] in (None, IN_USE)):
+            own, color = r["control"] is None, color_of(r["model"])
+            style = {"marker": "o" if r["model"].startswith("ESM") else "s", "color": color, "capsize": 2}
+            style |= {"label": r["model"]} if own else {"markerfacecolor": "none"}
+            axes.errorbar(r["flops"]["mean"], r[metric]["mean"], yerr=r[metric]["deviation"], **style)
+            aligned = [np.nan if at is None else at["mean"] for at in r.get("around_events", [])]
+            below.plot(np.arange(len(aligned)) - AROUND, aligned, color=color)
+        axes.set(xscale="log", xlabel="FLOPs a position", ylabel=metric, title=task)
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+        below.set(xlabel="steps after a difficult stretch begins", ylabel="mean depth K_t", ylim=(0, None))
+    return figure
+
+
+def draw_depths(results: list[dict[str, Any]]) -> Figure:
+    """Quality by mean depth of every row that can be refined, the thresholds of its gate shifted, its own depth
+    marked; and the ESM's mean depth spent otherwise. A panel a task."""
+    tasks = [*dict.fromkeys(r["task"] for r in results)]
+    figure = Figure(figsize=(9 * len(tasks), 5.5), layout="constrained")
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks):
+        metric = TASKS[task].metric
+        for model in ROWS:
+            rows = [r for r in results if (r["task"], r["model"]) == (task, model)]
+            points = sorted((r["mean_depth"]["mean"], r[metric]["mean"]) for r in rows if of_gate(r["control"]))
+            if len(points) > 1:
+                axes.plot(*zip(*points), color=color_of(model), label=model)
+            for r in rows if model == "ESM" else ():
+                mark = {None: "o", "mean everywhere": "x", "by chance": "+", "where difficult": "^"}.get(r["control"])
+                axes.plot(r["mean_depth"]["mean"], r[metric]["mean"], mark or ",", color="black")
+        axes.set(xlabel="mean depth K", ylabel=metric, title=task)
+        axes.set_xscale("symlog", linthresh=0.1)  # most is decided below one step
+        axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def color_of(model: str) -> Any:
+    return "black" if model == "ESM" else colormaps["tab20"]([*ROWS].index(model))
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables and write them."""
+    """Perform what is missing, then print the tables, draw and write them."""
     p = common.parser(__doc__)
-    p.add_argument("--tasks", nargs="+", default=[*TASKS], choices=TASKS)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
-    p.add_argument("--time", type=int, default=0, metavar="ROUNDS", help="time the models of all rows anew, in turn")
-    p.add_argument("--compile", action="store_true", help="compile objectives to train with")
-    sweeps.add_arguments(p, {name: Row(1, rates=RATES) for name in ROWS}, "runs/elastic_states", updates=400)
+    sweeps.add_arguments(p, ROWS, "runs/elastic_states", 400, TASKS)
     args = p.parse_args(argv)
-    sweeps.check_arguments(p, args)
-    if args.time < 0:
-        p.error(f"--time must be at least 0 rounds, got {args.time}")
-    names = args.only or [*ROWS]
-    if not args.table:
-        settings = Settings(args.data_dir, args.updates)
-        if args.quick:
-            settings = dataclasses.replace(settings, updates=min(args.updates, 2), test_count=2, batch_size=2)
-        rows = {name: Row(1, rates=RATES) for name in names}
-        runs = sweeps.runs_of(rows, names, args, args.tasks)
-
-        def wanted(run: Run) -> dict[str, Any]:
-            return settings.values() | {"definition": definition(settings, run)}
-
-        sweeps.sweep(
-            runs, args.runs_dir, args.processes, functools.partial(perform, settings, args.compile), wanted, METRIC
-        )
-    records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
+    settings = Settings(args.data_dir, args.updates)
+    if args.quick:
+        settings = Settings(args.data_dir, min(args.updates, 2), batch_size=2, test_count=2)
+    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
     device, report = common.start("elastic_states", args, **records[0]["settings"])
-    report["results"] = summarise(records, ROWS)
-    if args.time:
-        measured = Settings(args.data_dir, **records[0]["settings"])
-        time_rows(report["results"], measured, args.runs_dir, args.time)
+    report["results"] = summarise(records)
     print_tables(report["results"])
-    if "repair" in args.tasks and (Path(args.data_dir) / "protein_chains").is_dir():
+    if "repair" in args.tasks:
         report["references"] = {
             name: found.values | {"objective_auroc": auroc(found.losses.flatten(), found.difficult.flatten())}
             for name, found in Repair(args.data_dir, records[0]["settings"]["test_count"]).references().items()
         }
-        metrics = [*(name for name in METRICS if name in report["references"]["native"]), "objective_auroc"]
-        rows = [
-            [name.replace(" ", "_"), *(f"{values[m]:.4f}" for m in metrics)]
-            for name, values in report["references"].items()
-        ]
-        print("\nthe chains of repair themselves, and how well their objective tells loops")
-        common.table(f"chain {' '.join(metrics)}", rows)
-    return common.finish(report, args, device)
+        print(f"\nthe chains of repair themselves: {report['references']}")
+    common.finish(report, args, device)
+    path = common.report_path(report, args, device)
+    for name, figure in {"": draw_rows(report["results"]), "_depths": draw_depths(report["results"])}.items():
+        write_figure(path.with_name(f"{path.stem}{name}.png"), figure, dpi=110)
+    return report
 
 
 if __name__ == "__main__":

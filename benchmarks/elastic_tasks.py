@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,6 @@ class Measured:
         errors: (B, L) of proposals, by what the objective does not see: distance in bonds of the step from the native
             one, or 1 where the move that they speak for is on no shortest way.
         difficult: (B, L) bool. real: (B, L) bool, positions that exist.
-        places: (B, L, ..), where the model was at each position, for figures.
     """
 
     values: dict[str, float]
@@ -56,7 +55,6 @@ class Measured:
     errors: Tensor
     difficult: Tensor
     real: Tensor
-    places: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class Repair:
@@ -96,7 +94,7 @@ class Repair:
             output = model.step(given, cache, seen, refine_depth=depths(batch["loop"][:, t]), **dials)
             cache, y = output.past_key_values, output.readouts[:, 0]
             place = place + y
-            row = {"features": given, "readouts": y, "places": place, "depths": output.refine_depths[:, 0]}
+            row = {"features": given, "readouts": y, "depths": output.refine_depths[:, 0]}
             row |= {"losses": output.proposal_losses[:, 0], "refined": output.losses[:, 0]}
             if errors:
                 proposed = model.readout(output.proposals[:, 0]).to(y.dtype)
@@ -125,16 +123,13 @@ class Repair:
         test, found = self.test, self.follow(model, self.test, depths, errors=True, **dials)
         values = chains.quality(found["readouts"], found["refined"], test)
         told = (found[name] for name in ("depths", "losses", "refined", "errors"))
-        return Measured(values, *told, test["loop"], torch.ones_like(test["loop"]), found["places"])
+        return Measured(values, *told, test["loop"], torch.ones_like(test["loop"]))
 
     def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
         """Run the model along one test window, batch 1; its positions."""
-        return self.follow(model, self.window(index), depths, **dials)["readouts"].shape[1]
-
-    def window(self, index: int) -> dict[str, Any]:
-        """A batch of one test window."""
         one: dict[str, Any] = {name: x[index : index + 1] for name, x in self.test.items() if isinstance(x, Tensor)}
-        return one | {"observations": {name: x[index : index + 1] for name, x in self.test["observations"].items()}}
+        one["observations"] = {name: x[index : index + 1] for name, x in self.test["observations"].items()}
+        return self.follow(model, one, depths, **dials)["readouts"].shape[1]
 
     @torch.no_grad()
     def references(self) -> dict[str, Measured]:
@@ -212,7 +207,6 @@ class Maze:
                     "expert": torch.tensor([walk.expert() for walk in walks]),
                     "real": torch.tensor([not walk.arrived for walk in walks]),
                     "late": torch.tensor([walk.late for walk in walks]),
-                    "place": torch.tensor([walk.at for walk in walks]),
                     "difficult": difficult,
                     "actions": mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1),
                     "depths": output.refine_depths[:, 0],
@@ -269,9 +263,6 @@ class Maze:
             self.starts[seed] = [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
         return copy.deepcopy(self.starts[seed])
 
-    def test_walks(self) -> list[mazes.Walk]:
-        return self.walks(self.test_seed)
-
     def walk(self, model: Any, walks: list[mazes.Walk], depths: Depths, **dials: Any) -> dict[str, Tensor]:
         """Walkers that go where the values say, until all have arrived or are late: what `follow` gives, (B, L, ..)."""
         rows, steps = [], self.follow(model, walks, depths, **dials)
@@ -293,17 +284,17 @@ class Maze:
         return 1 - sum(walk.arrived for walk in walks) / len(walks)
 
     def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
-        walks = self.test_walks()
+        walks = self.walks(self.test_seed)
         seen = self.walk(model, walks, depths, errors=True, **dials)
         arrived = [walk.steps / walk.optimal for walk in walks if walk.arrived]
         values = {"failures": 1 - len(arrived) / len(walks)}
         values["detour"] = float(np.mean(arrived)) if arrived else float("nan")
-        fields = (seen[name] for name in ("depths", "losses", "refined", "errors", "difficult", "real", "place"))
+        fields = (seen[name] for name in ("depths", "losses", "refined", "errors", "difficult", "real"))
         return Measured(values, *fields)
 
     def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
         """Run the model through one test maze, batch 1; its positions."""
-        return self.walk(model, self.test_walks()[index : index + 1], depths, **dials)["real"].shape[1]
+        return self.walk(model, self.walks(self.test_seed)[index : index + 1], depths, **dials)["real"].shape[1]
 
 
 def observation_of(seen: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,24 +1,21 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Everything that a GPU has to tell, in one call of at most nine minutes, in one file.
+"""All measurements that a GPU makes possible, in one call that respects a time limit.
 
-    python -m benchmarks.gpu_all --seconds 540
-    python -m benchmarks.gpu_all --parts tests layers            some of it
-    python -m benchmarks.gpu_all --device cpu --quick            to see that it runs
+    python -m benchmarks.gpu_all --seconds 540 [--model runs/train_clm/model]
 
-Parts run one after the other, each in a process of its own, so that a crash of one costs the others nothing:
+Every part is a process of its own, so that one that fails costs the others nothing:
 
-tests       what is marked `gpu`: fp32, bf16 and with TF32 allowed, against the definition in fp64
-layers      operator and whole blocks against floor, FFT, plain torch, simple GLA and Mamba-2 (benchmarks.gpu_layers)
-step        a training step beside Llama and Mamba-2 of the same size: time and memory (benchmarks.training_step);
-            again with our Triton kernels
+tests       the tests marked `gpu`
+layer       Eq. (7) by matrix products beside the FFT (benchmarks.spectral_layer)
+step        a training step beside Llama and Mamba-2 (benchmarks.training_step --table models)
+compiled    a training step eager and by torch.compile (benchmarks.training_step --table essm)
 limit       decoding with CUDA graphs against the reading of the weights (benchmarks.decoding --table limit)
 contexts    decoding after short and long contexts, batches of 1 and 16 (benchmarks.decoding)
-quantized   weights of 8 and 4 bits: quality, memory, decoding; of --model (benchmarks.quantization)
 drafted     drafts at a small budget; of --model (benchmarks.speculative)
 
 The file is written every few seconds, with what the running part has written so far, so the call may be stopped at
 any time. A part has its own limit, and never more than what is left; one for which there is no time is not begun, and
-the file says so. `--model` is a trained language model; without one, the last two parts are left out.
+the file says so.
 """
 
 from __future__ import annotations
@@ -26,12 +23,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,48 +51,44 @@ class Part:
     seconds: float
     needs_model: str = ""  # the argument that takes --model
     reports: bool = True
-    kernels: bool = False  # run with our Triton kernels
+
+    def arguments(self, args: argparse.Namespace) -> list[str]:
+        """What every benchmark is told besides."""
+        options = ["--device", args.device, *(["--quick"] if args.quick else [])] if self.reports else []
+        return [*self.command, *options, *([self.needs_model, str(args.model)] if self.needs_model else [])]
 
 
-def _benchmark(name: str, seconds: float, *arguments: str, needs_model: str = "", kernels: bool = False) -> Part:
-    return Part(("-m", f"benchmarks.{name}", *arguments), seconds, needs_model, kernels=kernels)
+def _benchmark(name: str, seconds: float, *arguments: str, needs_model: str = "") -> Part:
+    return Part(("-m", f"benchmarks.{name}", *arguments), seconds, needs_model)
 
 
-_STEP = ("--table", "models", *GATED, "--length", "4096", "--batch", "8")
 PARTS = {
     "tests": Part(("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/package"), 120, reports=False),
-    "layers": _benchmark("gpu_layers", 170, "--rounds", "5"),
-    "step": _benchmark("training_step", 70, *_STEP),
-    "step, kernels": _benchmark("training_step", 60, *_STEP, kernels=True),
+    "layer": _benchmark("spectral_layer", 120, "--lengths", "16384", "--batches", "4", "--rounds", "5"),
+    "step": _benchmark("training_step", 90, "--table", "models", *GATED, "--length", "4096", "--batch", "8"),
+    "compiled": _benchmark("training_step", 90, "--table", "essm", *GATED, "--length", "4096", "--batch", "8"),
     "limit": _benchmark("decoding", 70, "--table", "limit", *GATED),
     "contexts": _benchmark("decoding", 60, *GATED, "--contexts", "1024", "65536", "--rounds", "3"),
-    "quantized": _benchmark("quantization", 60, needs_model="--models"),
     "drafted": _benchmark("speculative", 60, needs_model="--model"),
 }
 
 
-def run_part(part: Part, options: Sequence[str], seconds: float) -> Iterator[dict[str, Any]]:
+def run_part(command: list[str], reports: bool, seconds: float) -> Iterator[dict[str, Any]]:
     """Run it. Yields now and then, and at the end, what became of it: output's end and, if it wrote one, its report."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "report.json", Path(folder) / "log"
-        command = [*part.command, *options, *(("--out", str(out)) if part.reports else ())]
+        command = [sys.executable, *command, *(("--out", str(out)) if reports else ())]
         start = time.perf_counter()
         with log.open("w") as output:
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                cwd=ROOT,
-                env=os.environ | {"ESSM_TRITON": "1" if part.kernels else "0"},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         try:
             code: int | None = None
             while code is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     code = process.wait(POLL_SECONDS)
                 passed = time.perf_counter() - start
-                record: dict[str, Any] = {"status": "running", "seconds": passed, "command": " ".join(part.command)}
-                record |= {"options": list(options), "output": log.read_text(errors="replace")[-TAIL:]}
+                record: dict[str, Any] = {"status": "running", "seconds": passed, "command": " ".join(command[1:])}
+                record["output"] = log.read_text(errors="replace")[-TAIL:]
                 if out.is_file():
                     record["report"] = json.loads(out.read_text())
                 if code is not None:
@@ -107,12 +99,6 @@ def run_part(part: Part, options: Sequence[str], seconds: float) -> Iterator[dic
         finally:
             process.kill()
             process.wait()
-
-
-def options_of(part: Part, args: argparse.Namespace) -> list[str]:
-    """What every benchmark is told besides."""
-    options = ["--device", args.device, *(["--quick"] if args.quick else [])] if part.reports else []
-    return options + ([part.needs_model, str(args.model)] if part.needs_model else [])
 
 
 def run_all(parts: dict[str, Part], args: argparse.Namespace, report: dict[str, Any], path: Path) -> None:
@@ -127,7 +113,7 @@ def run_all(parts: dict[str, Part], args: argparse.Namespace, report: dict[str, 
             results[name] = {"status": f"not begun: {max(0, left):.0f} s were left"}
         else:
             print(f"{name}: {' '.join(part.command)}", flush=True)
-            for results[name] in run_part(part, options_of(part, args), min(part.seconds, left)):
+            for results[name] in run_part(part.arguments(args), part.reports, min(part.seconds, left)):
                 write_json(path, report, indent=1)
             print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
         write_json(path, report, indent=1)
@@ -139,8 +125,6 @@ def main(argv: list[str] | None = None) -> dict:
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     p.add_argument("--model", type=Path, help="saved language model, trained")
     args = p.parse_args(argv)
-    if args.seconds <= 0:
-        p.error(f"--seconds must be positive, got {args.seconds:g}")
     if args.model is not None and not (args.model / "config.json").is_file():
         p.error(f"--model must be the folder of a saved model, and {args.model} has no config.json")
     args.model = args.model and args.model.resolve()

@@ -6,13 +6,13 @@
     python -m benchmarks.gpu_train ... --models flagship                     all of the time
 
 Byte-level language models of about 130M parameters read random windows of the same text: the model of
-hub_configs/essm-gated-130m with a random budget each update, Llama, and Mamba-2 on its own kernels (`gpu_peers`). Each
-has a share of the seconds; the learning rate rises over the first updates and falls to zero over the last quarter of
-the share, whatever that comes to in updates. bf16 autocast over fp32 weights. Held-out bits per byte are measured at
-the end, of the flagship at several budgets.
+hub_configs/essm-gated-130m with a random budget each update, Llama, and Mamba-2 by chunks in torch. Each has a share of
+the seconds; the learning rate rises over the first updates and falls to zero over the last quarter of the share,
+whatever that comes to in updates. bf16 autocast over fp32 weights. Held-out bits per byte are measured at the end, of
+the flagship at several budgets. `--compile` compiles the models, the flagship once for each budget.
 
 A run that was stopped goes on from its last checkpoint in --output_dir when started again: seconds already spent count.
-The report is written at every checkpoint. A model that cannot be made here is named in it with the reason.
+The report is written at every checkpoint.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 
+from essm_train.baselines.mamba import by_chunks
 from essm_train.files import replacing, write_json
+from essm_train.run.steps import adamw, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.training.budget_dropout import budget_schedule
+from modeling_essm.training.budget_dropout import allow_compiled_budgets, budget_schedule
 
 from . import common
-from .gpu_peers import Mamba2Block
 
 VOCABULARY, END = 259, 258
 WARMUP, DECAY = 100, 0.25  # updates, share of the seconds
@@ -43,28 +44,21 @@ FLAGSHIP = "hub_configs/essm-gated-130m"
 SHARES = {"flagship": 0.6, "Mamba-2": 0.2, "Llama": 0.2}
 
 
-class Mamba2LM(nn.Module):
-    """Embedding, Mamba-2 blocks, norm, tied head: (B, L) ids -> (B, L, vocabulary) logits."""
-
-    def __init__(self, width: int, layers: int, **sizes: int):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        nn.init.normal_(self.embed.weight, std=0.1)
-        self.layers = nn.ModuleList([Mamba2Block(width, **sizes) for _ in range(layers)])
-        self.norm = nn.RMSNorm(width)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return F.linear(self.norm(x), self.embed.weight)
+# ---------------------------------------------------------------------------------------------------------------------
+# Models.
 
 
 def make_model(name: str, quick: bool) -> nn.Module:
-    """A new model. Raises ImportError where Mamba-2's kernels are absent."""
+    """A new model."""
     torch.manual_seed(0)
     if name == "Mamba-2":
-        return Mamba2LM(*((32, 2) if quick else (1024, 20)), **({"head": 16, "state": 16} if quick else {}))
+        sizes = (32, 2, 4, 16, 16) if quick else (1024, 20, 32, 64, 128)
+        names = ("hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size")
+        fields = {"n_groups": 1, "chunk_size": 64, "tie_word_embeddings": True, "use_cache": False}
+        fields |= {"vocab_size": VOCABULARY, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": END}
+        model = Mamba2ForCausalLM(Mamba2Config(**fields, **dict(zip(names, sizes))))
+        by_chunks(model)
+        return model
     if name == "Llama":
         width, layers = (32, 2) if quick else (1024, 10)
         shape = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 11 * width // 4}
@@ -72,19 +66,20 @@ def make_model(name: str, quick: bool) -> nn.Module:
         return LlamaForCausalLM(
             LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=heads, tie_word_embeddings=True, **shape)
         )
-    config = ESSMConfig.from_pretrained(Path(__file__).parent.parent / FLAGSHIP)
-    if quick:
-        again = {"inner_size": None, "gate_hidden_size": None, "layer_types": None, "mixing_size": None}
-        config = ESSMConfig.from_dict(config.to_dict() | again, hidden_size=32, num_hidden_layers=2, filter_length=512)
-    return ESSMForCausalLM(config)
+    folder = argparse.Namespace(config=Path(__file__).parent.parent / FLAGSHIP)
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if quick else {}
+    return ESSMForCausalLM(common.configuration(folder, **small))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text, loss and training.
 
 
 def read_stream(path: Path) -> Tensor:
     """(n,) int16: the bytes of every text in the column `text` of a Parquet file, each text ended by <eos>."""
-    pieces = []
+    end, pieces = torch.tensor([END], dtype=torch.int16), []
     for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
-        pieces += [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(torch.int16)]
-        pieces += [torch.tensor([END], dtype=torch.int16)]
+        pieces += [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(torch.int16), end]
     return torch.cat(pieces)
 
 
@@ -94,17 +89,11 @@ def windows(stream: Tensor, batch: int, length: int, generator: torch.Generator,
     return stream[starts + torch.arange(length + 1)].to(device, torch.long)
 
 
-def logits_of(model: nn.Module, ids: Tensor, budget: int | None) -> Tensor:
-    if isinstance(model, Mamba2LM):
-        return model(ids)
-    arguments = {} if budget is None else {"spectral_budget": budget}
-    return model(input_ids=ids, use_cache=False, **arguments).logits
-
-
 def loss_of(model: nn.Module, ids: Tensor, budget: int | None) -> Tensor:
     """() mean nats of the next byte."""
+    options = {} if budget is None else {"spectral_budget": budget}
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
-        logits = logits_of(model, ids[:, :-1], budget)
+        logits = model(input_ids=ids[:, :-1], use_cache=False, **options).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
@@ -119,23 +108,18 @@ def bits_per_byte(model: nn.Module, stream: Tensor, length: int, count: int, bud
     return float(torch.stack(losses).mean()) / math.log(2)
 
 
-def rate(update: int, share: float) -> float:
+def rate(number: int, share: float) -> float:
     """Factor of the learning rate at an update, when that share of the seconds is over."""
-    return min(1.0, (update + 1) / WARMUP, max(0.0, (1 - share) / DECAY))
+    return min(1.0, (number + 1) / WARMUP, max(0.0, (1 - share) / DECAY))
 
 
 class Run:
-    """One model's training, on disk in `folder`."""
+    """One model's training, on disk in --output_dir."""
 
-    def __init__(self, name: str, folder: Path, seconds: float, args: argparse.Namespace, device: torch.device):
-        self.path, self.seconds, self.args, self.device = folder / f"{name}.pt", seconds, args, device
+    def __init__(self, name: str, seconds: float, args: argparse.Namespace, device: torch.device):
+        self.path, self.seconds, self.args, self.device = args.output_dir / f"{name}.pt", seconds, args, device
         self.model = make_model(name, args.quick).to(device).train()
-        groups = [[p for p in self.model.parameters() if (p.ndim > 1) == decayed] for decayed in (True, False)]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}],
-            lr=args.learning_rate,
-            betas=(0.9, 0.95),
-        )
+        self.optimizer = adamw(self.model, args.learning_rate)
         self.draw = torch.Generator().manual_seed(0)
         self.state: dict[str, Any] = {"updates": 0, "seconds": 0.0, "losses": []}
         if self.path.is_file():
@@ -144,10 +128,13 @@ class Run:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.draw.set_state(saved["draw"])
             self.state = saved["state"]
-        config = getattr(self.model, "config", None)
-        self.budgets = None
-        if isinstance(config, ESSMConfig):
-            self.budgets = budget_schedule("discrete", config.num_spectral_channels, 0)
+        self.schedule = None
+        if isinstance(config := getattr(self.model, "config", None), ESSMConfig):
+            self.schedule = budget_schedule("discrete", config.num_spectral_channels, 0)
+        self.budgets: tuple[int | None, ...] = (None,) if self.schedule is None else self.schedule.budgets
+        if args.compile:
+            allow_compiled_budgets(len(self.budgets))
+            self.model.compile()
 
     def save(self) -> None:
         """In one move."""
@@ -162,14 +149,11 @@ class Run:
         args, state, since = self.args, self.state, time.monotonic()
         begun, saved = state["seconds"], time.monotonic()
         while state["seconds"] < self.seconds:
-            budget = None if self.budgets is None else self.budgets(state["updates"])[0]
+            budget = None if self.schedule is None else self.schedule(state["updates"])[0]
             for group in self.optimizer.param_groups:
                 group["lr"] = args.learning_rate * rate(state["updates"], state["seconds"] / self.seconds)
             loss = loss_of(self.model, windows(stream, args.batch, args.length, self.draw, self.device), budget)
-            loss.backward()
-            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            update(self.optimizer, [loss], self.model.parameters(), check=lambda *_: None)
             if state["updates"] % args.log_every == 0:
                 bits = float(loss.detach()) / math.log(2)  # waits for the device
                 state["losses"].append([state["updates"], budget, bits])
@@ -188,9 +172,8 @@ class Run:
         record["tokens_per_second"] = tokens / max(self.state["seconds"], 1e-9)
         if held_out is not None:
             length = min(self.args.length, len(held_out) - 1)
-            budgets: tuple[int | None, ...] = (None,) if self.budgets is None else self.budgets.budgets
             record["bits_per_byte"] = {
-                str(K): bits_per_byte(self.model, held_out, length, self.args.windows, K) for K in budgets
+                str(K): bits_per_byte(self.model, held_out, length, self.args.windows, K) for K in self.budgets
             }
         if self.device.type == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
@@ -210,41 +193,28 @@ def main(argv: list[str] | None = None) -> dict:
     p.add_argument("--windows", type=int, default=64, help="held-out windows that are scored")
     p.add_argument("--log_every", type=int, default=10, help="updates")
     p.add_argument("--save_seconds", type=float, default=60.0)
+    p.add_argument("--compile", action="store_true", help="with torch.compile")
     args = p.parse_args(argv)
-    for name in ("train_file", "text_file"):
-        if not getattr(args, name).is_file():
-            p.error(f"--{name}: there is no file {getattr(args, name)}")
-    settings = {name: getattr(args, name) for name in ("seconds", "batch", "length", "learning_rate", "windows")}
+    settings = {name: getattr(args, name) for name in ("seconds", "batch", "length", "learning_rate", "compile")}
     device, report = common.start("gpu_train", args, **settings)
     stream, held_out = read_stream(args.train_file), read_stream(args.text_file)
     if min(len(stream), len(held_out)) <= args.length:
-        p.error(
-            f"--length must be shorter than either text ({len(stream)} and {len(held_out)} bytes), got {args.length}"
-        )
+        p.error(f"--length must be below the bytes of each text, {len(stream)} and {len(held_out)}, got {args.length}")
     path, total = common.report_path(report, args, device), sum(SHARES[name] for name in args.models)
+    path.parent.mkdir(parents=True, exist_ok=True)
     report["results"] = {}
     for name in args.models:
-        try:
-            run = Run(name, args.output_dir, args.seconds * SHARES[name] / total, args, device)
-        except ImportError as error:
-            report["results"][name] = {"missing": str(error)}
-            print(f"{name} is missing: {error}", flush=True)
-            continue
+        run = Run(name, args.seconds * SHARES[name] / total, args, device)
 
-        def wrote(name: str = name, run: Run = run) -> None:
-            report["results"][name] = run.report(None)
+        def wrote(held_out: Tensor | None = None, name: str = name, run: Run = run) -> None:
+            report["results"][name] = run.report(held_out)
             write_json(path, report, indent=1)
 
         run.train(stream, wrote)
-        report["results"][name] = result = run.report(held_out)
-        write_json(path, report, indent=1)
-        bits = ", ".join(
-            f"K = {K}: {value:.3f}" if K != "None" else f"{value:.3f}" for K, value in result["bits_per_byte"].items()
-        )
-        print(
-            f"{name}: {result['updates']} updates, {result['tokens_per_second']:,.0f} tokens/s, {bits} bits/byte",
-            flush=True,
-        )
+        wrote(held_out)
+        result = report["results"][name]
+        print(f"{name}: {result['updates']} updates, {result['tokens_per_second']:,.0f} tokens/s", flush=True)
+        print(f"bits per byte: {result['bits_per_byte']}", flush=True)
         del run, wrote
         if device.type == "cuda":
             torch.cuda.empty_cache()

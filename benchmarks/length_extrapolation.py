@@ -14,17 +14,21 @@ Several models of one name are seeds: mean and standard deviation (n - 1).
 from __future__ import annotations
 
 import math
-import statistics
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from essm_train.data.blocks import to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.tokens import ByteEncoder
+from essm_train.models import TRUST_HELP, load_model
+
 from . import common
+from .sweeps import mean, shown
 
 MULTIPLES = (1, 2, 4, 8)
 
@@ -64,8 +68,6 @@ def measure(
     trust_remote_code: bool = False,
 ) -> dict:
     """Bits per byte of one model: by_context {K: [one per multiple]}, by_position {K: [one per training length]}."""
-    from essm_train.models import load_model
-
     trusted = {"trust_remote_code": trust_remote_code}
     model = load_model(AutoModelForCausalLM, path, **trusted, spectral_algorithm=algorithm)
     model.eval().to(device)
@@ -81,39 +83,10 @@ def measure(
 
 def summarise(runs: list[dict], key: str) -> dict[int, list[dict[str, float]]]:
     """Mean and standard deviation over seeds, of every entry."""
-    return {
-        K: [
-            {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
-            for values in zip(*(run[key][K] for run in runs))
-        ]
-        for K in runs[0][key]
-    }
-
-
-def draw(results: list[dict], length: int) -> Figure:
-    """Bits per byte against the position in the longest blocks, one panel per budget."""
-    budgets = list(results[0]["by_position"])
-    figure = Figure(figsize=(4.2 * len(budgets), 3.8), layout="constrained")
-    for axes, K in zip(np.atleast_1d(figure.subplots(1, len(budgets), sharey=True)), budgets):
-        for result in results:
-            entries = result["by_position"][K]
-            mean, deviation = (np.array([e[name] for e in entries]) for name in ("mean", "deviation"))
-            ends = length * np.arange(1, len(entries) + 1)
-            (line,) = axes.plot(ends, mean, "o-", markersize=4, label=f"{result['name']}, {result['algorithm']}")
-            axes.fill_between(ends, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.15, linewidth=0)
-        axes.set(title=f"K = {K}", xlabel="position in the block (end of the segment)")
-        axes.axvline(length, color="gray", linestyle=":", linewidth=1)
-    figure.axes[0].set_ylabel("bits per byte")
-    figure.axes[0].legend(fontsize=8)
-    return figure
+    return {K: [mean(values) for values in zip(*(run[key][K] for run in runs))] for K in runs[0][key]}
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    from essm_train.data.blocks import to_stream
-    from essm_train.data.documents import read_files
-    from essm_train.data.tokens import ByteEncoder
-    from essm_train.models import TRUST_HELP, load_model
-
     p = common.parser(__doc__)
     p.add_argument("--models", nargs="+", required=True, help="name=folder[,folder of another seed ...]")
     p.add_argument("--text_files", nargs="+", required=True, help="held-out text")
@@ -145,7 +118,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             report["results"].append(result)
     rows = [
         [r["name"], r["filter_length"], r["algorithm"], K]
-        + [f"{e['mean']:.4f}±{e['deviation']:.4f}" for e in r["by_context"][K]]
+        + [shown(e) for e in r["by_context"][K]]
         + [f"{r['by_position'][K][-1]['mean']:.4f}"]
         for r in report["results"]
         for K in args.budgets
@@ -160,10 +133,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for first in [r["by_context"][K][0]["mean"]]
         if r["algorithm"] == "chunked"
     ]
-    common.finish(report, args, device)
-    path = (args.out or common.RESULTS / f"length_extrapolation-{device.type}.json").with_suffix(".png")
-    draw(report["results"], length).savefig(path, dpi=130)
-    return report
+    return common.finish(report, args, device)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from essm_train.baselines.models import BaselineForCausalLM
+from essm_train.baselines.sizes import count_parameters, matched_baseline
 from essm_train.models import hybrid_layers
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.spectral_budget import SPECTRAL_LAYER
@@ -48,6 +50,9 @@ class Row:
     attention_every: int | None = None
 
 
+_FOUND: dict[str, Any] = {}
+
+
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     """The configuration with that many parameters, to 3%, whose shape is nearest to the row's in log distance.
 
@@ -58,21 +63,24 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     Raises:
         ValueError: there is none.
     """
-    if row.peer is not None:
-        from essm_train.baselines.models import BaselineForCausalLM
-        from essm_train.baselines.sizes import matched_baseline
+    key = repr((row, target, model_class))
+    if key not in _FOUND:
+        _FOUND[key] = _search(row, target, model_class)
+    return copy.deepcopy(_FOUND[key])
 
+
+def _search(row: Row, target: int, model_class: Any) -> Any:
+    if row.peer is not None:
         model_class = model_class or BaselineForCausalLM
         sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
         return matched_baseline(row.peer, target, tolerance=TOLERANCE, model_class=model_class, **sizes, **row.fields)
     gated, every = row.fields.get("block") == "gated", row.attention_every
-    step = math.lcm(2, row.fields["num_heads"] * (row.fields["mixing_size"] or 1)) if gated else 2
+    step = math.lcm(2, row.fields["num_heads"]) if gated else 2
 
     def make(hidden: int, inner: int, layers: int, layer_types: list[str] | None = None) -> ESSMConfig:
         sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
         if gated:
             sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
-            sizes["mixing_size"] = row.fields["mixing_size"] or inner // row.fields["num_heads"]
         if every:
             sizes["layer_types"] = layer_types or hybrid_layers(layers, every)
         return ESSMConfig(**row.fields | sizes)
@@ -80,7 +88,9 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     @functools.cache
     def law(hidden: int, inner: int) -> tuple[int, int, int]:
         def parameters(*layer_types: str) -> int:
-            return count_parameters(make(hidden, inner, len(layer_types), list(layer_types)), model_class)
+            return count_parameters(
+                make(hidden, inner, len(layer_types), list(layer_types)), model_class or ESSMForCausalLM
+            )
 
         one, two = parameters(SPECTRAL_LAYER), parameters(SPECTRAL_LAYER, SPECTRAL_LAYER)
         attending = parameters(SPECTRAL_LAYER, "full_attention") - one if every else 0
@@ -124,12 +134,6 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     return make(hidden, inner, layers)
 
 
-def count_parameters(config: ESSMConfig, model_class: Any = None) -> int:
-    """A tied matrix counts once; allocates nothing."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in (model_class or ESSMForCausalLM)(config).parameters())
-
-
 @torch.no_grad()
 def cache_bytes(model: Any, length: int) -> int | None:
     """What an ES-SSM keeps for one row after so many tokens, at the full budget; None for models without a cache."""
@@ -140,12 +144,11 @@ def cache_bytes(model: Any, length: int) -> int | None:
 
 
 def definition_of(row: Row) -> dict[str, Any]:
-    """What makes a row, but for its rates, as JSON gives it back; runs of before there were hybrids know of none."""
-    silent = {"rates"} | ({"attention_every"} if row.attention_every is None else set())
-    return json.loads(json.dumps({k: v for k, v in dataclasses.asdict(row).items() if k not in silent}))
+    """What makes a row, but for its rates."""
+    return {k: v for k, v in dataclasses.asdict(row).items() if k != "rates"}
 
 
 def sizes_of(config: Any) -> dict[str, Any]:
-    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "mixing_size", "intermediate_size")
+    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "intermediate_size")
     names += ("num_spectral_channels", "state_size")
     return {name: getattr(config, name) for name in names if hasattr(config, name)}

@@ -2,26 +2,21 @@
 """The field's probes of memory on the paper's block, the gated block and its peers, of equal size, at every budget.
 
     python -m benchmarks.memory_probes --processes 2
-    python -m benchmarks.memory_probes --tasks mqar mqar:length=128,pairs=8 --only "gated, d 1" mamba2 --seeds 0
+    python -m benchmarks.memory_probes --tasks mqar mqar:length=128,pairs=8 --only gated mamba2 --seeds 0
     python -m benchmarks.memory_probes --table --runs_dir runs/memory_probes
 
 The tasks are those of `benchmarks.memory_tasks`. Every update has new samples, the same for every model and rate at a
 seed; all runs of a task are measured on the same held-out samples. The figure is the error where something is asked:
 the share of wrong tokens, or of noise the mean squared error relative to the variance, so that 1 is what knowing
-nothing gives. Elastic models have 32 channels and are trained with budget dropout. A run is a task, a model, a
-learning rate and a seed: one JSON file in runs_dir; a sweep that was killed goes on when it is started again.
+nothing gives. Elastic models have 32 channels and are trained with budget dropout.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,25 +25,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from essm_train.arguments import RunArguments
 from essm_train.baselines.config import BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedModel
+from essm_train.models import run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
 
-from . import common, sweep_tables, sweeps
+from . import common, sweeps
 from .matched_models import TOLERANCE, Row, definition_of, matched_config
-from .memory_tasks import IGNORED, TASKS, InductionHeads, Task, make_task
-from .sweeps import Run
+from .memory_tasks import IGNORED, TASKS, InductionHeads, NoiseDelay, Task
+from .sweeps import Run, Sweep
 
 BUDGETS = (2, 4, 8, 16, 32)
 HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of training have others
 METRIC = "error"
 
 _GATED = {"block": "gated", "num_heads": 4, "embedding_initializer_range": 0.1}
-_HYBRID = _GATED | {"mixing_size": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+_HYBRID = _GATED | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _RATES, _PEER_RATES = (3e-3, 1e-2), (2e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 32}, rates=_RATES),
-    "gated": Row(3, _GATED | {"mixing_size": 1}, expansion=2.0, rates=_RATES),
-    "gated, inner D, d D/4": Row(3, _GATED | {"mixing_size": None}, rates=_RATES),
+    "gated": Row(3, _GATED, expansion=2.0, rates=_RATES),
     "gated, attention 1 in 6": Row(6, _HYBRID, expansion=2.0, rates=_RATES, attention_every=6),
     "gated, attention 1 in 3": Row(3, _HYBRID, expansion=2.0, rates=_RATES, attention_every=3),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
@@ -63,7 +60,7 @@ class Settings:
 
     Attributes:
         positions: of an update, in as many samples as make them, see `batch_size`. held_out: to measure on, likewise.
-        budgets: that elastic models are measured at, beside the full one. quick: short tasks, see `task`.
+        budgets: that elastic models are measured at. quick: short tasks, unless the name of a task says otherwise.
     """
 
     parameters: int
@@ -75,13 +72,9 @@ class Settings:
     quick: bool = False
     device: str = "cpu"
 
-    def task(self, name: str) -> Task:
-        """A short one with the quick settings, unless the name says otherwise."""
-        return make_task(name, **({"length": 32, "tau": 4, "pairs": 2, "tokens": 2} if self.quick else {}))
-
-    def values(self) -> dict[str, Any]:
-        """As JSON gives them back."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+    def task(self, name: str | None) -> Task:
+        small = {"length": 32, "tau": 4, "pairs": 2, "tokens": 2} if self.quick else {}
+        return sweeps.choose_task(TASKS, name or "", **small)
 
 
 class Regressor(nn.Module):
@@ -91,8 +84,6 @@ class Regressor(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        from essm_train.baselines.models import BaselinePreTrainedModel
-
         self.config = config
         if isinstance(config, ESSMConfig):
             self.model: nn.Module = ESSMModel(config)
@@ -113,36 +104,27 @@ class Regressor(nn.Module):
 
 
 def model_config(row: Row, task: Task, settings: Settings) -> Any:
-    """The row's configuration for the task, with as many parameters as the settings ask for.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The row's configuration for the task. Raises ValueError if none has as many parameters as asked for."""
     fields: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    own: dict[str, Any] = {"num_input_features": 2}
-    model_class: Any = Regressor
-    if task.metric == "accuracy":
-        own, model_class = {"vocab_size": task.vocabulary}, None
+    noise = isinstance(task, NoiseDelay)
+    fields |= {"num_input_features": 2} if noise else {"vocab_size": task.vocabulary}
     if row.peer is None:
-        own["filter_length"] = settings.filter_length
-    row = dataclasses.replace(row, fields=row.fields | fields | own)
-    return matched_config(row, settings.parameters, model_class)
+        fields["filter_length"] = settings.filter_length
+    row = dataclasses.replace(row, fields=row.fields | fields)
+    model_class: Any = Regressor
+    return matched_config(row, settings.parameters, model_class if noise else None)
 
 
 def make_model(config: Any) -> nn.Module:
     """A new model in fp32 with `logits`: (B, L, vocabulary) of tokens, or (B, L) of noise."""
     if config.num_input_features is not None:
         return Regressor(config).float()
-    if isinstance(config, ESSMConfig):
-        return ESSMForCausalLM(config).float()
-    from essm_train.baselines.models import BaselineForCausalLM
-
-    return BaselineForCausalLM(config).float()
+    return (ESSMForCausalLM(config) if isinstance(config, ESSMConfig) else BaselineForCausalLM(config)).float()
 
 
-def batch_of(samples: tuple[np.ndarray, np.ndarray], device: Any) -> tuple[dict[str, Tensor], Tensor]:
+def batch_of(task: Task, count: int, rng: np.random.Generator, device: Any) -> tuple[dict[str, Tensor], Tensor]:
     """What a model reads, and the targets."""
-    inputs, targets = (torch.from_numpy(x).to(device) for x in samples)
+    inputs, targets = (torch.from_numpy(x).to(device) for x in task.sample(count, rng))
     if inputs.is_floating_point():
         return {"input_features": torch.stack([inputs, torch.ones_like(inputs)], -1)}, targets
     return {"input_ids": inputs}, targets
@@ -163,38 +145,25 @@ def batch_size(task: Task, positions: int) -> int:
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, each on new samples."""
-    from essm_train.arguments import RunArguments
-    from essm_train.models import run_at_budget
-
-    count, updates = batch_size(task, settings.positions), itertools.count()
-    device = next(model.parameters()).device
+    count, number = batch_size(task, settings.positions), iter(range(settings.updates))
     args = RunArguments(max_steps=settings.updates, learning_rate=run.rate, seed=run.seed)
 
     def next_forward() -> Callable[[int], Any]:
-        rng = np.random.default_rng([run.seed, next(updates)])
-        batch, targets = batch_of(task.sample(count, rng), device)
-
-        def forward(K: int) -> Any:
-            return SimpleNamespace(loss=loss_of(run_at_budget(model, batch, K).logits, targets))
-
-        return forward
+        rng = np.random.default_rng([run.seed, next(number)])
+        batch, targets = batch_of(task, count, rng, settings.device)
+        return lambda K: SimpleNamespace(loss=loss_of(run_at_budget(model, batch, K).logits, targets))
 
     return sweeps.train(model, next_forward, args, count * task.length)
 
 
 @torch.inference_mode()
-def score(model: nn.Module, task: Task, settings: Settings, budgets: Sequence[int]) -> dict[str, float]:
+def score(model: nn.Module, budgets: Sequence[int], task: Task, settings: Settings) -> dict[str, float]:
     """The error on held-out samples at every budget."""
-    from essm_train.models import run_at_budget
-
-    size = batch_size(task, settings.positions)
-    rng = np.random.default_rng(HELD_OUT)
-    device = next(model.parameters()).device
-    wrong = dict.fromkeys(budgets, 0.0)
-    asked = 0.0
+    size, rng = batch_size(task, settings.positions), np.random.default_rng(HELD_OUT)
+    wrong, asked = dict.fromkeys(budgets, 0.0), 0.0
     model.eval()
     for _ in range(math.ceil(batch_size(task, settings.held_out) / size)):
-        batch, targets = batch_of(task.sample(size, rng), device)
+        batch, targets = batch_of(task, size, rng, settings.device)
         noise = targets.is_floating_point()
         where = ~targets.isnan() if noise else targets != IGNORED
         wanted = targets[where]
@@ -206,66 +175,38 @@ def score(model: nn.Module, task: Task, settings: Settings, budgets: Sequence[in
     return {str(K): value / asked for K, value in wrong.items()}
 
 
-def definition(settings: Settings, run: Run) -> dict[str, Any]:
-    """What makes a task and a row, but for the rates."""
-    task = settings.task(run.task or "")
+def define(settings: Settings, run: Run) -> dict[str, Any]:
+    """The task and the row. Raises ValueError if there is no model of that size."""
+    task = settings.task(run.task)
+    model_config(ROWS[run.name], task, settings)
     return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | definition_of(ROWS[run.name])
 
 
-def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
-    """Train on one thread, measure, write the file in one move, return what it holds."""
-    task = settings.task(run.task or "")
-
-    def fit(model: nn.Module) -> dict[str, Any]:
-        return {"metric": task.metric} | train(model, task, settings, run)
-
-    def measured(model: nn.Module, budgets: Sequence[int]) -> dict[str, float]:
-        return score(model, task, settings, budgets)
-
-    wanted = {"settings": settings.values(), "definition": definition(settings, run)}
+def perform(settings: Settings, run: Run) -> dict[str, Any]:
+    task = settings.task(run.task)
     config = model_config(ROWS[run.name], task, settings)
-    return sweeps.measure(run, path, wanted, config, make_model, fit, measured, settings.budgets, METRIC, task.length)
-
-
-def sweep(settings: Settings, runs: Sequence[Run], folder: Path, processes: int) -> None:
-    """Perform the runs that are not there yet.
-
-    Raises:
-        ValueError: a run was found that has other settings, or a task or a model cannot be made; before any work.
-    """
-    for task, name in dict.fromkeys((run.task, run.name) for run in runs):
-        model_config(ROWS[name], settings.task(task or ""), settings)
-
-    def wanted(run: Run) -> dict[str, Any]:
-        return settings.values() | {"definition": definition(settings, run)}
-
-    sweeps.sweep(runs, folder, processes, functools.partial(perform, settings), wanted, METRIC)
-
-
-def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every model on every task at its best rate; `sweep_tables.summarise_tasks`."""
-    return sweep_tables.summarise_tasks(records, METRIC)
+    torch.manual_seed(run.seed)
+    model = make_model(config).to(settings.device)
+    trained = train(model, task, settings, run)
+    scored = lambda m, Ks: score(m, Ks, task, settings)  # noqa: E731
+    return sweeps.measure(model, config, trained, scored, settings.budgets, METRIC, task.length)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables and write them, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
-    p.add_argument("--tasks", nargs="+", default=[*TASKS], help=f"out of {[*TASKS]}; parameters as in mqar:pairs=8")
     p.add_argument("--parameters", type=int, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
-    sweeps.add_arguments(p, ROWS, "runs/memory_probes", updates=800)
+    sweeps.add_arguments(p, ROWS, "runs/memory_probes", 800, TASKS)
     args = p.parse_args(argv)
-    sweeps.check_arguments(p, args, "parameters")
-    names = args.only or [*ROWS]
-    if not args.table:
-        settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
-        if args.quick:
-            small = {"parameters": 50_000, "updates": min(args.updates, 3), "positions": 64, "held_out": 128}
-            settings = dataclasses.replace(settings, **small, quick=True)
-        sweep(settings, sweeps.runs_of(ROWS, names, args, args.tasks), args.runs_dir, args.processes)
-    records = sweeps.collect_tasks(args.runs_dir, names, args.tasks)
+    settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
+    if args.quick:
+        settings = Settings(50_000, min(args.updates, 3), positions=64, held_out=128, quick=True)
+    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
     device, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
-    report["results"] = summarise(records)
-    sweep_tables.print_tables(report["results"], METRIC, "positions", squared_error="squared error over variance")
+    report["results"] = sweeps.summarise_all(records, METRIC)
+    for task in args.tasks:
+        noise = isinstance(settings.task(task), NoiseDelay)
+        sweeps.print_tables([r for r in report["results"] if r["task"] == task], METRIC, accuracy=not noise)
     return common.finish(report, args, device)
 
 

@@ -1,35 +1,30 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The field's probes of memory: recall, lookup, copying, induction and delay, made of random numbers and nothing else.
 
-    task = make_task("mqar:pairs=8,length=64")
+    task = choose_task(TASKS, "mqar:pairs=8,length=64")
     inputs, targets = task.sample(32, np.random.default_rng(0))
 
 Tasks of tokens give inputs (n, L) int64 in [0, vocabulary) and targets (n, L) int64: the token that the output AT that
 position shall be, not the next one, or IGNORED where nothing is asked. Delays of noise give float32 (n, L) of variance
 1, and targets that are NaN where nothing is asked. Samples are a pure function of the parameters and of the generator.
-Parameters that cannot be met are a ValueError.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
-
-from .sweeps import choose_task
 
 IGNORED = -100  # as torch's cross-entropy has it
 Samples = tuple[np.ndarray, np.ndarray]
 
 
-def _check(task: Any, least: dict[str, int]) -> None:
-    """Raises ValueError for what is no integer, or below its least value."""
-    for name, bound in least.items():
-        value = getattr(task, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < bound:
-            raise ValueError(f"{name} of {type(task).__name__} must be an integer of at least {bound}, got {value!r}")
+def _check(task: Any, possible: bool) -> None:
+    """Raises ValueError for parameters that cannot be met."""
+    if not possible or min(vars(task).values()) <= 0:
+        raise ValueError(f"no sample can meet {task}")
 
 
 def _distinct(rng: np.random.Generator, weights: np.ndarray, count: int, size: int) -> np.ndarray:
@@ -47,8 +42,8 @@ class AssociativeRecall:
 
         k1 v1 k2 v2 .. | .. k2 ? .. k1 ? ..       the output at a key of the second part is its value
 
-    Keys are from the lower half of the vocabulary, without 0, values from the upper half, both without repetition. Of
-    the room after the pairs, every second position can hold a key; number i from there (0, 1, ..) with a weight of
+    Keys are from the lower half of the vocabulary, without 0, values from the upper half, both without repetition. In
+    the room after the pairs every second position can hold a key; number i from there (0, 1, ..) with a weight of
     (i + 1)^(power - 1). All other positions there hold random tokens of the whole vocabulary.
     """
 
@@ -57,21 +52,8 @@ class AssociativeRecall:
     vocabulary: int = 32
     power: float = 0.01
 
-    metric: ClassVar[str] = "accuracy"
-
     def __post_init__(self) -> None:
-        _check(self, {"length": 4, "pairs": 1, "vocabulary": 4})
-        if self.length % 2 or 4 * self.pairs > self.length:
-            raise ValueError(
-                f"length must be even and at least 4 pairs = {4 * self.pairs}, so that every key fits twice with its "
-                f"value, got {self.length}"
-            )
-        if self.pairs > self.vocabulary // 2 - 1:
-            raise ValueError(
-                f"a vocabulary of {self.vocabulary} has {self.vocabulary // 2 - 1} keys, too few for {self.pairs} pairs"
-            )
-        if not 0 < self.power <= 1:
-            raise ValueError(f"power must be in (0, 1], where 1 spreads the queries evenly, got {self.power!r}")
+        _check(self, self.length % 2 == 0 and 4 * self.pairs <= self.length and self.pairs < self.vocabulary // 2)
 
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         half, first = self.vocabulary // 2, 2 * self.pairs
@@ -100,12 +82,8 @@ class SelectiveCopying:
     tokens: int = 4
     vocabulary: int = 16
 
-    metric: ClassVar[str] = "accuracy"
-
     def __post_init__(self) -> None:
-        _check(self, {"length": 2, "tokens": 1, "vocabulary": 4})
-        if 2 * self.tokens > self.length:
-            raise ValueError(f"length must be at least 2 tokens = {2 * self.tokens}, got {self.length}")
+        _check(self, 2 * self.tokens <= self.length and self.vocabulary > 2)
 
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         context = self.length - self.tokens
@@ -132,10 +110,8 @@ class InductionHeads:
     length: int = 32
     vocabulary: int = 16
 
-    metric: ClassVar[str] = "accuracy"
-
     def __post_init__(self) -> None:
-        _check(self, {"length": 3, "vocabulary": 3})
+        _check(self, self.length > 2 and self.vocabulary > 1)
 
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         inputs = rng.integers(1, self.vocabulary, size=(count, self.length))
@@ -162,16 +138,8 @@ class PhoneBook:
     digits: int = 3
     vocabulary: int = 16
 
-    metric: ClassVar[str] = "accuracy"
-
     def __post_init__(self) -> None:
-        _check(self, {"entries": 1, "name": 1, "digits": 1, "vocabulary": 4})
-        names = (self.vocabulary // 2) ** self.name
-        if not self.entries <= names <= 2**16:
-            raise ValueError(
-                f"{self.vocabulary // 2} letters make {names} names of length {self.name}: there must be at least "
-                f"entries = {self.entries} and at most 65536"
-            )
+        _check(self, self.entries <= (self.vocabulary // 2) ** self.name <= 2**16)
 
     @property
     def length(self) -> int:
@@ -190,32 +158,6 @@ class PhoneBook:
         return whole[:, :-1], targets
 
 
-def _check_tau(task: Any) -> None:
-    if task.tau >= task.length:
-        raise ValueError(f"tau must be below the length {task.length}, or nothing is asked, got {task.tau}")
-
-
-@dataclass(frozen=True)
-class TokenDelay:
-    """Copying at a distance: the output at t is the token at t - tau; tokens are uniform and independent."""
-
-    length: int = 64
-    tau: int = 16
-    vocabulary: int = 16
-
-    metric: ClassVar[str] = "accuracy"
-
-    def __post_init__(self) -> None:
-        _check(self, {"length": 2, "tau": 1, "vocabulary": 2})
-        _check_tau(self)
-
-    def sample(self, count: int, rng: np.random.Generator) -> Samples:
-        inputs = rng.integers(self.vocabulary, size=(count, self.length))
-        targets = np.full_like(inputs, IGNORED)
-        targets[:, self.tau :] = inputs[:, : -self.tau]
-        return inputs, targets
-
-
 @dataclass(frozen=True)
 class NoiseDelay:
     """The delay of Gaussian noise of variance 1: white, or without frequencies above `band` cycles a step.
@@ -229,26 +171,15 @@ class NoiseDelay:
     tau: int = 16
     band: float = 0.5
 
-    metric: ClassVar[str] = "squared_error"  # relative to the variance
-
     def __post_init__(self) -> None:
-        _check(self, {"length": 2, "tau": 1})
-        _check_tau(self)
-        if not 1e-5 <= self.band <= 0.5:
-            raise ValueError(f"band must be in [1e-05, 0.5] cycles a step, where 0.5 is white noise, got {self.band!r}")
-
-    @property
-    def frequencies(self) -> np.ndarray:
-        """Of band-limited noise, in cycles a step."""
-        period = 2 ** math.ceil(math.log2(max(4 * self.length, 8 / self.band)))
-        return np.arange(1, math.floor(self.band * period) + 1) / period
+        _check(self, self.tau < self.length and 1e-5 <= self.band <= 0.5)
 
     def noise(self, count: int, rng: np.random.Generator) -> np.ndarray:
         """(count, length) float64."""
         if self.band == 0.5:
             return rng.standard_normal((count, self.length))
-        number = len(self.frequencies)
-        period = round(1 / self.frequencies[0])
+        period = 2 ** math.ceil(math.log2(max(4 * self.length, 8 / self.band)))
+        number = math.floor(self.band * period)
         a, b = rng.standard_normal((2, count, number)) / math.sqrt(number)
         spectrum = np.zeros((count, period // 2 + 1), complex)
         spectrum[:, 1 : number + 1] = (a - 1j * b) * (period / 2)
@@ -261,24 +192,12 @@ class NoiseDelay:
         return inputs, targets
 
 
-Task = AssociativeRecall | PhoneBook | SelectiveCopying | InductionHeads | TokenDelay | NoiseDelay
+Task = AssociativeRecall | PhoneBook | SelectiveCopying | InductionHeads | NoiseDelay
 TASKS: dict[str, Task] = {
     "mqar": AssociativeRecall(),
     "phone-book": PhoneBook(),
     "selective-copying": SelectiveCopying(),
     "induction": InductionHeads(),
-    "delay": TokenDelay(),
     "delay-white": NoiseDelay(),
     "delay-band": NoiseDelay(band=0.05),
 }
-
-
-def make_task(name: str, **sizes: Any) -> Task:
-    """A task of TASKS, or with other parameters: "mqar:length=128,pairs=8".
-
-    Args:
-        sizes: parameters that hold unless the name says otherwise; those that the task does not have are left out.
-    Raises:
-        ValueError: no such task or parameter, or one that cannot be met.
-    """
-    return choose_task(TASKS, name, **sizes)

@@ -4,7 +4,7 @@
     python -m benchmarks.released --runs runs/release/essm-8mb runs/release/llama-8mb runs/release/mamba2-8mb \\
         --train_file novels-8mb.parquet --text_files novels-validation.parquet
 
-Runs are folders of train_clm.py, on the text that --train_file names. ES-SSM is scored at 2, 4 and all of its
+Runs are folders of train_clm, on the text that --train_file names. ES-SSM is scored at 2, 4 and all of its
 channels, each model on the same held-out blocks in fp32. Times are of decoding greedily after a context, at batch 1 on
 one thread, eager, all models in turn; the others decode by the library's own cache, and every model's steps must first
 give what one call over the whole text gives. Below stand the floors of `benchmarks.text_floor`. The report also has
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,19 +24,18 @@ import torch
 from torch import Tensor
 
 from essm_train.baselines.models import BaselineForCausalLM
-from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
+from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.tokens import ByteEncoder
-from essm_train.measure.scoring import num_scored, total_nats
+from essm_train.measure.scoring import hold_out_blocks
 from essm_train.publish.hub import read_json
 from modeling_essm import ESSMForCausalLM
 
 from . import common
+from .decoding import CHECKED_STEPS
 from .text_floor import add_texts, floors, read_texts
 
 BUDGETS = (2, 4)  # and the capacity
-CHECKED_STEPS = 6  # more than a short convolution has taps
 VALIDATION = re.compile(r"validation bits/byte K=(\d+)")  # in the log of a run; a baseline's K is 1
-TOLERANCE = 1e-3  # fp32, against one call over the whole text
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]  # ids (1, n) and the cache before them: logits (1, n, V), cache
 
 
@@ -50,7 +48,7 @@ def essm_step(model: ESSMForCausalLM, budget: int) -> Step:
 
 
 def baseline_step(model: BaselineForCausalLM) -> Step:
-    """The backbone's own cache: a baseline as a whole has none."""
+    """By the backbone's own cache: a baseline as a whole has none."""
     name = "cache_params" if model.config.architecture == "mamba2" else "past_key_values"
 
     def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -62,16 +60,10 @@ def baseline_step(model: BaselineForCausalLM) -> Step:
 
 
 def open_run(folder: Path) -> dict[str, tuple[Any, int, Step]]:
-    """Its model in fp32, the budget to score it at and how to take a step, by name: a row for each budget of an ES-SSM.
-
-    Raises:
-        ValueError: no model there.
-    """
-    record = read_json(folder / "model" / "config.json", "")
-    if record["model_type"] == "essm":
+    """Its model in fp32, the budget to score it at and how to take a step, by name; an ES-SSM at several budgets."""
+    if read_json(folder / "model" / "config.json", "")["model_type"] == "essm":
         model = ESSMForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-        capacity = model.config.num_spectral_channels
-        budgets = [K for K in BUDGETS if capacity > K] + [capacity]
+        budgets = common.clipped([*BUDGETS, model.config.num_spectral_channels], model.config)
         return {f"{folder.name} K={K}": (model, K, essm_step(model, K)) for K in budgets}
     baseline = BaselineForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     return {folder.name: (baseline, 0, baseline_step(baseline))}
@@ -101,10 +93,10 @@ def decoder(name: str, model: Any, budget: int, step: Step, context: Tensor, ste
     whole = model(context, **options).logits[:, -CHECKED_STEPS:]
     _, cache = step(context[:, :-CHECKED_STEPS], None)
     found = []
-    for t in range(-CHECKED_STEPS, 0):
-        logits, cache = step(context[:, t : context.shape[1] + t + 1], cache)
+    for token in context[:, -CHECKED_STEPS:].split(1, 1):
+        logits, cache = step(token, cache)
         found.append(logits)
-    common.require_close(f"steps of {name}", torch.cat(found, 1), whole, TOLERANCE)
+    common.require_close(f"steps of {name}", torch.cat(found, 1), whole)
 
     @torch.inference_mode()
     def run() -> None:
@@ -118,7 +110,7 @@ def decoder(name: str, model: Any, budget: int, step: Step, context: Tensor, ste
 
 def main(argv: list[str] | None = None) -> dict:
     p = common.parser(__doc__)
-    p.add_argument("--runs", nargs="+", type=Path, required=True, help="folders of train_clm.py, with a model in each")
+    p.add_argument("--runs", nargs="+", type=Path, required=True, help="folders of train_clm, with a model in each")
     add_texts(p)
     p.add_argument("--block_size", type=int, default=1024, help="tokens per held-out block, and of context")
     p.add_argument("--max_blocks", type=int, default=256, help="held-out blocks, spread evenly over the text")
@@ -128,35 +120,35 @@ def main(argv: list[str] | None = None) -> dict:
     if args.quick:
         train, held_out, args.max_blocks, args.steps = train[:3], held_out[:1], 2, 4
     settings = {name: getattr(args, name) for name in ("block_size", "max_blocks", "steps")}
-    device, report = common.start("released", args, warmup=1, threads=1, dtype="float32", **settings)
+    device, report = common.start("released", args, threads=1, dtype="float32", **settings)
     blocks = evaluation_blocks(to_stream(held_out, ByteEncoder())[0], args.block_size, args.max_blocks)
-    labels = text_labels(blocks)
+    text = hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, "held-out text")
     report["curves"] = {folder.name: learning_curve(folder) for folder in args.runs}
     models = {name: row for folder in args.runs for name, row in open_run(folder).items()}
     with common.threads(1):
         calls = {name: decoder(name, *row, blocks[:1], args.steps) for name, row in models.items()}
         seconds = common.paired(calls, device, args.rounds, warmup=1)
     first = next(iter(models))
+    report["results"] = []
     for name, (model, budget, _) in models.items():
-        bits = total_nats(model, blocks, labels, budget, 8) / num_scored(labels) / math.log(2)
-        step = common.spread([s / args.steps for s in seconds[name]])
-        row = {"name": name, "parameters": sum(p.numel() for p in model.parameters()), "bits_per_byte": bits}
-        row |= {"seconds_per_token": step, "time_over_first": common.ratio(seconds[name], seconds[first])}
-        report.setdefault("results", []).append(row)
+        row = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
+        row["bits_per_byte"] = text.value(model, budget)
+        row["seconds_per_token"] = common.spread([s / args.steps for s in seconds[name]])
+        report["results"].append(row | {"time_over_first": common.ratio(seconds[name], seconds[first])})
     report["floors"] = floors(train, held_out)
-    print_rows(report)
-    report["targets"] = []
-    return common.finish(report, args, device)
-
-
-def print_rows(report: dict[str, Any]) -> None:
-    rows = []
-    for r in report["results"]:
-        relative = "{median:.2f}({min:.2f}-{max:.2f})".format(**r["time_over_first"])
-        cells = [r["parameters"], f"{r['bits_per_byte']:.4f}", common.ms(r["seconds_per_token"]), relative]
-        rows.append([r["name"].replace(" ", "_"), *cells])
-    rows += [[name.replace(" ", "_"), "", f"{bits:.4f}", "", ""] for name, bits in report["floors"].items()]
+    rows = [
+        [
+            r["name"],
+            r["parameters"],
+            r["bits_per_byte"],
+            common.ms(r["seconds_per_token"]),
+            common.shown(r["time_over_first"]),
+        ]
+        for r in report["results"]
+    ]
+    rows += [[name, "", bits, "", ""] for name, bits in report["floors"].items()]
     common.table("model parameters bits/byte ms/token over_first", rows)
+    return common.finish(report, args, device)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> dict:
     if args.model is not None:
         settings["config"] = args.model.name
     device, report = common.start("serving", args, **settings)
-    model = model.eval().to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    model = model.eval().to(device, common.dtype_of(device))
     with common.threads(1):
         report |= measure(model, draw_requests(count, config.num_spectral_channels, args), args)
     speed = report["tokens_per_second"]
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> dict:
     print(", ".join(f"{name}: {speed[name]['median']:.0f} tokens/s" for name in speed))
     rows = []
     for r in report["results"]:
-        cells = [r["server"].replace(" ", "_"), r["load"], r["tokens_per_second"]]
+        cells = [r["server"], r["load"], r["tokens_per_second"]]
         rows.append(cells + [r["seconds"][what][f"p{p}"] * 1e3 for what in r["seconds"] for p in PERCENTILES])
     header = "server load tokens/s " + " ".join(
         f"{what}_p{p}_ms" for what in ("first", "between", "last") for p in PERCENTILES

@@ -2,7 +2,6 @@
 """What does it save to take modes out of a model: time of a forward pass and of a step, peak memory, weights, state?
 
     python -m benchmarks.state_removal
-    python -m benchmarks.state_removal --quick
 
 Language models of width 256 and 6 layers with random weights: S5 and LRU of 256 modes, S4D of 64 modes a channel and
 the library's Mamba of 64 states. `remove` takes out 20, 50 and 80% of the modes of every layer, which ones does not
@@ -18,6 +17,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MambaConfig, MambaForCausalLM
+
+from modeling_essm.companions import (
+    DiagonalSSMConfig,
+    DiagonalSSMForCausalLM,
+    allocate,
+    elastic_layers,
+    importance,
+    prune,
+    remove,
+)
 
 from . import common
 
@@ -27,10 +37,6 @@ KINDS = ("s5", "lru", "s4d", "mamba")
 
 def make_model(kind: str, width: int, layers: int, modes: int) -> Any:
     """A new language model of bytes."""
-    from transformers import MambaConfig, MambaForCausalLM
-
-    from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM
-
     sizes = {"vocab_size": 259, "hidden_size": width, "num_hidden_layers": layers, "state_size": modes}
     torch.manual_seed(0)
     if kind == "mamba":
@@ -40,8 +46,6 @@ def make_model(kind: str, width: int, layers: int, modes: int) -> Any:
 
 def smaller(model: Any, ratio: float) -> Any:
     """A copy with the same share of every layer's modes removed, of S4D the same number in every channel."""
-    from modeling_essm.companions import allocate, elastic_layers, importance, prune, remove
-
     found = copy.deepcopy(model)
     kinds = elastic_layers(found)[0].adapter.granularities
     granularity = "mode_index" if "mode_index" in kinds else None

@@ -1,22 +1,21 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What sweeps over models, learning rates and seeds share: training, and files of runs.
+"""Sweeps over models, learning rates, seeds and tasks: how a run is trained, its file, all runs, and their tables.
 
-A run is one JSON file in a folder, written when the run has ended, so that a sweep that was killed goes on when it is
-started again: finished runs are skipped, others begin anew. `benchmarks.ablation`, `benchmarks.memory_probes` and
-`benchmarks.classification_tasks` say what their runs do.
+A run is one JSON file in --runs_dir, written when the run has ended. A sweep that was killed goes on when it is started
+again: finished runs are skipped, others begin anew. `--table` makes the table of the runs that are there.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,11 +24,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from essm_train.files import write_json
+from essm_train.models import capacity_of
+from essm_train.run.learning_rate import make_scheduler
+from essm_train.run.loop import make_schedule
+from essm_train.run.steps import adamw, fit
+from modeling_essm.training.budget_dropout import budget_losses
+
 from . import common
 from .matched_models import Row, cache_bytes, sizes_of
 
 SEEDS = (0, 1, 2)
-Perform = Callable[["Run", Path], dict[str, Any]]  # does a run, writes its file, returns what it holds
+SPEED = "_per_cpu_second"  # how the name of a speed ends
+COLUMNS = "model parameters DxL cache_bytes rate seeds"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,112 +83,200 @@ def train(
     args: Any,
     count: int,
     unit: str = "tokens",
-    after_step: Callable[[Any, int], object] = lambda optimizer, update: None,
+    after_step: Callable[[Any, int], object] | None = None,
 ) -> dict[str, Any]:
-    """All updates. The time is that of the process's processor, in updates alone: data and scoring do not count.
+    """All updates with budget dropout and a cosine. The time is that of the process's processor, in updates alone.
 
     Args:
         next_forward: draws a batch, and gives what runs the model on it at a budget: an output with a `loss`.
         args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
-        after_step: is given the optimizer and the update just done, counted from 1; its time counts.
+        after_step: is given the optimizer and the update just done, counted from 1.
     """
-    from essm_train.models import capacity_of
-    from essm_train.run.learning_rate import make_scheduler, parameter_groups
-    from essm_train.run.loop import make_schedule
-    from modeling_essm.training.budget_dropout import budget_losses
-
     schedule = make_schedule(args, capacity_of(model))
-    groups, betas = parameter_groups(model, args.weight_decay), (0.9, args.adam_beta2)
-    optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, fused=True)
+    optimizer = adamw(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
     scheduler = make_scheduler(optimizer, args.warmup_steps, [[0, args.max_steps]])
-    seconds, recent, done = 0.0, [], 0
-    model.train()
-    for update in range(args.max_steps):
-        forward = next_forward()
-        started = time.process_time()
-        loss = 0.0
-        for part in budget_losses(forward, schedule(update)):
-            part.backward()
-            loss += part.item()
-        norm = float(nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm))
-        if not math.isfinite(loss + norm):
-            break
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        after_step(optimizer, update + 1)
-        seconds, done = seconds + time.process_time() - started, update + 1
-        recent = [*recent[-49:], loss]
-    return {
-        "diverged": done < args.max_steps,
-        "updates_done": done,
-        "training_loss": statistics.fmean(recent) if recent else None,  # of the last 50 updates
-        "cpu_seconds": seconds,
-        f"{unit}_per_cpu_second": done * count / seconds if seconds else None,
-    }
+    found = fit(
+        model,
+        optimizer,
+        scheduler,
+        args.max_steps,
+        lambda update: next_forward(),
+        lambda update, forward: budget_losses(forward, schedule(update)),
+        max_grad_norm=args.max_grad_norm,
+        after_step=lambda update: after_step and after_step(optimizer, update),
+    )
+    seconds = found["cpu_seconds"]
+    return found | {f"{unit}{SPEED}": found["updates_done"] * count / seconds if seconds else None}
 
 
 def measure(
-    run: Run,
-    path: Path,
-    wanted: dict[str, Any],
+    model: nn.Module,
     config: Any,
-    make: Callable[[Any], nn.Module],
-    fit: Callable[[nn.Module], dict[str, Any]],
+    trained: dict[str, Any],
     score: Callable[[nn.Module, list[int]], dict[str, float]],
     budgets: Sequence[int],
     metric: str,
     length: int | None = None,
 ) -> dict[str, Any]:
-    """Train on one thread, measure, write the file in one move, return what it holds.
+    """The record of a trained model: sizes, how it was trained, and the metric at every budget up to the capacity.
 
     Args:
-        wanted: the "settings" of all runs, with the device, and the "definition" of this one.
-        make: a model of the configuration. fit: `train` of it.
-        score: the metric at every budget: of elastic models at these up to the capacity, and at the capacity.
         length: tokens after which the bytes of a language model's cache are counted.
     """
-    from essm_train.files import write_json
-    from essm_train.models import capacity_of
+    record = {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes_of(config)} | trained
+    capacity = capacity_of(model)
+    full = sorted({min(K, capacity) for K in (*budgets, capacity)})
+    record[metric] = None if trained["diverged"] else score(model, full)
+    return record if length is None else record | {"cache_bytes": cache_bytes(model, length)}
 
-    with common.threads(1):
-        device = torch.device(wanted["settings"]["device"])
-        torch.manual_seed(run.seed)
-        model = make(config).to(device)
-        record: dict[str, Any] = {} if run.task is None else {"task": run.task}
-        record |= {"model": run.name, "rate": run.rate, "seed": run.seed} | wanted
-        record |= {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes_of(config)} | fit(model)
-        capacity = capacity_of(model)
-        full = sorted({min(K, capacity) for K in (*budgets, capacity)})
-        started = time.process_time()
-        record[metric] = None if record["diverged"] else score(model, full)
-        if length is not None:
-            record["cache_bytes"] = cache_bytes(model, length)
-        record["scoring_cpu_seconds"] = time.process_time() - started
-        record["machine"] = common.machine(device)
-    write_json(path, record)
-    return record
+
+def values_of(settings: Any) -> dict[str, Any]:
+    """Settings as JSON gives them back; in which folder the data lies is not part of them."""
+    values = {k: v for k, v in dataclasses.asdict(settings).items() if not k.endswith(("_file", "_dir"))}
+    return json.loads(json.dumps(values))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs.
 
+Perform = Callable[[Any, Run], dict[str, Any]]  # of the settings: trains and measures
 
-def runs_of(
-    rows: dict[str, Row], names: Sequence[str], args: argparse.Namespace, tasks: Sequence[str | None] = (None,)
-) -> list[Run]:
-    """Every model at each of its rates, or of those that are given, at every seed, on every task.
 
-    Seed by seed, so that a sweep cut short is a whole table of fewer seeds.
+@dataclass(frozen=True)
+class Sweep:
+    """What a benchmark does with a run. Functions are given the settings and a Run, and can be pickled.
+
+    Attributes:
+        define: what makes the run besides the settings: its row, its data. Runs of other definitions are refused.
+        metric: what a record holds for each budget; None in a run that diverged.
     """
-    return [
-        Run(name, rate, seed, task)
-        for seed, task, name in itertools.product(args.seeds, tasks, names)
-        for rate in args.rates or rows[name].rates
-    ]
+
+    settings: Any
+    perform: Perform
+    define: Perform
+    metric: str
+
+    def one(self, run: Run, folder: Path) -> dict[str, Any]:
+        """Perform it on one thread, write its file in one move, return what that holds."""
+        with common.threads(1):
+            record: dict[str, Any] = {} if run.task is None else {"task": run.task}
+            record |= {"model": run.name, "rate": run.rate, "seed": run.seed, "settings": values_of(self.settings)}
+            record |= {"definition": self.definition(run)} | self.perform(self.settings, run)
+            record["machine"] = common.machine(torch.device("cpu"))
+        write_json(folder / run.file, record)
+        return record
+
+    def definition(self, run: Run) -> dict[str, Any]:
+        return json.loads(json.dumps(self.define(self.settings, run)))
+
+    def is_there(self, run: Run, folder: Path) -> bool:
+        """Raises ValueError if the run was made with other settings or another definition."""
+        if not (path := folder / run.file).exists():
+            return False
+        record = json.loads(path.read_text())
+        held, wanted = record["settings"], values_of(self.settings)
+        held, wanted = (
+            x | {"definition": d} for x, d in ((held, record["definition"]), (wanted, self.definition(run)))
+        )
+        changed = [f"{k} was {held.get(k)!r} and is now {wanted[k]!r}" for k in wanted if held.get(k) != wanted[k]]
+        if changed:
+            raise ValueError(
+                f"{path} is of another table: {', '.join(changed)}; choose another --runs_dir, or delete it"
+            )
+        return True
+
+    def perform_missing(self, runs: Sequence[Run], folder: Path, processes: int) -> None:
+        """Perform the runs that are not there yet. Raises ValueError as `is_there`, before any work."""
+        for run in runs:
+            self.definition(run)  # of all: data and tasks that are not there are refused here
+        waiting = [run for run in runs if not self.is_there(run, folder)]
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there", flush=True)
+        one = functools.partial(self.one, folder=folder)
+        for i, record in enumerate(_performed(one, waiting, processes), 1):
+            values = record[self.metric]
+            shown = "diverged" if values is None else " ".join(f"K={K} {value:.4f}" for K, value in values.items())
+            task = f"{record['task']}, " if "task" in record else ""
+            print(
+                f"{i}/{len(waiting)} {task}{record['model']}, rate {record['rate']:g}, seed {record['seed']}: {shown}"
+            )
 
 
-def choose_task(tasks: dict[str, Any], name: str, **fields: Any) -> Any:
+def _performed(one: Callable[[Run], dict[str, Any]], runs: list[Run], processes: int) -> Iterator[dict[str, Any]]:
+    if processes == 1:
+        yield from map(one, runs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        futures = [pool.submit(one, run) for run in runs]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def collect(folder: Path, names: Sequence[str], tasks: Sequence[str | None] = (None,)) -> list[dict[str, Any]]:
+    """The records of these models on these tasks, in the order of the tasks.
+
+    Raises:
+        ValueError: there are none, or they have different settings.
+    """
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("[!.]*-seed*.json"))]
+    records = [r for r in records if r["model"] in names and r.get("task") in tasks]
+    if not records:
+        raise ValueError(f"{folder} holds no finished run of the models {[*names]} on the tasks {[*tasks]}")
+    for record in records:
+        if record["settings"] != records[0]["settings"]:
+            raise ValueError(
+                f"{folder} holds runs of different settings: {record['settings']} {records[0]['settings']}"
+            )
+    return sorted(records, key=lambda r: tasks.index(r.get("task")))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line.
+
+
+def add_arguments(
+    p: argparse.ArgumentParser,
+    rows: Mapping[str, Any],
+    runs_dir: str,
+    updates: int,
+    tasks: Mapping[str, Any] | None = None,
+) -> None:
+    """What every sweep is told."""
+    p.set_defaults(device="cpu", tasks=[None])
+    if tasks is not None:
+        p.add_argument("--tasks", nargs="+", default=[*tasks], help=f"out of {[*tasks]}")
+    p.add_argument("--only", nargs="+", metavar="NAME", choices=rows, default=[*rows], help=f"models, of {[*rows]}")
+    p.add_argument("--updates", type=_positive, default=updates)
+    p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
+    p.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
+    p.add_argument("--processes", type=_positive, default=1, help="runs at a time, each on one thread")
+    p.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="where the file of every run goes")
+    p.add_argument("--table", action="store_true", help="run nothing: the table of the runs that are in runs_dir")
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def records_of(
+    args: argparse.Namespace, sweep: Sweep, rates: Callable[[str], Sequence[float]], names: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """Perform what is missing, unless --table says otherwise, and collect: every model at each of its rates, at every
+    seed, on every task. Seed by seed, so that a sweep cut short is a whole table of fewer seeds."""
+    names = args.only if names is None else names
+    if not args.table:
+        points = itertools.product(args.seeds, args.tasks, names)
+        runs = [Run(name, rate, seed, task) for seed, task, name in points for rate in args.rates or rates(name)]
+        sweep.perform_missing(runs, args.runs_dir, args.processes)
+    return collect(args.runs_dir, names, args.tasks)
+
+
+def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:
     """A task of several, all dataclasses of numbers, or with other parameters: "mqar:length=128,pairs=8".
 
     Args:
@@ -196,113 +291,111 @@ def choose_task(tasks: dict[str, Any], name: str, **fields: Any) -> Any:
     given = {key: value for key, value in fields.items() if key in legal}
     for part in rest.split(",") if rest else []:
         key, _, value = part.partition("=")
-        if key not in legal:
-            raise ValueError(f"parameters of {kind} are {[*legal]}, got {part!r} in {name!r}")
         try:
             given[key] = float(value) if legal[key] == "float" else int(value)
-        except ValueError:
-            raise ValueError(f"{key} of {kind} must be a number ({legal[key]}), got {value!r} in {name!r}") from None
+        except (KeyError, ValueError):
+            raise ValueError(f"parameters of {kind} are numbers named {[*legal]}, got {part!r} in {name!r}") from None
     return dataclasses.replace(tasks[kind], **given)
 
 
-def read_run(path: Path) -> dict[str, Any] | None:
-    """What the file of a finished run holds; None if there is none."""
-    return json.loads(path.read_text()) if path.exists() else None
+# ---------------------------------------------------------------------------------------------------------------------
+# Summaries.
 
 
-def check_run(path: Path, record: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raises ValueError if a run that was found has other settings, or another "definition", than are wanted."""
-    held = record["settings"] | {"definition": record["definition"]}
-    changed = [f"{k} was {held.get(k)!r} and is now {wanted[k]!r}" for k in wanted if held.get(k) != wanted[k]]
-    if changed:
-        raise ValueError(f"{path} is of another table: {', '.join(changed)}; choose another --runs_dir, or delete it")
+def mean(values: Sequence[float]) -> dict[str, float]:
+    """And standard deviation (n - 1)."""
+    return {"mean": statistics.fmean(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
-def sweep(
-    runs: Sequence[Run],
-    folder: Path,
-    processes: int,
-    perform: Perform,
-    wanted: Callable[[Run], dict[str, Any]],
-    metric: str,
-) -> None:
-    """Perform the runs that are not there yet, and print the metric of each.
+def at_best_rate(records: list[dict[str, Any]], metric: str) -> tuple[dict[float, float | None], list[dict[str, Any]]]:
+    """The runs of one model at its best rate: of the lowest mean over budgets and the seeds that all its rates have.
+
+    A diverged run rules its rate out.
+    Returns:
+        The mean at each rate, None if it is ruled out; and the runs by seed, none if every rate is.
+    """
+    by_rate: dict[float, list[dict[str, Any]]] = {}
+    for record in sorted(records, key=lambda r: (r["rate"], r["seed"])):
+        by_rate.setdefault(record["rate"], []).append(record)
+    shared = set.intersection(*({run["seed"] for run in runs} for runs in by_rate.values()))
+    means = {
+        rate: None
+        if any(run["diverged"] for run in runs)
+        else statistics.fmean(
+            statistics.fmean(run[metric].values()) for run in runs if not shared or run["seed"] in shared
+        )
+        for rate, runs in by_rate.items()
+    }
+    whole = {rate: value for rate, value in means.items() if value is not None}
+    return means, by_rate[min(whole, key=lambda rate: whole[rate])] if whole else []
+
+
+def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
+    """One model at its best rate, as `at_best_rate` finds it."""
+    means, runs = at_best_rate(records, metric)
+    first = records[0]
+    kept = ("task", "model", "metric", "definition", "parameters", "sizes", "cache_bytes")
+    result = {name: first[name] for name in kept if name in first}
+    result |= {"rates": {f"{rate:g}": value for rate, value in means.items()}, "best_rate": None}
+    if not runs:
+        return result
+    best = runs[0]["rate"]
+    (speed,) = (name for name in runs[0] if name.endswith(SPEED))
+    return result | {
+        "best_rate": best,
+        "at_the_edge": best in (min(means), max(means)),  # a rate beyond may be better still
+        "seeds": [run["seed"] for run in runs],
+        "by_seed": {str(run["seed"]): run[metric] for run in runs},
+        metric: {K: mean([run[metric][K] for run in runs]) for K in runs[0][metric]},
+        speed: mean([run[speed] for run in runs]),
+        "cpu_seconds": mean([run["cpu_seconds"] for run in runs]),
+        "cpus": sorted({run["machine"]["cpu"] for run in runs}),
+    }
+
+
+def summarise_all(records: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
+    """Every model on every task at its best rate, in the order of the records' tasks, the best model first."""
+    groups: dict[tuple[str | None, str], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record.get("task"), record["model"]), []).append(record)
+    results = [summarise(runs, metric) for runs in groups.values()]
+    tasks = [*dict.fromkeys(result.get("task") for result in results)]
+    return sorted(results, key=lambda r: (tasks.index(r.get("task")), at_full_budget(r, metric)))
+
+
+def at_full_budget(result: dict[str, Any], metric: str) -> float:
+    """Its mean; infinite if every rate diverged."""
+    values = result.get(metric)
+    return list(values.values())[-1]["mean"] if values else math.inf
+
+
+def shown(value: dict[str, float] | None, sign: str = "") -> str:
+    return f"{value['mean']:{sign}.4f}±{value['deviation']:.4f}" if value else "-"
+
+
+def print_tables(results: list[dict[str, Any]], metric: str, accuracy: bool = False) -> None:
+    """A table for each task. Peers have no budgets, and stand in the last column only.
 
     Args:
-        perform: can be pickled if processes > 1.
-        wanted: settings and "definition" that the file of a run must hold.
-    Raises:
-        ValueError: a run was found that has others; before any work.
+        accuracy: show one less the metric, which is a share of errors.
     """
-    waiting = []
-    for run in runs:
-        if (record := read_run(folder / run.file)) is None:
-            waiting.append(run)
-        else:
-            check_run(folder / run.file, record, wanted(run))
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there", flush=True)
-    for i, record in enumerate(_performed(perform, waiting, folder, processes), 1):
-        values = record[metric]
-        shown = "diverged" if values is None else " ".join(f"K={K} {value:.4f}" for K, value in values.items())
-        task = f"{record['task']}, " if "task" in record else ""
-        head = f"{i}/{len(waiting)} {task}{record['model']}, rate {record['rate']:g}, seed {record['seed']}"
-        print(f"{head}: {shown} ({record['cpu_seconds']:.0f} CPU s)", flush=True)
+    for task in dict.fromkeys(result.get("task") for result in results):
+        rows, of_task = [], [r for r in results if r.get("task") == task]
+        budgets = [*dict.fromkeys(K for r in of_task if is_elastic(r) for K in [*r.get(metric, {})][:-1])]
+        for r in of_task:
+            values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in r.get(metric, {}).items()}
+            cells = [values.get(K) if is_elastic(r) else None for K in budgets]
+            cells.append(list(values.values())[-1] if values else None)
+            rate = "diverged" if r["best_rate"] is None else f"{r['best_rate']:g}" + "*" * r["at_the_edge"]
+            shape = f"{r['sizes']['hidden_size']}x{r['sizes']['num_hidden_layers']}"
+            head = [r["model"], r["parameters"], shape, r.get("cache_bytes", "-"), rate, len(r.get("seeds", []))]
+            speed = next((value["mean"] for name, value in r.items() if name.endswith(SPEED)), math.nan)
+            rows.append([*head, *map(shown, cells), speed])
+        print(f"\n{task or ''} {'accuracy' if accuracy else metric}")
+        common.table(f"{COLUMNS} {' '.join(f'K={K}' for K in budgets)} full a_CPU_second", rows)
+    print("* the best rate is the smallest or the largest tried")
 
 
-def _performed(perform: Perform, runs: list[Run], folder: Path, processes: int) -> Iterator[dict[str, Any]]:
-    if processes == 1:
-        for run in runs:
-            yield perform(run, folder / run.file)
-        return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(perform, run, folder / run.file) for run in runs]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def collect(folder: Path) -> list[dict[str, Any]]:
-    """The records of a folder. Raises ValueError if there are none, or they have different settings."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("[!.]*-seed*.json"))]
-    if not records:
-        raise ValueError(f"{folder} holds no finished run")
-    for record in records:
-        if record["settings"] != records[0]["settings"]:
-            raise ValueError(
-                f"{folder} holds runs of different settings: {record['settings']} {records[0]['settings']}"
-            )
-    return records
-
-
-def collect_tasks(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """Those of these models on these tasks, in the order of the tasks. Raises ValueError as `collect`."""
-    records = [r for r in collect(folder) if r["model"] in names and r["task"] in tasks]
-    if not records:
-        raise ValueError(f"{folder} holds no run of the models {[*names]} on the tasks {[*tasks]}")
-    return sorted(records, key=lambda r: tasks.index(r["task"]))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line.
-
-
-def add_arguments(p: argparse.ArgumentParser, rows: dict[str, Row], runs_dir: str, updates: int) -> None:
-    """What every sweep is told."""
-    p.set_defaults(device="cpu")
-    p.add_argument("--only", nargs="+", metavar="NAME", choices=rows, help=f"models, out of {[*rows]}")
-    p.add_argument("--updates", type=int, default=updates)
-    p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
-    p.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
-    p.add_argument("--processes", type=int, default=1, help="runs at a time, each on one thread")
-    p.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="where the file of every run goes")
-    p.add_argument("--table", action="store_true", help="run nothing: the table of the runs that are in runs_dir")
-
-
-def check_arguments(p: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """Ends the program for numbers below 1."""
-    for name in (*names, "updates", "processes"):
-        if getattr(args, name) < 1:
-            p.error(f"--{name} must be at least 1, got {getattr(args, name)}")
+def is_elastic(result: dict[str, Any]) -> bool:
+    """Whether it is of an ES-SSM, which runs at several budgets."""
+    return "num_spectral_channels" in result["sizes"]

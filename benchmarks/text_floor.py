@@ -6,7 +6,8 @@
 
 gzip reads the held-out text alone, as one file. The trigram counts the training text and is judged, like a model, by
 the bits per byte that it gives to the held-out text; contexts that it has not seen fall back on two bytes, on one, and
-on none (Witten and Bell, 1991).
+on none (Witten and Bell, 1991): p(c | ab) = (n(abc) + T(ab) p(c | b)) / (n(ab) + T(ab)), where T counts in how many
+ways a context goes on.
 """
 
 from __future__ import annotations
@@ -24,11 +25,6 @@ from . import common
 
 SYMBOLS = ByteEncoder.vocab_size
 PIECE = 1 << 22  # symbols counted at a time
-
-
-def gzip_bits(text: bytes) -> float:
-    """Bits per byte of `gzip -9`."""
-    return 8 * len(gzip.compress(text, 9)) / len(text)
 
 
 def counts(stream: np.ndarray, order: int) -> np.ndarray:
@@ -49,15 +45,7 @@ def _runs(stream: np.ndarray, order: int) -> np.ndarray:
 
 
 def trigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Bits per symbol of held_out from its third on: p(c | ab) = (n(abc) + T(ab) p(c | b)) / (n(ab) + T(ab)).
-
-    Args:
-        train, held_out: ids below SYMBOLS. T: in how many ways a context goes on.
-    Raises:
-        ValueError: fewer than three symbols.
-    """
-    if len(train) < 3 or len(held_out) < 3:
-        raise ValueError(f"a trigram needs at least 3 symbols of each text, got {len(train)} and {len(held_out)}")
+    """Bits per symbol of held_out, ids below SYMBOLS, from its third on."""
     probability = np.full(len(held_out) - 2, 1 / SYMBOLS)
     for order in (1, 2, 3):
         table = counts(train, order)
@@ -65,23 +53,20 @@ def trigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
         symbols = _runs(held_out, order)[3 - order :]
         context = symbols // SYMBOLS
         seen, total, ways = table.ravel()[symbols], context_total.ravel()[context], ways.ravel()[context]
-        known = total > 0
         mixed = (seen + ways * probability) / np.maximum(total + ways, 1)
-        probability = np.where(known, mixed, probability)
+        probability = np.where(total > 0, mixed, probability)
     return float(-np.log2(probability).mean())
+
+
+def text_of(part: list[Document]) -> bytes:
+    return b"".join(text if isinstance(text, bytes) else text.encode() for _, text in part)
 
 
 def floors(train: list[Document], held_out: list[Document]) -> dict[str, float]:
     """Bits per byte of both, of documents."""
-    text = b"".join(map(_bytes, held_out))
-    encoder = ByteEncoder()
+    text, encoder = text_of(held_out), ByteEncoder()
     trigram = trigram_bits(to_stream(train, encoder)[0], to_stream(held_out, encoder)[0])
-    return {"gzip -9": gzip_bits(text), "trigram": trigram}
-
-
-def _bytes(document: Document) -> bytes:
-    text = document[1]
-    return text if isinstance(text, bytes) else text.encode()
+    return {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text), "trigram": trigram}
 
 
 def add_texts(p: argparse.ArgumentParser) -> None:
@@ -106,12 +91,11 @@ def main(argv: list[str] | None = None) -> dict:
     train, held_out = read_texts(args)
     if args.quick:
         train, held_out = train[:3], held_out[:1]
-    sizes = [sum(len(_bytes(document)) for document in part) for part in (train, held_out)]
+    sizes = [len(text_of(part)) for part in (train, held_out)]
     device, report = common.start("text_floor", args, train_bytes=sizes[0], held_out_bytes=sizes[1])
     found = floors(train, held_out)
     report["results"] = [{"name": name, "bits_per_byte": bits} for name, bits in found.items()]
-    report["targets"] = []
-    common.table("floor bits/byte", [[name.replace(" ", "_"), bits] for name, bits in found.items()])
+    common.table("floor bits/byte", [*found.items()])
     return common.finish(report, args, device)
 
 

@@ -10,19 +10,14 @@ weights: it is trained once, with a random K of its eight channels and a random 
 on its own. Then K is set per call, states are removed after training (AIRE, all layers in one ranking), and depth is
 0, 1, 3 or what the gate asks for. For each combination: energy of held-out chains, distance from the native ones, and
 FLOPs a position while streaming, counted as there. A combination is on the front of a seed if no other one has less of
-both. One JSON file a run, its weights not kept; a sweep that was killed goes on.
+both.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 import itertools
-import json
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,15 +27,25 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from essm_train.files import write_figure
+from essm_train.run.steps import fit
 from modeling_essm import ESSMConfig, ESSMModel
-from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel
+from modeling_essm.companions import (
+    DiagonalSSMConfig,
+    DiagonalSSMModel,
+    ElasticStateConfig,
+    ElasticStateModel,
+    allocate,
+    importance,
+    prune,
+    remove,
+)
 
-from . import common, sweep_tables, sweeps
+from . import common, sweeps
 from .elastic_measures import STREAMS, cost
-from .elastic_states import open_task
+from .elastic_states import one_cycle, open_task
 from .elastic_tasks import always
-from .matched_models import Row
-from .sweeps import Run
+from .sweeps import Run, Sweep, mean, shown
 
 METRIC = "energy"
 NAME = "three dials"
@@ -49,6 +54,7 @@ BUDGETS = (2, 4, 8)
 KEPT = (1.0, 0.5, 0.25)  # share of the modes
 GATE = "gate"
 DEPTHS = (0, 1, 3, GATE)
+EVERYTHING = (max(BUDGETS), 1.0, GATE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -118,18 +124,12 @@ class Settings:
     compute_penalty: float = 0.03
     test_count: int = 44
 
-    def values(self) -> dict[str, Any]:
-        """As JSON gives them back; in which folder the data lies is not part of them."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "data_dir"}
-
 
 def make_model(settings: Settings, task: Any) -> Any:
     """A new elastic state model around both stages, without feedback, so that sequences are read at once."""
-    from modeling_essm.companions import ElasticStateConfig, ElasticStateModel
-
     D = settings.hidden_size
     spectral = {"hidden_size": D, "intermediate_size": D, "vocab_size": 8, "block": "gated", "num_hidden_layers": 1}
-    spectral |= {"inner_size": D, "num_heads": 1, "mixing_size": 1, "num_spectral_channels": max(BUDGETS)}
+    spectral |= {"inner_size": D, "num_heads": 1, "num_spectral_channels": max(BUDGETS)}
     spectral |= {"filter_length": 512}
     diagonal = {"hidden_size": D, "state_size": settings.state_size, "num_hidden_layers": 1, "vocab_size": 8}
     config = ElasticStateConfig(
@@ -146,33 +146,23 @@ def make_model(settings: Settings, task: Any) -> Any:
 
 def train(model: Any, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
     """All updates, with a random K of BUDGETS and a random cap on depth in each."""
-    seconds = 0.0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=run.rate, weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=settings.updates, pct_start=0.1)
-    model.train()
-    for update in range(settings.updates):
+
+    def batch(update: int) -> tuple[dict[str, Any], dict[str, int]]:
         rng = np.random.default_rng((run.seed, update))
         dials = {"spectral_budget": int(rng.choice(BUDGETS))}
         dials["max_refine_depth"] = int(rng.integers(settings.max_refine_depth + 1))
-        batch = task.batch(rng, settings.batch_size, model, **dials)
-        started = time.process_time()
+        return task.batch(rng, settings.batch_size, model, **dials), dials
+
+    def losses(update: int, drawn: tuple[dict[str, Any], dict[str, int]]) -> list[Tensor]:
+        batch, dials = drawn
         output = model(batch["input_features"], batch["observations"], use_cache=False, **dials)
-        loss = output.loss + task.loss(output, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if not bool(torch.isfinite(loss + norm)):
-            return {"diverged": True, "cpu_seconds": seconds}
-        optimizer.step()
-        scheduler.step()
-        seconds += time.process_time() - started
-    return {"diverged": False, "cpu_seconds": seconds}
+        return [output.loss + task.loss(output, batch)]
+
+    return fit(model, *one_cycle(model.parameters(), run.rate, settings.updates), settings.updates, batch, losses)
 
 
 def smaller(model: Any, share: float) -> Any:
     """A copy whose diagonal state space keeps this share of its modes, by AIRE; the model itself for all of them."""
-    from modeling_essm.companions import allocate, importance, prune, remove
-
     if share == 1.0:
         return model
     model = copy.deepcopy(model)
@@ -197,28 +187,18 @@ def grid(model: Any, task: Any, streams: int) -> list[dict[str, Any]]:
     return found
 
 
-def perform(settings: Settings, run: Run, path: Path) -> dict[str, Any]:
-    """Train on one thread, measure the grid, write the file in one move, return what it holds."""
-    from essm_train.files import write_json
-
+def perform(settings: Settings, run: Run) -> dict[str, Any]:
     task = open_task(settings, "repair")
-    with common.threads(1):
-        torch.manual_seed(run.seed)
-        model = make_model(settings, task)
-        record: dict[str, Any] = {"model": run.name, "rate": run.rate, "seed": run.seed, "task": run.task}
-        record |= {"settings": settings.values(), "definition": definition(settings)}
-        record |= {"parameters": model.num_parameters()} | train(model, task, settings, run)
-        record["grid"] = [] if record["diverged"] else grid(model.eval(), task, min(STREAMS, settings.test_count))
-        record[METRIC] = None if record["diverged"] else {"all": record["grid"][len(DEPTHS) * len(BUDGETS) - 1][METRIC]}
-        record["machine"] = common.machine(torch.device("cpu"))
-    write_json(path, record)
-    return record
+    torch.manual_seed(run.seed)
+    model = make_model(settings, task)
+    record = {"parameters": model.num_parameters()} | train(model, task, settings, run)
+    record["grid"] = [] if record["diverged"] else grid(model.eval(), task, min(STREAMS, settings.test_count))
+    whole = [row[METRIC] for row in record["grid"] if (row["budget"], row["kept"], row["depth"]) == EVERYTHING]
+    return record | {METRIC: {"all": whole[0]} if whole else None}
 
 
-def definition(settings: Settings) -> dict[str, Any]:
-    """What a run found must have been made with."""
-    dials = {"budgets": BUDGETS, "kept": KEPT, "depths": DEPTHS, "task": open_task(settings, "repair").identity}
-    return json.loads(json.dumps(dials))
+def define(settings: Settings, run: Run) -> dict[str, Any]:
+    return {"budgets": BUDGETS, "kept": KEPT, "depths": DEPTHS, "task": open_task(settings, "repair").identity}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -247,23 +227,21 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, row in enumerate(whole[0] if whole else ()):
         result: dict[str, Any] = {name: row[name] for name in ("budget", "kept", "states", "depth")}
         for name in (METRIC, "rmsd_outside", "rmsd_loop", "gap", "mean_depth", "flops"):
-            result[name] = sweep_tables.mean([rows[i][name] for rows in whole])
+            result[name] = mean([rows[i][name] for rows in whole])
         results.append(result | {"on_front": sum(marks[i] for marks in fronts), "seeds": len(whole)})
     return results
 
 
 def effects(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each dial turned down by itself from everything: what energy it costs, and the share of FLOPs it saves."""
-    most = {"budget": max(BUDGETS), "kept": 1.0, "depth": GATE}
-    rows = {tuple(r[name] for name in most): r for r in results}
-    whole = rows[tuple(most.values())]
-    found = []
-    for name, values in (("budget", BUDGETS[:-1]), ("kept", KEPT[1:]), ("depth", DEPTHS[:-1])):
+    rows = {(r["budget"], r["kept"], r["depth"]): r for r in results}
+    whole, found = rows[EVERYTHING], []
+    for i, (dial, values) in enumerate((("budget", BUDGETS[:-1]), ("kept", KEPT[1:]), ("depth", DEPTHS[:-1]))):
         for value in values:
-            row = rows[tuple((most | {name: value}).values())]
+            row = rows[(*EVERYTHING[:i], value, *EVERYTHING[i + 1 :])]
             change = row[METRIC]["mean"] / whole[METRIC]["mean"] - 1
             saved = 1 - row["flops"]["mean"] / whole["flops"]["mean"]
-            found.append({"dial": name, "set_to": value, "energy_change": change, "flops_saved": saved})
+            found.append({"dial": dial, "set_to": value, "energy_change": change, "flops_saved": saved})
     return found
 
 
@@ -283,44 +261,30 @@ def draw(results: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def print_tables(results: list[dict[str, Any]], dials: list[dict[str, Any]]) -> None:
-    rows = []
-    for r in sorted(results, key=lambda r: r["flops"]["mean"]):
-        shown = [sweep_tables.shown(r[name]) for name in (METRIC, "rmsd_outside", "rmsd_loop", "mean_depth")]
-        rows.append([r["budget"], f"{r['kept']:.0%}", r["depth"], *shown, f"{r['flops']['mean']:,.0f}", r["on_front"]])
-    common.table("K states depth energy rmsd_outside rmsd_loop mean_depth flops front", rows)
-    print("\none dial turned down from everything")
-    rows = [[r["dial"], r["set_to"], f"{r['energy_change']:+.1%}", f"{r['flops_saved']:.1%}"] for r in dials]
-    common.table("dial set_to energy flops_saved", rows)
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables, draw and write them."""
-    from essm_train.files import write_figure
-
     p = common.parser(__doc__)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
-    rows = {NAME: Row(1, rates=(RATE,))}
-    sweeps.add_arguments(p, rows, "runs/three_dials", updates=400)
+    sweeps.add_arguments(p, [NAME], "runs/three_dials", updates=400)
     args = p.parse_args(argv)
-    sweeps.check_arguments(p, args)
-    if not args.table:
-        settings = Settings(args.data_dir, args.updates)
-        if args.quick:
-            settings = dataclasses.replace(settings, updates=min(args.updates, 2), test_count=1, batch_size=1)
-
-        def wanted(run: Run) -> dict[str, Any]:
-            return settings.values() | {"definition": definition(settings)}
-
-        runs = sweeps.runs_of(rows, [NAME], args, ["repair"])
-        sweeps.sweep(runs, args.runs_dir, args.processes, functools.partial(perform, settings), wanted, METRIC)
-    records = sweeps.collect(args.runs_dir)
+    settings = Settings(args.data_dir, args.updates)
+    if args.quick:
+        settings = Settings(args.data_dir, min(args.updates, 2), batch_size=1, test_count=1)
+    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
     device, report = common.start("three_dials", args, **records[0]["settings"])
-    report["results"] = summarise(records)
-    report["one_dial"] = effects(report["results"])
-    print_tables(report["results"], report["one_dial"])
-    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report["results"]), dpi=110)
-    return common.finish(report, args, device)
+    report["results"] = results = summarise(records)
+    report["one_dial"] = effects(results)
+    columns = ("mean_depth", METRIC, "rmsd_outside", "rmsd_loop", "flops")
+    rows = [
+        [r["budget"], r["kept"], r["depth"], *(shown(r[c]) for c in columns), r["on_front"]]
+        for r in sorted(results, key=lambda r: r["flops"]["mean"])
+    ]
+    common.table(f"K states depth {' '.join(columns)} on_front", rows)
+    print("\none dial turned down from everything")
+    common.table("dial set_to energy_change flops_saved", [[*row.values()] for row in report["one_dial"]])
+    common.finish(report, args, device)
+    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(results), dpi=110)
+    return report
 
 
 if __name__ == "__main__":

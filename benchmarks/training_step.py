@@ -3,70 +3,61 @@
 
     python -m benchmarks.training_step                                       the three tables, a file for each
     python -m benchmarks.training_step --table models --length 1024 --batch 4
-    python -m benchmarks.training_step --table essm --full                   every combination: hours on a CPU
-    python -m benchmarks.training_step --table dropout --modes eager
     python -m benchmarks.training_step --config hub_configs/essm-gated-20m   of that model, in files of its own
 
 One step is forward, backward, AdamW and zero_grad on random bytes. fp32 on the CPU, bf16 autocast over fp32 weights on
-a GPU.
+a GPU. A step that would exceed --memory, extrapolated from shorter lengths, is measured at the longest that fits.
 
 models   Is ES-SSM cheaper than a Transformer and a Mamba-2 of the same size from the same library? ES-SSM is the
-         paper's 21M-parameter model at K = 4 and K = 32, and beside it that of --config at K = 4 and its capacity;
-         LlamaForCausalLM and Mamba2ForCausalLM have the same vocabulary and a parameter count within 5% of it, in
-         shapes usual for them. The models take turns. Where the mamba_ssm kernels are not installed, always on a CPU,
-         Mamba-2 runs `essm_train.baselines.mamba`, matrix products over chunks in torch. A model whose step would
-         exceed --memory, extrapolated from shorter lengths, is measured at the longest length that fits, and the output
-         says so.
-essm     What do K, length, batch, gradient checkpointing and torch.compile do to speed and memory of ES-SSM? One
-         factor at a time: every K at the first of --lengths and of --batches, plain (eager, no checkpointing), and
-         each other factor at two K. Rows take turns. Checkpointed and compiled steps must give the plain step's
-         gradient. Shapes that would exceed --memory are skipped, and the output says so.
-dropout  What does an update with budget dropout cost, over one at the capacity, K = 32? A round trains every budget of
-         the "discrete" schedule of train/budget_dropout once, in the order in which it first draws them, each beside
-         an update at K = 32; the ratio of the two sums has no sampling noise. All updates train one set of weights, on
-         whose values the cost does not depend.
+         paper's 21M-parameter model at K = 4 and 32, and beside it that of --config at K = 4 and its capacity; the
+         others have the same vocabulary and parameters within 5%, in shapes usual for them. Without the mamba_ssm
+         kernels, always on a CPU, Mamba-2 runs `essm_train.baselines.mamba`, matrix products over chunks.
+essm     What do K, gradient checkpointing and torch.compile do to speed and memory of ES-SSM? Checkpointed and compiled
+         steps must give the plain step's gradient.
+dropout  What does an update with budget dropout cost, over one at the capacity? A round trains every budget of the
+         "discrete" schedule once, each beside an update at the capacity: the ratio has no sampling noise.
 
-torch.compile stands as in a training script: around the model, with its defaults. Every budget gets a graph of its own,
-so a run needs a torch._dynamo.config.recompile_limit (8) of at least its number of budgets: torch trains the others in
-eager mode. It is raised here. Where compilation fails, for want of a C++ compiler say, the row tells why. A first call
-compiles; it is short where inductor finds an earlier run's files.
+torch.compile stands around the model, with its defaults. Every budget gets a graph of its own, so a run needs a
+torch._dynamo.config.recompile_limit (8) of at least its number of budgets; it is raised here. Where compilation fails,
+for want of a C++ compiler say, the row tells why.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
+import itertools
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
 from transformers.utils.import_utils import is_mamba_2_ssm_available
 
 from essm_train.baselines.mamba import by_chunks
-from modeling_essm import ESSMForCausalLM
+from essm_train.run.steps import update
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.training.budget_dropout import budget_schedule
 
 from . import common
-from .steps import (
-    MODES,
-    RECOMPILE_LIMIT,
-    check,
-    essm_config,
-    make_optimizer,
-    make_step,
-    memory_limit,
-    on_gpu,
-    peaks_that_fit,
-    precision,
-    shown,
-)
-from .training_step_dropout import dropout_table
-from .training_step_essm import essm_table
 
+MODES = ("eager", "checkpointed", "compiled")
+RECOMPILE_LIMIT = 64  # more than there are graphs at once here
+TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}  # of checkpointed and compiled gradients: fp32, bf16 autocast
 IDS = {"vocab_size": 259, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, "tie_word_embeddings": True}
 
 
-def make_models(length: int, args: argparse.Namespace) -> dict[str, torch.nn.Module]:
+def essm_config(length: int, args: argparse.Namespace) -> ESSMConfig:
+    if args.quick:
+        return common.configuration(args, hidden_size=64, num_hidden_layers=2, filter_length=max(length, 512))
+    return common.configuration(args, filter_length=max(length, common.configuration(args).filter_length))
+
+
+def make_models(length: int, args: argparse.Namespace) -> dict[str, nn.Module]:
     """The three models at matched parameter counts, after them that of --config."""
     if args.quick:
         llama = {"hidden_size": 64, "num_hidden_layers": 6, "intermediate_size": 208, "num_attention_heads": 2}
@@ -85,75 +76,197 @@ def make_models(length: int, args: argparse.Namespace) -> dict[str, torch.nn.Mod
     return models if args.config is None else models | {args.config.name: ESSMForCausalLM(essm_config(length, args))}
 
 
-def models_table(args: argparse.Namespace) -> dict[str, Any]:
-    gpu = on_gpu(args)
-    length = args.length or (128 if args.quick else 4096)
-    batch = args.batch or (8 if gpu and not args.quick else 1)
-    limit, dtype, rounds = memory_limit(args), precision(args), min(args.rounds, 7 if gpu else 3)
-    settings = {"length": length, "batch": batch, "dtype": dtype, "warmup": 1, "rounds": rounds}
-    settings |= {"memory_gib": limit / 2**30, **common.model_settings(args, essm_config(length, args))}
-    device, report = common.start("training_step", args, **settings, threads=torch.get_num_threads())
-    common.check_peak_memory(device)
-    models = {name: model.to(device).train() for name, model in make_models(length, args).items()}
-    report["parameters"] = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
-    print("parameters: " + ", ".join(f"{name} {count}" for name, count in report["parameters"].items()))
-    kernels = gpu and is_mamba_2_ssm_available()
-    report["mamba2_path"] = "mamba_ssm kernels" if kernels else "chunks in torch"
-    print(f"Mamba-2 runs on: {report['mamba2_path']}")
-    configured = "ES-SSM" if args.config is None else args.config.name
-    report["gradient_error"] = check(models[configured], length, device)
-    print(f"gradients by chunked and by FFT agree to {report['gradient_error']:.1e}")
+# ---------------------------------------------------------------------------------------------------------------------
+# One step.
 
-    makers: dict[str, tuple[str, dict[str, Any]]] = {}
+
+def loss_of(model: Any, tokens: Tensor, options: dict[str, Any]) -> Tensor:
+    """() cross-entropy, in the precision in which the device trains."""
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
+        return model(input_ids=tokens, labels=tokens, use_cache=False, **options).loss
+
+
+def random_tokens(model: Any, batch: int, length: int) -> Tensor:
+    """(batch, length) bytes, always the same, where the model is."""
+    tokens = torch.randint(0, 256, (batch, length), generator=torch.Generator().manual_seed(0))
+    return tokens.to(next(model.parameters()).device)
+
+
+def make_step(model: Any, batch: int, length: int, optimizer: Any = None) -> Callable[[dict[str, Any]], None]:
+    """A call that makes one whole training step with these options of the model."""
+    tokens = random_tokens(model, batch, length)
+    optimizer = optimizer or make_optimizer(model)
+
+    def step(options: dict[str, Any]) -> None:
+        losses = (loss_of(model, tokens, options) for _ in range(1))
+        update(optimizer, losses, (), clip=lambda *_: None, check=lambda *_: None)
+
+    return step
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def gradient(model: Any, tokens: Tensor, K: int) -> Tensor:
+    """Of the first layer's M_k."""
+    return torch.autograd.grad(
+        loss_of(model, tokens, {"spectral_budget": K}), model.model.layers[0].mixer.channel_mixing
+    )[0]
+
+
+def peaks_that_fit(make: Callable[[int], Callable], longest: int, limit: int, device: torch.device) -> dict[int, int]:
+    """Peak bytes at longest / 8 and its doubles, while memory that keeps growing as it did would stay in the limit."""
+    length, growth, peaks = max(1, longest // 8), 2.0, {}
+    make(length)()  # the optimizer's moments and other lasting things exist from here on
+    while True:
+        peaks[length] = common.peak_memory(make(length), device)
+        if length // 2 in peaks:
+            growth = max(2.0, peaks[length] / peaks[length // 2])
+        if 2 * length > longest or peaks[length] * growth > limit:
+            return peaks
+        length *= 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables.
+
+
+def begin(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
+    gpu = common.pick_device(args.device).type == "cuda"
+    args.length = args.length or (128 if args.quick else 4096)
+    args.batch = args.batch or (8 if gpu and not args.quick else 1)
+    args.limit = int((args.memory or (100 if gpu else 12)) * 2**30)
+    args.rounds = min(args.rounds, 7 if gpu else 3)
+    settings |= {"length": args.length, "batch": args.batch, "rounds": args.rounds, "memory_gib": args.limit / 2**30}
+    settings |= common.model_settings(args, essm_config(args.length, args))
+    settings |= {"dtype": "bfloat16 autocast" if gpu else "float32", "threads": torch.get_num_threads()}
+    common.check_peak_memory(common.pick_device(args.device))
+    return common.start(name, args, **settings)
+
+
+def models_table(args: argparse.Namespace) -> dict[str, Any]:
+    device, report = begin("training_step", args)
+    models = {name: model.to(device).train() for name, model in make_models(args.length, args).items()}
+    report["parameters"] = counts = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
+    kernels = device.type == "cuda" and is_mamba_2_ssm_available()
+    report["mamba2_path"] = "mamba_ssm kernels" if kernels else "chunks in torch"
+    configured = "ES-SSM" if args.config is None else args.config.name
+    rows: dict[str, tuple[str, dict[str, Any]]] = {}
     for name in dict.fromkeys(("ES-SSM", configured)):
         budgets = common.clipped((4, 32), models[name].config)
-        makers |= {f"{name} K={K}": (name, {"spectral_budget": K}) for K in budgets}
-    reference, largest = f"{configured} K={budgets[-1]}", budgets[-1]
-    makers |= {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
+        rows |= {f"{name} K={K}": (name, {"spectral_budget": K}) for K in budgets}
+    reference = f"{configured} K={budgets[-1]}"
+    rows |= {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
     optimizers = {name: make_optimizer(model) for name, model in models.items()}
-    steps, lengths, memory = {}, {}, {}
-    for label, (name, arguments) in makers.items():
-        make = functools.partial(make_step, models[name], optimizers[name], [arguments], batch)
-        memory[label] = peaks_that_fit(make, length, limit, device)
-        lengths[label] = max(memory[label])
-        steps[label] = make(lengths[label])
-        if lengths[label] < length:
-            print(f"{label} does not fit {limit / 2**30:.0f} GiB at L = {length}: measured at L = {lengths[label]}")
-    seconds = common.paired(steps, device, rounds, warmup=1, limit_seconds=240.0)
-    rows, report["results"] = [], []
+    steps, memory = {}, {}
+    for label, (name, options) in rows.items():
+
+        def make(length: int, name: str = name, options: dict[str, Any] = options) -> Callable[[], None]:
+            return functools.partial(make_step(models[name], args.batch, length, optimizers[name]), options)
+
+        memory[label] = peaks_that_fit(make, args.length, args.limit, device)
+        steps[label] = make(max(memory[label]))
+    seconds = common.paired(steps, device, args.rounds, warmup=1, limit_seconds=240.0)
+    report["results"] = []
     for label, samples in seconds.items():
-        rate = common.spread([batch * lengths[label] / s for s in samples])
-        peak = memory[label][lengths[label]]
-        relative = common.ratio(seconds[reference], samples) if lengths[label] == length else None
-        report["results"].append(
-            {
-                "model": label,
-                "length": lengths[label],
-                "seconds": common.spread(samples),
-                "tokens_per_second": rate,
-                "peak_bytes": peak,
-                "peak_bytes_by_length": memory[label],
-                f"speed_over_essm_{largest}": relative,
-            }
-        )
-        speed = shown(relative) if relative else "-"
-        rows.append(
-            [
-                label.replace(" ", "_"),
-                batch,
-                lengths[label],
-                common.ms(common.spread(samples)),
-                shown(rate, 0),
-                speed,
-                f"{peak / 2**20:.0f}",
-            ]
-        )
-    common.table(
-        "model batch L step_ms(min-max) tokens/s(min-max) speed/" + reference.replace(" ", "_") + " peak_MiB", rows
-    )
-    counts = report["parameters"]
+        length = max(memory[label])
+        row = {"model": label, "length": length, "seconds": common.spread(samples)}
+        row["tokens_per_second"] = common.spread([args.batch * length / s for s in samples])
+        row["peak_bytes"] = memory[label][length]
+        row["speed_over_reference"] = common.ratio(seconds[reference], samples) if length == args.length else None
+        report["results"].append(row)
+    cells = []
+    for r in report["results"]:
+        relative = common.shown(r["speed_over_reference"]) if r["speed_over_reference"] else "-"
+        cells.append([r["model"], r["length"], common.shown(r["tokens_per_second"], ".0f"), relative, r["peak_bytes"]])
+    common.table(f"model L tokens/s(min-max) speed/{reference.replace(' ', '_')} peak_bytes", cells)
     worst = max(abs(count / counts[configured] - 1) for count in counts.values())
     report["targets"] = [common.target("parameter counts apart, worst", worst, most=0.05)]
+    return common.finish(report, args, device)
+
+
+def essm_table(args: argparse.Namespace) -> dict[str, Any]:
+    device, report = begin("training_step_essm", args)
+    torch.manual_seed(0)
+    model = ESSMForCausalLM(essm_config(args.length, args)).to(device).train()
+    budgets = common.clipped((4, 32) if args.quick else (2, 4, 8, 16, 32), model.config)
+    checkpointed = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # the same weights
+    checkpointed.gradient_checkpointing_enable()
+    torch._dynamo.reset()  # or the length would be compiled as one that varies
+    models = {"eager": model, "checkpointed": checkpointed, "compiled": torch.compile(model)}
+    tokens, optimizer = random_tokens(model, args.batch, args.length), make_optimizer(model)
+    calls, rows = {}, {}
+    for mode, K in itertools.product(args.modes, budgets):
+        row = rows[mode, K] = {"mode": mode, "budget": K}
+        started = time.perf_counter()
+        try:
+            actual = gradient(models[mode], tokens, K)
+        except Exception as error:  # a compiler may raise anything
+            if mode != "compiled":
+                raise
+            row["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            continue
+        row["first_call_seconds"] = time.perf_counter() - started
+        expected, tolerance = gradient(model, tokens, K), TOLERANCE[device.type]
+        row["gradient_error"] = common.require_close(f"gradient, {mode}, K = {K}", actual, expected, tolerance)
+        step = make_step(models[mode], args.batch, args.length, optimizer)
+        calls[mode, K] = functools.partial(step, {"spectral_budget": K})
+        row["peak_bytes"] = common.peak_memory(calls[mode, K], device)
+    seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
+    for (mode, K), samples in seconds.items():
+        row = rows[mode, K]
+        row["tokens_per_second"] = common.spread([args.batch * args.length / s for s in samples])
+        row["time_over_largest_budget"] = common.ratio(samples, seconds[mode, budgets[-1]])
+        if ("eager", K) in seconds:
+            row["speed_over_eager"] = common.ratio(seconds["eager", K], samples)
+            row["memory_over_eager"] = row["peak_bytes"] / rows["eager", K]["peak_bytes"]
+    report["results"] = list(rows.values())
+    cells = []
+    for r in report["results"]:
+        measured = [common.shown(r[k]) if k in r else "-" for k in ("tokens_per_second", "speed_over_eager")]
+        cells.append([r["mode"], r["budget"], *measured, r.get("peak_bytes", r.get("failed"))])
+    common.table("mode K tokens/s(min-max) speed/eager peak_bytes", cells)
+    return common.finish(report, args, device)
+
+
+def balanced_updates(capacity: int) -> list[tuple[int, ...]]:
+    """What the discrete schedule draws, each draw once, in the order in which it first makes them."""
+    schedule, drawn = budget_schedule("discrete", capacity, 0), dict[tuple[int, ...], None]()
+    for number in itertools.count():
+        drawn[schedule(number)] = None
+        if {K for budgets in drawn for K in budgets} == set(schedule.budgets):
+            break
+    return list(drawn)
+
+
+def dropout_table(args: argparse.Namespace) -> dict[str, Any]:
+    device, report = begin("training_step_dropout", args)
+    torch.manual_seed(0)
+    model = ESSMForCausalLM(essm_config(args.length, args)).to(device).train()
+    capacity = model.config.num_spectral_channels
+    budgets = [K for drawn in balanced_updates(capacity) for K in drawn]
+    report["mean_budget"] = sum(budgets) / len(budgets)
+    step = make_step(model, args.batch, args.length)
+
+    def round_of(drawn: list[int]) -> None:
+        for K in drawn:
+            step({"spectral_budget": K})
+
+    calls = {f"K={K}": functools.partial(round_of, [K]) for K in dict.fromkeys((*budgets, capacity))}
+    calls["dropout"] = functools.partial(round_of, budgets)
+    seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
+    full, each = seconds[f"K={capacity}"], [s / len(budgets) for s in seconds["dropout"]]
+    report["results"] = [
+        {"updates": name, "seconds": common.spread(samples), "over_full": common.ratio(samples, full)}
+        for name, samples in (seconds | {"dropout": each}).items()
+    ]
+    common.table(
+        "updates ms(min-max) over_full",
+        [[r["updates"], common.ms(r["seconds"]), common.shown(r["over_full"])] for r in report["results"]],
+    )
+    ratio = report["results"][-1]["over_full"]["median"]
+    report["targets"] = [common.target(f"budget dropout over K={capacity}, per update", ratio, most=0.5)]
     return common.finish(report, args, device)
 
 
@@ -164,17 +277,13 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--table", choices=("all", *TABLES), default="all")
-    p.add_argument("--length", type=int, default=None, help="of models and dropout")
-    p.add_argument("--batch", type=int, default=None, help="of models and dropout")
-    p.add_argument("--lengths", type=int, nargs="+", default=None, help="of essm; others are compared with the first")
-    p.add_argument("--batches", type=int, nargs="+", default=None, help="of essm; others are compared with the first")
-    p.add_argument("--budgets", type=int, nargs="+", default=None, help="of essm")
-    p.add_argument("--full", action="store_true", help="every combination in essm")
-    p.add_argument("--modes", nargs="+", choices=MODES, default=MODES, help="of essm and dropout")
-    p.add_argument("--memory", type=float, default=None, help="GiB a step may take; default 12 on a CPU, 100 on a GPU")
+    p.add_argument("--length", type=int, default=None)
+    p.add_argument("--batch", type=int, default=None)
+    p.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of essm")
+    p.add_argument("--memory", type=float, default=None, help="GiB that a step may take")
     args = p.parse_args(argv)
     if args.out and args.table == "all":
-        p.error("--out names one file: choose one --table")
+        p.error("--out is one file: give one --table")
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
         return [table(args) for name, table in TABLES.items() if args.table in ("all", name)]
 

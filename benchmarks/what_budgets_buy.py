@@ -13,7 +13,7 @@ tell all of a smooth signal's past.
 
 Trained part. A gated model (inner width 2 D, diagonal M_k, 3 layers) of 32 channels with budget dropout for every
 delay, and its error at every budget. Noise is white, of at most 0.01 cycles a step, or of at most one cycle per delay.
-Runs are those of `benchmarks.memory_probes`: one file each in runs_dir, and a sweep that was killed goes on.
+Runs are those of `benchmarks.memory_probes`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from essm_train.files import write_figure
 from modeling_essm.spectral_basis import spectral_basis
 
 from . import common, memory_probes, sweeps
-from .memory_tasks import NoiseDelay, make_task
-from .sweeps import Run
+from .memory_tasks import TASKS
+from .sweeps import Sweep
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 LENGTHS = (512, 4096, 32768)
@@ -106,12 +106,6 @@ def horizons(filter_length: int, kind: str) -> dict[str, Any]:
     return {"filter_length": filter_length, "response": kind, "level": LEVELS[kind], "horizon": shown, "growth": growth}
 
 
-def energy_lags(filter_length: int, parts: tuple[float, ...] = (0.5, 0.9)) -> dict[str, list[int]]:
-    """The least lags up to which these parts of the energy of phi_k lie, for each k of BUDGETS and 1."""
-    energy = np.cumsum(spectral_basis(filter_length).filters(max(BUDGETS)) ** 2, 0)
-    return {str(k): [int(np.argmax(energy[:, k - 1] >= part)) for part in parts] for k in (1, *BUDGETS)}
-
-
 def readout_errors(filter_length: int, band: float, tau: int, noise: float = NOISE) -> dict[str, float]:
     """Relative error of the best linear read-out of x(t - tau) from K features of noise up to `band` cycles a step.
 
@@ -139,13 +133,11 @@ def analytic(tasks: dict[str, list[str]], lengths: tuple[int, ...], filter_lengt
     """All of the exact part."""
     errors = []
     for name in [name for names in tasks.values() for name in names]:
-        task = make_task(name)
-        assert isinstance(task, NoiseDelay)
+        task = sweeps.choose_task(TASKS, name)
         found = readout_errors(filter_length, task.band, task.tau)
         errors.append({"task": name, "tau": task.tau, "band": task.band, "error": found})
     return {
         "horizons": [horizons(H, kind) for kind in LEVELS for H in lengths],
-        "energy_lags": energy_lags(filter_length),
         "readout_errors": errors,
     }
 
@@ -159,11 +151,9 @@ def trained(args: Any, tasks: dict[str, list[str]]) -> list[dict[str, Any]]:
     settings = memory_probes.Settings(args.parameters, args.updates, budgets=BUDGETS, device=args.device)
     if args.quick:
         settings = dataclasses.replace(settings, positions=128, held_out=128)
-    names = [name for group in tasks.values() for name in group]
-    runs = [Run(MODEL, rate, seed, name) for seed in args.seeds for name in names for rate in args.rates]
-    memory_probes.sweep(settings, runs, args.runs_dir, args.processes)
-    records = [sweeps.read_run(args.runs_dir / run.file) for run in runs]
-    return memory_probes.summarise([record for record in records if record is not None])
+    args.tasks = [name for group in tasks.values() for name in group]
+    sweep = Sweep(settings, memory_probes.perform, memory_probes.define, memory_probes.METRIC)
+    return sweeps.summarise_all(sweeps.records_of(args, sweep, lambda name: args.rates), memory_probes.METRIC)
 
 
 def draw(report: dict[str, Any], tasks: dict[str, list[str]]) -> Figure:
@@ -206,27 +196,17 @@ def print_report(report: dict[str, Any]) -> None:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:.4g}"
 
-    exact = report["results"]["analytic"]
-    budgets = " ".join(f"K={K}" for K in BUDGETS)
-    print("\nhorizon in steps, and its growth per channel from the budget before")
-    rows = []
+    exact, rows = report["results"]["analytic"], []
+    measured = {row["task"]: row.get("error", {}) for row in report["results"]["trained"]}
     for row in exact["horizons"]:
-        head = [row["response"], row["level"], row["filter_length"]]
-        rows.append([*head, "horizon", *map(number, row["horizon"].values())])
-        rows.append([*head, "growth", "", *map(number, row["growth"].values())])
-    common.table(f"response level H what {budgets}", rows)
-    print("\nlags up to which half and 90% of the energy of phi_k lie")
-    common.table("k half 90%", [[k, *lags] for k, lags in exact["energy_lags"].items()])
-    print("\nsquared error over variance: trained, and of the best linear read-out from features")
-    rows = []
-    measured = {row["task"]: row for row in report["results"]["trained"]}
+        head = f"horizon of {row['response']}, H = {row['filter_length']}"
+        rows.append([head, *map(number, row["horizon"].values())])
+        rows.append(["growth per channel", "", *map(number, row["growth"].values())])
     for row in exact["readout_errors"]:
-        head = [row["tau"], f"{row['band']:g}"]
-        rows.append([*head, "exact", *(f"{e:.4f}" for e in row["error"].values())])
-        if row["task"] in measured:
-            errors = measured[row["task"]].get("error", {})
-            rows.append([*head, "trained", *(f"{e['mean']:.4f}" for e in errors.values())])
-    common.table(f"tau band what {budgets}", rows)
+        rows.append([f"{row['task']}: read-out", *map(number, row["error"].values())])
+        if errors := measured.get(row["task"]):
+            rows.append([f"{row['task']}: trained", *(number(e["mean"]) for e in errors.values())])
+    common.table(f"steps_or_error {' '.join(f'K={K}' for K in BUDGETS)}", rows)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -236,7 +216,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--parameters", type=int, default=30_000, help="of every model")
     p.add_argument("--analytic", action="store_true", help="the exact part alone")
     args = p.parse_args(argv)
-    sweeps.check_arguments(p, args, "parameters")
     if args.quick:
         args.updates, args.parameters = min(args.updates, 3), 12_000
     tasks, lengths = delays(args.quick), (512,) if args.quick else LENGTHS
@@ -247,13 +226,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report["results"] = {"analytic": analytic(tasks, lengths, filter_length)}
     report["results"]["trained"] = [] if args.analytic else trained(args, tasks)
     print_report(report)
-    for row in report["results"]["analytic"]["horizons"]:
-        if row["filter_length"] == filter_length and (known := [v for v in row["growth"].values() if v is not None]):
-            name = f"growth of the horizon of an {row['response']} per channel, least".replace("an w", "a w")
-            report.setdefault("targets", []).append(common.target(name, min(known), least=CLAIM))
     common.finish(report, args, device)
-    path: Path = args.out or common.RESULTS / f"what_budgets_buy-{device.type}{'-quick' * args.quick}.json"
-    draw(report, tasks).savefig(path.with_suffix(".png"), dpi=130)
+    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report, tasks), dpi=130)
     return report
 
 

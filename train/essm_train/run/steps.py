@@ -100,11 +100,11 @@ def fit(
         this process's processor that they took.
     """
     seconds, done = 0.0, 0
-    recent: list[Tensor] = []
+    recent: list[float] = []
     model.train()
     for number in range(updates):
         drawn = batch(number)
-        parts: list[Tensor] = []
+        parts: list[float] = []
         started = time.process_time()
 
         def noted(number: int = number, drawn: Batch = drawn, parts: list[float] = parts) -> Iterable[Tensor]:

@@ -1,0 +1,288 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Sweeps of trained models: files of runs, resumption, best rates, sizes that match, and what is measured."""
+
+import json
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_tasks import ROWS_OF
+
+from benchmarks import ablation, classification_tasks, matched_models, memory_probes, sweeps, what_budgets_buy
+from benchmarks.memory_tasks import IGNORED, TASKS, AssociativeRecall, NoiseDelay
+from benchmarks.sweeps import choose_task
+from modeling_essm.spectral_basis import spectral_basis
+
+
+@pytest.fixture
+def ablate(quick, tmp_path):
+    def run(*arguments):
+        (tmp_path / "text.txt").write_text("spectral budgets " * 300)
+        files = ["--train_file", tmp_path / "text.txt", "--runs_dir", tmp_path / "runs"]
+        return quick(ablation, *files, *arguments)
+
+    return run
+
+
+def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
+    """At a seed every model and rate sees the same blocks."""
+    seen, run_at_budget = [], ablation.run_at_budget
+
+    def watched(model, batch, budget):
+        seen.append(batch["input_ids"])
+        return run_at_budget(model, batch, budget)
+
+    monkeypatch.setattr(ablation, "run_at_budget", watched)
+    names = ["gated", "llama"]
+    report = ablate("--only", *names, "--rates", 0.001, 0.1, "--seeds", 0, 1)
+    runs = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").iterdir())]
+    assert len(runs) == 8 and {r["model"] for r in report["results"]} == {*names}
+    for result in report["results"]:
+        assert result["seeds"] == [0, 1] and abs(result["parameters"] / 60_000 - 1) <= matched_models.TOLERANCE
+        assert result["rates"][f"{result['best_rate']:g}"] == min(result["rates"].values()) and result["at_the_edge"]
+        best = [r for r in runs if (r["model"], r["rate"]) == (result["model"], result["best_rate"])]
+        for K, bits in result["bits_per_byte"].items():
+            assert bits["mean"] == pytest.approx(statistics.fmean(r["bits_per_byte"][K] for r in best))
+    assert {r["model"]: [*r["bits_per_byte"]] for r in report["results"]} == {
+        "gated": ["2", "4", "8", "16"],
+        "llama": ["1"],
+    }
+    gated, llama = (next(r for r in report["results"] if r["model"] == name) for name in names)
+    above = [llama["by_seed"][seed]["1"] - gated["by_seed"][seed]["16"] for seed in "01"]
+    assert llama["against_gated"]["mean"] == pytest.approx(statistics.fmean(above))
+    orders = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]  # of 3 updates
+    assert all(torch.equal(order, orders[0]) for order in orders[:4])
+    assert all(torch.equal(order, orders[4]) for order in orders[4:]) and not torch.equal(orders[0], orders[4])
+    # A rate that has a seed of its own is compared by those that it shares.
+    (worse,) = {*llama["rates"]} - {f"{llama['best_rate']:g}"}
+    extra = json.loads((tmp_path / "runs" / f"llama-rate{worse}-seed0.json").read_text())
+    extra |= {"seed": 2, "bits_per_byte": {"1": 0.01}}
+    records = [r for r in runs if r["model"] == "llama"]
+    assert sweeps.summarise([*records, extra], "bits_per_byte")["best_rate"] == llama["best_rate"]
+    seen.clear()
+    assert ablate("--table", "--only", *names)["results"] == report["results"] and not seen
+
+
+def test_a_sweep_goes_on_where_it_was_killed(ablate, tmp_path, monkeypatch):
+    order, train, calls = ["--only", "paper", "s4d", "--rates", 0.01], ablation.train, []
+
+    def dies(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return train(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ablation, "train", dies)
+        ablate(*order)
+    found = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").iterdir()}
+    assert {path.name for path in found} == {"paper-rate0.01-seed0.json", "s4d-rate0.01-seed0.json"}
+    (tmp_path / "runs" / ".partial-x-seed1.json").write_text("{")  # killed while it was written
+    assert [r["seeds"] for r in ablate(*order)["results"]] == [[0, 1, 2]] * 2
+    assert all(path.stat().st_mtime_ns == time for path, time in found.items())
+    with pytest.raises(ValueError, match=r"updates was 3 and is now 2; choose another --runs_dir"):
+        ablate(*order, "--updates", 2)
+    (tmp_path / "text2.txt").write_text("other text " * 300)
+    with pytest.raises(ValueError, match=r"definition was .* and is now .*; choose another --runs_dir"):
+        ablate(*order, "--validation_file", tmp_path / "text2.txt")
+
+
+def test_a_run_that_diverged_rules_its_rate_out(ablate):
+    (result,) = ablate("--only", "paper", "--rates", 1e38, 0.01, "--seeds", 0)["results"]
+    assert result["rates"]["1e+38"] is None and result["best_rate"] == 0.01
+
+
+NAMES = ["paper", "gated", "gated, FFN", "gated, attention 1 in 3", "mamba2", "llama", "s4d"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_models_have_as_many_parameters(name):
+    row = ablation.ROWS[name]
+    config = matched_models.matched_config(row, 800_000)
+    with torch.device("meta"):
+        assert abs(ablation.make_model(config, 4096).num_parameters() / 800_000 - 1) <= 0.03
+    for field, value in row.fields.items():
+        assert getattr(config, field) == value
+    if row.peer is None:
+        assert abs(config.inner_size / config.hidden_size - row.expansion) <= 0.25
+        assert abs(config.num_hidden_layers - row.layers) <= 2
+        assert config.layer_types.count("full_attention") == (2 if "attention" in name else 0)
+    with pytest.raises(ValueError, match="has 500 parameters"):
+        matched_models.matched_config(row, 500)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Classification.
+
+
+@pytest.fixture
+def classify(quick, data_dir, tmp_path):
+    def run(*arguments):
+        return quick(classification_tasks, "--data_dir", data_dir, "--runs_dir", tmp_path / "runs", *arguments)
+
+    return run
+
+
+@pytest.mark.slow
+def test_every_model_classifies_every_task(classify):
+    report = classify("--rates", 0.01, "--seeds", 0)
+    tasks, rows = classification_tasks.TASKS, classification_tasks.ROWS
+    assert [r["task"] for r in report["results"]] == [task for task in tasks for _ in rows]
+    for result in report["results"]:
+        assert abs(result["parameters"] / 50_000 - 1) <= matched_models.TOLERANCE
+        assert [*result["error"]] == (["2", "4", "8", "16"] if rows[result["model"]].peer is None else ["1"])
+
+
+def test_models_classify_the_same_samples_at_their_budgets(classify, monkeypatch):
+    seen, budgets, run_at_budget = [], [], classification_tasks.run_at_budget
+
+    def watched(model, batch, budget):
+        if "labels" in batch:  # an update
+            seen.append(torch.cat([batch["input_features"].flatten(), batch["labels"]]))
+            budgets.append(budget)
+        return run_at_budget(model, batch, budget)
+
+    monkeypatch.setattr(classification_tasks, "run_at_budget", watched)
+    results = classify("--tasks", "smnist:updates=8", "--only", "gated", "s4d", "--rates", 0.01, "--seeds", 0, 1)
+    assert [r["definition"]["task"]["updates"] for r in results["results"]] == [8, 8]
+    orders = [torch.stack(seen[i : i + 8]) for i in range(0, len(seen), 8)]
+    assert len(orders) == 4 and torch.equal(orders[0], orders[1]) and torch.equal(orders[2], orders[3])
+    assert not torch.equal(orders[0], orders[2])
+    # The gated block: the first half at the full budget, then what dropout draws; S4D has one.
+    assert budgets[:4] == [16] * 4 != budgets[4:8] and {*budgets[8:16]} == {1}
+
+
+def test_errors_are_the_share_of_wrong_answers(data_dir):
+    """Scored by models that are known: one class for all, and the class that the mean of the pixels tells."""
+
+    class Known(torch.nn.Module):
+        config = None
+
+        def __init__(self, answer):
+            super().__init__()
+            self.unused, self.answer = torch.nn.Parameter(torch.zeros(1)), answer
+
+        def forward(self, input_features, use_cache=None):
+            logits = torch.nn.functional.one_hot(self.answer(input_features), 10).float()
+            return type("Output", (), {"logits": logits})
+
+    loaded = classification_tasks.load(classification_tasks.Settings(data_dir, 1, 1), "smnist")
+    collated = [classification_tasks.collate(loaded.data.reader, loaded.test[i : i + 20]) for i in (0, 20, 40)]
+    batches = [{name: batch[name] for name in ("labels", "input_features")} for batch in collated]
+    labels = torch.cat([batch["labels"] for batch in batches])
+    assert len(labels) == ROWS_OF["test"]
+    score = classification_tasks.score
+    assert score(Known(lambda x: torch.ones(len(x), dtype=torch.int64)), batches)["1"] == pytest.approx(
+        1 - float((labels == 1).double().mean())
+    )
+    assert score(Known(lambda x: ((x.mean((1, 2)) + 1) * 127.5 / 80 - 0.05).long()), batches)["1"] == 0.0
+
+
+def test_training_lowers_the_error(data_dir, tmp_path):
+    settings = classification_tasks.Settings(data_dir, 20_000, 40, quick=True)
+    record = classification_tasks.perform(settings, sweeps.Run("gated", 0.01, 0, "smnist"))
+    assert all(error < 0.3 for error in record["error"].values())  # 2/3 is chance
+
+
+def test_what_cannot_be_run_is_refused_before_any_work(classify, data_dir, tmp_path):
+    for arguments, error, message in (
+        (["--tasks", "smnist", "copy"], ValueError, "a task must be one of"),
+        (["--tasks", "smnist:pairs=8"], ValueError, "parameters of smnist are numbers named"),
+        (["--data_dir", tmp_path, "--tasks", "listops"], FileNotFoundError, "no data for task 'listops'"),
+        (["--tasks", "smnist", "--table"], ValueError, "holds no finished run"),
+    ):
+        with pytest.raises(error, match=message):
+            classify(*arguments)
+    settings = classification_tasks.Settings(data_dir, 50, 1)
+    with pytest.raises(ValueError, match="has 50 parameters"):
+        classification_tasks.define(settings, sweeps.Run("paper", 0.01, 0, "smnist"))
+    assert not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory.
+
+
+def answers_of(name, row):
+    """The targets of a sample by its definition, for tasks where they follow from the inputs."""
+    task = TASKS[name]
+    if name == "selective-copying":
+        return [IGNORED] * (task.length - task.tokens) + [token for token in row[: -task.tokens] if token]
+    if name == "induction":
+        return [IGNORED] * (task.length - 1) + [row[row.index(0) + 1]]
+    width = task.name + task.digits  # of a phone book
+    entries = [row[i : i + width] for i in range(0, task.entries * width, width)]
+    asked = row[task.entries * width :][: task.name]
+    (number,) = (entry[task.name :] for entry in entries if entry[: task.name] == asked)
+    return [IGNORED] * (task.length - task.digits) + number
+
+
+@pytest.mark.parametrize("name", ["phone-book", "selective-copying", "induction"])
+def test_tokens_are_what_their_definition_says(name):
+    task = TASKS[name]
+    inputs, targets = task.sample(200, np.random.default_rng(0))
+    assert inputs.dtype == targets.dtype == np.int64 and inputs.shape == targets.shape == (200, task.length)
+    assert inputs.min() == 0 and inputs.max() == task.vocabulary - 1
+    for row, wanted in zip(inputs.tolist(), targets.tolist()):
+        assert wanted == answers_of(name, row)
+    assert not np.array_equal(inputs, task.sample(200, np.random.default_rng(1))[0])
+
+
+def test_recall_asks_every_key_once_at_distances_of_a_power_law():
+    task = AssociativeRecall(20, 3, 10)
+    for row, wanted in zip(*task.sample(80, np.random.default_rng(0))):
+        pairs = {int(row[2 * i]): int(row[2 * i + 1]) for i in range(3)}
+        asked = np.flatnonzero(wanted != IGNORED)
+        assert sorted(row[asked]) == sorted(pairs) and [pairs[key] for key in row[asked]] == wanted[asked].tolist()
+    task = AssociativeRecall(length=34, pairs=1, vocabulary=8, power=0.01)
+    _, targets = task.sample(20_000, np.random.default_rng(0))
+    places = np.argmax(targets != IGNORED, 1)
+    weights = np.arange(1, 17) ** (0.01 - 1)
+    shares = np.bincount((places - 2) // 2, minlength=16) / len(places)
+    np.testing.assert_allclose(shares, weights / weights.sum(), atol=0.012)  # 4 standard deviations
+
+
+@pytest.mark.parametrize("band", [0.5, 0.02])
+def test_noise_is_delayed_and_has_its_frequencies(band):
+    task = NoiseDelay(length=50, tau=7, band=band)
+    inputs, targets = task.sample(400, np.random.default_rng(3))
+    assert np.isnan(targets[:, :7]).all() and np.array_equal(targets[:, 7:], inputs[:, :-7])
+    lags = np.arange(50)
+    expected = np.where(lags == 0, 1.0, 0.0) if band == 0.5 else np.sinc(2 * band * lags)
+    found = (inputs[:, :1] * inputs).mean(0)
+    np.testing.assert_allclose(found, expected, atol=0.25)  # 4 standard deviations of 400 products
+
+
+@pytest.mark.parametrize("name", ["mqar:pairs=17", "delay-band:band=0.6", "phone-book:name=6", "induction:length=x"])
+def test_parameters_that_cannot_be_met(name):
+    assert choose_task(TASKS, "mqar:pairs=2,power=0.5", length=16, tau=3) == AssociativeRecall(16, 2, power=0.5)
+    with pytest.raises(ValueError, match=r"no sample can meet|are numbers named"):
+        choose_task(TASKS, name)
+
+
+def test_every_kind_of_memory_is_probed(quick, tmp_path):
+    names, tasks = ["gated", "s4d"], ["mqar:pairs=3", "delay-white"]
+    order = ["--tasks", *tasks, "--rates", 0.01, "--seeds", 0, "--only", *names, "--runs_dir", tmp_path / "runs"]
+    report = quick(memory_probes, *order)
+    assert {(r["task"], r["model"]) for r in report["results"]} == {(t, n) for t in tasks for n in names}
+    for result in report["results"]:
+        assert all(0 <= error["mean"] < 2 for error in result["error"].values())
+
+
+def test_what_filters_span_is_what_dense_algebra_says(quick, tmp_path):
+    phi = spectral_basis(512).filters(32)
+    h = np.exp(-np.arange(512) / 20.0)
+    share = what_budgets_buy.shares(512, 32, "exponential", np.array([20.0]))[0, 5]
+    assert share == pytest.approx(np.square(phi[:, :6].T @ h).sum() / np.square(h).sum())
+    taus = np.array([1.0, 2, 3, 4])
+    assert what_budgets_buy.horizon(taus, np.array([1, 0.9, 0.4, 0.9]), 0.5) == 2
+    assert what_budgets_buy.horizon(taus, np.ones(4), 0.5) == math.inf
+    # White noise: what the filters do not hold of the impulse at that lag, and a little for the noise on the input.
+    errors = what_budgets_buy.readout_errors(512, 0.5, 3)
+    held = np.square(phi[3, :8]).sum()
+    assert errors["8"] == pytest.approx(1 - held / (1 + what_budgets_buy.NOISE), abs=1e-3)
+    report = quick(what_budgets_buy, "--runs_dir", tmp_path / "runs")
+    assert len(report["results"]["trained"]) == 2 and Path(tmp_path, "report.png").stat().st_size > 0
