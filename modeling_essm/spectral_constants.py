@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .spectral_basis import chunk_operators, num_states, spectral_basis
 
@@ -71,7 +71,7 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 def to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
     """A tensor to keep for the life of the process, so never an inference tensor nor a fake one of an export."""
-    with torch.inference_mode(False), unset_fake_temporarily():
+    with torch.inference_mode(False), _disable_current_modes():
         return torch.tensor(array, dtype=dtype, device=device)
 
 

@@ -167,7 +167,6 @@ class _ClassifyFeatures(_Program):
 
 
 def _export(module: nn.Module, inputs: tuple, dynamic_shapes: tuple) -> ExportedProgram:
-    module(*inputs)  # makes the basis; the tracer would record it in fp64 with its conversion
     program = torch.export.export(module, inputs, dynamic_shapes=dynamic_shapes)
     for node in program.graph.nodes:
         node.meta.pop("stack_trace", None)  # it holds paths of this machine
