@@ -113,7 +113,8 @@ class _Pair:
     def __init__(self, model: Any, input_ids: Tensor, budgets: Any, logits_processor: Callable, sampling: bool | None):
         self.model, self.sampling, self.logits_processor = model, bool(sampling), logits_processor
         self.input_ids, self.rows = input_ids, [_Row(ids) for ids in input_ids]
-        self.budget, self.draft_budget = (rows_of_samples(K, len(input_ids)) for K in budgets)
+        B, resolve = len(input_ids), model.config.resolve_budget
+        self.budget, self.draft_budget = (resolve(rows_of_samples(K, B), batch_size=B) for K in budgets)
         self.verifier, self.drafter = (ESSMCache(model.config) for _ in range(2))
 
     def read_prompt(self, attention_mask: Tensor | None) -> None:

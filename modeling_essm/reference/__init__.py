@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..spectral_basis import spectral_basis
 from ..spectral_constants import Realization, state_dtype
@@ -142,7 +142,7 @@ def _filters(H: int, K: int, L: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _filter_spectra(H: int, K: int, L: int, n: int, device: str, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False), unset_fake_temporarily():
+    with torch.inference_mode(False), _disable_current_modes():
         phi = _filters(H, K, L, torch.device(device))
         return torch.fft.rfft(phi.T.contiguous(), n).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
 

@@ -68,8 +68,7 @@ def test_processors_see_every_token():
 def test_what_is_reported():
     model, ids = random_model(), random_ids(1, 9)
     calls = []
-    record = lambda module, args, kwargs: calls.append((args[0].shape[1], kwargs["spectral_budget"]))  # noqa: E731
-    model.register_forward_pre_hook(record, with_kwargs=True)
+    model.register_forward_hook(lambda model, args, out: calls.append((args[0].shape[1], out.spectral_budget[0])))
     same = {"draft_budget": 8, "spectral_budget": 8, "return_dict_in_generate": True, "eos_token_id": None}
     found = decode(model, ids, **same)
     assert found.acceptance_rate == 1.0 and found.num_drafts == found.num_accepted

@@ -15,6 +15,7 @@ import torch
 from helpers import HYBRID, ROOT, VARIANTS, assert_close, random_ids, random_model
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification, ESSMModel
+from modeling_essm.cache_essm import operator_of
 from modeling_essm.export import empty_states, export_programs, save_onnx, signature
 
 ONE = {"num_hidden_layers": 1, "chunk_size": 64}
@@ -176,7 +177,7 @@ def test_an_onnx_file_holds_the_weights_of_its_budget_once(case, runners):
         tensors = onnx.load(path).graph.initializer
         held = sum(int(np.prod(tensor.dims)) for tensor in tensors)
         largest = max(model.config.resolve_budget(budget).layers)
-        N, C = model.model.operator.num_states(largest), model.config.chunk_size
+        N, C = operator_of(model.config).num_states(largest), model.config.chunk_size
         layers = len(set(model.config.resolve_budget(budget).layers))
         basis = N * N + N if name == "step" else C * N * (C + N) + C * largest * (C + N) + 30 * N * N + 1000
         active = model.num_active_parameters(budget)
