@@ -1,8 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """ESSMConfig: everything that defines an ES-SSM besides its weights."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import sys

@@ -26,11 +26,11 @@ def make_inputs(B, L, K, D=12, E=8, dtype=torch.float64, capacity=None, seed=0):
 
 
 def make_heads(B, L, K, D=12, G=3, dtype=torch.float64):
-    """Diagonal M_k, (K, D, 1, 1), and a gate for each of G parts of the width; one more channel than the budget."""
+    """Diagonal M_k, (K, D), and a gate for each of G parts of the width; one more channel than the budget."""
     generator = torch.Generator().manual_seed(0)
     u = torch.randn(B, L, D, generator=generator, dtype=torch.float64).to(dtype)
     gates = torch.rand(B, L, K, G, generator=generator, dtype=torch.float64).to(dtype)
-    M = (0.3 * torch.randn(K + 1, D, 1, 1, generator=generator, dtype=torch.float64)).to(dtype)
+    M = (0.3 * torch.randn(K + 1, D, generator=generator, dtype=torch.float64)).to(dtype)
     return u, gates, M
 
 

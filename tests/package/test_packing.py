@@ -9,6 +9,7 @@ from helpers import assert_close, random_ids, random_model, variants
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification
+from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.packing import Packing
 
 # chunk_size is 8: lengths that end before, on and after a chunk, and starts at every offset in one
@@ -159,7 +160,7 @@ def test_the_work_stays_in_bounds():
     assert sum(lengths) <= computed < 2 * sum(lengths)
     assert sum(len(index) for index, _ in packing.groups) == 200
     u = torch.randn(1, sum(lengths), 3)
-    assert torch.equal(packing.apply(lambda x, K, rows: 2 * x, u, 1, None), 2 * u)
+    assert torch.equal(packing.apply(lambda x, call: 2 * x, u, LayerCall(1)), 2 * u)
 
 
 @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"return_seq_idx": True}], ids=str)

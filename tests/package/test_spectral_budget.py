@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import captured_warnings, random_ids, random_model, tiny_config
+from huggingface_hub.errors import StrictDataclassError
 
 from modeling_essm import ESSMCache
 from modeling_essm.spectral_budget import resolve_budget
@@ -111,15 +112,14 @@ def test_the_model_refuses_other_forms_before_any_compute(value, message):
         ({"spectral_budget": "phone"}, "unknown spectral_budget preset 'phone'"),
         ({"spectral_budget": [4]}, "each of the 2 spectral layers, got 1"),
         ({"budget_presets": {"phone": 40}}, r"integer in \[1, 32\], got 40"),
-        ({"budget_presets": {"phone": "laptop", "laptop": 4}}, r"integer in \[1, 32\], got 'laptop'"),
-        ({"budget_presets": [4]}, r"budget_presets must be .*got \[4\]"),
-        ({"trained_budgets": [0, 4]}, r"integer in \[1, 32\], got \[0, 4\]"),
-        ({"trained_budgets": "4"}, "trained_budgets must be .*got '4'"),
+        ({"budget_presets": {"phone": "laptop", "laptop": 4}}, "budget_presets"),
+        ({"trained_budgets": [0, 4]}, r"trained_budgets(.|\n)*integer in \[1, 64\], got 0"),
+        ({"trained_budgets": [4, 40]}, r"trained_budgets must be integers in \[1, 32\], got \[4, 40\]"),
     ],
     ids=str,
 )
 def test_the_config_refuses_bad_budgets(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(StrictDataclassError, match=message):
         tiny_config(**fields)
 
 

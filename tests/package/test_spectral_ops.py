@@ -5,6 +5,7 @@ import pytest
 import torch
 from operators import TOLERANCE, H, make_heads, make_inputs, reachable_state, relative_error, run
 
+from modeling_essm import spectral_chunked
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator
 
@@ -43,7 +44,7 @@ def test_diagonal_matrices_are_dense_ones_with_a_gate_for_each_part(algorithm):
     for gate in range(G):
         part = torch.zeros(u.shape[2], dtype=torch.float64)
         part[gate * width : (gate + 1) * width] = 1
-        y, states = operator(u, gates[..., gate], torch.diag_embed(M[..., 0, 0] * part), algorithm=algorithm)
+        y, states = operator(u, gates[..., gate], torch.diag_embed(M * part), algorithm=algorithm)
         expected = expected + y
     y, state = operator(u, gates, M, algorithm=algorithm)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-10)
@@ -69,6 +70,15 @@ def test_agrees_with_the_definition_after_a_state_and_before_padding(algorithm, 
     for row, length in enumerate(lengths):
         u[row, length:] = 0
     assert_agrees(operator, algorithm, u, gates, M, x0, lengths)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+@MIXING
+def test_what_an_accelerator_runs_agrees_with_the_definition(dtype, make, monkeypatch):
+    """Other sums, and groups of some chunks."""
+    monkeypatch.setattr(spectral_chunked, "_is_on_cpu", lambda x: False)
+    monkeypatch.setattr(spectral_chunked, "_memory", lambda device: 1 << 20)
+    assert_agrees(SpectralOperator(H), "chunked", *make(3, 200, 32, dtype=dtype))
 
 
 @pytest.mark.parametrize("C", [1, 7, 100])
@@ -181,7 +191,7 @@ def test_causality(algorithm):
     [
         (make_inputs(1, 10, 8), None, "winograd", r"spectral_algorithm must be one of .*got .winograd."),
         (make_inputs(1, 10, 8), torch.zeros(1, 5, 12), "chunked", "initial_state needs 24 states, got 5"),
-        (make_heads(1, 9, 2, G=5), None, "chunked", "must divide the 12 heads, got 5"),
+        (make_heads(1, 9, 2, G=5), None, "chunked", "gates of 5 groups need diagonal M_k of a width that they divide"),
     ],
     ids=["algorithm", "state", "gates"],
 )
@@ -225,7 +235,7 @@ def test_memory_of_a_backward_pass_does_not_hold_features():
 
 @algorithms
 def test_constants_made_under_inference_mode_can_train(algorithm):
-    operator = SpectralOperator(2048 + ALGORITHMS.index(algorithm))  # a filter length no other test uses
+    operator = SpectralOperator(2048 + list(ALGORITHMS).index(algorithm))  # a filter length no other test uses
     u, gates, M = make_inputs(1, 70, 4)
     with torch.inference_mode():
         operator(u, gates, M, algorithm=algorithm)

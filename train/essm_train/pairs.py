@@ -6,8 +6,6 @@
 Letters: B pairs, L sequence, D width.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -7,8 +7,6 @@ with negative filters phi^-_k(tau) = (-1)^tau phi_k(tau) and i = 1, 2. It is a b
 and is evaluated at any budget, on whole sequences, without a cache. Letters: B batch, L sequence, D width, K budget.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Literal
 
 import torch
