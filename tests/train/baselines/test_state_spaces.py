@@ -8,16 +8,22 @@ import math
 import pytest
 import torch
 from helpers import assert_close, randomise, tiny_config
-from transformers import DynamicCache, Mamba2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, Mamba2Config
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from essm_train.baselines.ar_stu import ARSTUConfig, ARSTUForCausalLM
+from essm_train.baselines.ar_stu import (
+    ARSTUConfig,
+    ARSTUForCausalLM,
+    ARSTUForPairClassification,
+    ARSTUForSequenceClassification,
+)
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.mamba import ChunkedMamba2Mixer, by_chunks, chunked_scan
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.s4 import S4Mixer, hippo_legs
-from essm_train.baselines.s4d import DT_RANGE, S4DMixer
+from essm_train.baselines.s4d import S4DMixer
+from essm_train.baselines.sizes import matched_variant
 from essm_train.run.steps import parameter_groups
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
@@ -36,15 +42,6 @@ def mixer(cls, *sizes: int):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # S4D and S4.
-
-
-def test_s4d_starts_as_s4d_lin():
-    model = mixer(S4DMixer, 64, 8)
-    A = torch.complex(-model.log_A_real.exp(), model.A_imag)
-    assert_close(A, torch.complex(torch.tensor(-0.5), math.pi * torch.arange(4.0)).expand(64, 4))
-    dt = model.log_dt.exp()
-    assert DT_RANGE[0] <= dt.min() < 3e-3 and 3e-2 < dt.max() <= DT_RANGE[1]  # spread over the range
-    assert 0.8 < torch.view_as_complex(model.C).abs().square().mean() < 1.2
 
 
 @pytest.mark.parametrize("length", [1, 63])
@@ -239,4 +236,20 @@ def test_ar_stu_is_its_equation(negative, shift, gating):
     outputs = mixer(u, LayerCall(K)), torch.stack(ys, 1)
     found = [[y, *torch.autograd.grad(y.square().sum(), leaves)] for y in outputs]
     for actual, expected in zip(*found):
-        assert float((actual - expected).norm()) <= 1e-5 * float(expected.norm()) and expected.any()
+        assert float((actual - expected).detach().norm()) <= 1e-5 * float(expected.detach().norm()) and expected.any()
+
+
+@pytest.mark.parametrize("cls", [ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassification])
+def test_an_ar_stu_is_as_large_as_an_es_ssm_and_is_found_by_its_type(cls, tmp_path):
+    config = tiny_config(cls.config_class, hidden_size=32, block="paper", gating="none", num_labels=2)
+    model = cls(matched_variant(config, cls)).eval()
+    base = cls.__mro__[1]
+    elastic = base(tiny_config(base.config_class, hidden_size=32, block="paper", num_labels=2))
+    assert abs(model.num_parameters() / elastic.num_parameters() - 1) <= 0.03
+    model.save_pretrained(tmp_path)
+    auto = AutoModelForCausalLM if cls is ARSTUForCausalLM else AutoModelForSequenceClassification
+    loaded, ids = auto.from_pretrained(tmp_path).eval(), torch.arange(24).view(3, 2, 4)
+    ids = ids if cls is ARSTUForPairClassification else ids.flatten(1)
+    with torch.no_grad():
+        outputs = [each(ids, use_cache=False, spectral_budget=K).logits for each in (model, loaded) for K in (4, 32)]
+    assert type(loaded) is cls and torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])

@@ -75,13 +75,6 @@ def test_a_pure_tone_lands_in_its_mel_band(sampling_rate, band):
     assert (frames.max(1) - frames[:, far].max(1)).min() > np.log(100)
 
 
-def test_levels_are_logarithms_of_power():
-    quiet, loud = (log_mel(volume * tone(1000, 8000), 8000).max() for volume in (0.01, 0.1))
-    assert loud - quiet == pytest.approx(np.log(100), abs=1e-3)  # ten times the amplitude
-    silence = log_mel(np.zeros(8000, np.float32), 8000)
-    np.testing.assert_allclose(silence, np.log(1e-6), rtol=1e-5)
-
-
 def test_frames_are_normalised_and_padded():
     rng = np.random.default_rng(0)
     clip = rng.normal(0, 0.1, 8000).astype(np.float32) * np.linspace(0.1, 1, 8000, dtype=np.float32)
@@ -164,11 +157,6 @@ def test_four_words_errors(mu_law_folder, tmp_path):
     for split in ("train", "validation", "test"):
         table = pq.read_table(mu_law_folder / f"speech_commands_4words-{split}.parquet")
         pq.write_table(table, tmp_path / f"speech_commands_4words-{split}.parquet")
-    longest = pa.array([16001] * 4, pa.int64())
-    table = table.set_column(table.column_names.index("num_samples"), "num_samples", longest)
-    pq.write_table(table, tmp_path / "speech_commands_4words-test.parquet")
-    with pytest.raises(ValueError, match=r"row 1 of .*-test\.parquet: num_samples must be in \[1, 16000\], got 16001"):
-        MuLawClips(tmp_path).read("test", range(1, 2))
     pq.write_table(table.drop(["clip"]), tmp_path / "speech_commands_4words-test.parquet")
     with pytest.raises(ValueError, match="has no column clip"):
         MuLawClips(tmp_path)

@@ -17,7 +17,6 @@ from essm_train.tasks.chains import (
     disturb,
     draw,
     internal,
-    place_next,
 )
 
 
@@ -49,15 +48,6 @@ def test_chains_are_split_by_name_and_too_few_are_named(tmp_path):
         (tmp_path / f"{i:02}.pdb").unlink()
     with pytest.raises(ValueError, match="has 15 chains of 64 residues, at least 17"):
         chains.read_chains(tmp_path)
-
-
-def test_internal_coordinates_are_those_of_the_atom():
-    atoms = np.random.default_rng(0).normal(size=(40, 3)).cumsum(0)
-    for i in range(3, 40):
-        np.testing.assert_allclose(place_next(atoms[i - 3 : i], *internal(atoms[i - 3 : i + 1])), atoms[i], atol=1e-9)
-    length, angle, torsion = internal(helix(4))
-    assert length == pytest.approx(BOND, abs=0.05) and np.degrees(angle) == pytest.approx(91, abs=2)
-    assert np.degrees(torsion) == pytest.approx(50, abs=2)  # right-handed
 
 
 def test_the_loop_alone_is_disturbed():

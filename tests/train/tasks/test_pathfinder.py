@@ -135,29 +135,6 @@ def test_links_keep_their_distance(drawn):
                 assert gap > least, (image, one)
 
 
-def test_pictures_show_the_paddles_and_discs_and_nothing_else(drawn):
-    task, scenes = drawn
-    images = render(task, scenes)
-    assert images.dtype == np.uint8 and images.shape[1:] == (task.image_size,) * 2
-    centres = np.stack(np.meshgrid(*[np.arange(task.image_size) + 0.5] * 2, indexing="ij"), axis=-1)
-    along = np.linspace(0, task.paddle_length, 11)[:, None]
-    for image in range(3):
-        links = np.flatnonzero(scenes.placed[image])
-        unit = scenes.direction[image, links, None]
-        points = scenes.start[image, links, None] + (scenes.margin[image] + along) * unit
-        far = np.sqrt(((centres[:, :, None] - points.reshape(-1, 2)) ** 2).sum(-1)).min(-1)
-        discs = np.sqrt(((centres[:, :, None] - scenes.markers[image]) ** 2).sum(-1)).min(-1)
-        lit = images[image] > 0
-        assert not lit[(far > task.paddle_thickness / 2 + 1.0) & (discs > task.marker_radius + 0.5)].any()
-        assert (images[image][discs <= task.marker_radius - 0.5] == 255).all()
-        y, x = np.floor(points[:, 5]).astype(int).T  # middles of the paddles; a pixel's corner is shared with others
-        near = np.max([images[image][y + dy, x + dx] for dy in (-1, 0, 1) for dx in (-1, 0, 1)], axis=0)
-        assert (near > 80).all()
-        brightest = images[image][discs > task.marker_radius + 0.5].max()
-        contrast = min(task.paddle_contrast * min(task.paddle_thickness, 1), 1)
-        assert 0.8 * contrast * 255 < brightest <= math.ceil(contrast * 255)
-
-
 def test_labels_and_marked_snakes_are_fair_coins():
     """Within 5 deviations of a binomial."""
     task, n = dataclasses.replace(TINY, contour_length=2, distractor_paddles=0), 3000

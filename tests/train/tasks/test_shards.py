@@ -67,6 +67,7 @@ def test_shards_hold_the_rows_and_the_manifest_says_so(made):
     assert manifest["parameters"] == dataclasses.asdict(TASK)
 
 
+@pytest.mark.slow
 def test_the_number_of_processes_does_not_show(made, tmp_path):
     generate(TASK, tmp_path / "two", num_workers=2, progress=False)
     assert contents(tmp_path / "two") == contents(made)
@@ -86,17 +87,11 @@ def test_trees_are_distinct_and_the_rest_is_as_drawn(made):
     assert sum(map(len, attempts.values())) == sum(row != text for row, text in zip(rows, drawn))
 
 
-def test_too_few_different_rows_are_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_MAX_ROUNDS", 3)
-    with pytest.raises(ValueError, match="of the rows still repeat others after 3 attempts: there are too few"):
-        generate(dataclasses.replace(TASK, max_length=5, train_size=500, rows_per_shard=500), tmp_path, progress=False)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Interrupted.
 
 
-@pytest.mark.parametrize("writes", [1, 7, 10])
+@pytest.mark.parametrize("writes", [1, 10])
 def test_a_kill_after_a_write_of_the_manifest_does_not_show(made, tmp_path, monkeypatch, writes):
     """Also one between finding repeated rows and replacing them."""
     write, left = shards._write_manifest, iter(range(writes))
@@ -156,7 +151,7 @@ def process_group(leader: int) -> bool:
     return False
 
 
-def test_missing_and_damaged_shards_are_made_again_and_no_others(made, tmp_path):
+def test_missing_and_damaged_shards_are_made_again_and_no_others(made, tmp_path, monkeypatch):
     folder = copy(made, tmp_path / "data")
     names = sorted(name for name in contents(folder) if name != MANIFEST)
     times = {name: (folder / name).stat().st_mtime_ns for name in names}
@@ -175,14 +170,9 @@ def test_missing_and_damaged_shards_are_made_again_and_no_others(made, tmp_path)
         shard_files(folder, "listops")
     generate(TASK, folder, progress=False)
     assert contents(folder) == contents(made)
-    assert all((folder / name).stat().st_mtime_ns == times[name] for name in names[3:])
-
-
-def test_a_complete_folder_is_left_alone(made, monkeypatch):
     monkeypatch.setattr(ListOps, "rows", None)  # a shard to be made would call it
-    before = contents(made)
-    generate(TASK, made, progress=False)
-    assert contents(made) == before
+    generate(TASK, folder, progress=False)
+    assert all((folder / name).stat().st_mtime_ns == times[name] for name in names[3:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,16 +240,7 @@ def test_a_killed_worker_is_named(tmp_path):
 # Loaded.
 
 
-def test_absent_data_names_the_command(tmp_path, made):
-    for name in ("listops", "pathfinder32", "pathx"):
-        folder = tmp_path / name
-        with pytest.raises(FileNotFoundError) as error:
-            shard_files(folder, name)
-        assert f"`python -m essm_train.commands.make_task_data {name} --output_dir {folder}`" in str(error.value)
-    with pytest.raises(ValueError, match="holds listops data, not pathfinder32"):
-        shard_files(made, "pathfinder32")
-
-
+@pytest.mark.slow
 def test_datasets_reads_the_files(made, tmp_path):
     rows = load_dataset("parquet", data_files=shard_files(made, "listops"), cache_dir=str(tmp_path / "cache"))
     assert {split: len(part) for split, part in rows.items()} == {"train": 50, "validation": 7, "test": 10}

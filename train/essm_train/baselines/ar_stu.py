@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import initialization as init
 
+from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.mixer_essm import ESSMSpectralMixer, LayerCall
 
@@ -146,9 +147,29 @@ class ARSTUForSequenceClassification(ESSMForSequenceClassification):
         _with_feedback(self, self.model.layers)
 
 
-for _cls in (ARSTUConfig, ARSTUModel, ARSTUForCausalLM, ARSTUForSequenceClassification):
+@strict
+class ARSTUPairConfig(ARSTUConfig, ESSMPairConfig):
+    """An `ARSTUConfig` for the encoder of both documents, with the head's width."""
+
+    model_type = "ar_stu_pair"
+
+
+class ARSTUForPairClassification(ESSMForPairClassification):
+    """`ESSMForPairClassification` with the mixers of AR-STU."""
+
+    config_class = ARSTUPairConfig
+
+    def __init__(self, config: ARSTUPairConfig):
+        super().__init__(config)
+        _with_feedback(self, self.model.layers)
+
+
+_HEADS = (ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassification)
+for _cls in (ARSTUConfig, ARSTUPairConfig, ARSTUModel, *_HEADS):
     _cls._auto_class = None  # their code is not copied beside a checkpoint
 AutoConfig.register("ar_stu", ARSTUConfig, exist_ok=True)
 AutoModel.register(ARSTUConfig, ARSTUModel, exist_ok=True)
 AutoModelForCausalLM.register(ARSTUConfig, ARSTUForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ARSTUConfig, ARSTUForSequenceClassification, exist_ok=True)
+AutoConfig.register("ar_stu_pair", ARSTUPairConfig, exist_ok=True)
+AutoModelForSequenceClassification.register(ARSTUPairConfig, ARSTUForPairClassification, exist_ok=True)

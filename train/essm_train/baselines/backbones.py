@@ -21,7 +21,7 @@ from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNLayer, TCResNet
 from essm_train.baselines.mamba import ChunkedMambaMixer, by_chunks
 from essm_train.baselines.s4 import S4Mixer
-from essm_train.baselines.s4d import S4DMixer, StateSpaceLayer, StateSpaceMixer
+from essm_train.baselines.s4d import S4DMixer, StateSpaceLayer
 
 
 @strict  # or the base class would check the type of `expand`
@@ -60,16 +60,9 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         A module called with `inputs_embeds` (B, L, D) and `attention_mask` (B, L) or None, without parameters that
         this call does not use.
     """
-    common = {
-        "vocab_size": 1,  # their embedding goes, see below
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "initializer_range": config.initializer_range,
-        "pad_token_id": None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "use_cache": False,
-    }
+    common = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "initializer_range")}
+    common |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    common |= {"vocab_size": 1, "use_cache": False}  # their embedding goes, see below
     inner, D, eps = config.intermediate_size, config.hidden_size, config.norm_eps
     backbone: transformers.PreTrainedModel
     if config.architecture == "transformer":
@@ -94,12 +87,10 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         backbone = by_chunks(transformers.Mamba2Model(mamba2))
         sublayers = [layer.mixer for layer in backbone.layers]
     elif config.architecture in ("s4", "s4d"):
-        mixers: list[StateSpaceMixer] = [
-            S4DMixer(D, config.state_size)
-            if config.architecture == "s4d"
-            else S4Mixer(D, config.state_size, config.max_position_embeddings)
-            for _ in range(config.num_hidden_layers)
-        ]
+        make: Any = S4DMixer
+        if config.architecture == "s4":
+            make = functools.partial(S4Mixer, max_length=config.max_position_embeddings)
+        mixers = [make(D, config.state_size) for _ in range(config.num_hidden_layers)]
         return ResidualStack([StateSpaceLayer(mixer, D, inner, config.dropout, eps) for mixer in mixers], D, eps)
     elif config.architecture == "cnn":
         return ResidualStack([CNNLayer(D, inner, config.dropout, eps) for _ in range(config.num_hidden_layers)], D, eps)

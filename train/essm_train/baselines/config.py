@@ -64,30 +64,23 @@ class BaselineConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"architecture must be one of {ARCHITECTURES}, got {self.architecture!r}")
-        minimum = {"vocab_size": 1, "hidden_size": 2, "num_hidden_layers": 1, "max_position_embeddings": 1}
-        self._check_integers(minimum)
+        self._check_integers(vocab_size=1, hidden_size=2, num_hidden_layers=1, max_position_embeddings=1)
         if self.intermediate_size is None:
             step = self.inner_step
             self.intermediate_size = max(step, round(_EXPANSION[self.architecture] * self.hidden_size / step) * step)
         if self.state_size is None:
             self.state_size = _STATE_SIZE.get(self.architecture, 0)
         super().__post_init__(**kwargs)
-        self._check_integers({"intermediate_size": 1, "state_size": 2 if self.architecture in _STATE_SIZE else 0})
+        self._check_integers(intermediate_size=1, state_size=2 if self.architecture in _STATE_SIZE else 0)
         if self.num_input_features is not None:
-            self._check_integers({"num_input_features": 1})
-        multiples = {
-            "transformer": ("hidden_size", 2, "rotary positions turn pairs of numbers"),
-            "mamba2": ("intermediate_size", self.head_dim, "it consists of heads"),
-            "s4": ("state_size", 2, "it consists of conjugate pairs"),
-            "s4d": ("state_size", 2, "it consists of conjugate pairs"),
-        }
-        if self.architecture in multiples:
-            name, divisor, reason = multiples[self.architecture]
-            if getattr(self, name) % divisor:
-                raise ValueError(
-                    f"{name} of {self.architecture!r} must be a multiple of {divisor} ({reason}), "
-                    f"got {getattr(self, name)}"
-                )
+            self._check_integers(num_input_features=1)
+        pairs = ("state_size", 2)  # conjugate ones
+        multiples = {"transformer": ("hidden_size", 2), "mamba2": ("intermediate_size", self.head_dim)}
+        name, divisor = (multiples | {"s4": pairs, "s4d": pairs}).get(self.architecture, ("hidden_size", 1))
+        if getattr(self, name) % divisor:
+            raise ValueError(
+                f"{name} of {self.architecture!r} must be a multiple of {divisor}, got {getattr(self, name)}"
+            )
         if self.architecture == "tc_resnet" and self.num_input_features is None:
             raise ValueError("architecture 'tc_resnet' needs num_input_features: its channels are frequency bands")
         if self.classifier_pooling not in ("mean", "last"):
@@ -98,7 +91,7 @@ class BaselineConfig(PreTrainedConfig):
         if self.architecture == "tc_resnet" and self.embedding_dropout:
             raise ValueError(f"embedding_dropout of 'tc_resnet', which embeds nothing: 0, got {self.embedding_dropout}")
 
-    def _check_integers(self, minimum: dict[str, int]) -> None:
+    def _check_integers(self, **minimum: int) -> None:
         for name, least in minimum.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
@@ -134,4 +127,4 @@ class BaselinePairConfig(BaselineConfig):
         super().__post_init__(**kwargs)
         if self.head_hidden_size is None:
             self.head_hidden_size = self.hidden_size
-        self._check_integers({"head_hidden_size": 1})
+        self._check_integers(head_hidden_size=1)

@@ -53,23 +53,20 @@ class BaselineEncoder(nn.Module):
             (B, L, D), of "tc_resnet" (B, ceil(L / 8), D), and the mask of these, or None.
         """
         if use_cache:
-            raise ValueError(
-                f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences only"
-            )
+            raise ValueError(f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences")
         width = self.config.num_input_features
         given, other = (input_ids, features) if width is None else (features, input_ids)
-        if given is None or other is not None:
-            wanted = "input_ids (B, L)" if width is None else f"input_features (B, L, {width})"
-            raise ValueError(f"this model reads {wanted} and nothing else")
-        if given.ndim != (2 if width is None else 3) or (width is not None and given.shape[-1] != width):
-            wanted = "input_ids must have shape (B, L)" if width is None else f"input_features must be (B, L, {width})"
-            raise ValueError(f"{wanted}, got {tuple(given.shape)}")
+        shape = "input_ids (B, L)" if width is None else f"input_features (B, L, {width})"
+        if given is None or other is not None or given.ndim != (2 if width is None else 3):
+            raise ValueError(f"this model reads {shape} and nothing else")
+        if width is not None and given.shape[-1] != width:
+            raise ValueError(f"this model reads {shape}, got {tuple(given.shape)}")
         if attention_mask is not None and attention_mask.shape != given.shape[:2]:
             raise ValueError(f"attention_mask must be {tuple(given.shape[:2])}, got {tuple(attention_mask.shape)}")
+        if self.config.architecture == "tc_resnet":
+            return self.backbone(given.to(next(self.backbone.parameters()).dtype), attention_mask)
         if width is None:
             hidden_states = self.embed_tokens(given)
-        elif self.config.architecture == "tc_resnet":
-            return self.backbone(given.to(next(self.backbone.parameters()).dtype), attention_mask)
         else:
             hidden_states = self.embed_features(given.to(self.embed_features.weight.dtype))
         hidden_states = F.dropout(hidden_states, self.config.embedding_dropout, self.training)

@@ -61,15 +61,13 @@ class MapSamples:
 class Expand(Protocol):
     """Turns stream items into samples, with a memory between items, such as the end of a text that fills no block."""
 
-    def __call__(self, item: dict[str, Any]) -> list[Any]:
-        """The samples that this item completes."""
+    def __call__(self, item: dict[str, Any]) -> list[Any]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def end_epoch(self) -> None:
-        """Forget what fills no sample."""
+    def end_epoch(self) -> None: ...
 
 
 class StreamSamples:
@@ -115,19 +113,16 @@ class StreamSamples:
                 self._started = True
                 self.buffer += self.expand(item)
 
-    def _next_epoch(self) -> None:
-        if self.drawn == 0:
-            raise ValueError("the training stream holds no sample: it is empty, or shorter than one block")
-        self.expand.end_epoch()
-        self.epoch, self.drawn, self._ended = self.epoch + 1, 0, False
-        self._open(None)
-
     def draw(self, count: int) -> list[Any]:
         samples: list[Any] = []
         while len(samples) < count:
             self._fill()
-            if not self.buffer:
-                self._next_epoch()
+            if not self.buffer:  # the end of an epoch
+                if self.drawn == 0:
+                    raise ValueError("the training stream holds no sample: it is empty, or shorter than one block")
+                self.expand.end_epoch()
+                self.epoch, self.drawn, self._ended = self.epoch + 1, 0, False
+                self._open(None)
                 continue
             chosen = int(np.random.default_rng([self.seed, self.epoch, self.drawn]).integers(len(self.buffer)))
             self.buffer[chosen], self.buffer[-1] = self.buffer[-1], self.buffer[chosen]
