@@ -246,9 +246,10 @@ def make(root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         config = published.config()
-        config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in config.auto_classes.items()}
+        if not published.pairs:  # which is a class of the training library
+            config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in config.auto_classes.items()}
+            (folder / CODE).symlink_to(code, target_is_directory=True)
         write_config_file(folder / "config.json", config.to_json_string(use_diff=True))
-        (folder / CODE).symlink_to(code, target_is_directory=True)
         if not published.labels:
             with torch.device("meta"):
                 generation_config = published.model_class()(config).generation_config
@@ -263,8 +264,11 @@ def make(root: Path) -> None:
 
 
 def write_config_file(path: Path, text: str) -> None:
-    """Without the library's version, which would change the file at every upgrade and means nothing to a loader."""
-    record = {key: value for key, value in json.loads(text).items() if key != "transformers_version"}
+    """Without the library's version, which would change the file at every upgrade, and without an empty auto_map."""
+    record = json.loads(text)
+    del record["transformers_version"]
+    if not record.get("auto_map", True):
+        del record["auto_map"]
     path.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -303,7 +307,8 @@ def overview() -> str:
 
 Each folder is one model: config.json, tokenizer or feature extractor, generation_config.json for language models, and
 the template of its card, README.md. `code` is a link to the package in this clone; `save_pretrained` writes the files
-in its place. `python hub_configs/make.py` writes all of it, so change that file, not these.
+in its place. `python hub_configs/make.py` writes all of it, so change that file, not these. `essm-lra-retrieval` has no
+such link: its classes belong to the training library, and `import essm_train.pairs` makes the Auto classes know them.
 
 | folder | parameters | block | blocks x width | filter_length | input | size from |
 |---|---|---|---|---|---|---|
