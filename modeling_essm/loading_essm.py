@@ -33,16 +33,22 @@ SpectralCapacity = Union[int, Sequence[int]]
 PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
 CHANNEL_TENSORS = ("channel_mixing", "gate_out.weight", "gate_out.bias")  # names in a mixer
 # Arguments of from_pretrained that say where files are, for `cached_file`.
-HUB_ARGUMENTS = (
-    *("cache_dir", "force_download", "proxies", "token", "local_files_only", "revision", "subfolder"),
-    *("repo_type", "user_agent", "_commit_hash"),
+_WHERE = (
+    "cache_dir",
+    "force_download",
+    "proxies",
+    "token",
+    "local_files_only",
+    "revision",
+    "subfolder",
+    "_commit_hash",
 )
 
 
 class ElasticPreTrainedModel(PreTrainedModel):
     """Loads, saves and truncates checkpoints."""
 
-    _origin: tuple[str, dict[str, Any]] | None = None  # see `_origin_of`
+    _origin: tuple[str, dict[str, Any]] | None = None  # folder or Hub name, and arguments of `cached_file`
 
     @classmethod
     def from_pretrained(
@@ -61,18 +67,20 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ValueError: a damaged checkpoint, or a capacity above the checkpoint's.
         """
         source = pretrained_model_name_or_path
+        where = {name: kwargs[name] for name in _WHERE if kwargs.get(name) is not None}
         try:
             if spectral_capacity is None:
                 loaded = super().from_pretrained(source, *args, **kwargs)
             else:
-                loaded = cls._load_prefix(source, spectral_capacity, *args, **kwargs)
+                loaded = cls._load_prefix(source, spectral_capacity, where, *args, **kwargs)
         except SafetensorError as error:
             raise ValueError(
                 f"a safetensors file of {str(source)!r} is truncated or corrupt ({error}); "
                 "fetch or save the checkpoint again"
             ) from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded
-        model._origin = _origin_of(source, kwargs, model.config)
+        if source is not None:  # a folder stays where it is when the working directory changes
+            model._origin = (os.path.abspath(source) if os.path.isdir(source) else str(source), where)
         for name, tensor in model.state_dict().items():
             plain = not tensor.is_meta and tensor.is_floating_point() and not hasattr(tensor, "qdata")
             if plain and not torch.isfinite(tensor).all():
@@ -83,10 +91,12 @@ class ElasticPreTrainedModel(PreTrainedModel):
         return loaded
 
     @classmethod
-    def _load_prefix(cls, source: Any, spectral_capacity: SpectralCapacity, *args: Any, **kwargs: Any):
+    def _load_prefix(
+        cls, source: Any, spectral_capacity: SpectralCapacity, where: Mapping[str, Any], *args: Any, **kwargs: Any
+    ):
         if kwargs.get("state_dict") is not None or source is None:
             raise ValueError("spectral_capacity reads a prefix of a checkpoint: give its folder or name, no state_dict")
-        where = {name: value for name in HUB_ARGUMENTS if (value := kwargs.pop(name, None)) is not None}
+        kwargs = {name: value for name, value in kwargs.items() if name not in _WHERE}
         config = kwargs.pop("config", None)
         if not hasattr(config, "capacities"):  # none, or where it is
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
@@ -96,7 +106,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             raise ValueError("spectral_capacity reads plain weights: load a quantised checkpoint whole")
         capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
         held = dict(zip(spectral_layers(config), capacities))
-        weights = read_prefix(source, held, where | {"variant": kwargs.pop("variant", None)})
+        weights = read_prefix(source, held, variant=kwargs.pop("variant", None), **where)
         config = truncated_config(config, capacities)
         loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -246,12 +256,11 @@ def budget_fits(budget: Any, config: Any) -> bool:
     return True
 
 
-def read_prefix(source: Any, capacities: Mapping[int, int], where: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights of a checkpoint, but only the first `capacities` of its channels, by layer; nothing else is read.
+def read_prefix(source: Any, capacities: Mapping[int, int], **where: Any) -> dict[str, torch.Tensor]:
+    """The weights of a safetensors checkpoint, but only the first `capacities` of its channels, by layer.
 
     Args:
-        source: folder or Hub name of a safetensors checkpoint, in one file or in shards.
-        where: those of HUB_ARGUMENTS that the caller gave, and `variant`.
+        source: folder or Hub name. where: arguments of `cached_file`, and `variant`.
     Returns:
         tensors by their names in the checkpoint, on the CPU, in its dtypes.
     Raises:
@@ -329,9 +338,8 @@ def file_beside(model: Any, name: str) -> str | None:
 
     The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
     """
-    origin = getattr(model, "_origin", None)  # without one it was made in memory, perhaps from a saved configuration
-    source, where = origin or (model.name_or_path, {})
-    if origin is None and not os.path.isdir(source or ""):
+    source, where = getattr(model, "_origin", None) or (model.name_or_path, {})
+    if getattr(model, "_origin", None) is None and not os.path.isdir(source or ""):
         return None
     try:
         return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
@@ -345,21 +353,3 @@ def _measured_weights(profile: str) -> Any:
         return json.loads(Path(profile).read_text(encoding="utf-8"))["weights"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-
-
-def _origin_of(source: Any, arguments: Mapping[str, Any], config: Any) -> tuple[str, dict[str, Any]] | None:
-    """Where `from_pretrained` reads a model, as `file_beside` finds it again whatever the working directory is then.
-
-    Args:
-        source, arguments: of from_pretrained. config: that of the loaded model.
-    Returns:
-        an absolute folder or a Hub name, and arguments of `cached_file`; None without a source.
-    """
-    if source is None:
-        return None
-    if os.path.exists(source):
-        return os.path.abspath(os.path.join(source, arguments.get("subfolder") or "")), {}
-    where = {name: arguments.get(name) for name in ("cache_dir", "local_files_only", "subfolder")}
-    revision = getattr(config, "_commit_hash", None) or arguments.get("revision")
-    where["revision"] = getattr(revision, "resolved", revision)  # transformers may have found out the commit
-    return str(source), {name: value for name, value in where.items() if value is not None}

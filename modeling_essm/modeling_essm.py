@@ -50,36 +50,23 @@ class _ElasticOutput(ModelOutput):
 
 @dataclass
 class ESSMModelOutput(_ElasticOutput, BaseModelOutputWithPast):
-    """
-    Args:
-        last_hidden_state: (B, L, D).
-        past_key_values: ESSMCache after the last position, if asked for.
-        hidden_states: tuple of (B, L, D), embeddings first, if asked for.
-        spectral_budget: the budget that ran, one int per layer, or (B,) when rows differ.
-    """
+    """last_hidden_state (B, L, D); past_key_values, an ESSMCache, and hidden_states, (B, L, D) each with the embeddings
+    first, if asked for; spectral_budget, the budget that ran: one int per layer, or (B,) when rows differ."""
 
     spectral_budget: Any = None
 
 
 @dataclass
 class ESSMCausalLMOutput(_ElasticOutput, CausalLMOutputWithPast):
-    """
-    Args:
-        loss: () mean cross-entropy in nats, with labels.
-        logits: (B, L or logits_to_keep, vocab_size).
-        past_key_values, hidden_states, spectral_budget: as in `ESSMModelOutput`.
-    """
+    """loss (), the mean cross-entropy in nats, with labels; logits (B, L or logits_to_keep, vocab_size); the rest as in
+    `ESSMModelOutput`."""
 
     spectral_budget: Any = None
 
 
 @dataclass
 class ESSMSequenceClassifierOutput(_ElasticOutput, SequenceClassifierOutput):
-    """
-    Args:
-        loss: () with labels. logits: (B, num_labels).
-        hidden_states, spectral_budget: as in `ESSMModelOutput`.
-    """
+    """loss () with labels; logits (B, num_labels); the rest as in `ESSMModelOutput`."""
 
     spectral_budget: Any = None
 
@@ -230,17 +217,17 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
     given = [x for x in (input_ids, inputs_embeds, features) if x is not None]
     if len(given) != 1:
         raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
-    shape, D, width = tuple(given[0].shape), config.hidden_size, config.num_input_features
-    if inputs_embeds is not None:
-        if len(shape) != 3 or shape[-1] != D:
-            raise ValueError(f"inputs_embeds must have shape (B, L, {D}), got {shape}")
-    elif features is not None:
+    shape, features_width = tuple(given[0].shape), config.num_input_features
+    if inputs_embeds is not None or features is not None:
+        name, width = (
+            ("input_features", features_width) if features is not None else ("inputs_embeds", config.hidden_size)
+        )
         if width is None:
             raise ValueError("this model reads input_ids; input_features need config.num_input_features")
         if len(shape) != 3 or shape[-1] != width:
-            raise ValueError(f"input_features must have shape (B, L, {width}), got {shape}")
-    elif width is not None:
-        raise ValueError(f"this model reads input_features of shape (B, L, {width}), got input_ids")
+            raise ValueError(f"{name} must have shape (B, L, {width}), got {shape}")
+    elif features_width is not None:
+        raise ValueError(f"this model reads input_features of shape (B, L, {features_width}), got input_ids")
     elif len(shape) != 2 or given[0].dtype not in (torch.int64, torch.int32):
         raise ValueError(
             f"input_ids must be int64 or int32 integers of shape (B, L), got {given[0].dtype} of shape {shape}"
@@ -251,12 +238,11 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
 
 def check_token_ids(input_ids: Tensor, vocab_size: int, training: bool) -> None:
     """Raises ValueError for ids outside the vocabulary; training does not wait for an accelerator to tell."""
-    if torch.compiler.is_compiling() or input_ids.numel() == 0:
+    if torch.compiler.is_compiling() or input_ids.numel() == 0 or (training and input_ids.device.type != "cpu"):
         return
-    if input_ids.device.type == "cpu" or not training:
-        low, high = torch.aminmax(input_ids)
-        if low < 0 or high >= vocab_size:
-            raise ValueError(f"input_ids must be in [0, {vocab_size - 1}], got values from {int(low)} to {int(high)}")
+    low, high = torch.aminmax(input_ids)
+    if low < 0 or high >= vocab_size:
+        raise ValueError(f"input_ids must be in [0, {vocab_size - 1}], got values from {int(low)} to {int(high)}")
 
 
 def check_mask(attention_mask: Tensor | None, B: int, L: int, past: int) -> None:
@@ -271,21 +257,19 @@ def check_mask(attention_mask: Tensor | None, B: int, L: int, past: int) -> None
 
 
 def check_state_lengths(state_lengths: Tensor, B: int, L: int, cache: Any, attention_mask: Tensor | None) -> None:
-    """Raises ValueError for lengths that are no integers in [0, L]; a compiled graph does not wait for the device."""
+    """Raises ValueError for lengths that are no integers in [0, L], whose range a compiled graph does not look at."""
     if attention_mask is not None or cache is None or state_lengths.shape != (B,):
         raise ValueError(
             f"state_lengths must have shape ({B},) and come with a cache and without attention_mask, "
             f"got shape {tuple(state_lengths.shape)}"
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not state_lengths.numel():
         return
-    integers = f"state_lengths must be integers in [0, {L}], got"
-    if state_lengths.is_floating_point() or state_lengths.is_complex() or state_lengths.dtype == torch.bool:
-        raise ValueError(f"{integers} {state_lengths.dtype}")
-    if state_lengths.numel():
-        low, high = torch.aminmax(state_lengths.long())
-        if low < 0 or high > L:
-            raise ValueError(f"{integers} values from {int(low)} to {int(high)}")
+    if state_lengths.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"state_lengths must be integers in [0, {L}], got {state_lengths.dtype}")
+    low, high = torch.aminmax(state_lengths)
+    if low < 0 or high > L:
+        raise ValueError(f"state_lengths must be integers in [0, {L}], got values from {int(low)} to {int(high)}")
 
 
 def wants_cache(model: Any, use_cache: bool | None, cache: Any, packing: Packing | None) -> bool:
@@ -415,7 +399,7 @@ class ESSMModel(ESSMPreTrainedModel):
             spectral_budget: K: int in [1, capacity], one int per spectral layer, a (B,) integer tensor or a preset.
             state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
-                say it, see `read_packing`; each is computed as if alone, without a cache. Or packing: a `Packing`.
+                say it, see `read_packing`; each is computed as if alone, without a cache.
         Returns:
             ESSMModelOutput.
         Raises:
@@ -435,7 +419,7 @@ class ESSMModel(ESSMPreTrainedModel):
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
-        packing = kwargs.get("packing") or (read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs else None)
+        packing = read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs else None
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         use_cache = wants_cache(self, use_cache, cache, packing)
         if use_cache and cache is None:
