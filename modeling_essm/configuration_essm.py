@@ -257,6 +257,14 @@ class ESSMConfig(PreTrainedConfig):
                 f"and no partial_rotary_factor, got {rope}"
             )
 
+    def validate_rope(self) -> None:
+        """As in transformers, whose KeyError for a missing entry tells no more of the configuration than its name."""
+        try:
+            if is_hybrid(self):
+                super().validate_rope()
+        except KeyError as error:
+            raise ValueError(f"rope_parameters: {error.args[0]}, got {self.rope_parameters}") from None
+
     def validate_budgets(self) -> None:
         """Capacities, and budgets that are stored in the configuration."""
         channels, layers = self.num_spectral_channels, len(spectral_layers(self))
