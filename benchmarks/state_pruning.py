@@ -32,15 +32,16 @@ from essm_train.files import write_figure
 from modeling_essm.companions import (
     allocate,
     balanced_truncate,
-    elastic_layers,
+    certify,
     hinf_norm,
     importance,
     prune,
     remove,
+    state_layers,
 )
-from modeling_essm.companions.pruning.mode_values import energy
+from modeling_essm.companions.pruning.scores import energy
 from modeling_essm.companions.systems import DiagonalSystem
-from modeling_essm.companions.truncation.gramians import gramians, matrices
+from modeling_essm.companions.truncation.balancing import gramians, matrices
 
 from . import common, state_tasks, sweeps
 from .state_tasks import METRIC, Settings
@@ -82,7 +83,7 @@ def pruned(model: nn.Module, method: str, ratio: float, seed: int) -> tuple[nn.M
     value, scope = METHODS[method]
     smaller = copy.deepcopy(model)
     if value is None:
-        modes = [layer.read().lam.shape[-1] for layer in elastic_layers(model)]
+        modes = [layer.read().lam.shape[-1] for layer in state_layers(model)]
         report = balanced_truncate(smaller, sizes=[max(1, n - round(ratio * n)) for n in modes])
         return smaller, [layer.after for layer in report.layers]
     plan = allocate(importance(model, value, seed=seed), amount=ratio, scope=scope)
@@ -97,10 +98,9 @@ def additivity(model: nn.Module, ratio: float) -> list[float]:
     The energy of a set is that of its complex impulse response, cross terms between modes included, of one direction.
     """
     found = []
-    for layer in allocate(importance(model, "aire"), amount=ratio).layers:
-        system = layer.system
-        assert system is not None
-        gone = ~layer.keep
+    plan = allocate(importance(model, "aire"), amount=ratio)
+    for layer, keep in zip(state_layers(model), plan.keep):
+        system, gone = layer.read(), ~keep
         if not gone.any():
             continue
         B = torch.where(gone if system.siso else gone[:, None], system.B, 0.0)
@@ -115,10 +115,9 @@ def certificates(model: nn.Module, ratio: float) -> list[dict[str, float]]:
     """Of each layer, the bounds on the gain of what AIRE prunes, and that gain as "measured"."""
     plan = allocate(importance(model, "aire"), amount=ratio)
     found = []
-    for layer, bounds in zip(plan.layers, plan.certificate()):
-        assert layer.system is not None
-        if not layer.keep.all():
-            found.append(bounds | {"measured": hinf_norm(layer.system, ~layer.keep)})
+    for layer, keep, bounds in zip(state_layers(model), plan.keep, certify(plan, model)):
+        if not keep.all():
+            found.append(bounds | {"measured": hinf_norm(layer.read(), ~keep)})
     return found
 
 

@@ -23,7 +23,6 @@ from modeling_essm.companions import (
     DiagonalSSMConfig,
     DiagonalSSMForCausalLM,
     allocate,
-    elastic_layers,
     importance,
     prune,
     remove,
@@ -47,9 +46,7 @@ def make_model(kind: str, width: int, layers: int, modes: int) -> Any:
 def smaller(model: Any, ratio: float) -> Any:
     """A copy with the same share of every layer's modes removed, of S4D the same number in every channel."""
     found = copy.deepcopy(model)
-    kinds = elastic_layers(found)[0].adapter.granularities
-    granularity = "mode_index" if "mode_index" in kinds else None
-    prune(found, allocate(importance(found, "random", granularity=granularity), amount=ratio, scope="uniform"))
+    prune(found, allocate(importance(found, "random", granularity="mode_index"), amount=ratio, scope="uniform"))
     remove(found)
     return found
 

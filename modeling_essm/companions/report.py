@@ -1,21 +1,21 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What of a model can be made smaller, layer by layer, and by which tool."""
+"""Which layers of a model can be made smaller, and by which tool."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from .adapters import ElasticLayer, adapter_of
-from .pruning.masks import masked_tensors
-from .pruning.mode_values import check_stable, exact_energy
+from .pruning.masks import kept_modes
+from .pruning.scores import exact_energy
+from .systems import StateLayer, adapter_of, check_stable
 
 _TOOLS = {
     "diagonal": ("prune", "balanced_truncate", "BalancedTruncationCallback"),
     "selective": ("prune with calibration",),
-    "spectral": ("spectral_budget", "truncate", "allocate_spectral_budget"),
+    "spectral": ("spectral_budget", "truncate"),
 }
 
 
@@ -25,12 +25,10 @@ class LayerReport:
 
     Attributes:
         size: modes or states stored; the largest number of any channel. Channels of a spectral layer.
-        modes: all of them, over channels.
-        masked: of those masked by `prune`.
-        states: real numbers of the recurrent state: two for each stored mode of a real output.
+        modes: all of them, over channels. masked: those of them that `prune` masked.
+        states: real numbers of the recurrent state: two for each stored mode.
         energy: sum over modes of their energy at the output, the conjugates included; None where it is not defined
             without data, inf with a mode on or outside of the unit circle.
-        energies: of every mode, float64, as the layer's lam; None as energy.
         slowest: largest |lam|, None for layers whose recurrence depends on the input.
         tools: what can make it smaller.
     """
@@ -39,34 +37,32 @@ class LayerReport:
     kind: str
     size: int
     modes: int
-    masked: int
-    states: int
-    energy: float | None
-    energies: Tensor | None
-    slowest: float | None
-    tools: tuple[str, ...]
+    masked: int = 0
+    states: int = 0
+    energy: float | None = None
+    slowest: float | None = None
+    tools: tuple[str, ...] = _TOOLS["diagonal"]
+
+    def cells(self) -> tuple[str, ...]:
+        """The layer as a row of the table."""
+        energy = "-" if self.energy is None else f"{self.energy:.4g}"
+        slowest = "-" if self.slowest is None else f"{self.slowest:.6f}"
+        counts = (str(number) for number in (self.size, self.modes, self.masked, self.states))
+        return (self.name, self.kind, *counts, energy, slowest, ", ".join(self.tools))
 
 
 @dataclass(frozen=True)
-class ElasticReport:
+class Report:
     """The layers of a model that can be made smaller, in their order; print it."""
 
     model: str
     layers: tuple[LayerReport, ...]
 
-    @property
-    def sizes(self) -> list[int]:
-        return [layer.size for layer in self.layers]
-
-    @property
-    def energies(self) -> list[Tensor | None]:
-        return [layer.energies for layer in self.layers]
-
     def __str__(self) -> str:
         if not self.layers:
             return f"{self.model}: no layer that these tools make smaller"
         head = ("layer", "kind", "size", "modes", "masked", "states", "energy", "max |lam|", "tools")
-        rows = [head, *(_cells(layer) for layer in self.layers)]
+        rows = [head, *(layer.cells() for layer in self.layers)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
         left = (0, 1, len(head) - 1)
         lines = [
@@ -78,14 +74,7 @@ class ElasticReport:
         return "\n".join([self.model, *(line.rstrip() for line in lines), last])
 
 
-def _cells(layer: LayerReport) -> tuple[str, ...]:
-    energy = "-" if layer.energy is None else f"{layer.energy:.4g}"
-    slowest = "-" if layer.slowest is None else f"{layer.slowest:.6f}"
-    counts = (str(number) for number in (layer.size, layer.modes, layer.masked, layer.states))
-    return (layer.name, layer.kind, *counts, energy, slowest, ", ".join(layer.tools))
-
-
-def describe(model: nn.Module) -> ElasticReport:
+def describe(model: nn.Module) -> Report:
     """Which layers of a model can be made smaller, how large they are, and by which tool.
 
     Diagonal SSMs, Mamba and Mamba-2 layers, layers of a registered class, and the spectral layers of an ES-SSM are
@@ -95,34 +84,28 @@ def describe(model: nn.Module) -> ElasticReport:
     for name, module in model.named_modules():
         if type(module).__name__ == "ESSMSpectralMixer":
             K = len(module.channel_mixing)  # type: ignore[arg-type]
-            found.append(LayerReport(name, "spectral", K, K, 0, 0, None, None, None, _TOOLS["spectral"]))
+            found.append(LayerReport(name, "spectral", K, K, tools=_TOOLS["spectral"]))
         elif (adapter := adapter_of(module)) is not None:
-            found.append(_describe(ElasticLayer(name, module, adapter)))
-    return ElasticReport(type(model).__name__, tuple(found))
+            found.append(_describe(StateLayer(name, module, adapter)))
+    return Report(type(model).__name__, tuple(found))
 
 
-def _describe(layer: ElasticLayer) -> LayerReport:
-    steps = masked_tensors(layer.module)
-    keep = steps[0][2].keep.cpu() if steps else None
+def _describe(layer: StateLayer) -> LayerReport:
     adapter: Any = layer.adapter
+    keep = kept_modes(layer.module)
     if adapter.selective:
         n = adapter.shape(layer.module)[-1]
         masked = 0 if keep is None else int((~keep).sum())
         states = n * adapter.channels(layer.module)
-        tools = _TOOLS["selective"]
-        return LayerReport(layer.name, layer.kind, n, n, masked, states, None, None, None, tools)
+        return LayerReport(layer.name, layer.kind, n, n, masked, states, tools=_TOOLS["selective"])
     system = layer.read()
-    gone = None if keep is None else ~keep if system.present is None else ~keep & system.present
-    r = system.lam.abs() if system.present is None else system.lam.abs()[system.present]
+    there = system.lam.abs() > -1 if system.present is None else system.present
+    masked = 0 if keep is None else int((~keep & there).sum())
+    r = system.lam.abs()[there]
     try:
-        check_stable(system, layer.name)
-        energies = exact_energy(system)
-        energies = energies if system.present is None else energies.where(system.present, 0)
-        energy: float | None = float(energies.sum())
+        check_stable(system)
+        energy = float(exact_energy(system).where(there, 0).sum())
     except ValueError:
-        energies, energy = None, float("inf")
-    n, modes = system.lam.shape[-1], system.modes
-    masked = 0 if gone is None else int(gone.sum())
+        energy = float("inf")
     slowest = float(r.max()) if r.numel() else None
-    states = 2 * modes  # a complex number is two real ones
-    return LayerReport(layer.name, layer.kind, n, modes, masked, states, energy, energies, slowest, _TOOLS["diagonal"])
+    return LayerReport(layer.name, layer.kind, system.lam.shape[-1], len(r), masked, 2 * len(r), energy, slowest)

@@ -1,18 +1,25 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The modes of a linear recurrence, which is all that pruning and truncation see of a layer.
+"""A diagonal linear recurrence, all that pruning and truncation see of a layer, and how it is read and written.
 
     x_t = lam x_{t-1} + B u_t,    y_t = out(C x_t)
 
 The skip D u_t has no modes and is not part of it. All arithmetic on systems is done in complex128.
+
+An adapter reads a layer's modes as a `DiagonalSystem`, says which tensors to mask so that a mode is silent, and takes
+modes out of the tensors. These layers are known: those with `lti()` and `set_lti()`, such as the diagonal SSMs here and
+their remote copies, and the library's MambaMixer and Mamba2Mixer. `register` adds a layer class of your own.
 Letters: n modes, p inputs, q outputs, H channels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 OUTPUTS = {"complex": 1.0, "real": 1.0, "twice_real": 2.0}  # y = C x, Re(C x), 2 Re(C x): factor of every norm bound
 
@@ -24,13 +31,13 @@ class DiagonalSystem:
     A system with many inputs and outputs (S5, LRU) has lam (n,); one recurrence per channel (S4D) has lam (H, n).
 
     Attributes:
-        lam: eigenvalues, complex128, (n,) or (H, n); of a conjugate pair one is stored where `output` is real.
+        lam: eigenvalues, complex128, (n,) or (H, n); one of each conjugate pair is stored where `output` is real.
         B: (n, p), or (H, n).
         C: (q, n), or (H, n); with a first dimension of 2 where two directions share lam and B.
         output: "complex" for C x, "real" for Re(C x), "twice_real" for 2 Re(C x).
         present: bool like lam, False for padding of channels that have fewer modes than others; None: all are modes.
     Raises:
-        ValueError: shapes that do not fit together, an unknown output.
+        ValueError: shapes that do not fit together, an unknown output, another dtype.
     """
 
     lam: Tensor
@@ -42,18 +49,16 @@ class DiagonalSystem:
     def __post_init__(self) -> None:
         if self.output not in OUTPUTS:
             raise ValueError(f"output must be one of {', '.join(OUTPUTS)}, got {self.output!r}")
-        if self.lam.ndim not in (1, 2):
-            raise ValueError(f"lam must be (n,) or (H, n), got {tuple(self.lam.shape)}")
-        n, siso = self.lam.shape[-1], self.lam.ndim == 2
-        if (self.B.shape != self.lam.shape) if siso else (self.B.ndim != 2 or self.B.shape[0] != n):
-            wanted = f"(H, n) = {tuple(self.lam.shape)}" if siso else f"(n, p) with n = {n}"
-            raise ValueError(f"B must be {wanted}, got {tuple(self.B.shape)}")
-        if self.C.ndim not in (2, 3) or (self.C.ndim == 3 and self.C.shape[0] != 2) or self.C.shape[-1] != n:
-            raise ValueError(f"C must be (q, n) or (2, q, n) with n = {n}, got {tuple(self.C.shape)}")
-        if siso and self.C.shape[-2:] != self.lam.shape:
-            raise ValueError(f"C must be (H, n) or (2, H, n) = {tuple(self.lam.shape)}, got {tuple(self.C.shape)}")
-        if self.present is not None and self.present.shape != self.lam.shape:
-            raise ValueError(f"present must be {tuple(self.lam.shape)}, got {tuple(self.present.shape)}")
+        lam, B, C = tuple(self.lam.shape), tuple(self.B.shape), tuple(self.C.shape)
+        if self.lam.ndim == 2:
+            fits = lam == B and C in (lam, (2, *lam))
+        else:
+            fits = len(lam) == 1 and len(B) == 2 and B[:1] == lam and C[-1:] == lam and len(C) == 2 + (C[:-2] == (2,))
+        if not fits or (self.present is not None and tuple(self.present.shape) != lam):
+            raise ValueError(
+                "lam, B and C must be (n,), (n, p) and (q, n) or (2, q, n), or (H, n), (H, n) and (H, n) or (2, H, n), "
+                f"and present as lam, got {lam}, {B}, {C} and {None if self.present is None else self.present.shape}"
+            )
         for name in ("lam", "B", "C"):
             if getattr(self, name).dtype != torch.complex128:
                 raise ValueError(f"{name} must be complex128, got {getattr(self, name).dtype}")
@@ -68,6 +73,265 @@ class DiagonalSystem:
         return self.C.ndim == 3
 
     @property
+    def directions(self) -> list[Tensor]:
+        """C of every direction, (q, n) or (H, n) each."""
+        return list(self.C) if self.bidirectional else [self.C]
+
+    @property
     def modes(self) -> int:
         """Stored modes, without padding."""
         return self.lam.numel() if self.present is None else int(self.present.sum())
+
+
+def check_stable(system: DiagonalSystem, where: str = "system") -> None:
+    """Raises ValueError for modes on or outside of the unit circle, where sums over all lags do not exist."""
+    r = system.lam.abs() if system.present is None else system.lam.abs()[system.present]
+    if unstable := int((~(r < 1)).sum()):
+        largest = f"{float(r.max()):.9g} and {unstable} such modes of {r.numel()}"
+        raise ValueError(f"{where}: |lam| must be below 1, got {largest}")
+
+
+class Adapter:
+    """The modes of one kind of layer.
+
+    A subclass must have `read`. Where the layer's tensors are divided into modes, `mode_dims` and `output_names`, of
+    the layer or of the adapter, are enough for the rest; other layers need `write`, and `masks` to be masked.
+
+    Attributes:
+        selective: whether lam, B and C depend on the input, so that energies are measured on calibration text: an
+            adapter of such a layer is a `mamba.SelectiveAdapter`.
+    """
+
+    selective = False
+
+    def kind(self, layer: nn.Module) -> str:
+        """A short name for tables."""
+        return parametrize.type_before_parametrizations(layer).__name__
+
+    def read(self, layer: nn.Module) -> DiagonalSystem:
+        """The layer's modes, complex128; tools read them through `StateLayer.read`, without gradients."""
+        raise NotImplementedError(f"{type(self).__name__}.read")
+
+    def write(self, layer: nn.Module, system: DiagonalSystem) -> None:
+        """Replace the layer's modes, in number too."""
+        raise NotImplementedError(f"{type(self).__name__}.write")
+
+    def mode_dims(self, layer: nn.Module) -> Mapping[str, int]:
+        """The dimension that counts modes, for every parameter or buffer that is divided into modes.
+
+        Where every channel has modes of its own, channels are the dimension before it.
+        """
+        return getattr(layer, "mode_dims", {})
+
+    def output_names(self, layer: nn.Module) -> Sequence[str]:
+        """The parameters among `mode_dims` that are C."""
+        return tuple(getattr(layer, "output_names", ()))
+
+    def tensors(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
+        """What `shrink` replaces by name: (module, name of a parameter or buffer of it)."""
+        return [owner(layer, name) for name in self.mode_dims(layer)]
+
+    def shape(self, layer: nn.Module) -> tuple[int, ...]:
+        """Shape of a mask over the layer's modes: (n,) or (H, n)."""
+        return tuple(self.read(layer).lam.shape)
+
+    def masks(self, layer: nn.Module, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
+        """What silences the modes that are not kept: (module, parameter name, bool mask that broadcasts to it)."""
+        names = self.output_names(layer)
+        if not names:
+            raise ValueError(f"{type(self).__name__} must have output_names or masks of its own, to mask {type(layer)}")
+        found = []
+        for name in names:
+            module, attribute = owner(layer, name)
+            value = getattr(module, attribute)
+            mask = _spread(keep, value.ndim, self.mode_dims(layer)[name]).to(value.device)
+            found.append((module, attribute, mask))
+        return found
+
+    def shrink(self, layer: nn.Module, keep: Tensor, size: int) -> None:
+        """Take the modes that are not kept out of the layer.
+
+        Args:
+            keep: bool, (n,) or (H, n).
+            size: modes stored afterwards, at least the (largest) number kept. The rest is padding: C is zero there.
+        """
+        index, real = padded_index(keep, size)
+        dims = self.mode_dims(layer)
+        if not dims:
+            return self.write(layer, _select(self.read(layer), index, real))
+        for name, dim in dims.items():
+            module, attribute = owner(layer, name)
+            value = getattr(module, attribute).detach()
+            taken = _take(value, index.to(value.device), dim)
+            if name in self.output_names(layer) or value.dtype == torch.bool:
+                taken = taken.masked_fill(~_spread(real.to(value.device), taken.ndim, dim), 0)
+            put(module, attribute, taken)
+
+
+class DiagonalAdapter(Adapter):
+    """Layers with `lti()` and `set_lti()`, of this package or of a checkpoint's own code."""
+
+    def kind(self, layer: nn.Module) -> str:
+        return super().kind(layer).removesuffix("Mixer").lower()
+
+    def read(self, layer: nn.Module) -> DiagonalSystem:
+        return DiagonalSystem(*layer.lti())  # type: ignore[operator]
+
+    def write(self, layer: nn.Module, system: DiagonalSystem) -> None:
+        padding = {} if system.present is None else {"present": system.present}
+        layer.set_lti(system.lam, system.B, system.C, **padding)  # type: ignore[operator]
+
+
+_REGISTERED: dict[type, Adapter] = {}
+_LIBRARY = {  # by the class's name, since importing it takes seconds: the adapter's class in pruning/mamba.py
+    "transformers.models.mamba.modeling_mamba.MambaMixer": "MambaAdapter",
+    "transformers.models.mamba2.modeling_mamba2.Mamba2Mixer": "Mamba2Adapter",
+}
+
+
+def register(layer_class: type[nn.Module], adapter: Adapter) -> None:
+    """Make every tool work on a layer class and its subclasses.
+
+    Raises:
+        TypeError: not a module class, or not an adapter.
+    """
+    if not (isinstance(layer_class, type) and issubclass(layer_class, nn.Module)):
+        raise TypeError(f"layer_class must be a subclass of torch.nn.Module, got {layer_class!r}")
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"adapter must be an Adapter, got {type(adapter).__name__}")
+    _REGISTERED[layer_class] = adapter
+
+
+def adapter_of(layer: nn.Module) -> Adapter | None:
+    """The adapter of a layer, None if it has no modes that are known."""
+    for cls in type(layer).__mro__:
+        if cls in _REGISTERED:
+            return _REGISTERED[cls]
+        if (name := _LIBRARY.get(f"{cls.__module__}.{cls.__qualname__}")) is not None:
+            return getattr(import_module(".pruning.mamba", __package__), name)()
+    own = type(layer)  # of the class: wrappers, torch.compile's among them, pass on what the layer inside them has
+    return DiagonalAdapter() if hasattr(own, "lti") and hasattr(own, "set_lti") else None
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """A layer of a model that has modes: its name in the model, the module and the adapter."""
+
+    name: str
+    module: nn.Module
+    adapter: Adapter
+
+    @property
+    def kind(self) -> str:
+        return self.adapter.kind(self.module)
+
+    def read(self) -> DiagonalSystem:
+        """The layer's modes, without gradients, on the CPU: other devices have slow complex128 or none."""
+        with torch.no_grad():
+            system = self.adapter.read(self.module)
+        lam, B, C = (x.detach().cpu() for x in (system.lam, system.B, system.C))
+        return DiagonalSystem(lam, B, C, system.output, None if system.present is None else system.present.cpu())
+
+
+def state_layers(model: nn.Module) -> list[StateLayer]:
+    """All layers of a model that have modes, in the order of its modules.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = list(_layers(model))
+    if not found:
+        raise ValueError(
+            f"model must hold layers with modes (a diagonal SSM, MambaMixer, Mamba2Mixer or a registered class), got a "
+            f"{type(model).__name__} without any"
+        )
+    return found
+
+
+def diagonal_layers(model: nn.Module) -> list[StateLayer]:
+    """Those whose modes do not depend on the input, which can be truncated; there may be none."""
+    return [layer for layer in _layers(model) if not layer.adapter.selective]
+
+
+def _layers(model: nn.Module) -> Iterator[StateLayer]:
+    for name, module in model.named_modules():
+        if (adapter := adapter_of(module)) is not None:
+            yield StateLayer(name, module, adapter)
+
+
+def record_sizes(model: nn.Module, layers: Sequence[StateLayer], sizes: Sequence[int]) -> None:
+    """Write the numbers of modes into every configuration around the layers, which is given those of its own layers.
+
+    A model can be built around another one, and either configuration, or both, can tell the sizes.
+    """
+    seen = set()
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if config is None or id(config) in seen:
+            continue
+        seen.add(id(config))
+        own = [i for i, layer in enumerate(layers) if layer.name.startswith(f"{name}." if name else "")]
+        selective = [sizes[i] for i in own if layers[i].adapter.selective]
+        diagonal = [sizes[i] for i in own if not layers[i].adapter.selective]
+        if diagonal and getattr(config, "state_sizes", None) is not None:
+            config.state_sizes = diagonal
+        if selective and hasattr(config, "state_size"):
+            config.state_size = selective[0]
+
+
+def owner(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a tensor of a layer, and the tensor's name in it."""
+    path, _, attribute = name.rpartition(".")
+    return layer.get_submodule(path), attribute
+
+
+def check_plain(layer: StateLayer, tensors: Sequence[tuple[nn.Module, str]]) -> None:
+    """Raises ValueError for a tensor that is not the module's own, as where PEFT has wrapped a projection."""
+    for module, name in tensors:
+        own = name in module._parameters or name in module._buffers
+        if not own and not parametrize.is_parametrized(module, name):
+            raise ValueError(
+                f"{layer.name}: {name} must be a tensor of a plain module, but {type(module).__name__} wraps it: merge "
+                "adapters into the model first (PEFT: merge_and_unload)"
+            )
+
+
+def put(module: nn.Module, name: str, value: Tensor) -> None:
+    """Put a tensor of another shape in the place of a parameter or buffer. Optimizers do not follow."""
+    old = getattr(module, name)
+    new = nn.Parameter(value.contiguous(), old.requires_grad) if isinstance(old, nn.Parameter) else value.contiguous()
+    vars(new).update(vars(old))  # what users and mixers note on a parameter, e.g. that it does not decay
+    setattr(module, name, new)
+
+
+def padded_index(keep: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Where the kept modes are, then as many others as fill up to `size`: (index, whether it is kept), (..., size)."""
+    index = torch.argsort((~keep).int(), dim=-1, stable=True)[..., :size]
+    return index, keep.gather(-1, index)
+
+
+def _take(value: Tensor, index: Tensor, dim: int) -> Tensor:
+    """The modes `index` (m,) along a dimension, or (H, m) with channels in the dimension before it."""
+    dim %= value.ndim
+    if index.ndim == 1:
+        return value.index_select(dim, index)
+    shape = [*value.shape[:dim], index.shape[-1], *value.shape[dim + 1 :]]
+    return value.gather(dim, _spread(index, value.ndim, dim).expand(shape))
+
+
+def _spread(modes: Tensor, ndim: int, dim: int) -> Tensor:
+    """View of (n,) or (H, n) that broadcasts over a tensor whose dimension `dim` counts modes."""
+    dim %= ndim
+    shape = [1] * ndim
+    shape[dim] = modes.shape[-1]
+    if modes.ndim == 2:
+        shape[dim - 1] = modes.shape[0]
+    return modes.reshape(shape)
+
+
+def _select(system: DiagonalSystem, index: Tensor, real: Tensor) -> DiagonalSystem:
+    """The modes `index` of a system, (m,) or (H, m), silent where `real` is False."""
+    lam, C = _take(system.lam, index, -1), _take(system.C, index, -1)
+    B = _take(system.B, index, -1 if system.siso else 0)
+    C = C.masked_fill(~_spread(real, C.ndim, -1), 0)
+    return DiagonalSystem(lam, B, C, system.output, None if bool(real.all()) else real)

@@ -9,7 +9,7 @@ import torch
 from benchmarks import selective_states, state_pruning, state_tasks, state_truncation
 from benchmarks.state_pruning import METHODS, MODELS, additivity, largest_within, pruned
 from benchmarks.state_tasks import Task, word_ids
-from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification, elastic_layers, is_pruned
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification, is_pruned, state_layers
 
 
 def make_model(kind, layers=2):
@@ -41,19 +41,19 @@ def test_images_are_averaged_and_words_are_hashed(monkeypatch):
 def test_methods_leave_as_many_modes_as_asked_for(method):
     for kind in MODELS:
         model = make_model(kind)
-        modes = [layer.read().modes for layer in elastic_layers(model)]
+        modes = [layer.read().modes for layer in state_layers(model)]
         smaller, kept = pruned(model, method, 0.5, seed=0)
         assert abs(sum(kept) - sum(modes) / 2) <= 1
         assert not is_pruned(smaller) and sum(smaller.config.state_sizes) < sum(modes)
         if METHODS[method][1] == "uniform":
             assert kept == [n // 2 for n in modes]
-        assert [layer.read().modes for layer in elastic_layers(model)] == modes  # a copy was made smaller
+        assert [layer.read().modes for layer in state_layers(model)] == modes  # a copy was made smaller
 
 
 def test_energies_of_equal_modes_do_not_add_up():
     """The energy of m equal modes is m^2 of one, m times the sum of energies."""
     model = make_model("s5", layers=1)
-    (layer,) = elastic_layers(model)
+    (layer,) = state_layers(model)
     system = layer.read()
     lam = torch.full_like(system.lam, 0.5)
     layer.module.set_lti(lam, torch.ones_like(system.B), torch.ones_like(system.C))

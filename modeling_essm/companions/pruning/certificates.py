@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""How much a layer's map can change at most when modes go: bounds on the H-infinity norm of the pruned part.
+"""How much a layer's map changes at most when modes go.
 
-G_P(z) = sum_{i in P} c_i b_i / (1 - lam_i / z) is what goes, r_i = |lam_i|, E_i the energy, phi = max_P
-sqrt((1 + r_i) / (1 - r_i)):
+A certificate bounds the H-infinity norm of what goes, G_P(z) = sum_{i in P} c_i b_i / (1 - lam_i / z). With r_i =
+|lam_i|, the energy E_i and phi = max_P sqrt((1 + r_i) / (1 - r_i)):
 
     sum_of_peaks  sum_P ||c_i|| ||b_i|| / (1 - r_i) = sum_P sqrt(E_i) sqrt((1 + r_i) / (1 - r_i))        (Eq. 13, 14)
     paper_16      phi sum_P sqrt(E_i)                                                                         (Eq. 16)
@@ -23,13 +23,30 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..systems import OUTPUTS, DiagonalSystem
-from ..truncation.gramians import hankel_singular_values
-from .mode_values import check_stable
+from ..systems import OUTPUTS, DiagonalSystem, check_stable
+from ..truncation.balancing import hankel_singular_values
+from .masks import is_pruned, matched
+from .plans import Plan
 
 BOUNDS = ("sum_of_peaks", "paper_16", "paper_17", "hankel")
+
+
+def certify(plan: Plan, model: nn.Module) -> list[dict[str, float]]:
+    """Bounds on the H-infinity norm of what each layer loses, by name; the least of them is "best".
+
+    Args:
+        model: as it is before it is pruned.
+    Raises:
+        ValueError: another model, or one with masks; a selective layer, which has no certificate; an unstable mode.
+    """
+    if is_pruned(model):
+        raise ValueError("a certificate needs the model before pruning, got one with masks: restore it first")
+    layers = matched(model, plan)
+    if any(layer.adapter.selective for layer in layers):
+        raise ValueError("layers whose parameters depend on the input have no certificate")
+    return [certificate(layer.read(), own.keep, layer.name) for layer, own in zip(layers, plan.layers)]
 
 
 @torch.no_grad()
@@ -37,12 +54,13 @@ def certificate(system: DiagonalSystem, keep: Tensor, where: str = "system") -> 
     """Bounds on the H-infinity norm of the modes that are not kept, by name, and "best", the least.
 
     Args:
-        system: all modes of a layer.
-        keep: bool like lam.
+        system: all modes of a layer. keep: bool like lam.
     Raises:
         ValueError: a pruned mode with |lam| >= 1, a mask of another shape.
     """
-    pruned = _pruned(system, keep, where)
+    if keep.dtype != torch.bool or keep.shape != system.lam.shape:
+        raise ValueError(f"{where}: keep must be bool {tuple(system.lam.shape)}, got {keep.dtype} {tuple(keep.shape)}")
+    pruned = ~keep.to(system.lam.device) & (True if system.present is None else system.present)
     check_stable(DiagonalSystem(system.lam, system.B, system.C, system.output, pruned), where)
     found = dict.fromkeys(BOUNDS, 0.0)
     for lam, B, Cs in _blocks(system, pruned):
@@ -51,27 +69,21 @@ def certificate(system: DiagonalSystem, keep: Tensor, where: str = "system") -> 
     return {**found, "best": min(found.values())}
 
 
-def _pruned(system: DiagonalSystem, keep: Tensor, where: str) -> Tensor:
-    if keep.dtype != torch.bool or keep.shape != system.lam.shape:
-        raise ValueError(f"{where}: keep must be bool {tuple(system.lam.shape)}, got {keep.dtype} {tuple(keep.shape)}")
-    pruned = ~keep.to(system.lam.device)
-    return pruned if system.present is None else pruned & system.present
-
-
 def _blocks(system: DiagonalSystem, modes: Tensor) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
-    """(lam (m,), B (m, p), C (q, m) of each direction) of the chosen modes: the whole layer, or every channel."""
-    directions = list(system.C) if system.bidirectional else [system.C]
+    """(lam (m,), B (m, p), C (q, m) of each direction) of the chosen modes, where there are any: the whole layer, or
+    every channel."""
+    directions = system.directions
     if not system.siso:
-        return [(system.lam[modes], system.B[modes], [C[:, modes] for C in directions])]
-    return [
-        (system.lam[h][row], system.B[h][row][:, None], [C[h][row][None] for C in directions])
-        for h, row in enumerate(modes)
-    ]
+        blocks = [(system.lam[modes], system.B[modes], [C[:, modes] for C in directions])]
+    else:
+        blocks = [
+            (system.lam[h][row], system.B[h][row][:, None], [C[h][row][None] for C in directions])
+            for h, row in enumerate(modes)
+        ]
+    return [block for block in blocks if len(block[0])]
 
 
 def _block_bounds(lam: Tensor, B: Tensor, Cs: Sequence[Tensor]) -> dict[str, float]:
-    if not len(lam):
-        return dict.fromkeys(BOUNDS, 0.0)
     r = lam.abs()
     b, norms = B.norm(dim=1), [C.norm(dim=0) for C in Cs]
     peaks = sum(norms) * b / (1 - r)
@@ -100,12 +112,9 @@ def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int =
         wanted = wanted & system.present
     largest = 0.0
     for lam, B, Cs in _blocks(system, wanted):
-        if not len(lam):
-            continue
-        real = system.output != "complex"
         for omega in _grid(lam, points).split(1024):
             G = _response(omega, lam, B, Cs)
-            if real:  # the real map's response, from the conjugate's at the opposite frequency
+            if system.output != "complex":  # the real map's, from the conjugate's at the opposite frequency
                 G = (G + _response(-omega, lam, B, Cs).conj()) * (OUTPUTS[system.output] / 2)
             largest = max(largest, float(torch.linalg.matrix_norm(G, ord=2).max()))
     return largest
@@ -121,42 +130,8 @@ def _grid(lam: Tensor, points: int) -> Tensor:
 
 def _response(omega: Tensor, lam: Tensor, B: Tensor, Cs: Sequence[Tensor]) -> Tensor:
     """G(e^{jw}), (W, q, p): lags forwards for the first direction, backwards for the second."""
-    total: Tensor | float = 0.0
+    each = []
     for C, sign in zip(Cs, (-1, 1)):
         gains = 1 / (1 - lam * torch.exp(1j * sign * omega)[:, None])
-        total = total + torch.einsum("qm,wm,mp->wqp", C, gains, B)
-    assert isinstance(total, Tensor)
-    return total
-
-
-def end_to_end_bound(
-    errors: Sequence[float],
-    gains: Sequence[float],
-    inputs: Sequence[float],
-    lipschitz: Sequence[float] | None = None,
-    norm_lipschitz: Sequence[float] | None = None,
-) -> float:
-    """Bound on the change of the last residual stream when every layer of a stack is pruned. To report, not to rely on.
-
-    For blocks x + psi_l(G_l N_l(x)): sum_l prod_{m > l} (1 + L_m nu_m g_m) L_l e_l ||N_l(x_l)||, which is valid but
-    grows with a product over layers, and holds only where the norms N_l are Lipschitz.
-
-    Args:
-        errors: e_l, bounds on the H-infinity norm of what layer l loses.
-        gains: g_m, H-infinity norms of the pruned layers, their skips included.
-        inputs: ||N_l(x_l)||_2 of the layers' inputs.
-        lipschitz: L_l of what follows the layer in its block; None: 1.
-        norm_lipschitz: nu_l of the norms; None: 1. A LayerNorm has at most 1 / sqrt(its epsilon).
-    Raises:
-        ValueError: lists of different lengths, a negative number.
-    """
-    ones = [1.0] * len(errors)
-    lists = [errors, gains, inputs, ones if lipschitz is None else lipschitz, norm_lipschitz or ones]
-    if len({len(values) for values in lists}) != 1:
-        raise ValueError(f"all lists must have one number per layer, got lengths {[len(values) for values in lists]}")
-    if not all(number >= 0 for values in lists for number in values):
-        raise ValueError("all numbers must be at least 0")
-    change = 0.0
-    for error, gain, norm, L, nu in zip(*lists):
-        change = (1 + L * nu * gain) * change + L * error * norm
-    return change
+        each.append(torch.einsum("qm,wm,mp->wqp", C, gains, B))
+    return each[0] if len(each) == 1 else each[0] + each[1]

@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Pruned modes as masks over C: nothing is lost until `remove`.
+"""Pruned modes as masks over C, which `restore` takes off again, and their removal: smaller tensors.
 
 A mode whose column of C is zero adds nothing to the output. C stays a parameter with its values; where it is read, the
 pruned columns are zero and get no gradient. `state_dict` holds the masked values under the usual names, so a masked
-model is saved and loaded as any other. `restore` brings every bit back.
+model is saved and loaded as any other. Nothing is lost until `remove`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ..adapters import ElasticLayer, check_plain, elastic_layers
+from ..systems import StateLayer, check_plain, record_sizes, state_layers
 from .plans import Plan
 
 
@@ -40,13 +40,13 @@ class ModeMask(nn.Module):
         return value.masked_fill(~self.mask, 0)
 
 
-def matched(model: nn.Module, plan: Plan) -> list[ElasticLayer]:
+def matched(model: nn.Module, plan: Plan) -> list[StateLayer]:
     """The model's layers that a plan is for, in its order.
 
     Raises:
         ValueError: a layer of the plan that the model does not have, or has with another number of modes.
     """
-    layers = {layer.name: layer for layer in elastic_layers(model)}
+    layers = {layer.name: layer for layer in state_layers(model)}
     found = []
     for own in plan.layers:
         if own.name not in layers:
@@ -66,6 +66,12 @@ def masked_tensors(layer: nn.Module) -> list[tuple[nn.Module, str, ModeMask]]:
 def _steps(module: nn.Module) -> list[tuple[str, ModeMask]]:
     lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()  # type: ignore[operator, union-attr]
     return [(name, step) for name, steps in lists for step in steps if isinstance(step, ModeMask)]
+
+
+def kept_modes(layer: nn.Module) -> Tensor | None:
+    """The mask over a layer's modes, bool, True for those that stay; None for a layer without masks."""
+    steps = masked_tensors(layer)
+    return steps[0][2].keep.cpu() if steps else None
 
 
 def is_pruned(model: nn.Module) -> bool:
@@ -114,6 +120,45 @@ def restore(model: nn.Module) -> None:
         for behind in step.followers:  # optimizers count parameters in their order
             if behind in module._parameters:
                 module._parameters[behind] = module._parameters.pop(behind)
+
+
+@torch.no_grad()
+def remove(model: nn.Module) -> list[int]:
+    """Take the modes that `prune` masked out of the weights, in place.
+
+    The model computes what the masked one did, with smaller weights and states, and save_pretrained and from_pretrained
+    work on it. An optimizer that held the old parameters must be built again, and so must caches.
+
+    A layer with modes per channel stores as many for each as the channel with most has; others are padded, with C zero.
+    The layers of a Mamba model have one state_size in common, that of the layer with most states; layers with
+    fewer are padded likewise. Both become smaller everywhere with granularity="mode_index" and scope="uniform".
+
+    Returns:
+        The number of modes that each layer now stores per channel.
+    Raises:
+        ValueError: the model has no masks, or a tensor that would shrink is not the module's own, as under PEFT.
+    """
+    layers = state_layers(model)
+    masks = [kept_modes(layer.module) for layer in layers]
+    if all(keep is None for keep in masks):
+        raise ValueError(
+            f"model must be pruned before modes can be removed, got a {type(model).__name__} without masks"
+        )
+    for layer, keep in zip(layers, masks):
+        if keep is not None:
+            check_plain(layer, layer.adapter.tensors(layer.module))
+    restore(model)
+    sizes = [
+        layer.adapter.shape(layer.module)[-1] if keep is None else int(keep.sum(-1).max()) if keep.numel() else 0
+        for layer, keep in zip(layers, masks)
+    ]
+    common = max([1, *(size for layer, size in zip(layers, sizes) if layer.adapter.selective)])
+    sizes = [common if layer.adapter.selective else size for layer, size in zip(layers, sizes)]
+    for layer, keep, size in zip(layers, masks, sizes):
+        if keep is not None:
+            layer.adapter.shrink(layer.module, keep, size)
+    record_sizes(model, layers, sizes)
+    return sizes
 
 
 def _usual_names(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:

@@ -1,8 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Which modes stay: a share, a number or a threshold, over all layers or equally in each.
+"""Which modes stay: a share or a number, over all layers or equally in each.
 
-Ties are broken by (score, layer, index), and a target number is met exactly. A threshold keeps every mode whose score
-reaches it, ties included.
+Ties are broken by (score, layer, index), and a target number is met exactly.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..._files import write_text
-from ..systems import DiagonalSystem
-
-if TYPE_CHECKING:
-    from .scores import Importance, LayerImportance
+from .scores import METHODS, Importance, LayerImportance
 
 SCOPES = ("global", "uniform")
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -36,7 +30,6 @@ class LayerPlan:
     kind: str
     keep: Tensor
     present: Tensor
-    system: DiagonalSystem | None = None
 
     @property
     def kept(self) -> int:
@@ -91,47 +84,13 @@ class Plan:
         modes = sum(layer.modes for layer in self.layers)
         return 1 - self.total / modes if modes else 0.0
 
-    def certificate(self, model: nn.Module | None = None) -> list[dict[str, float]]:
-        """Bounds on the H-infinity norm of what each layer loses: `certificates.certificate` of every layer.
-
-        Args:
-            model: the model before pruning; only a plan that was read from a file needs it.
-        Raises:
-            ValueError: a plan from a file without a model, a model with masks, a selective layer, an unstable mode.
-        """
-        from .certificates import certificate
-        from .masks import is_pruned, matched
-
-        plan = self
-        if model is not None:
-            if is_pruned(model):
-                raise ValueError("a certificate needs the model before pruning, got one with masks: restore it first")
-            pairs = zip(self.layers, matched(model, self))
-            plan = replace(self, layers=tuple(replace(own, system=layer.read()) for own, layer in pairs))
-        for layer in plan.layers:
-            if layer.system is None:
-                raise ValueError(
-                    f"{layer.name} ({layer.kind}) has no modes at hand to certify: give the model before pruning, "
-                    "certificate(model); layers whose parameters depend on the input have no certificate"
-                )
-        return [certificate(layer.system, layer.keep, layer.name) for layer in plan.layers if layer.system is not None]
-
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON, in one move."""
-        record = {
-            "format_version": FORMAT_VERSION,
-            "method": self.method,
-            "scope": self.scope,
-            "layers": [
-                {
-                    "name": layer.name,
-                    "kind": layer.kind,
-                    "keep": _to_rows(layer.keep),
-                    "present": _to_rows(layer.present),
-                }
-                for layer in self.layers
-            ],
-        }
+        rows = [
+            {"name": own.name, "kind": own.kind, "keep": _to_rows(own.keep), "present": _to_rows(own.present)}
+            for own in self.layers
+        ]
+        record = {"method": self.method, "scope": self.scope, "layers": rows}
         write_text(Path(path), json.dumps(record, indent=1) + "\n")
 
     @classmethod
@@ -140,53 +99,30 @@ class Plan:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: not such a file; the message names the field.
+            ValueError: not such a file.
         """
-        path = Path(path)
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"{path} must be JSON: {error}") from error
-        version = record.get("format_version") if isinstance(record, dict) else None
-        if type(version) is not int or version != FORMAT_VERSION:
-            raise ValueError(f"{path}: format_version must be {FORMAT_VERSION}, got {version!r}")
-        scope, layers = record.get("scope"), record.get("layers")
-        if scope not in SCOPES:
-            raise ValueError(f"{path}: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
-        if not isinstance(layers, list) or not layers:
-            raise ValueError(f"{path}: layers must be a list of at least one layer, got {layers!r}")
-        read = tuple(_read_layer(layer, f"{path}: layers[{i}]") for i, layer in enumerate(layers))
-        return cls(read, _text(record, "method", str(path)), scope)
+            record = json.loads(Path(path).read_text(encoding="utf-8"))
+            rows = tuple(
+                LayerPlan(row["name"], row["kind"], _from_rows(row["keep"]), _from_rows(row["present"]))
+                for row in record["layers"]
+            )
+            return cls(rows, record["method"], record["scope"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} must be a plan that `save` wrote: {error!r}") from error
 
 
-def _text(record: Any, name: str, where: str) -> str:
-    value = record.get(name) if isinstance(record, dict) else None
-    if not isinstance(value, str):
-        raise ValueError(f"{where}: {name} must be text, got {value!r}")
-    return value
-
-
-def _read_layer(record: Any, where: str) -> LayerPlan:
-    name, kind = _text(record, "name", where), _text(record, "kind", where)
-    keep, present = (_from_rows(record.get(field), f"{where}: {field}") for field in ("keep", "present"))
-    if keep.shape != present.shape or bool((keep & ~present).any()):
-        raise ValueError(f"{where}: keep must be a part of present, got shapes {keep.shape} and {present.shape}")
-    return LayerPlan(name, kind, keep, present)
-
-
-def _to_rows(mask: Tensor) -> Any:
+def _to_rows(mask: Tensor) -> str | list[str]:
     """(n,) as text of 0 and 1, (H, n) as a list of such."""
-    if mask.ndim == 2:
-        return [_to_rows(row) for row in mask]
-    return "".join("01"[bit] for bit in mask.int().tolist())
+    rows = ["".join("01"[bit] for bit in row) for row in torch.atleast_2d(mask.int()).tolist()]
+    return rows if mask.ndim == 2 else rows[0]
 
 
-def _from_rows(rows: Any, where: str) -> Tensor:
-    each = rows if isinstance(rows, list) else [rows]
-    if not each or not all(isinstance(row, str) and set(row) <= set("01") and len(row) == len(each[0]) for row in each):
-        raise ValueError(f"{where} must be text of 0 and 1, or a list of such of one length, got {rows!r}")
-    mask = torch.tensor([[bit == "1" for bit in row] for row in each], dtype=torch.bool).reshape(len(each), -1)
-    return mask if isinstance(rows, list) else mask[0]
+def _from_rows(rows: str | list[str]) -> Tensor:
+    """The inverse of `_to_rows`."""
+    if isinstance(rows, list):
+        return torch.stack([_from_rows(row) for row in rows])
+    return torch.tensor([("0", "1").index(bit) for bit in rows], dtype=torch.bool)
 
 
 def allocate(
@@ -194,82 +130,58 @@ def allocate(
     *,
     amount: float | None = None,
     total: int | None = None,
-    threshold: float | None = None,
     scope: str = "global",
     min_keep: int = 1,
 ) -> Plan:
-    """Choose the modes that stay. Give one of `amount`, `total` and `threshold`.
+    """Choose the modes that stay. Give one of `amount` and `total`.
 
     Args:
         importance: scores of all modes.
         amount: share of the units to prune, in [0, 1]; round(amount * units) of them go, fewer where min_keep forbids.
         total: units that stay in the whole model, exactly.
-        threshold: the least score that stays.
         scope: "global" compares scores of all layers; "uniform" prunes every layer by the same share.
         min_keep: units of each layer that stay whatever their score. 0 lets a whole layer go, which then computes its
-            skip D u alone; scores with the prefix rule need `eps_rel` or `eps` for that, as each layer's first is 1
-            without it.
+            skip D u alone; scores with the prefix rule need `eps` for that, as each layer's first is 1 without it.
     Returns:
         A plan. A unit is what the importance scores: a stored mode, a rank of modes ("mode_index") or a state.
     Raises:
         ValueError: anything out of range, or a combination that means nothing.
     """
-    given = {name: value for name, value in (("amount", amount), ("total", total), ("threshold", threshold))}
-    if sum(value is not None for value in given.values()) != 1:
-        raise ValueError(f"give exactly one of amount, total and threshold, got {given}")
+    if (amount is None) == (total is None):
+        raise ValueError(f"give exactly one of amount and total, got {amount} and {total}")
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
-    if isinstance(min_keep, bool) or not isinstance(min_keep, int) or min_keep < 0:
+    if type(min_keep) is not int or min_keep < 0:
         raise ValueError(f"min_keep must be an integer of at least 0, got {min_keep!r}")
-    if min_keep == 0 and importance.prefix and not importance.eps > 0:
+    if min_keep == 0 and METHODS[importance.method][1] and not importance.eps > 0:
         raise ValueError(
-            "min_keep=0 needs scores that can tell an idle layer: importance(..., eps_rel=1e-3), got eps 0, with which "
+            "min_keep=0 needs scores that can tell an idle layer: importance(..., eps=1e-6), got eps 0, with which "
             "the first score of every layer is 1"
         )
-    scores = [layer.unit_scores() for layer in importance.layers]
-    counts = [len(values) for values in scores]
-    least = [min(min_keep, count) for count in counts]
-    order = [torch.sort(values, descending=True, stable=True).indices for values in scores]
-    if threshold is not None:
-        if scope == "uniform":
-            raise ValueError("threshold compares scores of all layers: scope must be global, got 'uniform'")
-        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or math.isnan(threshold):
-            raise ValueError(f"threshold must be a number, got {threshold!r}")
-        sizes = [max(low, int((values >= threshold).sum())) for low, values in zip(least, scores)]
-    else:
-        target = _target(amount, total, sum(counts), sum(least))
-        sizes = (_proportional if scope == "uniform" else _largest)(scores, target, least)
+    scores = [layer.scores for layer in importance.layers]
+    units, least = sum(map(len, scores)), [min(min_keep, len(values)) for values in scores]
+    if total is None:
+        if amount is None or not 0 <= amount <= 1:
+            raise ValueError(f"amount must be the share of modes to prune, a number in [0, 1], got {amount!r}")
+        total = max(sum(least), units - round(amount * units))
+    elif type(total) is not int or not sum(least) <= total <= units:
+        raise ValueError(f"total must be an integer in [{sum(least)}, {units}], got {total!r}")
+    sizes = (_proportional if scope == "uniform" else _largest)(scores, total, least)
     layers = []
-    for layer, size, ranked in zip(importance.layers, sizes, order):
-        units = torch.zeros(len(ranked), dtype=torch.bool)
-        units[ranked[:size]] = True
-        layers.append(LayerPlan(layer.name, layer.kind, *_modes(layer, units), layer.system))
+    for layer, size in zip(importance.layers, sizes):
+        stay = torch.zeros(len(layer.scores), dtype=torch.bool)
+        stay[torch.sort(layer.scores, descending=True, stable=True).indices[:size]] = True
+        layers.append(LayerPlan(layer.name, layer.kind, _modes(layer, stay), layer.present))
     return Plan(tuple(layers), importance.method, scope)
-
-
-def _target(amount: float | None, total: int | None, units: int, least: int) -> int:
-    if total is not None:
-        if isinstance(total, bool) or not isinstance(total, int) or not least <= total <= units:
-            raise ValueError(f"total must be an integer in [{least}, {units}], got {total!r}")
-        return total
-    if isinstance(amount, bool) or not isinstance(amount, (int, float)) or not 0 <= amount <= 1:
-        raise ValueError(f"amount must be the share of modes to prune, a number in [0, 1], got {amount!r}")
-    return max(least, units - round(amount * units))
 
 
 def _largest(scores: Sequence[Tensor], target: int, least: Sequence[int]) -> list[int]:
     """How many of each layer are among the `target` best of all, once each layer has its `least` best."""
-    sizes = list(least)
-    free, layer_of = [], []
-    for i, values in enumerate(scores):
-        rest = torch.sort(values, descending=True, stable=True).values[least[i] :]
-        free.append(rest)
-        layer_of.append(torch.full((len(rest),), i))
+    free = [torch.sort(values, descending=True, stable=True).values[low:] for values, low in zip(scores, least)]
+    layer_of = torch.cat([torch.full((len(rest),), i) for i, rest in enumerate(free)])
     # Within a layer the order is by (-score, index) already, so a stable sort breaks ties by (layer, index).
     best = torch.sort(torch.cat(free), descending=True, stable=True).indices[: target - sum(least)]
-    for i in torch.cat(layer_of)[best].tolist():
-        sizes[i] += 1
-    return sizes
+    return [low + int((layer_of[best] == i).sum()) for i, low in enumerate(least)]
 
 
 def _proportional(scores: Sequence[Tensor], target: int, least: Sequence[int]) -> list[int]:
@@ -286,12 +198,10 @@ def _proportional(scores: Sequence[Tensor], target: int, least: Sequence[int]) -
     return sizes
 
 
-def _modes(layer: LayerImportance, units: Tensor) -> tuple[Tensor, Tensor]:
-    """Masks over modes, (n,) or (H, n): which stay, which there are."""
-    present = torch.ones_like(layer.raw, dtype=torch.bool) if layer.present is None else layer.present
-    if layer.order is not None:  # a unit is a rank: of every channel the mode in that place
-        keep = torch.zeros_like(present).scatter(-1, layer.order, units.expand(layer.order.shape))
-        return keep & present, present
-    keep = torch.zeros_like(present)
-    keep[present] = units
-    return keep, present
+def _modes(layer: LayerImportance, units: Tensor) -> Tensor:
+    """The mask of the modes that stay, (n,) or (H, n), from that of the units."""
+    keep = torch.zeros_like(layer.present)
+    if layer.order is None:
+        keep[layer.present] = units
+        return keep
+    return keep.scatter(-1, layer.order, units.expand(layer.order.shape)) & layer.present

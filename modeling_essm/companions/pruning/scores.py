@@ -1,7 +1,16 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """How important every mode of a model is: AIRE-Prune, LAST and what they are compared with.
 
-A method is a value of a mode (see `mode_values`) and a rule:
+Mode i of x_t = lam x_{t-1} + B u_t, y = C x has the impulse response c_i lam_i^k b_i, k = 0, 1, ... With r = |lam_i|:
+
+    energy     sum_k ||c_i lam_i^k b_i||_F^2 = ||c_i||^2 ||b_i||^2 / (1 - r^2)                       (AIRE-Prune, Eq. 8)
+    up to T    ||c_i||^2 ||b_i||^2 (1 - r^(2T)) / (1 - r^2), lags 0 .. T-1                           (Eq. 7)
+    hinf       the square of sup_w ||c_i b_i / (1 - lam_i e^(-jw))|| = ||c_i|| ||b_i|| / (1 - r)     (LAST, Eq. 13)
+    hankel     ||c_i|| ||b_i|| / (1 - r^2)
+    magnitude  r ||c_i|| ||b_i||, an assumption: the papers' text does not have theirs
+
+All are those of the complex map; `exact_energy` is that of the real one, where a stored mode stands for a conjugate
+pair. A method is such a value and a rule:
 
     raw     the value itself, over all layers or, with allocate(scope="uniform"), by rank within each
     prefix  values of a layer in descending order v_(1) >= v_(2) >= ..., score_(r) = v_(r) / (sum_{j<=r} v_(j) + eps)
@@ -11,19 +20,17 @@ A method is a value of a mode (see `mode_values`) and a rule:
     | --- | --- | --- |
     | aire | energy as published, frozen-time energy of a selective layer | prefix |
     | aire_exact | energy with the conjugate and both directions, energy along the text of a selective layer | prefix |
-    | last | square of the H-infinity norm | prefix |
+    | last | hinf | prefix |
     | lamp | square of the magnitude | prefix |
-    | energy, hinf, magnitude, hankel | as they say, hinf squared | raw |
+    | energy, hinf, magnitude, hankel | as they say | raw |
     | random | U(0, 1) | raw |
 
-The prefix rule takes squares of magnitude and Hankel singular value. The lost definition of the papers' magnitude is
-an assumption, see `mode_values.magnitude`.
+Letters: n modes, p inputs, q outputs, H channels; c1, c2 the columns of C for the two directions.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,9 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..adapters import ElasticLayer, elastic_layers
-from ..systems import DiagonalSystem
-from .mode_values import DIRECTIONS, mode_values, output_factor
+from ..systems import OUTPUTS, DiagonalSystem, StateLayer, check_stable, state_layers
 
 METHODS = {  # method: (value, whether the rule is prefix)
     "aire": ("energy", True),
@@ -46,8 +51,141 @@ METHODS = {  # method: (value, whether the rule is prefix)
     "hankel": ("hankel", False),
     "random": ("random", False),
 }
-GRANULARITIES = ("mode", "mode_index", "state")
-_SQUARED = ("magnitude", "hankel")  # under the prefix rule, as LAMP squares weights
+DIRECTIONS = ("paper", "exact", "released")
+GRANULARITIES = ("mode", "mode_index")
+_RELEASED_EPS = 1e-8  # what the authors' code adds to the denominators of energy and peak
+_ENERGY_FACTORS = {"complex": 1.0, "real": 0.5, "twice_real": 2.0}  # of a pair's real output, without its cross term
+
+
+# --- What a mode is worth by itself: float64, shape of lam ------------------------------------------------------------
+
+
+def _input_energy(system: DiagonalSystem) -> Tensor:
+    """||b_i||^2."""
+    power = system.B.abs().square()
+    return power if system.siso else power.sum(1)
+
+
+def _output_dot(system: DiagonalSystem, left: Tensor, right: Tensor) -> Tensor:
+    """sum over outputs of left * right; both are one direction's (q, n) or (H, n)."""
+    return left * right if system.siso else (left * right).sum(0)
+
+
+def _output_norms(system: DiagonalSystem) -> list[Tensor]:
+    """||c_i|| of every direction."""
+    return [_output_dot(system, C.conj(), C).real.sqrt() for C in system.directions]
+
+
+def _output_energy(system: DiagonalSystem, bidirectional: str) -> Tensor:
+    """What stands for ||c_i||^2 in products of norms.
+
+    With two directions: the mean of the squares ("paper"); (||c1|| + ||c2||)^2, which no gain exceeds ("exact"); and
+    (||c1|| + ||c2||) / 4 ("released"), as the operators of the authors' code bind.
+    """
+    norms = _output_norms(system)
+    if not system.bidirectional:
+        return norms[0].square()
+    if bidirectional == "paper":
+        return (norms[0].square() + norms[1].square()) / 2
+    return (norms[0] + norms[1]).square() if bidirectional == "exact" else (norms[0] + norms[1]) / 4
+
+
+def _geometric(z: Tensor, horizon: int | None) -> Tensor:
+    """sum_{k < horizon} z^k, or all of it: real or complex, elementwise.
+
+    expm1 of the logarithm keeps the digits that 1 - z^T loses near z = 1, whose sum is T.
+    """
+    if horizon is None:
+        return 1 / (1 - z)
+    log = torch.log(z)
+    powers = torch.expm1(horizon * log) / torch.expm1(log)
+    return torch.where(z == 1, horizon, torch.where(z == 0, 1, powers))
+
+
+def _decay(system: DiagonalSystem, horizon: int | None, eps: float = 0.0) -> Tensor:
+    """sum_k r^(2k)."""
+    r = system.lam.abs()
+    return _geometric(r.square(), horizon) if horizon is not None else 1 / ((1 - r) * (1 + r) + eps)
+
+
+def energy(system: DiagonalSystem, bidirectional: str = "paper", horizon: int | None = None) -> Tensor:
+    """Energy of each mode's complex impulse response (Eq. 8; Eq. 7 with a horizon).
+
+    Two directions share lam and B: "paper" averages them, "released" is the authors' code, "exact" is the energy of
+    their sum, in which lag 0 is counted by both: (||c1||^2 + ||c2||^2) ||b||^2 / (1 - r^2) + 2 Re(c1^H c2) ||b||^2.
+    """
+    b = _input_energy(system)
+    if not (system.bidirectional and bidirectional == "exact"):
+        eps = _RELEASED_EPS if bidirectional == "released" else 0.0
+        return _output_energy(system, bidirectional) * b * _decay(system, horizon, eps)
+    first, second = system.directions
+    both = sum(norm.square() for norm in _output_norms(system)) * _decay(system, horizon)
+    return ((both + 2 * _output_dot(system, first.conj(), second).real) * b).clamp(min=0)
+
+
+def exact_energy(system: DiagonalSystem, horizon: int | None = None) -> Tensor:
+    """Energy of what each stored mode adds to the output, both directions and the conjugate included.
+
+    2 Re(c x): 2 E + 2 Re[(c^T c)(b b^T) / (1 - lam^2)], transposes without conjugation; Re(c x) is a quarter of it.
+    """
+    E = energy(system, "exact", horizon)
+    if system.output == "complex":
+        return E
+    b = system.B.square() if system.siso else system.B.square().sum(1)
+    each = system.directions
+    cross = sum(_output_dot(system, C, C) for C in each) * _geometric(system.lam.square(), horizon)
+    if system.bidirectional:
+        cross = cross + 2 * _output_dot(system, *each)
+    return (_ENERGY_FACTORS[system.output] * (E + (cross * b).real)).clamp(min=0)
+
+
+def mode_values(
+    system: DiagonalSystem, value: str, bidirectional: str = "paper", horizon: int | None = None, where: str = "system"
+) -> Tensor:
+    """The value that a method of METHODS names, of every mode, float64, shape of lam; 0 for padding.
+
+    Raises:
+        ValueError: a mode whose value is infinite or not a number, an eigenvalue with |lam| >= 1 above all; with a
+            horizon the energies of such modes are finite. The message starts with `where`.
+    """
+    if system.present is not None:  # nothing of padding counts, whatever its numbers
+        there = system.present
+        lam, C = (torch.where(there, x, 0) for x in (system.lam, system.C))
+        B = torch.where(there if system.siso else there[:, None], system.B, 0)
+        system = DiagonalSystem(lam, B, C, system.output)
+    energies = value in ("energy", "exact_energy")
+    if value != "magnitude" and not (energies and horizon is not None):
+        try:
+            check_stable(system, where)
+        except ValueError as error:
+            raise ValueError(f"{error}; energies over the first T lags exist: horizon=T") from None
+    r, both = system.lam.abs(), _output_energy(system, bidirectional) * _input_energy(system)
+    if value == "exact_energy":
+        found = exact_energy(system, horizon)
+    elif value == "energy":
+        found = energy(system, bidirectional, horizon)
+    elif value == "hinf":
+        found = both / ((1 - r).square() + (_RELEASED_EPS if bidirectional == "released" else 0.0))
+    elif value == "hankel":
+        found = both.sqrt() * _decay(system, None)
+    else:
+        found = r * both.sqrt()
+    if not torch.isfinite(found).all():
+        index = int((~torch.isfinite(found)).flatten().nonzero()[0])
+        raise ValueError(f"{where}: {value} of mode {index} must be finite, got {float(found.flatten()[index])}")
+    return found
+
+
+def _output_factor(output: str, value: str) -> float:
+    """What makes values of layers with different outputs comparable: the real map's value over the complex one's."""
+    if value == "energy":
+        return _ENERGY_FACTORS[output]
+    if value == "hinf":
+        return OUTPUTS[output] ** 2
+    return OUTPUTS[output] if value in ("hankel", "magnitude") else 1.0
+
+
+# --- Scores of a model's modes ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -56,27 +194,17 @@ class LayerImportance:
 
     Attributes:
         raw: the value of every mode, float64, (n,) or (H, n); of a state (n,) over all channels.
-        scores: what ranks the units, float64: shape of raw, or (n,) for ranks of modes.
-        present: bool like raw, None where all are modes.
-        order: (H, n), the modes of each channel by descending value, where a unit is a rank.
-        system: the modes themselves, None for a selective layer.
+        present: bool like raw, False for padding.
+        scores: what ranks the units, float64, (units,), without padding.
+        order: (H, n), the modes of each channel by descending value, where a unit is a rank; None where it is a mode.
     """
 
     name: str
     kind: str
     raw: Tensor
+    present: Tensor
     scores: Tensor
-    present: Tensor | None = None
     order: Tensor | None = None
-    system: DiagonalSystem | None = None
-
-    def unit_scores(self) -> Tensor:
-        """Scores of the units, flat and without padding."""
-        return self.scores if self.order is not None or self.present is None else self.scores[self.present]
-
-    def __post_init__(self) -> None:
-        if self.order is None and self.present is None:
-            object.__setattr__(self, "present", torch.ones_like(self.raw, dtype=torch.bool))
 
 
 @dataclass(frozen=True)
@@ -85,8 +213,6 @@ class Importance:
 
     layers: tuple[LayerImportance, ...]
     method: str
-    value: str
-    prefix: bool
     eps: float
 
     @property
@@ -123,8 +249,6 @@ def importance(
     granularity: str | None = None,
     horizon: int | None = None,
     eps: float = 0.0,
-    eps_rel: float = 0.0,
-    prefix: bool | None = None,
 ) -> Importance:
     """Score every mode of every layer of a model that has modes.
 
@@ -137,14 +261,12 @@ def importance(
         bidirectional: what two directions that share lam and B count. "paper" averages their energies, "exact" takes
             the energy (or a bound of the gain) of their sum, "released" is the authors' code, with its power of C and
             the 1e-8 in its denominators. "aire_exact" always counts exactly.
-        granularity: "mode" (default) scores every stored mode; "mode_index", for layers with modes per channel, sums
-            the r-th best of all channels, so that tensors stay rectangular; "state" is what a Mamba layer has: a
-            state for all its channels.
+        granularity: "mode" (default) scores every stored mode, of a Mamba layer every state for all its channels;
+            "mode_index", for layers with modes per channel, sums the r-th best of all channels, so that tensors stay
+            rectangular.
         horizon: T: energies of the first T lags (Eq. 7), finite for |lam| >= 1 too. None: of all.
-        eps: absolute epsilon of the prefix rule, which the papers give no value for.
-        eps_rel: the same as a multiple of the median over layers of a layer's sum of values, our definition: it says
-            how idle a whole layer must be to go, independently of the scale of the weights.
-        prefix: replaces the method's rule, e.g. importance("hankel", prefix=True).
+        eps: epsilon of the prefix rule, which the papers give no value for. Layers whose values are far below it can
+            lose all of their modes.
     Returns:
         Values and scores in float64, from systems in complex128. Without the prefix rule, scores are the values times
         the factor between a layer's real and complex output, so that layers of different kinds compare.
@@ -152,9 +274,19 @@ def importance(
         ValueError: anything out of range or unknown, no layers, calibration that is missing, a method that a selective
             layer has no formula for, eigenvalues with |lam| >= 1 where all lags are summed.
     """
-    value, rule = _checked(method, bidirectional, granularity, horizon, eps, eps_rel)
-    prefix = rule if prefix is None else bool(prefix)
-    layers = elastic_layers(model)
+    for name, given, legal in (
+        ("method", method, METHODS),
+        ("bidirectional", bidirectional, DIRECTIONS),
+        ("granularity", granularity or "mode", GRANULARITIES),
+    ):
+        if given not in legal:
+            raise ValueError(f"{name} must be one of {', '.join(legal)}, got {given!r}")
+    if horizon is not None and (type(horizon) is not int or horizon < 1):
+        raise ValueError(f"horizon must be None or an integer of at least 1, got {horizon!r}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
+    value, prefix = METHODS[method]
+    layers = state_layers(model)
     measured = _measured(model, layers, value, calibration, horizon)
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -163,51 +295,24 @@ def importance(
         if value == "random":
             shape = layer.adapter.shape(layer.module) if system is None else system.lam.shape
             raw = torch.rand(shape, dtype=torch.float64, generator=generator)
-        elif system is None:
-            raw = measured[layer.name]
         else:
-            raw = mode_values(system, value, bidirectional, horizon, layer.name)
-        present = None if system is None else system.present
-        if present is not None:
-            raw = torch.where(present, raw, 0)
-        own = LayerImportance(layer.name, layer.kind, raw, raw, present, system=system)
-        found.append(_in_units(own, _granularity(layer, granularity)))
-    if prefix:
-        found = [replace(layer, scores=layer.scores.square()) for layer in found] if value in _SQUARED else found
-        if eps_rel:
-            eps = eps_rel * statistics.median(float(layer.unit_scores().sum()) for layer in found)
-        found = [_with_prefix(layer, eps) for layer in found]
-    else:
-        found = [_comparable(layer, value) for layer in found]
-    return Importance(tuple(found), method, value, prefix, eps)
-
-
-def _checked(method: str, bidirectional: str, granularity: Any, horizon: Any, eps: float, eps_rel: float) -> Any:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if bidirectional not in DIRECTIONS:
-        raise ValueError(f"bidirectional must be one of {', '.join(DIRECTIONS)}, got {bidirectional!r}")
-    if granularity is not None and granularity not in GRANULARITIES:
-        raise ValueError(f"granularity must be None or one of {', '.join(GRANULARITIES)}, got {granularity!r}")
-    if horizon is not None and (isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1):
-        raise ValueError(f"horizon must be None or an integer of at least 1, got {horizon!r}")
-    for name, number in (("eps", eps), ("eps_rel", eps_rel)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
-            raise ValueError(f"{name} must be a finite number of at least 0, got {number!r}")
-    if eps and eps_rel:
-        raise ValueError(f"give eps or eps_rel, got {eps} and {eps_rel}")
-    return METHODS[method]
-
-
-def _granularity(layer: ElasticLayer, wanted: str | None) -> str:
-    legal = layer.adapter.granularities
-    if wanted is not None and wanted not in legal:
-        raise ValueError(f"{layer.name} ({layer.kind}): granularity must be one of {', '.join(legal)}, got {wanted!r}")
-    return legal[0] if wanted is None else wanted
+            raw = measured[layer.name] if system is None else mode_values(
+                system, value, bidirectional, horizon, layer.name
+            )  # fmt: skip
+        present = torch.ones_like(raw, dtype=torch.bool)
+        if system is not None and system.present is not None:
+            present = system.present
+        own = _in_units(layer, torch.where(present, raw, 0), present, granularity)
+        if prefix:
+            scores = prefix_scores(own.scores.square() if method == "lamp" else own.scores, eps)
+        else:
+            scores = own.scores * (1.0 if system is None else _output_factor(system.output, value))
+        found.append(replace(own, scores=scores))
+    return Importance(tuple(found), method, eps)
 
 
 def _measured(
-    model: nn.Module, layers: list[ElasticLayer], value: str, calibration: Any, horizon: int | None
+    model: nn.Module, layers: list[StateLayer], value: str, calibration: Any, horizon: int | None
 ) -> dict[str, Tensor]:
     """Energies of the selective layers' states, by layer name."""
     selective = [layer for layer in layers if layer.adapter.selective]
@@ -223,30 +328,16 @@ def _measured(
         raise ValueError(f"horizon must be None where {first} is measured on calibration text, got {horizon}")
     if calibration is None:
         raise ValueError(f"{first} has parameters that depend on the input: give calibration, e.g. a few input_ids")
-    from .mamba_states import measure_energies
+    from .mamba import measure_energies
 
     return measure_energies(model, selective, calibration, "along" if value == "exact_energy" else "frozen")
 
 
-def _in_units(layer: LayerImportance, granularity: str) -> LayerImportance:
-    if granularity != "mode_index" or layer.raw.ndim == 1:
-        return layer
-    present = layer.present
-    assert present is not None
-    order = torch.argsort(torch.where(present, layer.raw, -1), dim=-1, descending=True, stable=True)
-    ranked = layer.raw.gather(-1, order)
+def _in_units(layer: StateLayer, raw: Tensor, present: Tensor, granularity: str | None) -> LayerImportance:
+    """The layer with what its units are worth as scores."""
+    if granularity != "mode_index" or raw.ndim == 1:
+        return LayerImportance(layer.name, layer.kind, raw, present, raw[present])
+    order = torch.argsort(torch.where(present, raw, -1), dim=-1, descending=True, stable=True)
     width = int(present.sum(-1).max()) if present.numel() else 0
-    return replace(layer, scores=ranked.sum(0)[:width], order=order[:, :width])
-
-
-def _with_prefix(layer: LayerImportance, eps: float) -> LayerImportance:
-    scores = prefix_scores(layer.unit_scores(), eps)
-    if layer.order is not None:
-        return replace(layer, scores=scores)
-    assert layer.present is not None
-    return replace(layer, scores=torch.zeros_like(layer.raw).masked_scatter(layer.present, scores))
-
-
-def _comparable(layer: LayerImportance, value: str) -> LayerImportance:
-    factor = 1.0 if layer.system is None else output_factor(layer.system.output, value)
-    return replace(layer, scores=layer.scores * factor)
+    scores = raw.gather(-1, order).sum(0)[:width]
+    return LayerImportance(layer.name, layer.kind, raw, present, scores, order[:, :width])

@@ -1,12 +1,23 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Balanced truncation (CompreSSM, Chahine et al. 2025): from n modes to the r that matter most, and diagonal again.
 
+How well inputs reach a state and outputs show it is told by Gramians, and by the Hankel singular values sigma:
+
+    P = A P A^H + B B^H,    Q = A^H Q A + C^H C,    sigma_i = sqrt(eig_i(P Q))                              (Eq. 3-5)
+
+With A = diag(lam) both are closed forms, which need their conjugations (the paper's Eq. 14 leaves them out):
+
+    P_ij = (B B^H)_ij / (1 - lam_i conj(lam_j)),    Q_ij = (C^H C)_ij / (1 - conj(lam_i) lam_j)
+
+A system is brought to its leading balanced directions, which T of the square-root algorithm spans:
+
     A_r = T^+ A T,  B_r = T^+ B,  C_r = C T,      A_r = W diag(mu) W^(-1),  B_d = W^(-1) B_r,  C_d = C_r W
 
-with T of the square-root algorithm in gramians.py. The error is ||G - G_r||_inf <= 2 sum_{i > r} sigma_i. Two variants:
-"complex" is the paper's, on the complex system x, C x, whatever is taken of its output. "real" is ours: an output
-Re(C x) is that of a real system of 2 n states, which is reduced as such, so that one stored mode is a conjugate pair or
-a real eigenvalue. Channels of a system with one recurrence each are reduced one by one.
+The error is ||G - G_r||_inf <= 2 sum_{i > r} sigma_i. There are two variants: "complex" is the paper's, on the complex
+system x, C x, whatever is taken of its output. "real" is ours: an output Re(C x) is that of a real system of 2 n
+states, which is reduced as such, so that one stored mode is a conjugate pair or a real eigenvalue. Channels of a system
+with one recurrence each are reduced one by one.
+Letters: n modes or states, p inputs, q outputs, H channels. All in complex128.
 """
 
 from __future__ import annotations
@@ -16,12 +27,108 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..systems import OUTPUTS, DiagonalSystem
-from .gramians import Balancing, DenseSystem, balance, dense_gramians, gramians, matrices
+from ..systems import OUTPUTS, DiagonalSystem, check_stable
 
 VARIANTS = ("complex", "real")
 LARGEST_CONDITION = 1e6  # of the eigenvectors W
 LARGEST_RADIUS = 1.0 - 1e-7
+# P and Q are known to about eps ||P|| and eps ||Q||, hence sigma to about sqrt(eps) sigma_1: below is rounding.
+NOISE = 1e-8
+
+
+def matrices(system: DiagonalSystem) -> tuple[Tensor, Tensor, Tensor]:
+    """lam (n,), B (n, p) and C (q, n), or one such triple for every channel: (H, n), (H, n, 1) and (H, 1, n).
+
+    Outputs of two directions that share lam and B are stacked: (2 q, n) or (H, 2, n). Padding becomes modes of zeros,
+    which no input reaches and no output shows.
+    """
+    lam, B, C = system.lam, system.B, system.C
+    if (there := system.present) is not None:
+        lam, C = torch.where(there, lam, 0.0), torch.where(there, C, 0.0)
+        B = torch.where(there if system.siso else there[:, None], B, 0.0)
+    if not system.siso:
+        return lam, B, C.flatten(0, -2)
+    return lam, B[..., None], C.movedim(0, 1) if system.bidirectional else C[:, None]
+
+
+def gramians(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
+    """Controllability and observability Gramians P and Q, Hermitian, (n, n) or one for each channel (H, n, n).
+
+    Raises:
+        ValueError: a mode on or outside the unit circle, which has no Gramian.
+    """
+    check_stable(system)
+    lam, B, C = matrices(system)
+    return cross_gramian(lam, B, lam, B), cross_gramian(lam.conj(), C.mH, lam.conj(), C.mH)
+
+
+def cross_gramian(lam: Tensor, B: Tensor, other_lam: Tensor, other_B: Tensor) -> Tensor:
+    """X_ij = (B B'^H)_ij / (1 - lam_i conj(lam'_j)), that is X = sum_k lam^k B B'^H conj(lam')^k: (..., n, n')."""
+    return B @ other_B.mH / (1.0 - lam[..., :, None] * other_lam.conj()[..., None, :])
+
+
+@dataclass(frozen=True)
+class Balancing:
+    """Hankel singular values, and the transform to the leading directions of the balanced coordinates.
+
+    Attributes:
+        sigma: (..., n) float64, descending.
+        lifted: Lc V, (..., n, n). reduced: U^H Lo^H, (..., n, n); T and T^+ before the division by sqrt(sigma).
+        rank: how many of sigma are above rounding, (...) integers.
+    """
+
+    sigma: Tensor
+    lifted: Tensor
+    reduced: Tensor
+    rank: Tensor
+
+    def transform(self, order: int) -> tuple[Tensor, Tensor]:
+        """T (..., n, r) and T^+ (..., r, n) with T^+ T = I: the reduced system is T^+ A T, T^+ B, C T.
+
+        Raises:
+            ValueError: order outside [1, rank].
+        """
+        if not 1 <= order <= int(self.rank.min()):
+            raise ValueError(f"order must be an integer in [1, {int(self.rank.min())}], got {order!r}")
+        root = self.sigma[..., :order].sqrt()
+        return self.lifted[..., :order] / root[..., None, :], self.reduced[..., :order, :] / root[..., None]
+
+
+def balance(P: Tensor, Q: Tensor) -> Balancing:
+    """The square-root algorithm: P = Lc Lc^H, Q = Lo Lo^H, U Sigma V^H = svd(Lo^H Lc), T = Lc V Sigma^(-1/2).
+
+    The roots come from Hermitian eigendecompositions, in which eigenvalues below n eps times the largest count as 0,
+    and no n x n matrix is inverted. Modes are scaled to P_ii = Q_ii first, which changes nothing but rounding.
+
+    Args:
+        P, Q: (..., n, n), Hermitian (or real symmetric) and non-negative.
+    """
+    reached, shown = P.diagonal(dim1=-2, dim2=-1).real, Q.diagonal(dim1=-2, dim2=-1).real
+    scale = torch.where((reached > 0) & (shown > 0), shown / reached, 1.0) ** 0.25
+    Lc = _root(P * scale[..., :, None] * scale[..., None, :])
+    Lo = _root(Q / scale[..., :, None] / scale[..., None, :])
+    U, sigma, Vh = torch.linalg.svd(Lo.mH @ Lc)
+    rank = ((sigma > NOISE * sigma[..., :1]) & (sigma > 0)).sum(-1)
+    return Balancing(sigma, Lc @ Vh.mH / scale[..., :, None], U.mH @ Lo.mH * scale[..., None, :], rank)
+
+
+def _root(gramian: Tensor) -> Tensor:
+    """L with L L^H = gramian, without the directions of eigenvalues that are rounding, which may be negative."""
+    values, vectors = torch.linalg.eigh(gramian)
+    rounding = values.shape[-1] * torch.finfo(values.dtype).eps * values[..., -1:].clamp(min=0.0)
+    return vectors * torch.where(values > rounding, values, 0.0).sqrt()[..., None, :]
+
+
+def hankel_singular_values(system: DiagonalSystem) -> Tensor:
+    """sigma (n,), or (H, n) with the channels' own; float64, descending, 0 for padding.
+
+    They are those of y = C x. Two directions that share lam and B count as one system with stacked outputs. Raises
+    ValueError as `gramians`.
+    """
+    return balance(*gramians(system)).sigma
+
+
+# --- Truncation -------------------------------------------------------------------------------------------------------
 
 
 class NotDiagonalisable(ValueError):
@@ -52,18 +159,10 @@ def rank_by_discarded(sigma: Tensor, tau: float) -> int:
         sigma: (n,) Hankel singular values, descending. tau: share of their sum, not of their squares; 0 keeps all.
     Returns:
         In [1, n], and n where rounding keeps the sums below the threshold.
-    Raises:
-        ValueError: tau outside [0, 1).
     """
-    _check_tau(tau)
     kept = sigma.double().cumsum(0)
     enough = (kept >= (1.0 - tau) * kept[-1]).nonzero()
     return len(sigma) if tau == 0 or len(enough) == 0 else max(1, int(enough[0]) + 1)
-
-
-def _check_tau(tau: float) -> None:
-    if not 0.0 <= tau < 1.0:
-        raise ValueError(f"tau, the share of the Hankel singular values to discard, must be in [0, 1), got {tau}")
 
 
 def truncate(
@@ -83,8 +182,8 @@ def truncate(
     """
     if (tau is None) == (size is None):
         raise ValueError(f"give exactly one of tau and size, got tau={tau!r}, size={size!r}")
-    if tau is not None:
-        _check_tau(tau)
+    if tau is not None and not 0.0 <= tau < 1.0:
+        raise ValueError(f"tau, the share of the Hankel singular values to discard, must be in [0, 1), got {tau}")
     width = system.lam.shape[-1]
     if size is not None and not 1 <= size <= width:
         raise ValueError(f"size must be an integer in [1, {width}], got {size!r}")
@@ -130,26 +229,21 @@ def stack_channels(systems: list[DiagonalSystem]) -> DiagonalSystem:
     return DiagonalSystem(lam, B, C, systems[0].output, None if min(sizes) == max(sizes) else present)
 
 
-def _order(balancing: Balancing, tau: float | None, size: int | None) -> int:
-    """How many balanced states to keep; 0 of a system that does nothing."""
-    wanted = rank_by_discarded(balancing.sigma, tau) if tau is not None else size
-    assert wanted is not None
-    return min(wanted, int(balancing.rank))
-
-
 def _truncate_complex(system: DiagonalSystem, tau: float | None, size: int | None) -> Truncation:
     lam, B, C = matrices(system)
     n, balancing = len(lam), balance(*gramians(system))
     if tau == 0 or size == n or n == 0:
         return Truncation(system, balancing.sigma, 0.0)
-    order = _order(balancing, tau, size)
+    wanted = size if tau is None else rank_by_discarded(balancing.sigma, tau)
+    assert wanted is not None
+    order = min(wanted, int(balancing.rank))
     if order == 0:
         return Truncation(_silent(system), balancing.sigma, 0.0)
     if order == n:
         return Truncation(system, balancing.sigma, 0.0)
     T, reduced = balancing.transform(order)
     try:
-        mu, B, C = diagonalise(DenseSystem(reduced * lam @ T, reduced @ B, C @ T))
+        mu, B, C = diagonalise(reduced * lam @ T, reduced @ B, C @ T)
     except NotDiagonalisable as error:
         return Truncation(system, balancing.sigma, 0.0, str(error))
     bound = _tail(balancing.sigma, order, system) * OUTPUTS[system.output]
@@ -172,25 +266,25 @@ def _silent(system: DiagonalSystem) -> DiagonalSystem:
     return replace(system, lam=system.lam[:1], B=system.B[:1], C=torch.zeros_like(system.C[..., :1]))
 
 
-def diagonalise(system: DenseSystem) -> tuple[Tensor, Tensor, Tensor]:
+def diagonalise(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues mu (r,), B_d (r, p) and C_d (q, r) of the same recurrence with A = diag(mu).
 
     Raises:
         NotDiagonalisable: cond(W) above 1e6, an eigenvalue of modulus 1 - 1e-7 or more, or NaN.
     """
-    if not bool(torch.isfinite(torch.view_as_real(system.A)).all()):
+    if not bool(torch.isfinite(torch.view_as_real(A)).all()):
         raise NotDiagonalisable("the reduced A holds NaN or infinite values")
-    mu, W = torch.linalg.eig(system.A)
+    mu, W = torch.linalg.eig(A)
     _check_eigen(mu, W)
-    return mu, torch.linalg.solve(W, system.B), system.C @ W
+    return mu, torch.linalg.solve(W, B), C @ W
 
 
 def _check_eigen(mu: Tensor, W: Tensor) -> None:
     spread = torch.linalg.svdvals(W)
     condition = float(spread[0] / spread[-1])
     if not condition <= LARGEST_CONDITION:
-        raise NotDiagonalisable(f"the eigenvectors' condition number must be at most {LARGEST_CONDITION:.0e}, got "
-                                f"{condition:.1e}")  # fmt: skip
+        limit = f"at most {LARGEST_CONDITION:.0e}"
+        raise NotDiagonalisable(f"the eigenvectors' condition number must be {limit}, got {condition:.1e}")
     radius = float(mu.abs().max())
     if not radius < LARGEST_RADIUS:
         raise NotDiagonalisable(f"eigenvalues must have a modulus below 1 - 1e-7, got 1 - {1.0 - radius:.1e}")
@@ -264,31 +358,7 @@ def _one_of_each_pair(A: Tensor, B: Tensor, C: Tensor, output: str) -> tuple[Ten
     return mu, B, C * torch.where(mu.imag > 0, 2.0, 1.0) / OUTPUTS[output]
 
 
-# --- Recurrences that are dense, and scales ---------------------------------------------------------------------------
-
-
-def truncate_dense(
-    system: DenseSystem, *, tau: float | None = None, size: int | None = None
-) -> tuple[DenseSystem, Tensor, float]:
-    """The same for a dense A, without making it diagonal.
-
-    Returns:
-        The system of r states, Hankel singular values (n,) of the one given, and the bound 2 sum_{i > r} sigma_i.
-    Raises:
-        ValueError: not exactly one of tau and size, one out of range, or an eigenvalue outside the unit circle.
-    """
-    n = len(system.A)
-    if (tau is None) == (size is None):
-        raise ValueError(f"give exactly one of tau and size, got tau={tau!r}, size={size!r}")
-    if size is not None and not 1 <= size <= n:
-        raise ValueError(f"size must be an integer in [1, {n}], got {size!r}")
-    balancing = balance(*dense_gramians(system))
-    order = n if tau == 0 else _order(balancing, tau, size)
-    if order in (0, n):
-        return system, balancing.sigma, 0.0
-    T, reduced = balancing.transform(order)
-    smaller = DenseSystem(reduced @ system.A @ T, reduced @ system.B, system.C @ T)
-    return smaller, balancing.sigma, 2.0 * float(balancing.sigma[order:].sum())
+# --- Scales -----------------------------------------------------------------------------------------------------------
 
 
 def equalise(system: DiagonalSystem) -> DiagonalSystem:

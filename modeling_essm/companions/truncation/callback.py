@@ -10,8 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from .balancing import VARIANTS
-from .models import diagonal_layers
-from .training import InTrainingTruncation, attempt_steps, check_whole, unwrap
+from .training import InTrainingTruncation, attempt_steps, truncatable, unwrap
 
 
 class BalancedTruncationCallback(TrainerCallback):
@@ -63,12 +62,7 @@ class BalancedTruncationCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
             raise ValueError("balanced truncation needs whole layers on every process, got FSDP or DeepSpeed")
-        layers = diagonal_layers(unwrap(model))
-        if not layers:
-            raise ValueError(
-                f"balanced truncation needs layers with lti() and set_lti(), {type(model).__name__} has none"
-            )
-        check_whole(layers.values())
+        truncatable(unwrap(model))
         warmup_steps = args.get_warmup_steps(state.max_steps)
         steps = attempt_steps(self.attempts, self.until, max_steps=state.max_steps, warmup_steps=warmup_steps)
         self._truncation = InTrainingTruncation(

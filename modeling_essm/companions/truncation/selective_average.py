@@ -10,16 +10,15 @@ Letters: b batch, L steps, D channels, N states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..adapters import adapter_of
-from ..pruning.mamba_states import MambaAdapter
-from ..systems import DiagonalSystem
+from ..pruning.mamba import MambaAdapter, Steps, observe_steps
+from ..systems import DiagonalSystem, StateLayer, adapter_of
 
 LARGEST_MEAN = 1.0 - 1e-3  # what a mean outside the unit circle is scaled to
 
@@ -33,73 +32,36 @@ def selective_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def averaged_systems(model: nn.Module, calibration: Iterable[Any]) -> dict[str, DiagonalSystem]:
-    """Of every selective layer, by name, the system of its mean lam, B and C over all tokens of the text.
+    """The system of every selective layer's mean lam, B and C over all tokens of the text, by the layer's name.
 
     Args:
-        model: runs in evaluation mode, without gradients, and comes back in the mode that it had.
-        calibration: batches of input_ids (b, L), or of keyword arguments of the model, or a single one; positions
-            where their attention_mask is 0 do not count.
+        calibration: as of `pruning.mamba.observe_steps`.
     Returns:
         Systems of lam, B and C (D, N), with output "real".
     Raises:
         ValueError: no selective layer, or no token.
     """
-    layers = selective_layers(model)
+    layers = [StateLayer(name, module, MambaAdapter()) for name, module in selective_layers(model).items()]
     if not layers:
         raise ValueError("the model has no selective layer like MambaMixer, so there is nothing to average")
-    sums = {name: _Sums(layer) for name, layer in layers.items()}
-    if isinstance(calibration, (Tensor, Mapping)):
-        calibration = [calibration]
-    counted: list[Tensor | None] = [None]
-
-    def observer(name: str) -> Any:
-        return lambda module, args, output: sums[name].add(output, counted[0])
-
-    handles = [layer.x_proj.register_forward_hook(observer(name)) for name, layer in layers.items()]
-    training = [module for module in model.modules() if module.training]
-    device = next(model.parameters()).device
-    model.eval()
-    try:
-        with torch.no_grad():
-            for batch in calibration:
-                arguments = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-                arguments = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-                counted[0] = arguments.get("attention_mask")
-                model(**arguments)
-    finally:
-        for handle in handles:
-            handle.remove()
-        for module in training:
-            module.training = True
-    return {name: found.system() for name, found in sums.items()}
+    sums: dict[str, defaultdict[str, Any]] = {layer.name: defaultdict(float) for layer in layers}
+    observe_steps(model, layers, calibration, lambda layer, steps: _add(sums[layer.name], steps))
+    return {name: _mean(found) for name, found in sums.items()}
 
 
-class _Sums:
-    """Sums over tokens of one layer's exp(delta A), delta B and C, fp64."""
+def _add(sums: defaultdict[str, Any], steps: Steps) -> None:
+    delta, B, C, weight = steps.delta[:, :, 0], steps.B[:, :, 0], steps.C[:, :, 0], steps.counted
+    for t in range(delta.shape[1]):  # (b, D, N) at a time
+        sums["lam"] += torch.einsum("b,bdn->dn", weight[:, t], (delta[:, t, :, None] * steps.A[0]).exp())
+    sums["B"] += torch.einsum("bl,bld,bln->dn", weight, delta, B)
+    sums["C"] += torch.einsum("bl,bln->n", weight, C)
+    sums["tokens"] += float(weight.sum())
 
-    def __init__(self, layer: Any):
-        self.layer, self.tokens = layer, 0.0
-        self.lam: Any = 0.0
-        self.B: Any = 0.0
-        self.C: Any = 0.0
 
-    def add(self, projected: Tensor, mask: Tensor | None) -> None:
-        """Take in what x_proj gave, (b, L, R + 2 N)."""
-        layer, N = self.layer, self.layer.A_log.shape[1]
-        rank, B, C = projected.split([layer.time_step_rank, N, N], dim=-1)
-        delta = F.softplus(layer.dt_proj(rank).double())  # (b, L, D)
-        weight = torch.ones_like(delta[..., 0]) if mask is None else mask.double()
-        A = -layer.A_log.double().exp()
-        for t in range(delta.shape[1]):  # (b, D, N) at a time
-            self.lam += torch.einsum("b,bdn->dn", weight[:, t], (delta[:, t, :, None] * A).exp())
-        self.B += torch.einsum("bl,bld,bln->dn", weight, delta, B.double())
-        self.C += torch.einsum("bl,bln->n", weight, C.double())
-        self.tokens += float(weight.sum())
-
-    def system(self) -> DiagonalSystem:
-        if not self.tokens:
-            raise ValueError("calibration must hold at least one token, got none")
-        lam, B, C = (total.cpu() / self.tokens for total in (self.lam, self.B, self.C))
-        lam = torch.where(lam < 1.0, lam, LARGEST_MEAN)
-        lam, B, C = (t.to(torch.complex128) for t in (lam, B, C.expand_as(lam).clone()))
-        return DiagonalSystem(lam, B, C, "real")
+def _mean(sums: defaultdict[str, Any]) -> DiagonalSystem:
+    if not sums["tokens"]:
+        raise ValueError("calibration must hold at least one token, got none")
+    lam, B, C = (sums[name].cpu() / sums["tokens"] for name in ("lam", "B", "C"))
+    lam = torch.where(lam < 1.0, lam, LARGEST_MEAN)
+    lam, B, C = (t.to(torch.complex128) for t in (lam, B, C.expand_as(lam).clone()))
+    return DiagonalSystem(lam, B, C, "real")

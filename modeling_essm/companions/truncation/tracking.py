@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..systems import DiagonalSystem
-from .gramians import NOISE, balance, check_stable, cross_gramian, gramians, matrices
-from .models import diagonal_layers, read_layer
+from ..systems import DiagonalSystem, check_stable, diagonal_layers
+from .balancing import NOISE, balance, cross_gramian, gramians, matrices
 from .training import unwrap
 
 FIGURES = ("distance", "movement", "gap", "swaps", "bottom_share")  # one number for each step
@@ -38,8 +37,9 @@ def hankel_distance(one: DiagonalSystem, other: DiagonalSystem) -> float:
     """
     if one.siso or other.siso:
         raise ValueError("hankel_distance takes systems of lam (n,); use `channels` for one recurrence per channel")
+    check_stable(one)
+    check_stable(other)
     lam, B, C = (torch.cat(pair, dim) for pair, dim in zip(zip(matrices(one), matrices(other)), (0, 0, 1)))
-    check_stable(lam)
     C = C * torch.cat([torch.ones_like(one.lam.real), -torch.ones_like(other.lam.real)])
     sigma = balance(cross_gramian(lam, B, lam, B), cross_gramian(lam.conj(), C.mH, lam.conj(), C.mH)).sigma
     return float(sigma[0]) if len(sigma) else 0.0
@@ -127,7 +127,7 @@ class HankelTracker:
         if not 0.0 < bottom < 1.0:
             raise ValueError(f"bottom must be in (0, 1), got {bottom}")
         self.model, self.bottom = unwrap(model), bottom
-        names = [name for name, layer in diagonal_layers(self.model).items() if not read_layer(layer).siso]
+        names = [layer.name for layer in diagonal_layers(self.model) if not layer.read().siso]
         if not names:
             raise ValueError("tracking needs a layer with lti() and set_lti() whose lam is (n,), the model has none")
         self.steps: list[int] = []
@@ -138,9 +138,9 @@ class HankelTracker:
     def __call__(self, step: int) -> None:
         """Record the present weights. Raises ValueError for a mode outside the unit circle."""
         self.steps.append(step)
-        layers = diagonal_layers(self.model)
+        layers = {layer.name: layer for layer in diagonal_layers(self.model)}
         for name in self.sigma:
-            system = read_layer(layers[name])
+            system = layers[name].read()
             values = dict.fromkeys(FIGURES, float("nan"))
             sigma = np.empty(0)
             if system.modes:  # a layer can have lost all

@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..systems import StateLayer, diagonal_layers
 from .balancing import Truncation
-from .models import (
-    Replaced,
-    TruncationReport,
-    apply_truncation,
-    diagonal_layers,
-    plan_truncation,
-)
+from .models import Replaced, TruncationReport, apply_truncation, plan_truncation
 
 
 def attempt_steps(attempts: int, until: str | int | float, *, max_steps: int, warmup_steps: int = 0) -> tuple[int, ...]:
@@ -92,8 +87,7 @@ class InTrainingTruncation:
             return None
         started = time.perf_counter()
         inner = unwrap(model)
-        layers = diagonal_layers(inner)
-        check_whole(layers.values())
+        layers = truncatable(inner)
         results = _from_first_process(
             lambda: plan_truncation(layers, tau=self.tau, variant=self.variant, min_reduction=self.min_reduction)
         )
@@ -128,10 +122,14 @@ class InTrainingTruncation:
         return f"update {last['step']}: {what} in {last['seconds']} s{kept}"
 
 
-def check_whole(layers: Iterable[nn.Module]) -> None:
-    """Raises ValueError for Parameters of which this process has a part only."""
-    if any(hasattr(p, "placements") for layer in layers for p in layer.parameters()):
+def truncatable(model: nn.Module) -> list[StateLayer]:
+    """The diagonal layers of a model. Raises ValueError if there are none, or this process has parts of them only."""
+    layers = diagonal_layers(model)
+    if not layers:
+        raise ValueError(f"balanced truncation needs layers with lti() and set_lti(), {type(model).__name__} has none")
+    if any(hasattr(p, "placements") for layer in layers for p in layer.module.parameters()):
         raise ValueError("balanced truncation needs whole layers on every process, got sharded ones (FSDP)")
+    return layers
 
 
 def _from_first_process(plan: Callable[[], list[Truncation | str]]) -> list[Truncation | str]:

@@ -92,9 +92,6 @@ class RecurrenceAdapter(Adapter):
         lam, B, C = (value.detach().to(torch.complex128) for value in layer.complex())
         return DiagonalSystem(lam, B, C, layer.output, layer.present)
 
-    def update_config(self, config, layers, sizes):
-        config.state_sizes = list(sizes)
-
 
 register(Recurrence, RecurrenceAdapter())
 

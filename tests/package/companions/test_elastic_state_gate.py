@@ -6,7 +6,7 @@ import torch
 from elastic_states import random_inputs, random_model, tiny
 
 from modeling_essm.companions import ElasticStateModel
-from modeling_essm.companions.elastic_state.gate_elastic_state import policy_loss
+from modeling_essm.companions.models.gate_elastic_state import policy_loss
 
 LOSSES = torch.logspace(-8, 4, 200, dtype=torch.float64)
 

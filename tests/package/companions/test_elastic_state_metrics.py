@@ -9,7 +9,7 @@ import torch
 from elastic_states import random_inputs, random_model, tiny
 
 from modeling_essm.companions import ElasticStateModel
-from modeling_essm.companions.elastic_state import METRICS
+from modeling_essm.companions.models.corrector_elastic_state import METRICS
 
 metrics = pytest.mark.parametrize("metric", METRICS)
 

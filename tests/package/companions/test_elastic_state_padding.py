@@ -19,7 +19,7 @@ def test_padding_does_not_exist():
             torch.testing.assert_close(output[name][i, real], alone[name][0], rtol=0, atol=1e-12)
         assert (output.refine_depths[i, ~real] == 0).all()
         last = alone.latents[0, -1]
-        torch.testing.assert_close(output.past_key_values.latent[i], last, rtol=0, atol=1e-12)
+        torch.testing.assert_close(output.past_key_values.states[0][i], last, rtol=0, atol=1e-12)
         total, count = total + alone.loss * real.sum(), count + real.sum()
     torch.testing.assert_close(output.loss, total / count)
     forced = run(model, x, attention_mask=mask, refine_depth=2)

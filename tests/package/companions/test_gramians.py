@@ -7,15 +7,7 @@ import pytest
 import torch
 from recurrences import impulse_response, random_system
 
-from modeling_essm.companions.truncation.gramians import (
-    DenseSystem,
-    balance,
-    dense_gramians,
-    gramians,
-    hankel_singular_values,
-    matrices,
-    stein,
-)
+from modeling_essm.companions.truncation.balancing import balance, gramians, hankel_singular_values, matrices
 
 SYSTEMS = {
     "mimo": random_system(),
@@ -33,14 +25,6 @@ def residuals(lam, B, C, P, Q):
     A = torch.diag_embed(lam)
     of_P, of_Q = P - A @ P @ A.mH - B @ B.mH, Q - A.mH @ Q @ A - C.mH @ C
     return float(of_P.norm() / P.norm()), float(of_Q.norm() / Q.norm())
-
-
-def dense(system, seed=1):
-    """The same recurrence in random coordinates."""
-    n = len(system.lam)
-    W = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.complex128)
-    lam, B, C = matrices(system)
-    return DenseSystem(W @ torch.diag(lam) @ torch.linalg.inv(W), W @ B, torch.linalg.solve(W, C, left=False))
 
 
 @systems
@@ -103,31 +87,12 @@ def test_padding_of_many_inputs():
     torch.testing.assert_close(padded[:7], hankel_singular_values(cut), rtol=1e-9, atol=0)
 
 
-def test_coordinates_do_not_matter():
-    """A dense recurrence has the Hankel singular values of its diagonal form; cond(W) is about 100, squared in P."""
-    system = SYSTEMS["mimo"]
-    other = dense(system)
-    P, Q = dense_gramians(other)
-    A = other.A
-    assert (P - A @ P @ A.mH - other.B @ other.B.mH).norm() < 1e-11 * P.norm()
-    assert (Q - A.mH @ Q @ A - other.C.mH @ other.C).norm() < 1e-11 * Q.norm()
-    sigma = hankel_singular_values(system)
-    assert (hankel_singular_values(other) - sigma).abs().max() < 1e-6 * sigma[0]
-
-
 def test_scales_of_modes_do_not_matter():
     """b_i s_i and c_i / s_i are one system. Without the scaling in `balance`, 1e6 would cost the last half of them."""
     system = SYSTEMS["mimo"]
     scale = 10.0 ** torch.linspace(-6, 6, 12, dtype=torch.float64)
     other = dataclasses.replace(system, B=system.B * scale[:, None], C=system.C / scale)
     torch.testing.assert_close(hankel_singular_values(other), hankel_singular_values(system), rtol=1e-9, atol=0)
-
-
-def test_doubling_next_to_the_unit_circle():
-    """x = a x a + w has x = w / (1 - a^2); 1 - a is known to 1e-16 / 1e-9 = 1e-7."""
-    a = 1 - 1e-9
-    x = stein(torch.tensor([[a]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64))
-    assert float(x) == pytest.approx(1 / (1 - a * a), rel=1e-6)
 
 
 @systems
@@ -164,16 +129,5 @@ def test_a_mode_that_is_not_stable_has_no_gramian(modulus):
     lam = system.lam.clone()
     lam[3] = modulus
     bad = dataclasses.replace(system, lam=lam)
-    with pytest.raises(ValueError, match="inside the unit circle, got one of modulus"):
+    with pytest.raises(ValueError, match="must be below 1, got"):
         gramians(bad)
-    if modulus > 1:
-        with pytest.raises(ValueError, match="inside the unit circle"):
-            dense_gramians(dense(bad))
-
-
-def test_shapes_that_do_not_fit():
-    ok = dense(SYSTEMS["mimo"])
-    with pytest.raises(ValueError, match=r"\(n, n\), \(n, p\), \(q, n\)"):
-        DenseSystem(ok.A, ok.B[:-1], ok.C)
-    with pytest.raises(ValueError, match="B must be complex128"):
-        DenseSystem(ok.A, ok.B.real, ok.C)

@@ -11,9 +11,9 @@ import torch
 from recurrences import RecurrentConfig, RecurrentModel, impulse_response, random_system, training_data
 
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel
-from modeling_essm.companions.systems import DiagonalSystem
-from modeling_essm.companions.truncation.gramians import hankel_singular_values, matrices
-from modeling_essm.companions.truncation.models import balanced_truncate, diagonal_layers
+from modeling_essm.companions.systems import DiagonalSystem, diagonal_layers
+from modeling_essm.companions.truncation.balancing import hankel_singular_values, matrices
+from modeling_essm.companions.truncation.models import balanced_truncate
 from modeling_essm.companions.truncation.tracking import (
     FIGURES,
     HankelTracker,
@@ -203,8 +203,8 @@ def test_a_layer_that_has_lost_all_is_followed_still():
     model = DiagonalSSMModel(DiagonalSSMConfig(parameterization="lru", state_size=4, num_hidden_layers=2, vocab_size=9))
     tracker = HankelTracker(model)
     tracker(0)
-    first = next(iter(diagonal_layers(model).values()))
-    first.select_modes(torch.arange(0))
+    first = diagonal_layers(model)[0]
+    first.adapter.shrink(first.module, torch.zeros(4, dtype=torch.bool), 0)
     tracker(1)
     figures = next(iter(tracker.figures.values()))
     assert all(np.isnan(values[1]) for values in figures.values())

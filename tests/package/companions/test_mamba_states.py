@@ -3,13 +3,14 @@
 
 import copy
 import itertools
+from collections import defaultdict
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from modeling_essm.companions import allocate, describe, elastic_layers, importance, prune, remove, restore
-from modeling_essm.companions.pruning.mamba_states import Steps, energy_of_states, measure_energies
+from modeling_essm.companions import allocate, certify, describe, importance, prune, remove, restore, state_layers
+from modeling_essm.companions.pruning.mamba import Steps, add_energies, mean_energies, measure_energies
 
 WORDS, LENGTH = 31, 12
 models = pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba2_biases"])
@@ -39,6 +40,12 @@ def build(name):
 
 def ids(length=LENGTH, seed=0):
     return torch.randint(1, WORDS, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def energy_of_states(steps, how):
+    sums = defaultdict(float)
+    add_energies(sums, steps, how)
+    return mean_energies(sums, how)
 
 
 def random_steps(B=2, L=7, G=2, D=3, N=4, shared=False, seed=0):
@@ -96,7 +103,7 @@ def test_frozen_energy_is_a_product_of_means():
 def test_the_recurrence_is_the_layer_s(name):
     """From delta, A, B and C and the layer's own input the model's own output: nothing of the layer is missed."""
     model = build(name)
-    layer = elastic_layers(model)[1]
+    layer = state_layers(model)[1]
     mixer, seen = layer.module, {}
     handles = [
         mixer.register_forward_pre_hook(
@@ -133,8 +140,8 @@ def test_the_recurrence_is_the_layer_s(name):
 @pytest.mark.parametrize(("method", "how"), [("aire", "frozen"), ("aire_exact", "along")])
 def test_importance_measures_every_layer(name, method, how):
     model = build(name).train()
-    layers = elastic_layers(model)
-    found = importance(model, method, [ids(), {"input_ids": ids(seed=1)}], prefix=False)
+    layers = state_layers(model)
+    found = importance(model, method, [ids(), {"input_ids": ids(seed=1)}])
     assert model.training and all(module.training for module in model.modules())
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert [raw.shape for raw in found.raw] == [(6,), (6,)]
@@ -153,7 +160,7 @@ def test_importance_measures_every_layer(name, method, how):
 )
 def test_padding_does_not_count(name, side):
     model = build(name)
-    layers = elastic_layers(model)
+    layers = state_layers(model)
     padding = torch.zeros(2, 5, dtype=torch.long)
     order = (lambda text, pads: [text, pads]) if side == "right" else (lambda text, pads: [pads, text])
     batch = {
@@ -228,21 +235,19 @@ def test_what_a_selective_layer_has_no_formula_for():
         importance(model, "last", [ids()])
     with pytest.raises(ValueError, match="horizon must be None"):
         importance(model, "aire", [ids()], horizon=3)
-    with pytest.raises(ValueError, match="granularity must be one of state, got 'mode'"):
-        importance(model, "random", granularity="mode")
     with pytest.raises(ValueError, match="calibration must hold at least one token, got none"):
         importance(model, "aire", [])
     with pytest.raises(TypeError, match="a batch of calibration must be input_ids or keyword arguments, got str"):
         importance(model, "aire", ["text"])
     with pytest.raises(ValueError, match="input have no certificate"):
-        allocate(importance(model, "random"), amount=0.5).certificate()
+        certify(allocate(importance(model, "random"), amount=0.5), model)
     with pytest.raises(TypeError, match="MambaMixer is no fixed linear system"):
-        elastic_layers(model)[0].read()
+        state_layers(model)[0].read()
 
 
 def test_an_activation_that_is_not_zero_at_zero_is_refused():
     model = build("mamba2")
-    elastic_layers(model)[0].module.act = torch.nn.Sigmoid()
+    state_layers(model)[0].module.act = torch.nn.Sigmoid()
     with pytest.raises(ValueError, match="hidden_act must be 0 at 0"):
         prune(model, allocate(importance(model, "random"), amount=0.5))
 
@@ -251,7 +256,7 @@ def test_an_activation_that_is_not_zero_at_zero_is_refused():
 def test_the_report(name):
     model = build(name)
     report = describe(model)
-    assert report.sizes == [6, 6] and report.layers[0].kind == name.split("_")[0]
+    assert [layer.size for layer in report.layers] == [6, 6] and report.layers[0].kind == name.split("_")[0]
     assert report.layers[0].states == 6 * 32 and report.layers[0].energy is None
     assert "prune with calibration" in str(report)
 

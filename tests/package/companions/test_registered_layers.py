@@ -1,8 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """A layer of a user's own class: every tool works on it through its adapter."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -39,13 +37,13 @@ class ModesAdapter(companions.Adapter):
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr("modeling_essm.companions.adapters._REGISTERED", {})
+    monkeypatch.setattr("modeling_essm.companions.systems._REGISTERED", {})
     companions.register(Modes, ModesAdapter())
     return torch.nn.Sequential(Modes(0), torch.nn.ReLU(), Modes(1))
 
 
 def test_described_pruned_and_removed(model):
-    assert describe(model).sizes == [6, 6]
+    assert [layer.size for layer in describe(model).layers] == [6, 6]
     before = model[0].poles.detach().clone()
     prune(model, allocate(importance(model, "last"), amount=0.5, scope="uniform"))
     assert (model[0].outputs == 0).all(0).sum() == 3
@@ -63,32 +61,6 @@ def test_selective_and_unknown_layers_are_not_truncated(model):
         balanced_truncate(torch.nn.Sequential(torch.nn.Linear(2, 2)), sizes=1)
 
 
-class Sized(torch.nn.Module):
-    """A model whose own configuration tells the sizes."""
-
-    def __init__(self):
-        super().__init__()
-        self.config = SimpleNamespace(n=[6, 6])
-        self.layers = torch.nn.Sequential(Modes(0), Modes(1))
-
-
-class SizedAdapter(ModesAdapter):
-    def update_config(self, config, layers, sizes):
-        config.n = list(sizes)
-
-
-@pytest.mark.parametrize("how", ["removed", "truncated"])
-def test_a_config_with_names_of_its_own(model, how):
-    companions.register(Modes, SizedAdapter())
-    mine = Sized()
-    if how == "truncated":
-        balanced_truncate(mine, sizes=4)
-    else:
-        prune(mine, allocate(importance(mine, "last"), amount=1 / 3, scope="uniform"))
-        remove(mine)
-    assert vars(mine.config) == {"n": [4, 4]} and len(mine.layers[0].poles) == 4
-
-
 def test_one_size_for_all_is_a_bound(model):
     balanced_truncate(model, sizes=[6, 3])
     assert balanced_truncate(model, sizes=5).sizes == [5, 3]
@@ -97,4 +69,4 @@ def test_one_size_for_all_is_a_bound(model):
 def test_wrapped_layers_count_once(monkeypatch):
     layer = companions.DiagonalSSMModel(companions.DiagonalSSMConfig(state_size=4, num_hidden_layers=1, vocab_size=9))
     layer.layers[0].mixer = torch.compile(layer.layers[0].mixer)
-    assert describe(layer).sizes == [4]
+    assert [layer.size for layer in describe(layer).layers] == [4]

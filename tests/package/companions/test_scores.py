@@ -8,16 +8,8 @@ import torch
 from companion_layers import LAGS, Recurrence, RecurrenceAdapter, Stack, impulse_responses, random_system, with_energies
 from torch import nn
 
-from modeling_essm.companions import DiagonalSystem, elastic_layers, hinf_norm, importance, register
-from modeling_essm.companions.pruning.mode_values import (
-    energy,
-    exact_energy,
-    hankel,
-    magnitude,
-    mode_values,
-    squared_peak,
-)
-from modeling_essm.companions.pruning.scores import METHODS, prefix_scores
+from modeling_essm.companions import DiagonalSystem, hinf_norm, importance, register, state_layers
+from modeling_essm.companions.pruning.scores import METHODS, energy, exact_energy, mode_values, prefix_scores
 
 EXACT = dict(rtol=1e-12, atol=0.0)  # sums of some hundred positive numbers in fp64
 kinds = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])
@@ -31,11 +23,11 @@ def summed_energy(system, lags=LAGS):
 
 @kinds
 @directions
-@pytest.mark.parametrize("output", ["complex", "real", "twice_real"])
-def test_exact_energy_is_that_of_the_impulse_response(channels, count, output):
-    system = random_system(output=output, directions=count, channels=channels)
-    torch.testing.assert_close(exact_energy(system), summed_energy(system), **EXACT)
-    torch.testing.assert_close(exact_energy(system, horizon=7), summed_energy(system, 7), **EXACT)
+def test_exact_energy_is_that_of_the_impulse_response(channels, count):
+    for output in ("complex", "real", "twice_real"):
+        system = random_system(output=output, directions=count, channels=channels)
+        torch.testing.assert_close(exact_energy(system), summed_energy(system), **EXACT)
+        torch.testing.assert_close(exact_energy(system, horizon=7), summed_energy(system, 7), **EXACT)
 
 
 @kinds
@@ -63,9 +55,13 @@ def test_two_directions(channels):
     b, r = system.B.abs() if channels else system.B.norm(dim=1), system.lam.abs()
     released = (norms[0] + norms[1]) / 4 * b**2
     torch.testing.assert_close(energy(system, "released"), released / (1 - r**2 + 1e-8), **EXACT)
-    torch.testing.assert_close(squared_peak(system, "released"), released / ((1 - r) ** 2 + 1e-8), **EXACT)
-    torch.testing.assert_close(squared_peak(system, "exact"), ((norms[0] + norms[1]) * b / (1 - r)) ** 2, **EXACT)
-    torch.testing.assert_close(squared_peak(system), (squared_peak(first) + squared_peak(second)) / 2, **EXACT)
+    torch.testing.assert_close(mode_values(system, "hinf", "released"), released / ((1 - r) ** 2 + 1e-8), **EXACT)
+    torch.testing.assert_close(
+        mode_values(system, "hinf", "exact"), ((norms[0] + norms[1]) * b / (1 - r)) ** 2, **EXACT
+    )
+    torch.testing.assert_close(
+        mode_values(system, "hinf"), (mode_values(first, "hinf") + mode_values(second, "hinf")) / 2, **EXACT
+    )
 
 
 def test_opposite_directions_cancel_at_lag_zero():
@@ -78,13 +74,13 @@ def test_peak_hankel_and_magnitude():
     for i in range(5):
         alone = torch.arange(5) == i
         peak = hinf_norm(system, alone) ** 2  # the grid holds the pole's angle, where the largest gain is
-        assert squared_peak(system)[i] == pytest.approx(peak, rel=1e-12)
+        assert mode_values(system, "hinf")[i] == pytest.approx(peak, rel=1e-12)
         row = system.C[:, i, None] * system.B[i]
         powers = system.lam[i] ** (torch.arange(LAGS)[:, None] + torch.arange(LAGS))
         largest = torch.linalg.matrix_norm(powers, ord=2) * torch.linalg.matrix_norm(row, ord=2)
-        assert hankel(system)[i] == pytest.approx(float(largest), rel=1e-10)
+        assert mode_values(system, "hankel")[i] == pytest.approx(float(largest), rel=1e-10)
     expected = system.lam.abs() * system.C.norm(dim=0) * system.B.norm(dim=1)
-    torch.testing.assert_close(magnitude(system), expected, **EXACT)
+    torch.testing.assert_close(mode_values(system, "magnitude"), expected, **EXACT)
 
 
 def test_horizon_on_and_outside_of_the_circle():
@@ -95,8 +91,7 @@ def test_horizon_on_and_outside_of_the_circle():
         torch.testing.assert_close(exact_energy(system, 6), summed_energy(system, 6), **EXACT)
 
 
-@pytest.mark.parametrize("method", ["aire", "aire_exact", "last", "energy", "hinf", "hankel"])
-@pytest.mark.parametrize("r", [1.0, 1.2, float("nan")])
+@pytest.mark.parametrize(("method", "r"), [("aire", 1.0), ("aire_exact", 1.2), ("last", float("nan")), ("hankel", 1.0)])
 def test_unstable_modes_are_refused(method, r):
     stable = random_system()
     lam = stable.lam.clone()
@@ -131,32 +126,24 @@ def test_epsilon_shows_idle_layers():
     values = torch.tensor([1e-8, 1e-9], dtype=torch.float64)
     assert prefix_scores(values, 1e-6)[0] == pytest.approx(0.0099, rel=1e-2)
     assert prefix_scores(values, 1e-8)[0] == 0.5
-    busy, busier, idle = (with_energies(*energies) for energies in ((4.0, 2.0), (40.0, 20.0), (4e-9, 2e-9)))
-    for scale in (1.0, 1e5):  # relative to the median, so that the scale of all weights is nothing
-        layers = [dataclasses.replace(system, C=system.C * scale) for system in (busy, busier, idle)]
-        scores = importance(Stack(*layers), "aire", eps_rel=1e-3).scores
-        assert scores[0][0] == pytest.approx(4 / (4 + 6e-3)) and scores[2][0] == pytest.approx(4e-9 / 6e-3, rel=1e-5)
+    scores = importance(Stack(with_energies(4.0, 2.0), with_energies(4e-9, 2e-9)), "aire", eps=1e-6).scores
+    assert scores[0][0] == pytest.approx(4 / (4 + 1e-6)) and scores[1][0] == pytest.approx(4e-3, rel=1e-2)
 
 
 def test_methods_are_values_and_rules():
     model = Stack(random_system(seed=1), random_system(n=7, seed=2))
-    systems = [layer.read() for layer in elastic_layers(model)]
+    systems = [layer.read() for layer in state_layers(model)]
     expected = {
         "aire": [prefix_scores(energy(s)) for s in systems],
         "aire_exact": [prefix_scores(exact_energy(s)) for s in systems],
-        "last": [prefix_scores(squared_peak(s)) for s in systems],
-        "lamp": [prefix_scores(magnitude(s) ** 2) for s in systems],
-        "magnitude": [magnitude(s) for s in systems],
-        "energy": [energy(s) for s in systems],
-        "hinf": [squared_peak(s) for s in systems],
-        "hankel": [hankel(s) for s in systems],
+        "last": [prefix_scores(mode_values(s, "hinf")) for s in systems],
+        "lamp": [prefix_scores(mode_values(s, "magnitude") ** 2) for s in systems],
+        **{name: [mode_values(s, name) for s in systems] for name in ("magnitude", "energy", "hinf", "hankel")},
     }
     assert set(expected) | {"random"} == set(METHODS)
     for method, scores in expected.items():
         found = importance(model, method)
         assert all(torch.equal(*pair) for pair in zip(found.scores, scores)), method
-    assert torch.equal(importance(model, "energy", prefix=True).scores[0], expected["aire"][0])
-    assert torch.equal(importance(model, "last", prefix=False).scores[1], expected["hinf"][1])
 
 
 def test_random_is_seeded():
@@ -182,8 +169,8 @@ def test_padding_has_no_score():
     lam[~present] = 3.0  # whatever it holds
     found = importance(Stack(dataclasses.replace(system, lam=lam, present=present)), "aire")
     layer = found.layers[0]
-    assert len(layer.unit_scores()) == 6 and not layer.raw[~present].any() and (layer.raw[present] > 0).all()
-    torch.testing.assert_close(layer.unit_scores(), prefix_scores(energy(system)[present]), **EXACT)
+    assert len(layer.scores) == 6 and not layer.raw[~present].any() and (layer.raw[present] > 0).all()
+    torch.testing.assert_close(layer.scores, prefix_scores(energy(system)[present]), **EXACT)
 
 
 def test_mode_index_sums_ranks_over_channels():
@@ -197,15 +184,11 @@ def test_mode_index_sums_ranks_over_channels():
     torch.testing.assert_close(layer.scores, expected, **EXACT)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_arithmetic_is_fp64_whatever_the_weights(dtype):
+def test_arithmetic_is_fp64_whatever_the_weights():
     model = Stack(random_system(), dtype=torch.float32)
-    if dtype == torch.bfloat16:
-        for value in model.parameters():
-            value.data = value.data.to(dtype).float()
     scores = importance(model, "energy").scores[0]
     assert scores.dtype == torch.float64
-    torch.testing.assert_close(scores, summed_energy(elastic_layers(model)[0].read()), **EXACT)
+    torch.testing.assert_close(scores, summed_energy(state_layers(model)[0].read()), **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -213,13 +196,10 @@ def test_arithmetic_is_fp64_whatever_the_weights(dtype):
     [
         (dict(method="l2"), "method must be one of aire, .*, got 'l2'"),
         (dict(bidirectional="mean"), "bidirectional must be one of paper, exact, released, got 'mean'"),
-        (dict(granularity="channel"), "granularity must be None or one of mode, mode_index, state, got 'channel'"),
-        (dict(granularity="state"), r"layers\.0 \(Recurrence\): granularity must be one of mode, mode_index, got"),
+        (dict(granularity="state"), "granularity must be one of mode, mode_index, got 'state'"),
         (dict(horizon=0), "horizon must be None or an integer of at least 1, got 0"),
         (dict(horizon=True), "horizon must be None or an integer of at least 1, got True"),
         (dict(eps=-1.0), "eps must be a finite number of at least 0, got -1.0"),
-        (dict(eps_rel=float("nan")), "eps_rel must be a finite number"),
-        (dict(eps=1.0, eps_rel=1.0), "give eps or eps_rel"),
     ],
 )
 def test_bad_arguments(arguments, message):
@@ -234,8 +214,8 @@ def test_layers_are_found_by_class_and_subclass():
     model = nn.Sequential(
         nn.Linear(3, 3), Derived(random_system()), nn.ModuleDict({"deep": Recurrence(random_system())})
     )
-    assert [layer.name for layer in elastic_layers(model)] == ["1", "2.deep"]
-    assert [layer.kind for layer in elastic_layers(model)] == ["Derived", "Recurrence"]
+    assert [layer.name for layer in state_layers(model)] == ["1", "2.deep"]
+    assert [layer.kind for layer in state_layers(model)] == ["Derived", "Recurrence"]
     with pytest.raises(ValueError, match="got a Linear without any"):
         importance(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"layer_class must be a subclass of torch\.nn\.Module, got 3"):

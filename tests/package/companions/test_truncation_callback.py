@@ -20,8 +20,8 @@ from modeling_essm.companions.truncation.models import balanced_truncate, resize
 from modeling_essm.companions.truncation.training import (
     InTrainingTruncation,
     attempt_steps,
-    check_whole,
     substitute,
+    truncatable,
     unwrap,
 )
 
@@ -184,10 +184,10 @@ def test_accelerates_wrapper():
 
 
 def test_sharded_layers_are_refused():
-    layer = torch.nn.Linear(2, 2)
-    layer.weight.placements = ("Shard(0)",)
+    model = make_model()
+    model.layers[0].B.placements = ("Shard(0)",)
     with pytest.raises(ValueError, match="needs whole layers"):
-        check_whole([layer])
+        truncatable(model)
 
 
 # --- Resuming, compiling, ranks ---------------------------------------------------------------------------------------

@@ -44,10 +44,10 @@ from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
 from essm_train.measure.scoring import HeldOut
 from essm_train.models import TRUST_HELP, capacity_of
-from modeling_essm.companions import Plan, allocate, describe, importance, prune, remove
-from modeling_essm.companions.pruning.certificates import certificate
-from modeling_essm.companions.pruning.plans import SCOPES, LayerPlan
+from modeling_essm.companions import Plan, allocate, certificate, describe, importance, prune, remove, state_layers
+from modeling_essm.companions.pruning.plans import SCOPES
 from modeling_essm.companions.pruning.scores import METHODS
+from modeling_essm.companions.systems import StateLayer
 
 _FILES = ("pruning.json", "pruning.md", "pruning.png", "plan.json")
 
@@ -163,7 +163,7 @@ def choose(curve: PruningCurve, args: PruneArguments) -> float:
     return ratio
 
 
-def _table(facts: dict[str, Any], curve: PruningCurve, plan: Plan) -> str:
+def _table(facts: dict[str, Any], curve: PruningCurve, plan: Plan, bounds: list[str]) -> str:
     """What was done to every layer, with its certificate where it has one, and the ladder of ratios."""
     value, modes = facts[curve.metric], facts["modes"]
     lines = [
@@ -174,17 +174,17 @@ def _table(facts: dict[str, Any], curve: PruningCurve, plan: Plan) -> str:
         "| layer | kind | modes | kept | stored | error bound (H-infinity) |",
         "|---|---|---|---|---|---|",
     ]
-    for layer, kept, stored in zip(plan.layers, modes["kept"], modes["stored"]):
-        lines.append(f"| {layer.name} | {layer.kind} | {layer.modes} | {kept} | {stored} | {_bound(layer)} |")
+    for layer, kept, stored, bound in zip(plan.layers, modes["kept"], modes["stored"], bounds):
+        lines.append(f"| {layer.name} | {layer.kind} | {layer.modes} | {kept} | {stored} | {bound} |")
     return "\n".join([*lines, "", curve.markdown()])
 
 
-def _bound(layer: LayerPlan) -> str:
+def _bound(layer: StateLayer, keep: torch.Tensor) -> str:
     """What certifies a layer's error; "-" where nothing does, and "none" where an unstable mode goes."""
-    if layer.system is None:
+    if layer.adapter.selective:
         return "-"
     try:
-        return f"{certificate(layer.system, layer.keep, layer.name)['best']:.4g}"
+        return f"{certificate(layer.read(), keep, layer.name)['best']:.4g}"
     except ValueError:
         return "none"
 
@@ -242,6 +242,7 @@ def main(args: PruneArguments) -> None:
     curve = measure_ratios(model, plan, args.ratios, data, output_dir / "pruning_partial.json", identity)
     ratio = choose(curve, args)
     chosen = plan(ratio)
+    bounds = [_bound(layer, keep) for layer, keep in zip(state_layers(model), chosen.keep)]
     prune(model, chosen)
     before = model.num_parameters()
     sizes = remove(model)
@@ -256,7 +257,7 @@ def main(args: PruneArguments) -> None:
         "parameters": {"before": before, "after": model.num_parameters()},
         curve.metric: {"before": curve.values[0], "after": quality},
     }
-    table = _table(facts, curve, chosen)
+    table = _table(facts, curve, chosen, bounds)
     print(f"\n{table}")
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     chosen.save(output_dir / "plan.json")

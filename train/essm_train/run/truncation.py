@@ -6,8 +6,7 @@ from __future__ import annotations
 from torch import nn
 
 from essm_train.arguments import RunArguments
-from modeling_essm.companions.truncation.models import diagonal_layers
-from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, check_whole
+from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
 
 
 def make_truncation(args: RunArguments, network: nn.Module, max_steps: int) -> InTrainingTruncation:
@@ -17,10 +16,7 @@ def make_truncation(args: RunArguments, network: nn.Module, max_steps: int) -> I
         ValueError: a schedule that does not fit the run, or a model without diagonal layers.
     """
     assert args.truncation_tau is not None
-    layers = diagonal_layers(network)
-    if not layers:
-        raise ValueError(f"truncation_tau is for a diagonal_ssm, {type(network).__name__} has no layer to truncate")
-    check_whole(layers.values())
+    truncatable(network)
     until = args.truncation_until
     end: str | int | float = until if until == "warmup" else float(until) if "." in until else int(until)
     steps = attempt_steps(args.truncation_attempts, end, max_steps=max_steps, warmup_steps=args.warmup_steps)

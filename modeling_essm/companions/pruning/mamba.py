@@ -17,7 +17,8 @@ for all channels or stays, and its energy is the sum over channels. A head of Ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters import Adapter, ElasticLayer, padded_index, replace
+from ..systems import Adapter, StateLayer, padded_index, put
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ class Steps:
 class SelectiveAdapter(Adapter):
     """What Mamba and Mamba-2 have in common: one state_size for all layers, energies on calibration text."""
 
-    granularities = ("state",)
     selective = True
-    uniform = True
 
     def shape(self, layer: Any) -> tuple[int, ...]:
         return (layer.ssm_state_size,)
@@ -70,10 +69,6 @@ class SelectiveAdapter(Adapter):
     def channels(self, layer: Any) -> int:
         """Channels that have the states."""
         return layer.intermediate_size
-
-    def update_config(self, config: Any, layers: Sequence[nn.Module], sizes: Sequence[int]) -> None:
-        if hasattr(config, "state_size"):
-            config.state_size = sizes[0]
 
 
 class MambaAdapter(SelectiveAdapter):
@@ -105,8 +100,8 @@ class MambaAdapter(SelectiveAdapter):
         rows = torch.cat([torch.arange(R), R + index, R + N + index])
         weight = _rows(layer.x_proj.weight, rows)
         weight[R + size :][~real] = 0
-        replace(layer.x_proj, "weight", weight)
-        replace(layer, "A_log", layer.A_log.detach()[:, index.to(layer.A_log.device)])
+        put(layer.x_proj, "weight", weight)
+        put(layer, "A_log", layer.A_log.detach()[:, index.to(layer.A_log.device)])
         layer.x_proj.out_features = len(rows)
         layer.ssm_state_size = size
 
@@ -158,12 +153,12 @@ class Mamba2Adapter(SelectiveAdapter):
             if getattr(conv, name) is not None:
                 value = _rows(getattr(conv, name), channels)
                 value[silent] = 0
-                replace(conv, name, value)
+                put(conv, name, value)
         heads = E + layer.conv_dim + torch.arange(layer.num_heads)
         rows = torch.cat([torch.arange(E), E + channels, heads])
         for name in ("weight", "bias"):
             if getattr(layer.in_proj, name) is not None:
-                replace(layer.in_proj, name, _rows(getattr(layer.in_proj, name), rows))
+                put(layer.in_proj, name, _rows(getattr(layer.in_proj, name), rows))
         layer.in_proj.out_features = len(rows)
         conv.in_channels = conv.out_channels = conv.groups = layer.conv_dim = len(channels)
         layer.ssm_state_size = size
@@ -190,110 +185,104 @@ def _steps(delta: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) 
     return Steps(delta.unflatten(-1, (G, -1)), A.unflatten(0, (G, -1)), B.double() * each, C.double() * each, counted)
 
 
-class _Means:
-    """Sums over all tokens of a calibration set."""
-
-    def __init__(self) -> None:
-        self.tokens: Any = 0.0
-        self.sums: dict[str, Any] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + value
-
-    def mean(self, name: str) -> Tensor:
-        return self.sums[name] / self.tokens
+Sums = defaultdict[str, Any]  # of what is added up over all tokens of a calibration set, by name
 
 
-def _add_frozen(means: _Means, steps: Steps) -> None:
+def add_energies(sums: Sums, steps: Steps, how: str) -> None:
+    """Take one text in, for the energies "frozen" or "along"."""
+    sums["tokens"] += float(steps.counted.sum())
+    (_add_frozen if how == "frozen" else _add_along)(sums, steps)
+
+
+def _add_frozen(sums: Sums, steps: Steps) -> None:
     for t in range(steps.delta.shape[1]):
         delta = steps.delta[:, t, :, :, None]
-        means.add("input", (delta * steps.B[:, t, :, None]).square().sum(0))
-        means.add("output", steps.C[:, t].square().sum(0)[:, None])
+        sums["input"] = sums["input"] + (delta * steps.B[:, t, :, None]).square().sum(0)
+        sums["output"] = sums["output"] + steps.C[:, t].square().sum(0)[:, None]
         lost = -torch.expm1(2 * delta * steps.A)  # 1 - a^2
         memory = torch.where(lost > 0, 1 / lost, 0)  # delta = 0 takes nothing in: its infinite memory is empty
-        means.add("memory", (memory * steps.counted[:, t, None, None, None]).sum(0))
+        sums["memory"] = sums["memory"] + (memory * steps.counted[:, t, None, None, None]).sum(0)
 
 
-def _add_along(means: _Means, steps: Steps) -> None:
+def _add_along(sums: Sums, steps: Steps) -> None:
     W: Any = 0.0
     for s in reversed(range(steps.delta.shape[1])):
         delta = steps.delta[:, s, :, :, None]
         W = steps.C[:, s, :, None].square() + W
-        means.add("energy", ((delta * steps.B[:, s, :, None]).square() * W).sum(0))
+        sums["energy"] = sums["energy"] + ((delta * steps.B[:, s, :, None]).square() * W).sum(0)
         W = W * torch.exp(2 * delta * steps.A)
 
 
-def _finished(means: _Means, how: str) -> Tensor:
-    if not means.tokens:
+def mean_energies(sums: Sums, how: str) -> Tensor:
+    """Energy of every channel and state, float64, (G, D, N). Raises ValueError if no token was taken in."""
+    if not sums["tokens"]:
         raise ValueError("calibration must hold at least one token, got none")
     if how == "frozen":
-        return means.mean("input") * means.mean("output") * means.mean("memory")
-    return means.mean("energy")
-
-
-def _add(means: _Means, steps: Steps, how: str) -> None:
-    means.tokens = means.tokens + float(steps.counted.sum())
-    (_add_frozen if how == "frozen" else _add_along)(means, steps)
-
-
-def energy_of_states(steps: Steps, how: str) -> Tensor:
-    """Energy of every channel and state along a text, "frozen" or "along", float64, (G, D, N)."""
-    means = _Means()
-    _add(means, steps, how)
-    return _finished(means, how)
+        means = [sums[name] / sums["tokens"] for name in ("input", "output", "memory")]
+        return means[0] * means[1] * means[2]
+    return sums["energy"] / sums["tokens"]
 
 
 def measure_energies(
-    model: nn.Module, layers: Sequence[ElasticLayer], calibration: Iterable[Any], how: str
+    model: nn.Module, layers: Sequence[StateLayer], calibration: Iterable[Any], how: str
 ) -> dict[str, Tensor]:
     """Energies of the states of selective layers while a model reads calibration text.
+
+    Args:
+        calibration: as of `observe_steps`. how: "frozen" or "along".
+    Returns:
+        For every layer's name the energies (N,), float64, summed over channels, on the CPU.
+    Raises:
+        ValueError: no text.
+    """
+    sums: dict[str, Sums] = {layer.name: defaultdict(float) for layer in layers}
+    observe_steps(model, layers, calibration, lambda layer, steps: add_energies(sums[layer.name], steps, how))
+    energies = {}
+    for layer in layers:
+        adapter: Any = layer.adapter
+        summed = mean_energies(sums[layer.name], how).sum((0, 1))
+        energies[layer.name] = (summed * adapter.channel_width(layer.module)).cpu()
+    return energies
+
+
+def observe_steps(
+    model: nn.Module,
+    layers: Sequence[StateLayer],
+    calibration: Iterable[Any],
+    observe: Callable[[StateLayer, Steps], None],
+) -> None:
+    """Call observe(layer, steps) for every selective layer whenever the model reads a batch of calibration text.
 
     Args:
         calibration: batches of input_ids (B, L), or of keyword arguments of the model, or a single one; with an
             attention_mask, padding does not count. The model runs in evaluation mode, without gradients, and comes
             back in its own mode.
-        how: "frozen" or "along".
-    Returns:
-        For every layer's name the energies (N,), float64, summed over channels, on the CPU.
     Raises:
-        ValueError: no text.
         TypeError: a batch that is neither a tensor nor keyword arguments.
     """
-    if isinstance(calibration, (Tensor, Mapping)):
-        calibration = [calibration]
-    means = {layer.name: _Means() for layer in layers}
-    handles = [
-        layer.module.register_forward_pre_hook(_hook(layer, means[layer.name], how), with_kwargs=True)
-        for layer in layers
-    ]
+
+    def hook(layer: StateLayer) -> Any:
+        adapter: Any = layer.adapter
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            observe(layer, adapter.steps(module, hidden, kwargs.get("attention_mask")))
+
+        return layer.module.register_forward_pre_hook(before, with_kwargs=True)
+
+    handles = [hook(layer) for layer in layers]
     training = [module for module in model.modules() if module.training]
     model.eval()
     device = next(model.parameters()).device
     try:
         with torch.no_grad():
-            for batch in calibration:
+            for batch in [calibration] if isinstance(calibration, (Tensor, Mapping)) else calibration:
                 model(**_arguments(batch, device))
     finally:
         for handle in handles:
             handle.remove()
         for module in training:
             module.training = True
-    energies = {}
-    for layer in layers:
-        adapter: Any = layer.adapter
-        summed = _finished(means[layer.name], how).sum((0, 1)) * adapter.channel_width(layer.module)
-        energies[layer.name] = summed.cpu()
-    return energies
-
-
-def _hook(layer: ElasticLayer, means: _Means, how: str) -> Any:
-    adapter: Any = layer.adapter
-
-    def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        _add(means, adapter.steps(module, hidden, kwargs.get("attention_mask")), how)
-
-    return observe
 
 
 def _arguments(batch: Any, device: torch.device) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The folder of diagonal models is an island: what it saves runs where this package cannot be imported."""
+"""The folder of models is an island: what a model saves runs where this package cannot be imported."""
 
 import ast
 import os
@@ -8,23 +8,27 @@ import sys
 from pathlib import Path
 
 import torch
+from elastic_states import random_inputs, random_model
 from helpers import BLOCK
+from transformers import GPT2Config
 from transformers.dynamic_module_utils import get_imports
 
 import modeling_essm
-from modeling_essm.companions import diagonal_ssm
-from modeling_essm.companions.diagonal_ssm import DiagonalSSMConfig, DiagonalSSMForCausalLM
+from modeling_essm.companions import models
+from modeling_essm.companions.models import DiagonalSSMConfig, DiagonalSSMForCausalLM
+from modeling_essm.companions.systems import DiagonalAdapter
 
 PACKAGE = Path(modeling_essm.__file__).parent
-ISLAND = {path.stem: path for path in Path(diagonal_ssm.__file__).parent.glob("*.py") if path.stem != "__init__"}
+ISLAND = {path.stem: path for path in Path(models.__file__).parent.glob("*.py") if path.stem != "__init__"}
+SHARED = {"cache_states", "checks_states"}
 
 LOAD = """
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 torch.set_num_threads(1)
-ids, results = torch.load("ids.pt"), {}
-for kind in ("s5", "lru", "s4d"):
+ids, x, results = torch.load("ids.pt"), torch.load("x.pt"), {}
+for kind in ("lru", "s4d"):
     for where in (kind, kind + "-again"):
         model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
         assert type(model).__module__.startswith("transformers_modules."), type(model)
@@ -35,11 +39,19 @@ for kind in ("s5", "lru", "s4d"):
         classifier = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=True, num_labels=3)
         assert classifier(ids).logits.shape == (2, 3)
         results[where, "generated"] = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
-        lti = model.mixers[0].lti()
-        model.mixers[0].set_lti(lti.lam, lti.B, lti.C, lti.present)
         if where == kind:
-            model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
             model.save_pretrained(kind + "-again")
+for kind in ("own", "gpt2"):
+    for where in (kind, kind + "-again"):
+        model = AutoModel.from_pretrained(where, trust_remote_code=True)
+        assert type(model).__module__.startswith("transformers_modules."), type(model)
+        with torch.inference_mode():
+            results[where] = model(x, refine_depth=2).readouts
+        if where == kind:
+            model.save_pretrained(kind + "-again")
+    model.set_objective(lambda y, observation, history: (y - observation).square().mean(-1))
+    with torch.no_grad():
+        results[kind + "-attached"] = model(x, refine_depth=2).readouts
 torch.save(results, "results.pt")
 """
 
@@ -69,25 +81,37 @@ def run_child(code, cwd, isolated):
     return child.stdout
 
 
-def test_a_saved_folder_needs_no_package(tmp_path):
-    """Loaded and saved again there; layers without modes, and channels with fewer modes than others."""
-    ids, models = torch.randint(3, 40, (2, 11), generator=torch.Generator().manual_seed(0)), {}
+def carried(folder, own):
+    """A folder holds the files of one kind of model and those that both share, as they are."""
+    found = {path.stem: path.read_text() for path in folder.glob("*.py")}
+    names = SHARED | {name for name in ISLAND if own in name}
+    return found == {name: ISLAND[name].read_text() for name in names}
+
+
+def test_saved_folders_need_no_package(tmp_path):
+    """Loaded and saved again there; layers without modes, channels with fewer modes than others, and two backbones."""
+    ids, diagonal = torch.randint(3, 40, (2, 11), generator=torch.Generator().manual_seed(0)), {}
     torch.save(ids, tmp_path / "ids.pt")
-    for kind in ("s5", "lru", "s4d"):
+    for kind in ("lru", "s4d"):
         torch.manual_seed(0)
         fields = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 3, "initializer_range": 0.5}
         special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         config = DiagonalSSMConfig(parameterization=kind, state_sizes=[4, 0, 3], **fields, **special)
-        models[kind] = DiagonalSSMForCausalLM(config).eval()
+        diagonal[kind] = DiagonalSSMForCausalLM(config).eval()
         if kind == "s4d":
-            models[kind].mixers[0].select_modes(torch.arange(4).expand(8, 4), torch.arange(32).view(8, 4) % 3 > 0)
-        models[kind].save_pretrained(tmp_path / kind)
-        assert {path.stem: path.read_text() for path in (tmp_path / kind).glob("*.py")} == {
-            name: path.read_text() for name, path in ISLAND.items()
-        }
+            DiagonalAdapter().shrink(diagonal[kind].mixers[0], torch.arange(32).view(8, 4) % 3 > 0, 4)
+        diagonal[kind].save_pretrained(tmp_path / kind)
+        assert carried(tmp_path / kind, "diagonal")
+    x, elastic = random_inputs(2, 3, 5, dtype=torch.float32), {}
+    torch.save(x, tmp_path / "x.pt")
+    gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32, vocab_size=8)
+    for kind, backbone in {"own": None, "gpt2": gpt2}.items():
+        elastic[kind] = random_model(dtype=torch.float32, backbone_config=backbone)
+        elastic[kind].save_pretrained(tmp_path / kind)
+        assert carried(tmp_path / kind, "elastic")
     run_child(BLOCK + LOAD, tmp_path, isolated=True)
     results = torch.load(tmp_path / "results.pt")
-    for kind, model in models.items():
+    for kind, model in diagonal.items():
         with torch.no_grad():
             expected = {
                 "logits": model(ids).logits,
@@ -96,20 +120,22 @@ def test_a_saved_folder_needs_no_package(tmp_path):
             }
         for name, tensor in expected.items():
             assert torch.equal(results[kind, name], tensor) and torch.equal(results[kind + "-again", name], tensor)
+    for kind, model in elastic.items():
+        with torch.no_grad():
+            expected = model(x, refine_depth=2).readouts
+        for name in ("", "-again", "-attached"):  # fp32, weights lie elsewhere in memory: sums in another order
+            torch.testing.assert_close(results[kind + name], expected, rtol=0, atol=1e-5)
 
 
 def test_importing_the_companions_registers_the_type(tmp_path):
-    assert "modeling_essm.companions.diagonal_ssm.modeling_diagonal_ssm" in run_child(REGISTERED, tmp_path, False)
+    assert "modeling_essm.companions.models.modeling_diagonal_ssm" in run_child(REGISTERED, tmp_path, False)
 
 
 def test_the_island_imports_itself():
+    """And its files have names of their own: checkpoints lie flat in a folder, and Python may load all kinds."""
     declared = {"torch", "transformers", "safetensors", "numpy", "huggingface_hub"}
     for path in ISLAND.values():
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
         assert all(node.level <= 1 and (node.level == 0 or node.module in ISLAND) for node in nodes), path
         assert set(get_imports(path)) <= declared | sys.stdlib_module_names
-
-
-def test_files_have_names_of_their_own():
-    """A checkpoint of either model lies flat in one folder, and Python in one process may load both."""
     assert not set(ISLAND) & {path.stem for path in PACKAGE.glob("*.py")}

@@ -4,29 +4,183 @@
     g = dl/dz,    v = -G^{-1} g,    kappa = g^T G^{-1} g = |v|_G^2,    v <- v min(1, rho / |v|_G)
     z' = Retract(z + alpha v + beta (z0 - z))
 
+The metric G of the natural gradient is positive definite for every value of its weights, the same for all inputs:
+
+    cholesky:  G = L L^T + eps I, L lower triangular with a softplus diagonal         2 d^2 flops for each solve
+    diagonal:  G = diag(softplus(delta)) + eps I                                       d
+    low_rank:  G = diag(softplus(delta)) + eps I + U U^T, by Woodbury's identity       4 d r
+
+A new one is the identity, up to U U^T, whose entries are of size 1e-4, because U = 0 would get no gradient.
+
 Every row is on its own. A step is computed for the rows that take it and no others: `refine` selects them, so that the
 number of gradient calls is the sum of depths. A state is judged once: the evaluation that accepts a step is the one
 that the next gradient is taken from, and that the readout comes from in the end. Weights get no gradient from inner
 steps, and these work under no_grad and under inference_mode.
-Letters: B batch, d width of the latent, K depth.
+Letters: B batch, d width of the latent, r rank, K depth.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .metrics_elastic_state import METRICS
-
+LOW_RANK_STD = 0.01
 MOST_HALVINGS = 2  # of "backtrack"
 # (z (b, d), rows (b,) int64 or None for all) -> readouts (b, d_y), objective (b,)
 Evaluate = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+
+
+# --- The metric -------------------------------------------------------------------------------------------------------
+
+
+def at_least_fp32(tensor: Tensor) -> Tensor:
+    """In fp32, or fp64 if that is what it is."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """Products in the dtype of their factors: half of it is not enough for a matrix that has to stay positive."""
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+class ElasticStateMetric(nn.Module):
+    """What the metrics share. Their weights are made by `reset_parameters`."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.epsilon, self.size = config.metric_epsilon, config.latent_size
+
+    @property
+    def one(self) -> float:
+        """The weight whose softplus is 1 - eps."""
+        return math.log(math.expm1(1 - self.epsilon))
+
+    def matrix(self) -> Tensor:
+        """G as a dense (d, d) matrix, for diagnostics."""
+        raise NotImplementedError
+
+    def solver(self) -> Callable[[Tensor], Tensor]:
+        """Factors G once; returns the function (B, d) -> (B, d) that applies G^{-1} to rows."""
+        raise NotImplementedError
+
+    def norm(self, v: Tensor) -> Tensor:
+        """sqrt(v^T G v) of rows: (B, d) -> (B,)."""
+        return torch.einsum("bi,ij,bj->b", v, self.matrix().to(v.dtype), v).clamp(min=0).sqrt()
+
+    def reset_parameters(self) -> None:
+        """New weights; those that were loaded stay."""
+        raise NotImplementedError
+
+
+class CholeskyMetric(ElasticStateMetric):
+    """`lower` (d, d): below the diagonal L, on the diagonal what softplus makes L of; the rest is not read."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.lower = nn.Parameter(torch.empty(self.size, self.size))
+        self._kept: tuple[Tensor, Tensor] | None = None  # the weights, and the factor that they have
+
+    @property
+    def one(self) -> float:
+        return math.log(math.expm1(math.sqrt(1 - self.epsilon)))  # the diagonal of L, whose square counts
+
+    def matrix(self) -> Tensor:
+        lower = at_least_fp32(self.lower)
+        L = lower.tril(-1) + torch.diag(F.softplus(lower.diagonal()))
+        with without_autocast(L):
+            return L @ L.mT + self.epsilon * torch.eye(self.size, dtype=L.dtype, device=L.device)
+
+    def factor(self) -> Tensor:
+        """The lower triangular (d, d) factor of G. Without gradients it is kept for as long as the weights stay."""
+        lower = self.lower
+        if (torch.is_grad_enabled() and lower.requires_grad) or lower.is_inference():
+            return torch.linalg.cholesky(self.matrix())
+        kept = self._kept
+        same = kept is not None and kept[0].device == lower.device and kept[0].dtype == lower.dtype
+        if kept is None or not same or not torch.equal(kept[0], lower):
+            with torch.inference_mode(False), torch.no_grad():
+                kept = self._kept = lower.clone(), torch.linalg.cholesky(self.matrix())
+        return kept[1]
+
+    def solver(self) -> Callable[[Tensor], Tensor]:
+        factor = self.factor()
+        return lambda g: torch.cholesky_solve(g.mT, factor).mT
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.copy_(self.lower, torch.full_like(self.lower.diagonal(), self.one).diag())
+
+
+class DiagonalMetric(ElasticStateMetric):
+    """`delta` (d,)."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.delta = nn.Parameter(torch.empty(self.size))
+
+    @property
+    def diagonal(self) -> Tensor:
+        return F.softplus(at_least_fp32(self.delta)) + self.epsilon
+
+    def matrix(self) -> Tensor:
+        return self.diagonal.diag()
+
+    def solver(self) -> Callable[[Tensor], Tensor]:
+        diagonal = self.diagonal
+        return lambda g: g / diagonal
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        init.constant_(self.delta, self.one)
+
+
+class LowRankMetric(DiagonalMetric):
+    """`delta` (d,) and `U` (d, r): G^{-1} = D^{-1} - D^{-1} U (I + U^T D^{-1} U)^{-1} U^T D^{-1}."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.U = nn.Parameter(torch.empty(self.size, config.metric_rank))
+
+    def matrix(self) -> Tensor:
+        U = at_least_fp32(self.U)
+        with without_autocast(U):
+            return super().matrix() + U @ U.mT
+
+    def solver(self) -> Callable[[Tensor], Tensor]:
+        diagonal, U = self.diagonal, at_least_fp32(self.U)
+        scaled = U / diagonal[:, None]
+        with without_autocast(U):
+            inner = torch.eye(U.shape[1], dtype=U.dtype, device=U.device) + U.mT @ scaled
+            factor = torch.linalg.cholesky(inner)
+
+        def solve(g: Tensor) -> Tensor:
+            with without_autocast(g):
+                return g / diagonal - torch.cholesky_solve((g @ scaled).mT, factor).mT @ scaled.mT
+
+        return solve
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        init.normal_(self.U, std=LOW_RANK_STD)
+
+
+METRICS: dict[str, type[ElasticStateMetric]] = {
+    "cholesky": CholeskyMetric,
+    "diagonal": DiagonalMetric,
+    "low_rank": LowRankMetric,
+}
+
+
+# --- The steps --------------------------------------------------------------------------------------------------------
 
 
 class InnerWork:
@@ -91,17 +245,14 @@ class ElasticStateCorrector(nn.Module):
         if self.config.trust_radius is None:
             return v
         kappa = (-(g * v).sum(1, keepdim=True)).clamp(min=0)
-        rho = self.config.trust_radius
-        if self.config.trust_radius_kind == "kappa":
-            rho = rho * (kappa / (kappa + self.config.trust_kappa) + 1e-12).sqrt()
-        return v * (rho / (kappa + 1e-12).sqrt()).clamp(max=1.0)
+        return v * (self.config.trust_radius / (kappa + 1e-12).sqrt()).clamp(max=1.0)
 
     def retract(self, z: Tensor) -> Tensor:
-        """Rows of (B, d) into the ball, or onto the sphere, of `retraction_radius`."""
+        """Rows of (B, d) into the ball of `retraction_radius`."""
         if self.config.retraction == "none":
             return z
         scale = self.config.retraction_radius / z.norm(dim=1, keepdim=True).clamp(min=1e-12)
-        return z * (scale.clamp(max=1.0) if self.config.retraction == "ball" else scale)
+        return z * scale.clamp(max=1.0)
 
     def move(self, z: Tensor, z0: Tensor, v: Tensor, scale: float = 1.0) -> Tensor:
         """z' (B, d); `scale` multiplies alpha."""
@@ -125,9 +276,7 @@ class ElasticStateCorrector(nn.Module):
         return Judged(z, y.detach(), graph.detach(), leaf, graph)
 
     def gradient(self, here: Judged) -> Tensor:
-        """g (b, d) of the objective at states judged with `differentiable`, of each row alone.
-
-        It has a graph of its own in training with gradient_order 2.
+        """g (b, d) of the objective at states judged with `differentiable`, of each row alone, without a graph.
 
         Raises:
             ValueError: an objective whose value autograd cannot follow to the state.
@@ -135,12 +284,9 @@ class ElasticStateCorrector(nn.Module):
         leaf, graph = here.leaf, here.graph
         if leaf is None or graph is None or not graph.requires_grad:
             raise ValueError("the objective must be computed from y by functions that autograd knows")
-        outer = torch.is_grad_enabled()  # then the loss goes through the same graph
-        second_order = outer and self.training and self.config.gradient_order == 2
+        retain = torch.is_grad_enabled()  # then the loss goes through the same graph
         with torch.inference_mode(False), torch.enable_grad():
-            (g,) = torch.autograd.grad(
-                graph.sum(), leaf, retain_graph=outer, create_graph=second_order, materialize_grads=True
-            )
+            (g,) = torch.autograd.grad(graph.sum(), leaf, retain_graph=retain, materialize_grads=True)
         return g
 
     def refine(self, start: Judged, depths: Tensor, evaluate: Evaluate, work: InnerWork) -> Judged:
@@ -219,4 +365,4 @@ class ElasticStateCorrector(nn.Module):
         return there if kept == len(good) else there.where(good, here)
 
 
-__all__ = ["ElasticStateCorrector", "InnerWork", "Judged"]
+__all__ = ["METRICS", "ElasticStateCorrector", "ElasticStateMetric", "InnerWork", "Judged"]

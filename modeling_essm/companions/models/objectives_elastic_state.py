@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from .cache_states import tree_map
 
 
 class SquaredError(nn.Module):
@@ -59,11 +60,6 @@ def make_objective(config: Any) -> Any:
         return None
     with torch.device("cpu"):  # from_pretrained makes models on the meta device, where constants have no values
         return factory(**(config.objective_arguments or {}))
-
-
-def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:
-    """A nest of the same form with function(tensors) for tensors; None stays None."""
-    return None if trees[0] is None else pytree.tree_map(function, *trees)
 
 
 def rows_of(tree: Any, rows: Tensor | None) -> Any:

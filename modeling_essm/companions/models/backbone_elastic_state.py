@@ -1,11 +1,19 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A latent beside any causal backbone of transformers: h = backbone(W_x x + W_z z), z0 = Retract(W_p h).
+"""Where proposals come from: the model's own recurrence, or a latent beside any causal backbone of transformers.
 
-Refinement changes z and nothing else: the backbone's cache is what its inputs made it. With feedback the committed z
-enters the next input, and the backbone runs step by step; its cache is cut from the graph after each of them, so that
-training sends gradients through z from step to step, but not through the backbone's past. Without feedback the backbone
-reads a sequence that begins at once, and gradients are complete.
-Letters: B batch, L sequence, F input features, D width of the backbone, d width of the latent.
+The recurrence is diagonal and linear (LRU, Orvieto et al. 2023), and its state is what is refined:
+
+    z0_{t+1} = lam z_t + exp(gamma) B (W x_{t+1} + b),    lam = exp(-exp(nu) + i exp(theta))
+
+z_t is the state that was committed, after refinement, so that what was corrected once need not be corrected again.
+Complex numbers are pairs of real ones: z = [Re, Im] of shape (B, 2n).
+
+Beside another backbone h = backbone(W_x x + W_z z), and z0 = Retract(W_p h). Refinement changes z and nothing else: the
+backbone's cache is what its inputs made it. With feedback the committed z enters the next input, and the backbone runs
+step by step; its cache is cut from the graph after each of them, so that training sends gradients through z from step
+to step, but not through the backbone's past. Without feedback the backbone reads a sequence that begins at once, and
+gradients are complete.
+Letters: B batch, L sequence, F input features, H width of the recurrence, n modes, d width of a latent.
 """
 
 from __future__ import annotations
@@ -17,6 +25,55 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel
+from transformers import initialization as init
+
+
+class ElasticStateRecurrence(nn.Module):
+    """Weights `nu_log`, `theta_log`, `gamma_log` (n,), `B` (n, H, 2), and the linear encoder `embed_features`."""
+
+    has_spectral_budget = False
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config = config
+        n = config.latent_size // 2
+        self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
+        self.nu_log, self.theta_log, self.gamma_log = (nn.Parameter(torch.empty(n)) for _ in range(3))
+        self.B = nn.Parameter(torch.empty(n, config.hidden_size, 2))
+
+    def start(
+        self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any
+    ) -> Callable[[int, Tensor], Tensor]:
+        """Reads (B, L, F); returns the function (t, committed z (B, 2n)) -> proposal (B, 2n).
+
+        Args:
+            real, cache, spectral_budget: not read; the committed state is all there is.
+        """
+        dtype = torch.promote_types(self.nu_log.dtype, torch.float32)
+        modulus, angle = (-self.nu_log.to(dtype).exp()).exp(), self.theta_log.to(dtype).exp()
+        re, im = modulus * angle.cos(), modulus * angle.sin()
+        weight = (
+            (self.gamma_log.to(dtype).exp()[:, None, None] * self.B.to(dtype)).movedim(2, 0).flatten(0, 1)
+        )  # (2n, H)
+        u = self.embed_features(features.to(self.embed_features.weight.dtype)).to(dtype)
+        drive = u @ weight.mT  # (B, L, 2n)
+
+        def propose(t: int, z: Tensor) -> Tensor:
+            x, y = z.chunk(2, 1)
+            return torch.cat([re * x - im * y, im * x + re * y], 1) + drive[:, t]
+
+        return propose
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """|lam|^2 uniform in [r_min^2, r_max^2], phase uniform in (0, max_phase), B as published."""
+        low, high = self.config.r_min**2, self.config.r_max**2
+        squares = (torch.empty_like(self.nu_log).uniform_() * (high - low) + low).clamp(min=1e-8)
+        phases = torch.empty_like(self.theta_log).uniform_() * self.config.max_phase
+        init.copy_(self.nu_log, (-0.5 * squares.log()).log())
+        init.copy_(self.theta_log, phases.clamp(min=1e-8).log())
+        init.copy_(self.gamma_log, 0.5 * torch.log1p(-squares))
+        init.normal_(self.B, std=(2 * self.config.hidden_size) ** -0.5)
 
 
 def map_cache(cache: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -67,7 +124,7 @@ class ElasticStateLatent(nn.Module):
         """Reads (B, L, F); returns the function (t, committed z (B, d)) -> proposal (B, d) before retraction.
 
         Args:
-            real: None, as all are. cache: an `ElasticStateCache`, whose backbone_cache is replaced, or None.
+            real: None, as all are. cache: a `StateCache`, whose backbone is replaced, or None.
             spectral_budget: the backbone's, or None for its default.
         Raises:
             ValueError: positions that are not real; and the function, with gradients, for a backbone that writes to its
@@ -77,7 +134,7 @@ class ElasticStateLatent(nn.Module):
             raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
         extra = {} if spectral_budget is None else {"spectral_budget": spectral_budget}
         u = self.embed_features(features.to(self.embed_features.weight.dtype))
-        past = None if cache is None else cache.backbone_cache
+        past = None if cache is None else cache.backbone
 
         def run(inputs: Tensor, past: Any, keep: bool) -> tuple[Tensor, Any]:
             given = {self.cache_name: past, "use_cache": keep, **extra}
@@ -99,7 +156,7 @@ class ElasticStateLatent(nn.Module):
             if torch.is_grad_enabled() and new is not None:
                 new = map_cache(new, Tensor.detach)
             if cache is not None:
-                cache.backbone_cache = new
+                cache.backbone = new
             return outputs.last_hidden_state.to(self.proposal.weight.dtype), new
 
         feedback = self.feedback
@@ -116,4 +173,4 @@ class ElasticStateLatent(nn.Module):
         return propose
 
 
-__all__ = ["ElasticStateLatent"]
+__all__ = ["ElasticStateLatent", "ElasticStateRecurrence"]

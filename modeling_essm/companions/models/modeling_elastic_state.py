@@ -6,42 +6,85 @@ corrector takes them, and the refined state is committed: the next proposal star
 
     z0_t = backbone(x_t, z_{t-1}),    K_t = gate(l0_t),    z_t = corrector(z0_t, K_t),    y_t = g(z_t)
 
-The backbone is in `recurrence_elastic_state` (the model's own) or `latent_elastic_state` (around any other), the inner
-steps in `corrector_elastic_state`, the metric in `metrics_elastic_state`, the depth in `gate_elastic_state`, objectives
-in `objectives_elastic_state`.
+Each of them has a file: `backbone_elastic_state`, `gate_elastic_state`, `corrector_elastic_state` and
+`objectives_elastic_state`.
 Letters: B batch, L sequence, F input features, d width of the latent, K depth.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers import initialization as init
+from transformers.utils import ModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from .cache_elastic_state import ElasticStateCache
+from .backbone_elastic_state import ElasticStateLatent, ElasticStateRecurrence
+from .cache_states import StateCache, tree_map
+from .checks_states import check_cache, check_inputs, read_mask
 from .configuration_elastic_state import ElasticStateConfig
-from .corrector_elastic_state import ElasticStateCorrector, InnerWork
+from .corrector_elastic_state import ElasticStateCorrector, ElasticStateMetric, InnerWork
 from .gate_elastic_state import ElasticStateGate, policy_loss
-from .inputs_elastic_state import (
-    blank,
-    check_cache,
-    check_features,
-    check_observations,
-    check_shift,
-    read_cap,
-    read_depths,
-    read_mask,
-)
-from .latent_elastic_state import ElasticStateLatent
-from .metrics_elastic_state import ElasticStateMetric
-from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, tree_map, usable
-from .outputs_elastic_state import ElasticStateOutput, mean_over
-from .recurrence_elastic_state import ElasticStateRecurrence
+from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, usable
+
+
+@dataclass
+class ElasticStateOutput(ModelOutput):
+    """
+    Args:
+        loss: () mean over real positions of l_K + lambda_E K + w_0 l_0, in training with "policy_gradient" plus its
+            surrogate; None without an objective. A task's loss on `readouts` is added by whoever has one.
+        readouts: (B, L, d_y) y = g(z_K); of no meaning, like what else is told of them, at positions that are not real.
+        latents: (B, L, d) z_K, committed. proposals: (B, L, d) z_0.
+        proposal_losses, losses: (B, L) the objective of proposals and of refined states; None without an objective.
+        refine_depths: (B, L) int64 K. expected_depths: (B, L) the same with gradients to the gate; of "relaxed" gates
+            in training the sum of the p_j.
+        past_key_values: StateCache after the last position, if asked for.
+        gradient_calls: how many rows the objective's gradient was computed for; outside of training of the gate the
+            sum of refine_depths. objective_calls: how many rows it was evaluated for, whether or not a gradient was
+            taken from that. kept_steps: of the steps along those gradients, how many config.acceptance kept.
+    """
+
+    loss: Tensor | None = None
+    readouts: Tensor | None = None
+    latents: Tensor | None = None
+    proposals: Tensor | None = None
+    proposal_losses: Tensor | None = None
+    losses: Tensor | None = None
+    refine_depths: Tensor | None = None
+    expected_depths: Tensor | None = None
+    past_key_values: Any = None
+    gradient_calls: int | None = None
+    objective_calls: int | None = None
+    kept_steps: int | None = None
+
+
+def mean_over(each: Tensor, real: Tensor) -> Tensor:
+    """() of (B, L) where real (B, L) is true; 0 if it is nowhere."""
+    return each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
+
+
+def distillation_loss(output: ElasticStateOutput, attention_mask: Tensor | None = None) -> Tensor:
+    """() mean over real positions of |z_0 - z_K|^2, where z_K is data: proposals learn what they were refined to.
+
+    Added to the loss of a model that refines well already, it is to save steps (section 8 of the poster).
+
+    Args:
+        attention_mask: (B, L), 1 for real positions; None if all are.
+    Raises:
+        ValueError: an output without latents and proposals.
+    """
+    if output.proposals is None or output.latents is None:
+        raise ValueError("distillation needs an output with latents and proposals")
+    each = (output.proposals - output.latents.detach()).square().sum(-1)
+    return each.mean() if attention_mask is None else mean_over(each, attention_mask.bool())
 
 
 class ElasticStatePreTrainedModel(PreTrainedModel):
@@ -131,7 +174,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         self.config.gate_temperature = float(temperature)
 
     def step(
-        self, input_features: Tensor, past_key_values: ElasticStateCache | None = None, observation: Any = None, **dials
+        self, input_features: Tensor, past_key_values: StateCache | None = None, observation: Any = None, **dials
     ) -> ElasticStateOutput:
         """One position of a stream: (B, F), and the observation (B, ..) if it is another.
 
@@ -150,7 +193,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         input_features: Tensor,
         observations: Any = None,
         attention_mask: Tensor | None = None,
-        past_key_values: ElasticStateCache | None = None,
+        past_key_values: StateCache | None = None,
         use_cache: bool | None = None,
         refine_depth: int | Tensor | None = None,
         max_refine_depth: int | None = None,
@@ -164,7 +207,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 input_features by default.
             attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist: state and
                 history stay as they are, and its depth is 0. Only with the model's own recurrence.
-            past_key_values: ElasticStateCache to continue from; updated in place, and of no use after a call that
+            past_key_values: StateCache to continue from; updated in place, and of no use after a call that
                 failed.
             refine_depth: K of every position, instead of the gate's: an int, or integers (B,) or (B, L). With 0 the
                 model is its backbone, and an objective is not needed.
@@ -181,19 +224,22 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 one.
         """
         config = self.config
-        check_features(input_features, config.num_input_features)
-        check_shift(gate_threshold_shift)
+        check_inputs(config, None, None, input_features)
+        if math.isnan(gate_threshold_shift):
+            raise ValueError("gate_threshold_shift must be a number, got nan")
         B, L, _ = input_features.shape
         cache = past_key_values
         if cache is not None:
-            check_cache(cache, B, config.latent_size)
+            check_cache(cache, B, [config.latent_size])
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
-            cache = ElasticStateCache()
+            cache = StateCache()
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
         real = None if real is None else real.to(input_features.device)
-        cap = read_cap(max_refine_depth, config.max_refine_depth)
-        forced = read_depths(refine_depth, config.max_refine_depth, B, L, input_features.device)
+        cap = config.max_refine_depth if max_refine_depth is None else max_refine_depth
+        if type(cap) is not int or not 0 <= cap <= config.max_refine_depth:
+            raise ValueError(f"max_refine_depth must be an integer in [0, {config.max_refine_depth}], got {cap!r}")
+        forced = _read_depths(refine_depth, config.max_refine_depth, B, L, input_features.device)
         if spectral_budget is not None and not self.source.has_spectral_budget:
             raise ValueError(f"spectral_budget needs a backbone that has one, got {spectral_budget!r}")
         idle = cap == 0 or (forced is not None and int(forced.max() if forced.numel() else 0) == 0)
@@ -203,9 +249,9 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 f"(now {config.objective!r}), or refine_depth=0"
             )
         observations = input_features if observations is None else observations
-        check_observations(observations, B, L)
+        _check_observations(observations, B, L)
         if real is not None:  # positions that do not exist may hold anything
-            input_features, observations = (blank(x, real) for x in (input_features, observations))
+            input_features, observations = (_blank(x, real) for x in (input_features, observations))
         propose = self.source.start(input_features, real, cache, spectral_budget)
         z, history = self._begin(cache, input_features, observations, real)
         work, steps = InnerWork(), []
@@ -220,7 +266,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             history = commit(self.objective, history, step["readouts"], observation, here)
             steps.append(step)
         if cache is not None:
-            cache.update(z, history, L)
+            cache.update([z], L, history)
         return self._output(steps, work, real, cache if use_cache else None, return_loss)
 
     def _output(
@@ -228,7 +274,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         steps: list[dict[str, Tensor]],
         work: InnerWork,
         real: Tensor | None,
-        cache: ElasticStateCache | None,
+        cache: StateCache | None,
         return_loss: bool,
     ) -> ElasticStateOutput:
         """What all positions gave, and the loss over those that are real (B, L)."""
@@ -242,10 +288,10 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         return output
 
     def _begin(
-        self, cache: ElasticStateCache | None, features: Tensor, observations: Any, real: Tensor | None
+        self, cache: StateCache | None, features: Tensor, observations: Any, real: Tensor | None
     ) -> tuple[Tensor, Any]:
         """The committed latent (B, d) and history before the first position that is real (B, L)."""
-        z, history = (None, None) if cache is None else (cache.latent, cache.history)
+        z, history = (cache.states[0], cache.history) if cache is not None and cache.states else (None, None)
         if z is None:
             dtype = torch.promote_types(self.corrector.log_step_size.dtype, torch.float32)
             z = torch.zeros(len(features), self.config.latent_size, dtype=dtype, device=features.device)
@@ -326,4 +372,39 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         return loss + policy_loss(costs, log_prob, entropy, real, self.config)
 
 
-__all__ = ["ElasticStateModel", "ElasticStatePreTrainedModel"]
+def _check_observations(observations: Any, B: int, L: int) -> None:
+    """Raises ValueError for a leaf of the nest that is not a tensor (B, L, ..)."""
+    for leaf in pytree.tree_leaves(observations):
+        if not isinstance(leaf, Tensor) or tuple(leaf.shape[:2]) != (B, L):
+            found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(
+                f"observations must be tensors, one for each position of input_features, ({B}, {L}, ..), got {found}"
+            )
+
+
+def _blank(tree: Any, real: Tensor) -> Any:
+    """The nest (B, L, ..) with zeros at positions that are not real (B, L)."""
+    return tree_map(lambda x: x.masked_fill(~real.view(*real.shape, *(1,) * (x.ndim - 2)), 0), tree)
+
+
+def _read_depths(refine_depth: Any, most: int, B: int, L: int, device: torch.device) -> Tensor | None:
+    """(B, L) int64 of an int, or of integers (B,) or (B, L); None stays None.
+
+    Raises:
+        ValueError: depths that are no integers in [0, most], or of another shape.
+    """
+    if refine_depth is None:
+        return None
+    try:
+        depths = torch.as_tensor(refine_depth)
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a ragged list
+        raise ValueError(f"refine_depth must be integers in [0, {most}], got {refine_depth!r}") from error
+    legal = not (depths.is_floating_point() or depths.is_complex() or depths.dtype == torch.bool)
+    if not legal or (depths.numel() and not 0 <= int(depths.min()) <= int(depths.max()) <= most):
+        raise ValueError(f"refine_depth must be integers in [0, {most}], got {refine_depth!r}")
+    if tuple(depths.shape) not in ((), (B,), (B, L)):
+        raise ValueError(f"refine_depth must have shape (), ({B},) or ({B}, {L}), got {tuple(depths.shape)}")
+    return depths.long().to(device).view(-1, L if depths.ndim == 2 else 1).expand(B, L)
+
+
+__all__ = ["ElasticStateModel", "ElasticStateOutput", "ElasticStatePreTrainedModel", "distillation_loss"]

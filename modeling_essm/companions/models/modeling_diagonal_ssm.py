@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Diagonal state space models for transformers: model, language-model and classification heads.
+"""Diagonal state space models for transformers: residual block, model, language-model and classification heads.
 
-The block is in `block_diagonal`, its mixer in `mixer_diagonal`, the three parameterizations of that in
-`parameterizations_diagonal`. A causal model keeps one state per layer between calls, see `cache_diagonal`.
+The mixer of the block, in its three parameterizations, is in `mixer_diagonal`. A causal model keeps one state per layer
+between calls, see `cache_states`.
 Letters: B batch, L sequence, H width, F input features, n modes.
 """
 
@@ -11,17 +11,59 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from .block_diagonal import DiagonalSSMLayer, make_norm
-from .cache_diagonal import DiagonalSSMCache
+from .cache_states import StateCache
+from .checks_states import check_cache, check_inputs, read_mask
 from .configuration_diagonal_ssm import DiagonalSSMConfig
-from .inputs_diagonal import check_cache, check_inputs, read_mask, real_last, refuse_packing, reorder, wants_cache
-from .mixer_diagonal import DiagonalMixer
-from .parameterizations_diagonal import MIXERS
+from .mixer_diagonal import MIXERS, DiagonalMixer
+
+
+class DiagonalSSMBatchNorm(nn.BatchNorm1d):
+    """Batch normalisation of (B, L, H) over the real positions, without weights."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__(hidden_size, eps=eps, affine=False)
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        if real is None or not self.training:
+            return super().forward(x.flatten(0, 1)).view_as(x)
+        return torch.zeros_like(x).index_put((real,), super().forward(x[real]))
+
+
+class DiagonalSSMLayerNorm(nn.LayerNorm):
+    """Layer normalisation of (B, L, H), which padding does not touch."""
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+def make_norm(config: DiagonalSSMConfig) -> nn.Module:
+    """The norm that the configuration asks for, of (B, L, H) and `real` (B, L) or None."""
+    norm = DiagonalSSMLayerNorm if config.norm == "layer" else DiagonalSSMBatchNorm
+    return norm(config.hidden_size, eps=config.layer_norm_eps)
+
+
+class DiagonalSSMLayer(GradientCheckpointingLayer):
+    """Residual block: x + drop(GLU(W drop(GELU(mixer(norm(x))))))."""
+
+    def __init__(self, config: DiagonalSSMConfig, state_size: int):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.mixer = MIXERS[config.parameterization](config, state_size)
+        self.mix = nn.Linear(config.hidden_size, 2 * config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, hidden_states: Tensor, state: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(B, L, H) to (B, L, H) and the state after it; state and real as of `DiagonalMixer.forward`."""
+        y, state = self.mixer(self.norm(hidden_states, real), state, real)
+        branch = F.glu(self.mix(self.dropout(F.gelu(y))), dim=-1)
+        return hidden_states + self.dropout(branch), state
 
 
 class DiagonalSSMPreTrainedModel(PreTrainedModel):
@@ -45,14 +87,9 @@ class DiagonalSSMPreTrainedModel(PreTrainedModel):
         """The mixer of each layer."""
         return [module for module in self.modules() if isinstance(module, DiagonalMixer)]
 
-    def read_state_sizes(self) -> list[int]:
-        """Write the sizes that the mixers have, whoever changed them, into the configuration; and return them."""
-        self.config.state_sizes = [mixer.state_size for mixer in self.mixers]
-        return self.config.state_sizes
-
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; the configuration tells the sizes of layers as they are."""
-        self.read_state_sizes()
+        """As in transformers; the configuration tells the sizes that the mixers have, whoever changed them."""
+        self.config.state_sizes = [mixer.state_size for mixer in self.mixers]
         super().save_pretrained(*args, **kwargs)
 
 
@@ -80,7 +117,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         input_features: Tensor | None = None,
-        past_key_values: DiagonalSSMCache | None = None,
+        past_key_values: StateCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         **kwargs: Any,
@@ -92,7 +129,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
                 stands and wherever pieces are cut: real ones come out as if they alone made up the row, and the state
                 does not advance on others. The output there is that of the last real position before it in this call;
                 where there is none, it means nothing.
-            past_key_values: DiagonalSSMCache to continue from; updated in place.
+            past_key_values: StateCache to continue from; updated in place.
         Returns:
             BaseModelOutputWithPast: last_hidden_state (B, L, H), past_key_values if asked for, hidden_states a tuple of
             (B, L, H), embeddings first, if asked for.
@@ -101,22 +138,17 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
                 not fit, a cache for a bidirectional model, packed sequences, or gradient checkpointing with a cache or
                 batch norm.
         """
-        refuse_packing(kwargs)
+        _refuse_packing(kwargs)
         check_inputs(self.config, input_ids, inputs_embeds, input_features)
         embeddings = hidden_states = self._embed(input_ids, inputs_embeds, input_features)
         B, L, _ = hidden_states.shape
         cache = past_key_values
         if cache is not None:
-            check_cache(cache, self.config, B)
+            check_cache(cache, B, [layer.mixer.state_size for layer in self.layers])
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
-        use_cache = wants_cache(self, use_cache, cache)
-        if self.training and self.gradient_checkpointing and self.config.norm == "batch":
-            raise ValueError(
-                'gradient checkpointing runs layers twice, which would move the running statistics of norm="batch" '
-                'twice: train without it, or with norm="layer"'
-            )
+        use_cache = self._wants_cache(use_cache, cache)
         if use_cache and cache is None:
-            cache = DiagonalSSMCache(self.config)
+            cache = StateCache()
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         place = None
@@ -124,17 +156,17 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             real = real.to(hidden_states.device)
             order, place = real_last(real)
             hidden_states, real = reorder(hidden_states, order), real.gather(1, order)
-        each = [hidden_states]
+        each, states = [hidden_states], []
         for i, layer in enumerate(self.layers):
-            hidden_states, state = layer(hidden_states, None if cache is None else cache.layers[i].state, real)
-            if cache is not None:
-                cache.layers[i].update(state)
+            before = cache.states[i] if cache is not None and cache.states else None
+            hidden_states, state = layer(hidden_states, before, real)
+            states.append(state)
             each.append(hidden_states)
         each[-1] = hidden_states = self.norm(hidden_states, real)
         if place is not None:
             hidden_states = reorder(hidden_states, place)
         if cache is not None:
-            cache.advance(L)
+            cache.update(states, L)
         all_states = None
         if output_hidden_states:
             between = each[1:-1] if place is None else [reorder(states, place) for states in each[1:-1]]
@@ -142,6 +174,28 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         return BaseModelOutputWithPast(
             last_hidden_state=hidden_states, past_key_values=cache if use_cache else None, hidden_states=all_states
         )
+
+    def _wants_cache(self, use_cache: bool | None, cache: Any) -> bool:
+        """Whether the call returns a cache. Raises ValueError where it cannot have one."""
+        if self.config.bidirectional:
+            if use_cache or cache is not None:
+                raise ValueError(
+                    "a bidirectional model reads whole sequences: call with use_cache=False, without past_key_values"
+                )
+            return False
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if self.training and self.gradient_checkpointing and torch.is_grad_enabled():
+            if use_cache or cache is not None:
+                raise ValueError(
+                    "gradient checkpointing keeps no states: train with use_cache=False and without past_key_values"
+                )
+            if self.config.norm == "batch":
+                raise ValueError(
+                    "gradient checkpointing runs layers twice, which would move the running statistics of "
+                    'norm="batch" twice: train without it, or with norm="layer"'
+                )
+        return use_cache
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> Tensor:
         """(B, L, H) of the one input that is given."""
@@ -174,7 +228,7 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        past_key_values: DiagonalSSMCache | None = None,
+        past_key_values: StateCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
@@ -189,7 +243,7 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         Returns:
             CausalLMOutputWithPast: loss () in nats with labels, logits (B, L or logits_to_keep, vocab_size).
         """
-        refuse_packing(kwargs)
+        _refuse_packing(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -232,9 +286,9 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         return inputs
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
-        """A DiagonalSSMCache, whatever kind the library would make."""
+        """A StateCache, whatever kind the library would make."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = DiagonalSSMCache(self.config)
+            model_kwargs["past_key_values"] = StateCache()
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -272,7 +326,7 @@ class DiagonalSSMForSequenceClassification(DiagonalSSMPreTrainedModel):
         Returns:
             SequenceClassifierOutput: loss () with labels, logits (B, num_labels).
         """
-        refuse_packing(kwargs)
+        _refuse_packing(kwargs)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -296,6 +350,37 @@ def _mean_of_real(hidden_states: Tensor, real: Tensor | None) -> Tensor:
     real = real.to(hidden_states.device).bool()
     total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
     return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+
+
+def _refuse_packing(kwargs: dict[str, Any]) -> None:
+    """Extra arguments pass silently, as the library's losses need; packed sequences would run into each other.
+
+    Raises:
+        ValueError: an argument of packed sequences.
+    """
+    for name, value in kwargs.items():
+        if value is not None and name.startswith(("seq_idx", "cu_seq")):
+            raise ValueError(f"unknown argument {name!r}: packed sequences are not supported, pad them instead")
+
+
+def real_last(real: Tensor) -> tuple[Tensor, Tensor]:
+    """How to bring the real positions of each row to its end, in their order, and back.
+
+    Args:
+        real: (B, L) bool.
+    Returns:
+        order (B, L) int64: the position that goes to each place. place (B, L): where each position has gone; one that
+        is not real is where the last real one before it is, or at the beginning if there is none.
+    """
+    L = real.shape[1]
+    order = real.long().argsort(dim=1, stable=True)
+    place = L - real.sum(1, keepdim=True) + real.cumsum(1) - 1
+    return order, place.clamp(min=0)
+
+
+def reorder(x: Tensor, place: Tensor) -> Tensor:
+    """(B, L, H) with the position that place (B, L) names at each."""
+    return x.gather(1, place[..., None].expand_as(x))
 
 
 __all__ = [

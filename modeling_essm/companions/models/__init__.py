@@ -1,0 +1,61 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""Models for transformers: diagonal state spaces (S5, S4D, LRU), and elastic state models, whose compute follows
+difficulty. Importing this makes the Auto classes know them.
+
+A saved model carries those of the other files that it needs; they import nothing but each other.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from .cache_states import StateCache
+from .configuration_diagonal_ssm import DiagonalSSMConfig
+from .configuration_elastic_state import ElasticStateConfig
+from .mixer_diagonal import MIXERS, DiagonalMixer, LRUMixer, S4DMixer, S5Mixer
+from .modeling_diagonal_ssm import (
+    DiagonalSSMForCausalLM,
+    DiagonalSSMForSequenceClassification,
+    DiagonalSSMModel,
+    DiagonalSSMPreTrainedModel,
+)
+from .modeling_elastic_state import (
+    ElasticStateModel,
+    ElasticStateOutput,
+    ElasticStatePreTrainedModel,
+    distillation_loss,
+)
+from .objectives_elastic_state import OBJECTIVES, register_objective
+
+for config, classes in {
+    DiagonalSSMConfig: {
+        AutoModel: DiagonalSSMModel,
+        AutoModelForCausalLM: DiagonalSSMForCausalLM,
+        AutoModelForSequenceClassification: DiagonalSSMForSequenceClassification,
+    },
+    ElasticStateConfig: {AutoModel: ElasticStateModel},
+}.items():
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    config.register_for_auto_class()
+    for auto, model in classes.items():
+        auto.register(config, model, exist_ok=True)
+        model.register_for_auto_class(auto.__name__)
+
+__all__ = [
+    "MIXERS",
+    "OBJECTIVES",
+    "DiagonalMixer",
+    "DiagonalSSMConfig",
+    "DiagonalSSMForCausalLM",
+    "DiagonalSSMForSequenceClassification",
+    "DiagonalSSMModel",
+    "DiagonalSSMPreTrainedModel",
+    "ElasticStateConfig",
+    "ElasticStateModel",
+    "ElasticStateOutput",
+    "ElasticStatePreTrainedModel",
+    "LRUMixer",
+    "S4DMixer",
+    "S5Mixer",
+    "StateCache",
+    "distillation_loss",
+    "register_objective",
+]
