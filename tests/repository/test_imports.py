@@ -17,7 +17,7 @@ from transformers.dynamic_module_utils import get_imports
 
 MODEL, LIBRARY = ROOT / "modeling_essm", ROOT / "train" / "essm_train"
 CARRIED = {path.stem for path in MODEL.glob("*.py") if not path.stem.startswith("_")}
-ISLANDS = ("companions/diagonal_ssm", "companions/elastic_state")  # whose checkpoints carry them
+ISLANDS = ("companions/models",)  # whose checkpoints carry them
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMANDS = {target.partition(":")[0] for target in PROJECT["scripts"].values()} - {"essm_train.console"}
 # Of the package without extras; tokenizers comes with transformers.

@@ -89,18 +89,17 @@ class DiagonalSSMConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = 258
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.state_size is None:
-            self.state_size = _STATE_SIZE.get(self.parameterization)
-        if self.initialization is None:
-            self.initialization = _INITIALIZATION.get(self.parameterization)
-        self.state_sizes = list(self.state_sizes or [self.state_size] * self.num_hidden_layers)
+        for name, defaults in (("state_size", _STATE_SIZE), ("initialization", _INITIALIZATION)):
+            if getattr(self, name) is None:
+                setattr(self, name, defaults[self.parameterization])
+        self.state_sizes = list(self.state_sizes or [self.state_size] * self.num_hidden_layers)  # type: ignore[list-item]
         kwargs["auto_map"] = self.auto_classes | (kwargs.get("auto_map") or {})  # folders load through every Auto class
         super().__post_init__(**kwargs)
 
     def validate_fields(self) -> None:
         """Fields that have to fit each other."""
         sizes, layers = self.state_sizes, self.num_hidden_layers
-        if len(sizes) != layers:
+        if sizes is None or len(sizes) != layers:
             raise ValueError(f"state_sizes must be a list of {layers} integers, one for each layer, got {sizes}")
         for low, high in (("dt_min", "dt_max"), ("r_min", "r_max")):
             if getattr(self, low) > getattr(self, high):

@@ -102,7 +102,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
-        self.layers = nn.ModuleList(DiagonalSSMLayer(config, n) for n in config.state_sizes)
+        self.layers = nn.ModuleList(DiagonalSSMLayer(config, n) for n in config.state_sizes or ())
         self.norm = make_norm(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -144,7 +144,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         B, L, _ = hidden_states.shape
         cache = past_key_values
         if cache is not None:
-            check_cache(cache, B, [layer.mixer.state_size for layer in self.layers])
+            check_cache(cache, B, [mixer.state_size for mixer in self.mixers])
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
         use_cache = self._wants_cache(use_cache, cache)
         if use_cache and cache is None:

@@ -134,7 +134,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         own = config.backbone_config is None
         self.source = ElasticStateRecurrence(config) if own else ElasticStateLatent(config)
         hidden, d = config.readout_hidden_size, config.latent_size
-        self.readout: nn.Module = nn.Linear(hidden or d, config.readout_size)
+        self.readout: nn.Module = nn.Linear(hidden or d, config.readout_size or 0)
         if hidden:
             self.readout = nn.Sequential(nn.Linear(d, hidden), nn.GELU(), self.readout)
         self.corrector = ElasticStateCorrector(config)
