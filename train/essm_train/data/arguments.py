@@ -21,7 +21,7 @@ class CLMArguments(ModelArguments):
     train_file: list[str] | None = arg(
         None,
         "Local files to train on: parquet, json(l) or csv with a column of text, or any others, each one "
-        "document, as bytes whatever their encoding. A folder stands for all files in it.",
+        "document of UTF-8. A folder stands for all files in it.",
     )
     validation_file: list[str] | None = arg(None, "Held-out files; without them, the last tenth of the text.")
     dataset_name: str | None = arg(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,6 @@ class MuLawClips:
 
     words, sampling_rate = SPEECH4_WORDS, 8000
     COLUMNS = ("mulaw_8khz", "label", "num_samples", "clip")
-    ORIGINAL_RATE = 16000  # of the clip before it was resampled; num_samples counts that one's samples
 
     def __init__(self, data_dir: Path):
         self.paths = {split: Path(data_dir) / f"speech_commands_4words-{split}.parquet" for split in SPLITS}
@@ -124,28 +124,19 @@ class MuLawClips:
                     f"{path} is not there: put speech_commands_4words-{{train,validation,test}}.parquet, with the "
                     f"columns {', '.join(self.COLUMNS)} (8,000 uint8 codes of 8 kHz mu-law), into {str(data_dir)!r}"
                 )
-            missing = set(self.COLUMNS) - set(pq.read_schema(path).names)
-            if missing:
+            if missing := set(self.COLUMNS) - set(pq.read_schema(path).names):
                 raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
             digest.update(bytes.fromhex(sha256_of(path)))
         self.sizes = {split: pq.read_metadata(path).num_rows for split, path in self.paths.items()}
         self.fingerprint = digest.hexdigest()
 
     def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
-        path = self.paths[split]
         # memory_map keeps what is read to the row groups that hold these rows.
-        table = pq.read_table(path, columns=list(self.COLUMNS), memory_map=True).slice(rows.start, len(rows))
-        codes, labels, lengths, names = (table.column(name) for name in self.COLUMNS)
+        table = pq.read_table(self.paths[split], columns=list(self.COLUMNS), memory_map=True)
         clips = []
-        for i, row in enumerate(rows):
-            label, length = labels[i].as_py(), lengths[i].as_py()
-            values = np.asarray(codes[i].values)
-            if not 0 <= label < len(self.words):
-                raise ValueError(f"row {row} of {path}: label must be in [0, {len(self.words) - 1}], got {label}")
-            if not 0 < length <= self.ORIGINAL_RATE:
-                raise ValueError(f"row {row} of {path}: num_samples must be in [1, {self.ORIGINAL_RATE}], got {length}")
-            real = -(-length * self.sampling_rate // self.ORIGINAL_RATE)  # what follows is padding
-            clips.append((mu_law_decode(values[:real]), label, names[i].as_py()))
+        for codes, label, length, name in zip(*table.slice(rows.start, len(rows)).columns):
+            real = -(-length.as_py() // 2)  # num_samples counts at 16 kHz; what follows is padding
+            clips.append((mu_law_decode(np.asarray(codes.values)[:real]), label.as_py(), name.as_py()))
         return clips
 
 
@@ -157,7 +148,7 @@ class SpeechCommands:
         words: the classes, in order.
     Raises:
         FileNotFoundError: the folder, a list or a word is not there, or a list names a missing file.
-        ValueError: a list names a file twice, or in both lists.
+        ValueError: a file is listed twice.
     """
 
     sampling_rate = 16000
@@ -165,21 +156,21 @@ class SpeechCommands:
 
     def __init__(self, folder: Path, words: Sequence[str] = SC10_WORDS):
         self.folder, self.words = Path(folder), tuple(words)
-        wanted = [*self.LISTS.values(), *self.words]
-        absent = [name for name in wanted if not (self.folder / name).exists()]
+        absent = [name for name in (*self.LISTS.values(), *words) if not (self.folder / name).exists()]
         if absent:
             raise FileNotFoundError(
                 f"{str(self.folder)!r} lacks {', '.join(absent)}: fetch {SC10_URL} and unpack it into that folder "
                 f"(`mkdir -p {self.folder} && tar -xzf speech_commands_v0.02.tar.gz -C {self.folder}`)"
             )
-        self.files: dict[str, list[str]] = {split: self._listed(split) for split in self.LISTS}
-        held_out = [name for files in self.files.values() for name in files]
-        if len(set(held_out)) < len(held_out):
-            twice = next(name for name in held_out if held_out.count(name) > 1)
-            raise ValueError(f"{self.folder}: {twice} is listed twice in {' and '.join(self.LISTS.values())}")
-        found = {f"{word}/{path.name}" for word in self.words for path in (self.folder / word).glob("*.wav")}
-        lost = sorted(set(held_out) - found)
-        if lost:
+        self.files: dict[str, list[str]] = {}
+        for split, file in self.LISTS.items():
+            lines = (self.folder / file).read_text(encoding="utf-8").split()
+            self.files[split] = sorted(line for line in lines if line.split("/")[0] in words)
+        held_out = sorted(name for files in self.files.values() for name in files)
+        if twice := [name for name, other in itertools.pairwise(held_out) if name == other]:
+            raise ValueError(f"{self.folder}: {twice[0]} is listed twice in {' and '.join(self.LISTS.values())}")
+        found = {f"{word}/{path.name}" for word in words for path in (self.folder / word).glob("*.wav")}
+        if lost := sorted(set(held_out) - found):
             raise FileNotFoundError(f"{self.folder / lost[0]} is listed and not there: unpack {SC10_URL} again")
         self.files["train"] = sorted(found - set(held_out))
         self.sizes = {split: len(self.files[split]) for split in SPLITS}
@@ -188,10 +179,6 @@ class SpeechCommands:
             for name in self.files[split]:
                 digest.update(f"{split} {name} {(self.folder / name).stat().st_size}\n".encode())
         self.fingerprint = digest.hexdigest()
-
-    def _listed(self, split: str) -> list[str]:
-        lines = (self.folder / self.LISTS[split]).read_text(encoding="utf-8").split()
-        return sorted(line for line in lines if line.split("/")[0] in self.words)
 
     def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
         names = self.files[split][rows.start : rows.stop]
@@ -234,14 +221,14 @@ class SpeechFrames(RowGenerator):
 
     def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
         """Columns frames (98 lists of 40 float16), label and clip. Raises ValueError naming a clip that cannot be."""
-        frames, labels, names = [], [], []
-        for samples, label, name in self._clips.read(split, indices):  # type: ignore[attr-defined]
+        clips = self._clips.read(split, indices)  # type: ignore[attr-defined]
+        frames = []
+        for samples, _, name in clips:
             try:
                 frames.append(clip_frames(samples, self.sampling_rate))
             except ValueError as error:
                 raise ValueError(f"{name} of {self.name}-{split}: {error}") from error
-            labels.append(label)
-            names.append(name)
+        _, labels, names = zip(*clips)
         classes = ClassLabel(names=list(self.words))
         features = Features({"frames": List(List(Value("float16"))), "label": classes, "clip": Value("string")})
         values = pa.array(np.stack(frames).reshape(-1))
