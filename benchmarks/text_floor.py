@@ -19,7 +19,7 @@ import numpy as np
 
 from essm_train.data import documents
 from essm_train.data.blocks import to_stream
-from essm_train.data.tokens import ByteEncoder, Document
+from essm_train.data.tokens import ByteEncoder
 
 from . import common
 
@@ -58,12 +58,12 @@ def trigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
     return float(-np.log2(probability).mean())
 
 
-def text_of(part: list[Document]) -> bytes:
-    return b"".join(text if isinstance(text, bytes) else text.encode() for _, text in part)
+def text_of(part: list[str]) -> bytes:
+    return "".join(part).encode()
 
 
-def floors(train: list[Document], held_out: list[Document]) -> dict[str, float]:
-    """Bits per byte of both, of documents."""
+def floors(train: list[str], held_out: list[str]) -> dict[str, float]:
+    """Bits per byte of both."""
     text, encoder = text_of(held_out), ByteEncoder()
     trigram = trigram_bits(to_stream(train, encoder)[0], to_stream(held_out, encoder)[0])
     return {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text), "trigram": trigram}
@@ -75,8 +75,8 @@ def add_texts(p: argparse.ArgumentParser) -> None:
     p.add_argument("--text_files", nargs="+", help="held-out text of the same kind")
 
 
-def read_texts(args: argparse.Namespace) -> tuple[list[Document], list[Document]]:
-    """Documents to train on and held-out ones. Raises ValueError where only one is named, or as `read_files`."""
+def read_texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Texts to train on and held-out ones. Raises ValueError where only one is named, or as `read_files`."""
     if (args.train_file is None) != (args.text_files is None):
         raise ValueError(f"give both --train_file and --text_files, got {args.train_file} and {args.text_files}")
     if args.train_file is None:

@@ -239,7 +239,7 @@ def test_a_model_beside_its_peers(quick, tmp_path):
     assert [row["name"] for row in report["results"]] == [*names, "transformer", "mamba2"]
     assert report["curves"]["mine"]["points"] == {"1": [[640, 1.5]]}
     assert report["floors"]["gzip -9"] == 8 * len(gzip.compress(text.encode(), 9)) / len(text)
-    blocks = evaluation_blocks(to_stream([("text", text)], ByteEncoder())[0], 64, 2)  # two in --quick
+    blocks = evaluation_blocks(to_stream([text], ByteEncoder())[0], 64, 2)  # two in --quick
     for row, K in zip(report["results"], (2, 4, 6)):
         with torch.no_grad():
             logits = models["mine"].float()(blocks, spectral_budget=K).logits
