@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 
+from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
-from essm_train.baselines.sizes import count_parameters, matched_baseline
+from essm_train.baselines.sizes import count_parameters
 from essm_train.models import hybrid_layers
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.spectral_budget import SPECTRAL_LAYER
@@ -71,9 +73,7 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
 
 def _search(row: Row, target: int, model_class: Any) -> Any:
     if row.peer is not None:
-        model_class = model_class or BaselineForCausalLM
-        sizes = {"hidden_size": row.hidden_size, "num_hidden_layers": row.layers}
-        return matched_baseline(row.peer, target, tolerance=TOLERANCE, model_class=model_class, **sizes, **row.fields)
+        return _search_peer(row, target, model_class or BaselineForCausalLM)
     gated, every = row.fields.get("block") == "gated", row.attention_every
     step = math.lcm(2, row.fields["num_heads"]) if gated else 2
 
@@ -132,6 +132,49 @@ def _search(row: Row, target: int, model_class: Any) -> Any:
         raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
     _, hidden, inner, layers = min(found)
     return make(hidden, inner, layers)
+
+
+def _search_peer(row: Row, target: int, model_class: Any) -> Any:
+    """Inner width, between half and twice its published proportion, then width and depth give way, by a factor of 4.
+
+    Parameters are fixed + layers (per_layer + per_inner inner), which three models of a width determine.
+    """
+
+    def make(hidden: int, layers: int, inner: int | None = None) -> BaselineConfig:
+        sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner}
+        return BaselineConfig(architecture=row.peer, **row.fields, **sizes)
+
+    @functools.cache
+    def law(hidden: int) -> tuple[int, int, int]:
+        inner = make(hidden, 1).intermediate_size
+        one, two, wide = (
+            count_parameters(make(hidden, *sizes), model_class) for sizes in ((1, inner), (2, inner), (1, 2 * inner))
+        )
+        per_inner = (wide - one) // inner
+        return 2 * one - two, two - one - per_inner * inner, per_inner
+
+    def distance(shape: tuple[int, int]) -> float:
+        return math.log(shape[0] / row.hidden_size) ** 2 + math.log(shape[1] / row.layers) ** 2
+
+    spacing, best = max(8, row.hidden_size // 16 // 8 * 8), (math.inf, 0, 0, 0)
+    widths = {row.hidden_size} | {
+        D for D in range(spacing, 4 * row.hidden_size + 1, spacing) if row.hidden_size <= 4 * D
+    }
+    depths = range(math.ceil(row.layers / 4), 4 * row.layers + 1)
+    for hidden, layers in sorted(itertools.product(widths, depths), key=distance):
+        if distance((hidden, layers)) >= best[0]:
+            break  # and so are all that follow
+        config, (fixed, per_layer, per_inner) = make(hidden, layers), law(hidden)
+        step, published = config.inner_step, config.intermediate_size
+        wanted = round(((target - fixed) / layers - per_layer) / per_inner / step)
+        inner = step * min(max(wanted, math.ceil(published / 2 / step)), 2 * published // step)
+        if abs((fixed + layers * (per_layer + per_inner * inner)) / target - 1) <= TOLERANCE:
+            as_asked = (hidden, layers) == (row.hidden_size, row.layers)
+            apart = 0.0 if as_asked else distance((hidden, layers)) + math.log(inner / published) ** 2
+            best = min(best, (apart, hidden, layers, inner))
+    if best[0] == math.inf:
+        raise ValueError(f"no {row.peer} of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
+    return make(*best[1:])
 
 
 @torch.no_grad()
