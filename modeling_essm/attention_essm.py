@@ -24,11 +24,11 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, eager_attention_forward
 
 from .cache_essm import ESSMAttentionCacheLayer
 from .packing import Packing
 from .spectral_budget import SPECTRAL_LAYER
-from .spectral_constants import state_dtype
 
 
 @dataclass(frozen=True)
@@ -121,37 +121,6 @@ def rotary_factors(config: Any, positions: Tensor, dtype: torch.dtype) -> tuple[
     return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(B, H, L, d) with the pairs (i, i + d/2) turned by their angles, of cos and sin (B or 1, L, d)."""
-    a, b = x.chunk(2, -1)
-    return x * cos[:, None] + torch.cat([-b, a], -1) * sin[:, None]
-
-
-def eager_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d) + mask) v, the meaning of all implementations; arguments and results as the library's.
-
-    Args:
-        query: (B, H, L, d). key, value: (B, H / groups, T, d). attention_mask: (B, 1, L, T), added, or None.
-    Returns:
-        (B, L, H, d), and the weights (B, H, L, T).
-    """
-    key, value = (x.repeat_interleave(module.num_key_value_groups, 1) for x in (key, value))
-    scores = query @ key.mT * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = F.dropout(scores.softmax(-1, dtype=state_dtype(scores.dtype)).to(query.dtype), dropout, module.training)
-    return (weights @ value).transpose(1, 2), weights
-
-
 class ESSMAttention(nn.Module):
     """Causal grouped-query attention with rotary positions, over all positions or a sliding window: (B, L, D) to it."""
 
@@ -174,11 +143,11 @@ class ESSMAttention(nn.Module):
         heads = (*x.shape[:2], -1, self.head_dim)
         query, key, value = (f(x).view(heads).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
         cos, sin = call.cos.to(x.device), call.sin.to(x.device)
-        query, key = rotated(query, cos, sin), rotated(key, cos, sin)
+        query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
             key, value = cache.extend(key, value, call.read, self.sliding_window)
         mask = call.masks[self.kind]
-        output, _ = ALL_ATTENTION_FUNCTIONS.get_interface(call.implementation, eager_attention)(
+        output, _ = ALL_ATTENTION_FUNCTIONS.get_interface(call.implementation, eager_attention_forward)(
             self,
             query,
             key,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .spectral_budget import SpectralBudget, spectral_layers
+from .spectral_budget import ResolvedBudget, SpectralBudget, spectral_layers
 from .spectral_ops import SpectralOperator
 
 # What the meaning of states depends on; fields of attention layers are None without any.
@@ -443,14 +443,10 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
         raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")
 
 
-def check_room(cache: ESSMCache, layers: Sequence[int], budgets: Sequence[int], rows: Tensor | None) -> None:
-    """Raises ValueError if a stamped layer, or one of its rows, holds fewer states than its budget needs.
-
-    Args:
-        layers: the spectral ones. budgets: K of each of them. rows: (B,) K of each row, or None.
-    """
-    operator, of_rows, checked = operator_of(cache.config), None, None
-    for i, budget in zip(layers, budgets):
+def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget) -> None:
+    """Raises ValueError if a stamped one of the spectral layers, or a row there, holds fewer states than it needs."""
+    operator, checked = operator_of(cache.config), None
+    for i, budget in zip(layers, budgets.layers):
         layer = cache.layers[i]
         held = layer.tensors.get("features")
         if held is None or (layer.filled is None and (budget, held.shape[1]) == checked):
@@ -459,8 +455,8 @@ def check_room(cache: ESSMCache, layers: Sequence[int], budgets: Sequence[int], 
         if layer.filled is None:
             checked = (budget, held.shape[1])
         else:
-            of_rows = of_rows if rows is None else of_rows or rows.tolist()
-            filled, asked = layer.filled, [min(K, budget) for K in of_rows or [budget] * len(layer.filled)]
+            filled = layer.filled
+            asked = [min(K, budget) for K in budgets.of_rows or [budget] * len(filled)]
         for row, (states, K) in enumerate(zip(filled, asked)):
             if states < (needed := operator.num_states(K)):
                 where = f"layer {i}" if layer.filled is None else f"row {row} of layer {i}"

@@ -219,9 +219,9 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
         raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
     shape, features_width = tuple(given[0].shape), config.num_input_features
     if inputs_embeds is not None or features is not None:
-        name, width = (
-            ("input_features", features_width) if features is not None else ("inputs_embeds", config.hidden_size)
-        )
+        name, width = "inputs_embeds", config.hidden_size
+        if features is not None:
+            name, width = "input_features", features_width
         if width is None:
             raise ValueError("this model reads input_ids; input_features need config.num_input_features")
         if len(shape) != 3 or shape[-1] != width:
@@ -301,8 +301,7 @@ def warn_once_of(config: Any, budget: ResolvedBudget, num_tokens: int) -> None:
             "longer the trained convolution. Train with a filter_length at least as long as your sequences."
         )
     if config.trained_budgets is not None:
-        ran = set(budget.layers) if budget.rows is None else set(budget.rows.tolist())
-        unseen = sorted(ran - set(config.trained_budgets))
+        unseen = sorted({*(budget.of_rows or budget.layers)} - {*config.trained_budgets})
         if unseen:
             logger.warning_once(
                 f"spectral_budget {unseen} was never trained; trained budgets: {sorted(config.trained_budgets)}"
@@ -414,7 +413,7 @@ class ESSMModel(ESSMPreTrainedModel):
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if cache is not None:
             check_cache(cache, config, B)
-            check_room(cache, self.spectral_layers, budget.layers, budget.rows)
+            check_room(cache, self.spectral_layers, budget)
         compiling = torch.compiler.is_compiling()  # then the count of tokens, which each step changes, is not read
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)

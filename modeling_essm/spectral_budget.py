@@ -39,10 +39,12 @@ class ResolvedBudget:
     Attributes:
         layers: K of each layer; with `rows`, the largest row's K in every layer.
         rows: (B,) int64 budgets, or None when all rows share `layers`; a layer with less capacity runs all it has.
+        of_rows: the values of `rows`, read once.
     """
 
     layers: tuple[int, ...]
     rows: torch.Tensor | None = None
+    of_rows: tuple[int, ...] | None = None
 
     def report(self) -> tuple[int, ...] | torch.Tensor:
         """The budget in the form in which model outputs carry it."""
@@ -142,11 +144,12 @@ def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: in
         raise ValueError(f"spectral_budget as a tensor must have shape ({rows},), got {tuple(value.shape)}")
     if value.numel() == 0:  # an empty batch: its cache has room for any
         return ResolvedBudget(tuple(capacities))
-    value = value.long()
-    low, high = (int(x) for x in torch.aminmax(value))
+    of_rows = tuple(value.tolist())
+    low, high = min(of_rows), max(of_rows)
     if low < 1 or high > capacity:
         raise ValueError(f"spectral_budget must hold integers in [1, {capacity}], got values from {low} to {high}")
-    return ResolvedBudget(tuple(min(high, held) for held in capacities), value if low != high else None)
+    layers = tuple(min(high, held) for held in capacities)
+    return ResolvedBudget(layers) if low == high else ResolvedBudget(layers, value.long(), of_rows)
 
 
 def rows_of_samples(budget: SpectralBudget, B: int) -> SpectralBudget:

@@ -171,3 +171,16 @@ def test_bad_rows_and_caches():
         ESSMCache.merge([])
     with pytest.raises(ValueError, match="caches of different models"):
         ESSMCache.merge([cache, filled(random_model(num_hidden_layers=1), random_ids(1, 3))])
+
+
+@variants
+def test_a_decoding_step_reads_no_value_of_a_tensor(variant):
+    """On the meta device there is none to read."""
+    model, ids = random_model(**variant), random_ids(2, 9)
+    budget = model.config.resolve_budget(torch.tensor([3, 8]), batch_size=2)
+    with torch.no_grad():
+        cache = model(ids, spectral_budget=budget).past_key_values
+        model.to("meta")
+        cache.to("meta")
+        for K in (budget, 4):
+            assert model(ids[:, :1].to("meta"), past_key_values=cache, spectral_budget=K).logits.shape == (2, 1, 259)
