@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import assert_close, random_ids, random_model, variants
 from safetensors import safe_open
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM
 
 from modeling_essm import (
     ESSMCache,
@@ -80,24 +80,6 @@ def test_sharded_half_precision_and_auto_classes(auto, tmp_path):
         whole = auto.from_pretrained(tmp_path, trust_remote_code=True, **options)
         assert small.dtype == whole.dtype == options.get("dtype", torch.float32)
         assert torch.equal(outputs(small), outputs(whole, 6))
-
-
-def test_shards_of_a_variant(tmp_path):
-    large = random_model()
-    large.save_pretrained(tmp_path, max_shard_size="20KB", variant="fp16")
-    assert (tmp_path / "model.safetensors.index.fp16.json").exists()
-    small = ESSMForCausalLM.from_pretrained(tmp_path, variant="fp16", spectral_capacity=6)
-    assert torch.equal(outputs(small), outputs(large, 6))
-
-
-def test_a_checkpoint_loads_as_another_head(tmp_path):
-    random_model(ESSMForSequenceClassification).save_pretrained(tmp_path)
-    loaded, info = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path, spectral_capacity=6, output_loading_info=True, trust_remote_code=True
-    )
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    body = AutoModel.from_pretrained(tmp_path, spectral_capacity=6, trust_remote_code=True)
-    assert torch.equal(body.layers[0].mixer.channel_mixing, loaded.model.layers[0].mixer.channel_mixing)
 
 
 def test_by_the_name_of_a_repository(tmp_path):
