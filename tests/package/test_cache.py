@@ -176,7 +176,7 @@ def test_bad_rows_and_caches():
 @blocks
 def test_a_decoding_step_reads_no_value_of_a_tensor(block):
     """On the meta device there is none to read."""
-    model, ids = random_model(block=block), random_ids(2, 9)
+    model, ids = random_model(**block), random_ids(2, 9)
     budget = model.config.resolve_budget(torch.tensor([3, 8]), batch_size=2)
     with torch.no_grad():
         cache = model(ids, spectral_budget=budget).past_key_values
