@@ -26,8 +26,6 @@ from .report import Report, describe
 from .systems import Adapter, DiagonalSystem, register, state_layers
 from .truncation.balancing import hankel_singular_values, truncate
 from .truncation.models import TruncationReport, balanced_truncate, resize_states
-from .truncation.selective_average import averaged_systems
-from .truncation.tracking import HankelTracker, plot_tracking
 from .truncation.training import InTrainingTruncation, attempt_steps
 
 __all__ = [
@@ -40,7 +38,6 @@ __all__ = [
     "DiagonalSystem",
     "ElasticStateConfig",
     "ElasticStateModel",
-    "HankelTracker",
     "Importance",
     "InTrainingTruncation",
     "Plan",
@@ -49,7 +46,6 @@ __all__ = [
     "TruncationReport",
     "allocate",
     "attempt_steps",
-    "averaged_systems",
     "balanced_truncate",
     "certificate",
     "certify",
@@ -59,7 +55,6 @@ __all__ = [
     "hinf_norm",
     "importance",
     "is_pruned",
-    "plot_tracking",
     "prune",
     "register",
     "register_objective",
