@@ -129,7 +129,6 @@ class RunArguments:
     truncation_until: str = arg(
         "warmup", "With truncation_tau: the last attempt, 'warmup', an update, or with a point a share of all (0.5)."
     )
-    truncation_variant: str = arg("complex", "With truncation_tau: 'complex', the paper's, or 'real'.")
 
     eval_steps: int = arg(100, "Updates between validations.")
     eval_budgets: list[int] | None = arg(
@@ -198,8 +197,6 @@ class RunArguments:
             raise ValueError(f"torch_compile needs context_parallel 1, got {self.context_parallel}")
         if self.truncation_tau is not None and not 0 < self.truncation_tau < 1:
             raise ValueError(f"truncation_tau must be in (0, 1), got {self.truncation_tau}")
-        if self.truncation_variant not in ("complex", "real"):
-            raise ValueError(f"truncation_variant must be 'complex' or 'real', got {self.truncation_variant!r}")
         if self.truncation_until != "warmup":
             try:
                 float(self.truncation_until)

@@ -13,10 +13,8 @@ A system is brought to its leading balanced directions, which T of the square-ro
 
     A_r = T^+ A T,  B_r = T^+ B,  C_r = C T,      A_r = W diag(mu) W^(-1),  B_d = W^(-1) B_r,  C_d = C_r W
 
-The error is ||G - G_r||_inf <= 2 sum_{i > r} sigma_i. There are two variants: "complex" is the paper's, on the complex
-system x, C x, whatever is taken of its output. "real" is ours: an output Re(C x) is that of a real system of 2 n
-states, which is reduced as such, so that one stored mode is a conjugate pair or a real eigenvalue. Channels of a system
-with one recurrence each are reduced one by one.
+The error is ||G - G_r||_inf <= 2 sum_{i > r} sigma_i of the complex system x, C x, whatever is taken of its output.
+Channels of a system with one recurrence each are reduced one by one.
 Letters: n modes or states, p inputs, q outputs, H channels. All in complex128.
 """
 
@@ -29,7 +27,6 @@ from torch import Tensor
 
 from ..systems import OUTPUTS, DiagonalSystem, check_stable
 
-VARIANTS = ("complex", "real")
 LARGEST_CONDITION = 1e6  # of the eigenvectors W
 LARGEST_RADIUS = 1.0 - 1e-7
 # P and Q are known to about eps ||P|| and eps ||Q||, hence sigma to about sqrt(eps) sigma_1: below is rounding.
@@ -141,7 +138,7 @@ class Truncation:
 
     Attributes:
         system: the reduced one, or the one given.
-        hankel: Hankel singular values before, descending: (n,) or (H, n); of the variant "real" (2 n,) or (H, 2 n).
+        hankel: Hankel singular values before, descending: (n,) or (H, n).
         bound: of the largest singular value of the error at any frequency, for the system's kind of output.
         refused: why the system, or some of its channels, stayed larger than asked for; "" if nothing did.
     """
@@ -165,9 +162,7 @@ def rank_by_discarded(sigma: Tensor, tau: float) -> int:
     return len(sigma) if tau == 0 or len(enough) == 0 else max(1, int(enough[0]) + 1)
 
 
-def truncate(
-    system: DiagonalSystem, *, tau: float | None = None, size: int | None = None, variant: str = "complex"
-) -> Truncation:
+def truncate(system: DiagonalSystem, *, tau: float | None = None, size: int | None = None) -> Truncation:
     """The system with fewer modes: as many as discard at most a share `tau`, or at most `size`.
 
     A system that cannot be made diagonal again in its smaller form is returned as it is, with the reason. Hankel
@@ -175,10 +170,8 @@ def truncate(
 
     Args:
         size: stored modes; of systems with a recurrence for each channel, of every channel.
-        variant: "complex" or "real".
     Raises:
-        ValueError: not exactly one of tau and size, one that is out of range, an unknown variant, "real" for a system
-            with a complex output, or a mode on or outside the unit circle.
+        ValueError: not exactly one of tau and size, one that is out of range, or a mode on or outside the unit circle.
     """
     if (tau is None) == (size is None):
         raise ValueError(f"give exactly one of tau and size, got tau={tau!r}, size={size!r}")
@@ -187,20 +180,40 @@ def truncate(
     width = system.lam.shape[-1]
     if size is not None and not 1 <= size <= width:
         raise ValueError(f"size must be an integer in [1, {width}], got {size!r}")
-    if variant not in VARIANTS:
-        raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
-    if variant == "real" and system.output == "complex":
-        raise ValueError("variant 'real' needs output 'real' or 'twice_real', got 'complex'")
-    one = _truncate_complex if variant == "complex" else _truncate_real
     if not system.siso:
-        return one(system, tau, size)
-    parts = [one(channel, tau, None if size is None else min(size, channel.modes)) for channel in channels(system)]
+        return _truncate(system, tau, size)
+    parts = [
+        _truncate(channel, tau, None if size is None else min(size, channel.modes)) for channel in channels(system)
+    ]
     refused = [f"channel {h}: {part.refused}" for h, part in enumerate(parts) if part.refused]
     hankel = torch.nn.utils.rnn.pad_sequence([part.hankel for part in parts], batch_first=True)
     # Channels do not meet, so that the error at a frequency is diagonal, and its norm that of the worst channel.
     return Truncation(
         stack_channels([part.system for part in parts]), hankel, max(p.bound for p in parts), "; ".join(refused)
     )
+
+
+def _truncate(system: DiagonalSystem, tau: float | None, size: int | None) -> Truncation:
+    """The same for a system with many inputs and outputs."""
+    lam, B, C = matrices(system)
+    n, balancing = len(lam), balance(*gramians(system))
+    sigma, order = balancing.sigma, n
+    if n and tau != 0 and size != n:
+        order = rank_by_discarded(sigma, tau) if size is None else size  # type: ignore[arg-type]
+        order = min(order, int(balancing.rank))
+    if order == n:
+        return Truncation(system, sigma, 0.0)
+    if order == 0:  # one mode that stays silent whatever its input
+        silent = replace(system, lam=system.lam[:1], B=system.B[:1], C=torch.zeros_like(system.C[..., :1]))
+        return Truncation(silent, sigma, 0.0)
+    T, reduced = balancing.transform(order)
+    try:
+        mu, B, C = diagonalise(reduced * lam @ T, reduced @ B, C @ T)
+    except NotDiagonalisable as error:
+        return Truncation(system, sigma, 0.0, str(error))
+    bound = 2.0 * float(sigma[order:].sum()) * len(system.directions) * OUTPUTS[system.output]
+    C = C.unflatten(0, system.C.shape[:-1]) if system.bidirectional else C
+    return Truncation(DiagonalSystem(mu, B, C, system.output), sigma, bound)
 
 
 def channels(system: DiagonalSystem) -> list[DiagonalSystem]:
@@ -229,43 +242,6 @@ def stack_channels(systems: list[DiagonalSystem]) -> DiagonalSystem:
     return DiagonalSystem(lam, B, C, systems[0].output, None if min(sizes) == max(sizes) else present)
 
 
-def _truncate_complex(system: DiagonalSystem, tau: float | None, size: int | None) -> Truncation:
-    lam, B, C = matrices(system)
-    n, balancing = len(lam), balance(*gramians(system))
-    if tau == 0 or size == n or n == 0:
-        return Truncation(system, balancing.sigma, 0.0)
-    wanted = size if tau is None else rank_by_discarded(balancing.sigma, tau)
-    assert wanted is not None
-    order = min(wanted, int(balancing.rank))
-    if order == 0:
-        return Truncation(_silent(system), balancing.sigma, 0.0)
-    if order == n:
-        return Truncation(system, balancing.sigma, 0.0)
-    T, reduced = balancing.transform(order)
-    try:
-        mu, B, C = diagonalise(reduced * lam @ T, reduced @ B, C @ T)
-    except NotDiagonalisable as error:
-        return Truncation(system, balancing.sigma, 0.0, str(error))
-    bound = _tail(balancing.sigma, order, system) * OUTPUTS[system.output]
-    return Truncation(_like(system, mu, B, C), balancing.sigma, bound)
-
-
-def _tail(sigma: Tensor, order: int, system: DiagonalSystem) -> float:
-    """2 sum_{i > order} sigma_i, for each of the directions whose outputs are added."""
-    return 2.0 * float(sigma[order:].sum()) * (2.0 if system.bidirectional else 1.0)
-
-
-def _like(system: DiagonalSystem, mu: Tensor, B: Tensor, C: Tensor) -> DiagonalSystem:
-    """A system with many inputs and outputs, of the same kind."""
-    C = C.unflatten(0, system.C.shape[:-1]) if system.bidirectional else C
-    return DiagonalSystem(mu, B, C, system.output)
-
-
-def _silent(system: DiagonalSystem) -> DiagonalSystem:
-    """One mode of a system whose output is 0 whatever its input, which it stays."""
-    return replace(system, lam=system.lam[:1], B=system.B[:1], C=torch.zeros_like(system.C[..., :1]))
-
-
 def diagonalise(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Eigenvalues mu (r,), B_d (r, p) and C_d (q, r) of the same recurrence with A = diag(mu).
 
@@ -275,90 +251,14 @@ def diagonalise(A: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor
     if not bool(torch.isfinite(torch.view_as_real(A)).all()):
         raise NotDiagonalisable("the reduced A holds NaN or infinite values")
     mu, W = torch.linalg.eig(A)
-    _check_eigen(mu, W)
-    return mu, torch.linalg.solve(W, B), C @ W
-
-
-def _check_eigen(mu: Tensor, W: Tensor) -> None:
     spread = torch.linalg.svdvals(W)
-    condition = float(spread[0] / spread[-1])
+    condition, radius = float(spread[0] / spread[-1]), float(mu.abs().max())
     if not condition <= LARGEST_CONDITION:
         limit = f"at most {LARGEST_CONDITION:.0e}"
         raise NotDiagonalisable(f"the eigenvectors' condition number must be {limit}, got {condition:.1e}")
-    radius = float(mu.abs().max())
     if not radius < LARGEST_RADIUS:
         raise NotDiagonalisable(f"eigenvalues must have a modulus below 1 - 1e-7, got 1 - {1.0 - radius:.1e}")
-
-
-# --- The variant "real" -----------------------------------------------------------------------------------------------
-
-
-def real_realisation(system: DiagonalSystem) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The real system of 2 n states sqrt(2) (Re x, Im x), whose output needs no real part taken, and its Gramians.
-
-    It is diag(lam, conj(lam)), (B, conj(B)), k (C, conj(C)) in other coordinates, J = [[I, I], [-iI, iI]] / sqrt(2),
-    with k = 1/2 for the output Re(C x) and k = 1 for 2 Re(C x).
-
-    Returns:
-        A (2n, 2n), B (2n, p), C (q, 2n); P and Q (2n, 2n); all float64.
-    """
-    lam, B, C = matrices(system)
-    k = 0.5 * OUTPUTS[system.output]
-    both = DiagonalSystem(torch.cat([lam, lam.conj()]), torch.cat([B, B.conj()]), k * torch.cat([C, C.conj()], 1),
-                          "complex")  # fmt: skip
-    eye = torch.eye(len(lam), dtype=lam.dtype, device=lam.device)
-    J = torch.cat([torch.cat([eye, eye], 1), torch.cat([-1j * eye, 1j * eye], 1)]) / 2.0**0.5
-    P, Q = gramians(both)
-    realisation = ((J * both.lam @ J.mH).real, (J @ both.B).real, (both.C @ J.mH).real)
-    return realisation, ((J @ P @ J.mH).real, (J @ Q @ J.mH).real)
-
-
-def _truncate_real(system: DiagonalSystem, tau: float | None, size: int | None) -> Truncation:
-    """`size` counts stored modes: one for a conjugate pair, one for a real eigenvalue, which may take part of a pair's
-    place. The largest real order that fits is taken."""
-    n = len(system.lam)
-    (A, B, C), (P, Q) = real_realisation(system)
-    balancing = balance(P, Q)
-    rank = int(balancing.rank)
-    if tau == 0 or size == n or n == 0:
-        return Truncation(system, balancing.sigma, 0.0)
-    if rank == 0:
-        return Truncation(_silent(system), balancing.sigma, 0.0)
-    T, reduced = balancing.transform(rank)
-    A, B, C = reduced @ A @ T, reduced @ B, C @ T  # balanced: the leading blocks are the truncated systems
-    if tau is not None:
-        size = _slots(A, min(rank_by_discarded(balancing.sigma, tau), rank))
-    assert size is not None
-    if size >= n:
-        return Truncation(system, balancing.sigma, 0.0)
-    order = next(m for m in range(min(2 * size, rank), 0, -1) if _slots(A, m) <= size)
-    r = slice(order)
-    try:
-        mu, B, C = _one_of_each_pair(A[r, r], B[r], C[:, r], system.output)
-    except NotDiagonalisable as error:
-        return Truncation(system, balancing.sigma, 0.0, str(error))
-    return Truncation(_like(system, mu, B, C), balancing.sigma, _tail(balancing.sigma, order, system))
-
-
-def _slots(A: Tensor, order: int) -> int:
-    """Conjugate pairs and real eigenvalues of the leading block of that order."""
-    return int((torch.linalg.eigvals(A[:order, :order]).imag >= 0).sum())
-
-
-def _one_of_each_pair(A: Tensor, B: Tensor, C: Tensor, output: str) -> tuple[Tensor, Tensor, Tensor]:
-    """mu, B_d, C_d with real eigenvalues and those above the real axis, such that out(C_d x) is the real output.
-
-    A pair's states give c x + conj(c x) = Re(2 c x), a real eigenvalue's c x = Re(c x). Raises NotDiagonalisable.
-    """
-    mu, W = torch.linalg.eig(A)  # pairs are exact conjugates, real eigenvalues have an imaginary part of exactly 0
-    _check_eigen(mu, W)
-    B, C = torch.linalg.solve(W, B.to(W.dtype)), C.to(W.dtype) @ W
-    stored = mu.imag >= 0
-    mu, B, C = mu[stored], B[stored], C[:, stored]
-    return mu, B, C * torch.where(mu.imag > 0, 2.0, 1.0) / OUTPUTS[output]
-
-
-# --- Scales -----------------------------------------------------------------------------------------------------------
+    return mu, torch.linalg.solve(W, B), C @ W
 
 
 def equalise(system: DiagonalSystem) -> DiagonalSystem:

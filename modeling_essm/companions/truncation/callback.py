@@ -9,7 +9,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .balancing import VARIANTS
 from .training import InTrainingTruncation, attempt_steps, truncatable, unwrap
 
 
@@ -29,7 +28,7 @@ class BalancedTruncationCallback(TrainerCallback):
 
     Args:
         tau: share to discard in an attempt. attempts: how many. until: T, "warmup", a step, or a share of all steps.
-        min_reduction, variant: as in `InTrainingTruncation`. say: takes a line per attempt, on the first process.
+        min_reduction: as in `InTrainingTruncation`. say: takes a line per attempt, on the first process.
     Attributes:
         history: a dict per attempt, as in `InTrainingTruncation`. The Trainer's log_history has them too, as
             `truncation`, and with it every checkpoint.
@@ -44,17 +43,14 @@ class BalancedTruncationCallback(TrainerCallback):
         attempts: int = 4,
         until: str | int | float = "warmup",
         min_reduction: float = 0.05,
-        variant: str = "complex",
         say: Callable[[str], None] = print,
     ):
         if not 0.0 < tau < 1.0:
             raise ValueError(f"tau must be in (0, 1), got {tau}")
-        if variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}")
         if not 0.0 <= min_reduction < 1.0:
             raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
         self.tau, self.attempts, self.until = tau, attempts, until
-        self.min_reduction, self.variant, self.say = min_reduction, variant, say
+        self.min_reduction, self.say = min_reduction, say
         self.history: list[dict[str, Any]] = []
         self._truncation: InTrainingTruncation | None = None
         self._since = (0, 0.0)  # step and time of the last attempt
@@ -65,9 +61,7 @@ class BalancedTruncationCallback(TrainerCallback):
         truncatable(unwrap(model))
         warmup_steps = args.get_warmup_steps(state.max_steps)
         steps = attempt_steps(self.attempts, self.until, max_steps=state.max_steps, warmup_steps=warmup_steps)
-        self._truncation = InTrainingTruncation(
-            steps, tau=self.tau, variant=self.variant, min_reduction=self.min_reduction
-        )
+        self._truncation = InTrainingTruncation(steps, tau=self.tau, min_reduction=self.min_reduction)
         self.history = self._truncation.history = [e["truncation"] for e in state.log_history if "truncation" in e]
         self._since = state.global_step, time.perf_counter()
 

@@ -92,7 +92,6 @@ def balanced_truncate(
     *,
     tau: float | None = None,
     sizes: int | Sequence[int] | None = None,
-    variant: str = "complex",
     min_reduction: float = 0.0,
 ) -> TruncationReport:
     """Reduce the diagonal layers of a model in place, and its config.state_sizes with them.
@@ -100,7 +99,6 @@ def balanced_truncate(
     Args:
         tau: every layer discards at most that share of the sum of its Hankel singular values.
         sizes: or the modes that each layer keeps, at most; one number for all.
-        variant: "complex", the paper's, or "real"; see balancing.py.
         min_reduction: a layer that would not lose more than that share of its modes stays as it is.
     Returns:
         Per layer the sizes, the bound of the error, and why a layer was kept.
@@ -108,7 +106,7 @@ def balanced_truncate(
         ValueError: no diagonal layer, not exactly one of tau and sizes, or values out of range.
     """
     layers = diagonal_layers(model)
-    results = plan_truncation(layers, tau=tau, sizes=sizes, variant=variant, min_reduction=min_reduction)
+    results = plan_truncation(layers, tau=tau, sizes=sizes, min_reduction=min_reduction)
     return apply_truncation(model, layers, results)
 
 
@@ -117,7 +115,6 @@ def plan_truncation(
     *,
     tau: float | None = None,
     sizes: int | Sequence[int] | None = None,
-    variant: str = "complex",
     min_reduction: float = 0.0,
 ) -> list[Truncation | str]:
     """What `balanced_truncate` would do, layer by layer: a truncation, or why there is none. Arguments as there."""
@@ -130,12 +127,10 @@ def plan_truncation(
         if len(sizes) != len(layers):
             raise ValueError(f"sizes must be one number or {len(layers)}, one for each diagonal layer, got {sizes}")
     each = sizes if sizes is not None else [None] * len(layers)
-    return [_plan_layer(layer, tau, size, variant, min_reduction) for layer, size in zip(layers, each, strict=True)]
+    return [_plan_layer(layer, tau, size, min_reduction) for layer, size in zip(layers, each, strict=True)]
 
 
-def _plan_layer(
-    layer: StateLayer, tau: float | None, size: int | None, variant: str, min_reduction: float
-) -> Truncation | str:
+def _plan_layer(layer: StateLayer, tau: float | None, size: int | None, min_reduction: float) -> Truncation | str:
     system = layer.read()
     if system.modes == 0:
         return ""
@@ -147,7 +142,7 @@ def _plan_layer(
         return str(error)
     if type(size) is int:
         size = min(size, system.lam.shape[-1])
-    result = truncate(system, tau=tau, size=size, variant=variant)
+    result = truncate(system, tau=tau, size=size)
     if result.system.modes < (1.0 - min_reduction) * system.modes:
         return replace(result, system=equalise(result.system))
     return replace(result, system=system, bound=0.0)

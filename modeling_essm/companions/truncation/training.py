@@ -59,17 +59,15 @@ class InTrainingTruncation:
     """Attempts a truncation after the given steps.
 
     Args:
-        steps: after which, counted from 1. tau, variant, min_reduction: as in `balanced_truncate`; a layer of n modes
+        steps: after which, counted from 1. tau, min_reduction: as in `balanced_truncate`; a layer of n modes
             is only rewritten if it gets fewer than (1 - min_reduction) n.
     Attributes:
         history: of each attempt a dict that JSON can hold: step, before and after (modes), sizes, bounds,
             refused (by layer), seconds.
     """
 
-    def __init__(
-        self, steps: Collection[int], *, tau: float = 0.1, variant: str = "complex", min_reduction: float = 0.05
-    ):
-        self.steps, self.tau, self.variant, self.min_reduction = frozenset(steps), tau, variant, min_reduction
+    def __init__(self, steps: Collection[int], *, tau: float = 0.1, min_reduction: float = 0.05):
+        self.steps, self.tau, self.min_reduction = frozenset(steps), tau, min_reduction
         self.history: list[dict[str, Any]] = []
 
     def after_step(self, model: nn.Module, optimizer: Any, step: int) -> TruncationReport | None:
@@ -88,9 +86,7 @@ class InTrainingTruncation:
         started = time.perf_counter()
         inner = unwrap(model)
         layers = truncatable(inner)
-        results = _from_first_process(
-            lambda: plan_truncation(layers, tau=self.tau, variant=self.variant, min_reduction=self.min_reduction)
-        )
+        results = _from_first_process(lambda: plan_truncation(layers, tau=self.tau, min_reduction=self.min_reduction))
         report = apply_truncation(inner, layers, results)
         if report.replaced:
             substitute(optimizer, report.replaced)
@@ -110,8 +106,7 @@ class InTrainingTruncation:
 
     def settings(self) -> dict[str, Any]:
         """What a run with it depends on, as JSON holds it."""
-        options = {"tau": self.tau, "variant": self.variant, "min_reduction": self.min_reduction}
-        return {"steps": sorted(self.steps), **options}
+        return {"steps": sorted(self.steps), "tau": self.tau, "min_reduction": self.min_reduction}
 
     def line(self) -> str:
         """The last attempt, for people."""

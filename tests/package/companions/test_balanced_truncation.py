@@ -25,24 +25,14 @@ from modeling_essm.companions.truncation.balancing import (
     diagonalise,
     equalise,
     gramians,
-    hankel_singular_values,
     matrices,
     rank_by_discarded,
-    real_realisation,
     stack_channels,
     truncate,
 )
 from modeling_essm.companions.truncation.models import balanced_truncate, resize_states
 
 N = 12
-KINDS = [
-    ("complex", "complex"),
-    ("real", "complex"),
-    ("twice_real", "complex"),
-    ("real", "real"),
-    ("twice_real", "real"),
-]
-kinds = pytest.mark.parametrize(("output", "variant"), KINDS, ids=["-".join(kind) for kind in KINDS])
 
 
 # --- Rank -------------------------------------------------------------------------------------------------------------
@@ -67,22 +57,21 @@ def test_rank_where_rounding_keeps_sums_below():
 # --- Errors and bounds ------------------------------------------------------------------------------------------------
 
 
-@kinds
+@pytest.mark.parametrize("output", ["complex", "real", "twice_real"])
 @pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("size", [3, 8, 11])
-def test_errors_are_below_the_bound(output, variant, directions, size):
+@pytest.mark.parametrize("size", [3, 11])
+def test_errors_are_below_the_bound(output, directions, size):
     for seed in range(3):
         system = random_system(N, output=output, directions=directions, seed=seed)
-        result = truncate(system, size=size, variant=variant)
+        result = truncate(system, size=size)
         modes = result.system.modes
-        assert modes == size if variant == "complex" else 0 < modes <= size
+        assert modes == size
         assert (result.system.lam.abs() < 1).all()
         assert result.system.output == output
         assert result.system.C.shape == (*system.C.shape[:-1], modes)
         assert error_norm(system, result.system) <= result.bound
-        if variant == "complex":  # of the system without what is taken of its output, which may double it
-            factor = 2 * directions * (2 if output == "twice_real" else 1)
-            assert result.bound == pytest.approx(factor * float(result.hankel[size:].sum()), rel=1e-9)
+        factor = 2 * directions * (2 if output == "twice_real" else 1)
+        assert result.bound == pytest.approx(factor * float(result.hankel[size:].sum()), rel=1e-9)
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
@@ -104,11 +93,11 @@ def test_two_directions_need_twice_the_bound():
     assert result.bound == pytest.approx(4 * float(result.hankel[-1]), rel=1e-9)
 
 
-@kinds
-def test_full_size_and_no_share_leave_the_system_alone(output, variant):
+@pytest.mark.parametrize("output", ["complex", "real", "twice_real"])
+def test_full_size_and_no_share_leave_the_system_alone(output):
     system = random_system(output=output)
     for limit in ({"tau": 0.0}, {"size": N}):
-        result = truncate(system, **limit, variant=variant)
+        result = truncate(system, **limit)
         assert result.system is system
         assert (result.bound, result.refused) == (0.0, "")
 
@@ -148,87 +137,16 @@ def test_a_root_without_conjugation_is_worse(seed):
     )
 
 
-def test_single_precision_makes_noise_of_small_values():
-    """eig(P Q) in complex64 has values that are not even positive where one input and output leave little; ours do."""
-    system = random_system(24, p=1, q=1, r_min=0.2, r_max=0.9)
-    P, Q = (gramian.to(torch.complex64) for gramian in gramians(system))
-    assert (torch.linalg.eigvals(P @ Q).real <= 0).any()
-    sigma = hankel_singular_values(system)
-    assert (sigma >= 0).all()
-    assert (sigma.diff() <= 0).all()
-
-
-# --- The variant "real" -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("output", ["real", "twice_real"])
-def test_the_real_realisation_is_the_map(output):
-    system = random_system(output=output, directions=2)
-    (A, B, C), (P, Q) = real_realisation(system)
-    lam, B_c, C_c = matrices(system)
-    expected = impulse_response(lam, B_c, C_c, 30).real * (2 if output == "twice_real" else 1)
-    torch.testing.assert_close(impulse_response(A, B, C, 30), expected, rtol=1e-12, atol=1e-12)
-    assert (P - A @ P @ A.T - B @ B.T).norm() < 1e-13 * P.norm()
-    assert (Q - A.T @ Q @ A - C.T @ C).norm() < 1e-13 * Q.norm()
-
-
-@pytest.mark.parametrize("output", ["real", "twice_real"])
-def test_no_pair_is_split(output):
-    """The real system has one of each conjugate pair and real eigenvalues: its impulse response is that of the leading
-    block of the balanced real system, for every number of places."""
-    system = random_system(output=output, seed=3)
-    (A, B, C), gramians_ = real_realisation(system)
-    with_real = 0
-    for size in range(1, N):
-        found = truncate(system, size=size, variant="real").system
-        real = int((found.lam.imag == 0).sum())
-        with_real += real > 0
-        order = 2 * found.modes - real
-        T, reduced = balance(*gramians_).transform(order)
-        assert (found.lam.imag >= 0).all()
-        assert found.modes <= size
-        expected = impulse_response(reduced @ A @ T, reduced @ B, C @ T, 40)
-        response = impulse_response(*matrices(found), 40).real * (2 if output == "twice_real" else 1)
-        assert (response - expected).norm() < 1e-11 * expected.norm()
-    assert with_real > 0  # else the factor of real eigenvalues was not looked at
-
-
-def test_real_places_are_better_used():
-    """Of several systems at no more stored modes, error and bound of "real" are lower on average."""
-    ratios, bounds = [], []
-    for seed in range(5):
-        system = random_system(16, p=4, q=4, output="real", r_min=0.9, r_max=0.99, seed=seed)
-        for size in (4, 8, 12):
-            one, other = (truncate(system, size=size, variant=v) for v in ("complex", "real"))
-            assert other.system.modes <= size
-            bounds.append(other.bound / one.bound)
-            ratios.append(error_norm(system, other.system, 500) / error_norm(system, one.system, 500))
-    assert sum(ratios) / len(ratios) < 0.95
-    assert sum(bounds) / len(bounds) < 0.95
-
-
-def test_share_of_the_real_system():
-    system = random_system(output="real")
-    result = truncate(system, tau=0.3, variant="real")
-    kept = 2 * result.system.modes - int((result.system.lam.imag == 0).sum())
-    assert result.hankel[kept:].sum() <= 0.3 * result.hankel.sum()
-    assert result.bound == pytest.approx(2 * float(result.hankel[kept:].sum()), rel=1e-9)
-    fewer = truncate(system, size=result.system.modes - 1, variant="real").system
-    kept = 2 * fewer.modes - int((fewer.lam.imag == 0).sum())
-    assert result.hankel[kept:].sum() > 0.3 * result.hankel.sum()
-
-
 # --- Channels ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("directions", [1, 2])
-@pytest.mark.parametrize("variant", ["complex", "real"])
-def test_channels_are_truncated_one_by_one(directions, variant):
+def test_channels_are_truncated_one_by_one(directions):
     system = random_system(6, channels=4, output="twice_real", directions=directions, r_max=0.9)
     strong = system.B.clone()
     strong[2, 1:] *= 1e-4  # of the third channel one mode matters
     system = dataclasses.replace(system, B=strong)
-    result = truncate(system, tau=0.05, variant=variant)
+    result = truncate(system, tau=0.05)
     sizes = [len(channel.lam) for channel in channels(result.system)]
     assert sizes[2] == 1 < max(sizes)
     assert result.system.lam.shape == (4, max(sizes))
@@ -237,7 +155,7 @@ def test_channels_are_truncated_one_by_one(directions, variant):
         assert (tensor[~result.system.present] == 0).all()
     worst = 0.0
     for one, other in zip(channels(system), channels(result.system)):
-        alone = truncate(one, tau=0.05, variant=variant)
+        alone = truncate(one, tau=0.05)
         torch.testing.assert_close(alone.system.lam, other.lam)
         assert error_norm(one, other) <= alone.bound
         worst = max(worst, alone.bound)
@@ -294,24 +212,22 @@ def test_a_refused_channel_says_which(monkeypatch):
     assert truncate(system, size=3).refused.count("condition number") == 3
 
 
-@pytest.mark.parametrize("variant", ["complex", "real"])
-def test_a_system_that_does_nothing(variant):
+def test_a_system_that_does_nothing():
     system = random_system(output="real")
     silent = dataclasses.replace(system, C=torch.zeros_like(system.C))
-    result = truncate(silent, tau=0.1, variant=variant)
+    result = truncate(silent, tau=0.1)
     assert result.system.modes == 1
     assert not result.system.C.any()
     assert truncate(dataclasses.replace(system, B=torch.zeros_like(system.B)), size=5).system.modes == 1
 
 
-@pytest.mark.parametrize("variant", ["complex", "real"])
-def test_rounding_is_not_kept(variant):
+def test_rounding_is_not_kept():
     """Modes that no output shows have sigma = 0: a size that would keep them does not."""
     system = random_system(output="real")
     C = system.C.clone()
     C[:, 4:] = 0
     system = dataclasses.replace(system, C=C)
-    result = truncate(system, size=9, variant=variant)
+    result = truncate(system, size=9)
     assert result.system.modes == 4
     assert error_norm(system, result.system) < 1e-6 * float(frequency_response(system).abs().max())
 
@@ -323,8 +239,6 @@ def test_rounding_is_not_kept(variant):
         ({"tau": 0.1, "size": 3}, "exactly one of tau and size"),
         ({"size": 0}, r"size must be an integer in \[1, 12\], got 0"),
         ({"size": 13}, r"size must be an integer in \[1, 12\], got 13"),
-        ({"tau": 0.1, "variant": "modal"}, "variant must be one of complex, real, got 'modal'"),
-        ({"tau": 0.1, "variant": "real"}, "needs output 'real' or 'twice_real', got 'complex'"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -383,14 +297,13 @@ def test_a_model_shrinks_and_loads_again(tmp_path):
     assert torch.equal(again(u)["logits"], logits)
 
 
-@pytest.mark.parametrize("variant", ["complex", "real"])
-def test_what_is_written_is_the_reduced_system(variant):
+def test_what_is_written_is_the_reduced_system():
     """To the rounding of fp32 parameters, 1e-7 each, times 1 / (1 - |lam|) = 100."""
     model = RecurrentModel(RecurrentConfig(state_sizes=[10, 8]))
     systems = [layer.read() for layer in diagonal_layers(model)]
-    report = balanced_truncate(model, tau=0.1, variant=variant)
+    report = balanced_truncate(model, tau=0.1)
     for layer, system, row in zip(diagonal_layers(model), systems, report.layers):
-        expected = truncate(system, tau=0.1, variant=variant).system
+        expected = truncate(system, tau=0.1).system
         assert row.after == expected.modes < row.before
         a, b = (impulse_response(*matrices(s), 30).real for s in (layer.read(), expected))
         assert (a - b).norm() < 1e-4 * b.norm()

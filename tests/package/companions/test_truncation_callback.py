@@ -378,7 +378,6 @@ def test_trainers_that_cannot_truncate(tmp_path):
     [
         ({"tau": 0.0}, r"tau must be in \(0, 1\), got 0.0"),
         ({"tau": 1.0}, r"tau must be in \(0, 1\), got 1.0"),
-        ({"variant": "modal"}, "variant must be one of complex, real, got 'modal'"),
         ({"min_reduction": 1.0}, r"min_reduction must be in \[0, 1\), got 1.0"),
     ],
 )

@@ -84,7 +84,6 @@ def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
         ({"truncation_tau": 1.5}, r"truncation_tau must be in \(0, 1\), got 1.5"),
         ({"truncation_until": "soon"}, "truncation_until must be 'warmup', an update or a share, got 'soon'"),
         ({"truncation_until": "9"}, r"until must be in \[2, 8\] for 2 attempts, got 9"),
-        ({"truncation_variant": "imaginary"}, "truncation_variant must be 'complex' or 'real'"),
         ({"parameterization": "s6"}, "expected one of .*, got s6"),
         (
             {"architecture": "essm", "parameterization": None, "state_size": None, "num_spectral_channels": 8},

@@ -20,4 +20,4 @@ def make_truncation(args: RunArguments, network: nn.Module, max_steps: int) -> I
     until = args.truncation_until
     end: str | int | float = until if until == "warmup" else float(until) if "." in until else int(until)
     steps = attempt_steps(args.truncation_attempts, end, max_steps=max_steps, warmup_steps=args.warmup_steps)
-    return InTrainingTruncation(steps, tau=args.truncation_tau, variant=args.truncation_variant)
+    return InTrainingTruncation(steps, tau=args.truncation_tau)
