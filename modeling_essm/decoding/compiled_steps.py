@@ -139,7 +139,8 @@ class CompiledSteps:
             logger.warning_once("the model has changed since compile_decoding, and decodes eagerly: call it again")
             return None
         check_cache(cache, model.config, len(input_ids))
-        check_token_ids(input_ids, model.config.vocab_size, model.training)
+        if input_ids.device.type == "cpu":  # compiled code would count negative ids from the end
+            check_token_ids(input_ids, model.config.vocab_size, model.training)
         logits, states = _call(program, model, budget.layers, input_ids, states)
         cache.set_states(states)
         warn_once_of(model.config, budget, cache.get_seq_length() + 1)

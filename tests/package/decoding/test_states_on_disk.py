@@ -6,15 +6,13 @@ import os
 
 import pytest
 import torch
-from helpers import VARIANTS, random_ids, random_model
+from helpers import HYBRID, VARIANTS, random_ids, random_model
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache
 from modeling_essm.decoding import load_cache, save_cache
 from modeling_essm.decoding.states_on_disk import _FORMAT
 
-HYBRID = {"layer_types": ["linear_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
-HYBRID |= {"num_hidden_layers": 3, "block": "gated", "num_attention_heads": 2}
 MODELS = {"paper": {}, "gated": VARIANTS["gated"], "bf16": {"dtype": torch.bfloat16}, "hybrid": HYBRID}
 
 
