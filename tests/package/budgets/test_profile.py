@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VARIANTS, captured_warnings, random_model, truncate
+from helpers import ROOT, VARIANTS, captured_warnings, random_model, truncate
 from huggingface_hub import constants
 from profiles import BUDGETS, HERE, THERE, as_here, device, of, profile, quality, trained_further
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -234,6 +234,15 @@ def test_every_weight_counts(block, tmp_path):
         with pytest.raises(ValueError, match="was measured on another model"):
             read_profile(tmp_path, model)
     assert len(found) == len(list(model.parameters())) + 1
+
+
+def test_the_released_model_knows_its_profile():
+    """So names, shapes and values that the checksum is taken of have stayed what they were."""
+    folder = ROOT / "hub_configs" / "essm-novels-6m"
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    assert choose_budget(whole, max_quality_drop=0.02) == whole.config.budget_presets["sweet-spot"]
+    part = AutoModelForCausalLM.from_pretrained(folder, spectral_capacity=4, dtype=torch.float32)
+    assert budget_profile(part).quality.budgets == (2, 3, 4)
 
 
 def test_a_truncated_model_has_no_larger_budgets(tmp_path):
