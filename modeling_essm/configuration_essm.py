@@ -214,6 +214,8 @@ class ESSMConfig(PreTrainedConfig):
 
     def validate_sizes(self) -> None:
         """Sizes that have to fit each other, or the block."""
+        if not self.id2label:
+            raise ValueError("num_labels must be an integer of at least 1, got 0")
         config: Any = self  # whose sizes are all filled in
         expected = {"mixing_size": 1}
         if config.block == "paper":

@@ -177,7 +177,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         with _as_unsharded_class(self):
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         profile = file_beside(self, PROFILE_NAME) if is_main_process else None
-        if profile is None or os.path.exists(os.path.join(save_directory, PROFILE_NAME)):
+        if profile is None or os.path.realpath(profile) == os.path.realpath(os.path.join(save_directory, PROFILE_NAME)):
             return
         if _measured_weights(profile) == (weights_checksum(self) or "unknown"):
             shutil.copy(profile, save_directory)

@@ -352,3 +352,13 @@ def test_a_model_trained_on_leaves_the_old_profile_behind(tmp_path):
     assert not (tmp_path / "new" / PROFILE_NAME).exists()
     with pytest.raises(ValueError, match="was measured on another model"):
         choose_budget(trained, max_quality_drop=0.02)
+
+
+def test_a_model_saved_over_another_brings_its_own_profile(tmp_path):
+    for seed, name in enumerate(("first", "second")):
+        model = random_model(seed=seed)
+        model.save_pretrained(tmp_path / name)
+        of(model).save(tmp_path / name)
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path / "first")
+    loaded.save_pretrained(tmp_path / "second")
+    assert read_profile(tmp_path / "second").weights == weights_checksum(loaded)
