@@ -6,7 +6,6 @@ What budget dropout does in both trainers is tested in test_budget_dropout, pack
 
 import contextlib
 import os
-import shutil
 import socket
 
 import numpy as np
@@ -15,11 +14,8 @@ import torch
 from accelerate.utils import merge_fsdp_weights
 from apart import start
 from helpers import assert_close, random_ids, random_model
-from safetensors.torch import load_file
-from training_run import command_line, train_apart, write_held_out, write_text
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
 
@@ -273,18 +269,3 @@ def test_whole_checkpoints_of_a_sharded_model_carry_the_models_code(sharded, one
         assert (folder / "modeling_essm.py").exists() and not list(folder.glob("_fsdp*"))
         remote = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         assert_close(remote(random_ids(1, 9)).logits, ESSMForCausalLM.from_pretrained(folder)(random_ids(1, 9)).logits)
-
-
-def test_checkpoints_of_our_trainer_are_merged_too(tmp_path):
-    """Beside the model it saves whole at the end; the average of the weights is in a file of its own."""
-    files = {"train_file": write_text(tmp_path), "validation_file": write_held_out(tmp_path)}
-    order = command_line(tmp_path / "run", **files, max_steps=2, save_steps=2, ema_decay=None)
-    codes, log = train_apart(order, tmp_path, ranks=2, environment=FSDP2)
-    assert codes == [0, 0], log
-    checkpoint = list_checkpoints(tmp_path / "run")[-1] / "pytorch_model_fsdp_0"
-    merge_fsdp_weights(str(checkpoint), str(tmp_path / "merged"))
-    for name in ("config.json", "configuration_essm.py"):
-        shutil.copy(tmp_path / "run" / "model" / name, tmp_path / "merged")
-    assert_same_model(tmp_path / "merged", ESSMForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict())
-    whole = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert whole.keys() | {"lm_head.weight"} == load_file(tmp_path / "merged" / "model.safetensors").keys()

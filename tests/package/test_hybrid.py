@@ -9,11 +9,11 @@ import itertools
 
 import pytest
 import torch
-from helpers import HYBRID, assert_close, blocks, pad, random_ids, random_masks, random_model
+from helpers import HYBRID, assert_close, blocks, random_ids, random_masks, random_model
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification
+from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.decoding import compile_decoding
 from modeling_essm.export import export_programs
 
@@ -174,20 +174,6 @@ def test_far_positions_keep_their_precision():
     a, b = (model(ids[:, 1:], past_key_values=c).logits for c in (cache, far))
     assert_close(a, b, atol=1e-3)  # fp32 angles of 1000 are exact to 1000 * 6e-8, here amplified by the layers
     assert (a - near).abs().max() > 1e-3
-
-
-@torch.no_grad()
-def test_rows_leave_and_join():
-    model, ids = hybrid(), random_ids(4, 9)
-    lengths = [9, 4, 6]
-    prompts, mask = pad(ids[:3], lengths, "right")
-    cache, other = model(prompts, attention_mask=mask).past_key_values, model(ids[3:, :2]).past_key_values
-    alone = [model(row[None, :n]).past_key_values for row, n in zip(ids, [*lengths, 2])]
-    short = cache.select([1])
-    assert [layer.keys.shape[2] for layer in short.layers if layer.keys is not None] == [4, 4]  # no room for row 0
-    merged = ESSMCache.merge([other, cache.select([2, 0]), short])
-    expected = torch.cat([model(ids[:1, :3], past_key_values=alone[i]).logits for i in (3, 2, 0, 1)])
-    assert_close(model(ids[:1, :3].expand(4, -1), past_key_values=merged).logits, expected)
 
 
 def test_a_cache_of_other_layers_is_refused():
