@@ -144,35 +144,23 @@ def test_a_request_that_dies_leaves_no_trace(model):
 
 
 def test_a_callback_may_cancel_any_request(model):
-    batch = ContinuousBatch(model, ROOM)
-    other = batch.submit(PROMPTS[0], 20)
-    kept = batch.submit(PROMPTS[2], 6, 2, eos_token_id=[])
-
-    def cancel_all(token):
-        batch.cancel(other)
-        batch.cancel(itself)
-        raise RuntimeError("and then it raises")
-
-    itself = batch.submit(PROMPTS[1], 20, on_token=cancel_all)
-    finish(batch)
-    assert other.status == itself.status == "cancelled" and len(itself.tokens) == 1 and itself.error is None
-    assert kept.tokens == alone(model, PROMPTS[2], 2, 6)
-
-
-def test_a_row_that_another_one_cancels_gets_nothing_more(model):
-    """Not even the token that was computed beside the other's."""
+    """Another one gets not even the token that was computed beside this one's; a cancelled one does not fail."""
     batch, told = ContinuousBatch(model, ROOM), []
 
     def cancel(token):
         if len(later.tokens) == 4 and not later.over:
             told.append("cancelled")
             batch.cancel(later)
+            batch.cancel(itself)
+            raise RuntimeError("and then it raises")
 
-    batch.submit(PROMPTS[0], 20, on_token=cancel, eos_token_id=[])
+    itself = batch.submit(PROMPTS[0], 20, on_token=cancel, eos_token_id=[])
     later = batch.submit(PROMPTS[2], 20, on_token=told.append, eos_token_id=[])
+    kept = batch.submit(PROMPTS[2], 6, 2, eos_token_id=[])
     finish(batch)
-    assert later.status == "cancelled" and len(later.tokens) == 4
+    assert itself.status == later.status == "cancelled" and itself.error is None and len(later.tokens) == 4
     assert told == [*later.tokens, "cancelled"]
+    assert kept.tokens == alone(model, PROMPTS[2], 2, 6)
 
 
 def test_a_call_that_fails_ends_the_rows_it_was_for(model, monkeypatch):

@@ -122,22 +122,6 @@ def test_prefill_and_steps_equal_the_model(case, runtime, runners):
 @runtimes
 @cases
 @torch.no_grad()
-def test_any_division_of_a_text_is_the_same(case, runtime, runners):
-    programs, run, ids = exported(case)[2], runners(case, runtime), random_ids(2, 20)
-    whole = run("prefill", ids, torch.ones_like(ids), empty_states(programs["prefill"], 2))
-    pieces = steps = (None, empty_states(programs["step"], 2))
-    for start, end in ((0, 1), (1, 9), (9, 20)):
-        pieces = run("prefill", ids[:, start:end], torch.ones_like(ids[:, start:end]), pieces[1])
-    for t in range(20):
-        steps = run("step", ids[:, t : t + 1], steps[1])
-    for logits, states in (pieces, steps):
-        assert_close(logits, whole[0])
-        assert_states_close(states, whole[1])
-
-
-@runtimes
-@cases
-@torch.no_grad()
 def test_padded_rows_are_what_they_are_alone(case, runtime, runners):
     """Left padding where a row begins and later, right padding, holes, a piece of nothing but padding, and none."""
     model, budget, programs = exported(case)

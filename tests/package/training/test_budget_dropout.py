@@ -1,7 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Budget dropout: which budgets each update trains, what their loss is, and how it gets into the Trainers."""
 
-import copy
 import math
 import random
 from collections import Counter
@@ -217,16 +216,6 @@ def test_forward_runs_when_its_loss_is_asked_for():
     assert next(losses, None) is None
 
 
-def test_no_gradient_flows_into_the_soft_targets():
-    logits = {K: torch.randn(3, 4, generator=torch.Generator().manual_seed(K), requires_grad=True) for K in (8, 2)}
-
-    def forward(K):
-        return SimpleNamespace(loss=0.0 * logits[K].sum(), logits=logits[K])
-
-    sum(budget_losses(forward, (8, 2), distillation_weight=1.0)).backward()
-    assert not logits[8].grad.any() and logits[2].grad.any()
-
-
 def test_bad_losses_are_refused():
     def forward(K):
         return SimpleNamespace(loss=torch.tensor(1.0), logits=torch.zeros(1, 3, 2))
@@ -248,30 +237,11 @@ def test_bad_losses_are_refused():
         list(budget_losses(lambda K: SimpleNamespace(loss=None), (8, 2)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# AdamW and the channels that an update does not read.
-
-
-def test_inactive_channels_move_as_under_a_gradient_of_zero():
-    model, ids, weight_decay = random_model().train(), random_ids(2, 16), 0.1
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=weight_decay, eps=1e-8)
-    per_channel = {n: p for n, p in model.named_parameters() if p.shape[0] == 32 and ("mixing" in n or "gate_out" in n)}
-    assert len(per_channel) == 6  # two layers of gate weight and bias, and filters
-    model(ids, labels=ids, spectral_budget=32).loss.backward()
-    optimizer.step()
-    before = {name: p.detach().clone() for name, p in per_channel.items()}
-    moments = {name: copy.deepcopy(optimizer.state[p]) for name, p in per_channel.items()}
-
-    optimizer.zero_grad()
+def test_channels_above_the_budget_get_a_gradient_of_zero():
+    """And not None: AdamW goes on moving them by their momentum and shrinks them."""
+    model, ids = random_model().train(), random_ids(2, 16)
     model(ids, labels=ids, spectral_budget=2).loss.backward()
+    per_channel = {n: p for n, p in model.named_parameters() if p.shape[0] == 32 and ("mixing" in n or "gate_out" in n)}
+    assert len(per_channel) == 6  # two layers of gate weight and bias, and M
     for name, p in per_channel.items():
         assert not p.grad[2:].any() and p.grad[:2].any(), name
-    optimizer.step()
-    for name, p in per_channel.items():
-        m, v = 0.9 * moments[name]["exp_avg"], 0.95 * moments[name]["exp_avg_sq"]
-        step = (m / (1 - 0.9**2)) / ((v / (1 - 0.95**2)).sqrt() + 1e-8)
-        expected = before[name] * (1 - 1e-2 * weight_decay) - 1e-2 * step
-        torch.testing.assert_close(p.detach()[2:], expected[2:], rtol=1e-6, atol=1e-7)
-        assert (p.detach() - before[name])[2:].abs().amax() > 1e-3, name  # momentum moves them
-        torch.testing.assert_close(optimizer.state[p]["exp_avg"][2:], m[2:])
-        torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"][2:], v[2:])
