@@ -52,8 +52,9 @@ def test_depth_zero_is_the_backbone(kind):
     assert (z.norm(dim=-1) <= 6**0.5 * (1 + 1e-6)).all()
 
 
-@backbones
-@pytest.mark.parametrize("feedback", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "feedback"), [("essm", True), ("essm", False), ("diagonal", True), ("mamba", True), ("gpt2", False)]
+)
 def test_step_by_step(kind, feedback):
     model, x = random_model(kind, feedback=feedback), random_inputs(2, 4, 5, dtype=torch.float32)
     depths = torch.tensor([[1, 0, 2, 3], [0, 3, 0, 1]])  # a gate's could tip where fp32 rounds
@@ -142,7 +143,7 @@ def test_a_backbone_with_fewer_states_is_saved(smaller, tmp_path):
     assert torch.equal(run(loaded, x, refine_depth=1).readouts, run(model, x, refine_depth=1).readouts)
 
 
-@pytest.mark.parametrize("kind", BACKBONES)
+@pytest.mark.parametrize("kind", ["diagonal", "gated", "mamba"])
 def test_half_precision(kind, tmp_path):
     """The gate and the metric of the latent stay in fp32, and of a backbone what it keeps by itself: not its gates."""
     model, x = random_model(kind), random_inputs(2, 3, 5, dtype=torch.float32)
@@ -170,7 +171,7 @@ def test_a_cache_that_is_written_in_place_cannot_be_trained_with():
     random_model("mamba", feedback=False).train()(x).loss.backward()
 
 
-@pytest.mark.parametrize("kind", ["essm", "diagonal", "gpt2"])
+@pytest.mark.parametrize("kind", ["essm", "gpt2"])
 def test_training_with_feedback_keeps_no_graph_of_the_past(kind):
     """Gradients go through z alone: where z has no way into the next input, outputs give none to earlier inputs."""
     model, x = random_model(kind).train(), random_inputs(2, 3, 5, dtype=torch.float32).requires_grad_()

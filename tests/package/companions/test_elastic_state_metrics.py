@@ -75,17 +75,3 @@ def test_a_kept_factor_follows_the_weights():
         metric.lower.data.mul_(3)  # as averages of weights are swapped in: no version tells
         assert not torch.equal(metric.factor(), before)
     assert metric.factor().requires_grad and metric.factor() is not metric.factor()
-
-
-@pytest.mark.parametrize("metric", ["cholesky", "low_rank"])
-def test_autocast_does_not_reach_the_metric(metric):
-    """Products in bf16 are not positive definite for all weights, and a factor that is kept would outlive them."""
-    model = random_model(metric=metric, latent_size=32, dtype=torch.float32)
-    metric, g = model.corrector.metric, random_inputs(3, 32, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in metric.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            half = metric.solver()(g)
-            matrix = metric.matrix()
-        assert torch.equal(metric.solver()(g), half) and torch.equal(metric.matrix(), matrix)

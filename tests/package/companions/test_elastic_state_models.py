@@ -82,21 +82,6 @@ def test_an_open_gate_costs_what_was_promised(acceptance, most):
         assert output.kept_steps < 3 * 8 * 6 and 4 * 8 * 6 < values <= (1 + most * 3) * 8 * 6 + again
 
 
-@pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
-def test_refinement_does_not_raise_the_objective(acceptance):
-    output = run(random_model(acceptance=acceptance), random_inputs(4, 6, 5), refine_depth=3)
-    # evaluated again over the whole batch: rounding of fp64
-    assert (output.losses <= output.proposal_losses + 1e-14).all()
-    assert (output.losses < 0.999 * output.proposal_losses).float().mean() > 0.9
-
-
-def test_the_negative_objective_is_climbed():
-    model, x = random_model(trust_radius=0.2), random_inputs(3, 1, 5)
-    model.set_objective(Counting(-1.0))
-    output = run(model, x, refine_depth=3)
-    assert (output.losses < output.proposal_losses).all()  # which are minus the squared error
-
-
 def test_a_batch_is_its_rows():
     model, x = random_model(drift=0.05, trust_radius=0.8), random_inputs(4, 6, 5)
     whole = run(model, x)
@@ -220,26 +205,11 @@ def test_proposals_are_retracted_too():
     torch.testing.assert_close(output.latents, plain.latents, rtol=0, atol=1e-12)
 
 
-def test_no_loss_where_none_is_wanted():
-    model, x = random_model(), random_inputs(2, 3, 5)
-    output = run(model, x, return_loss=False)
-    assert output.loss is None and "loss" not in output and output.losses is not None
-
-
 def test_the_loss_is_objective_plus_penalty():
     model, x = random_model(compute_penalty=0.3, proposal_weight=0.7), random_inputs(3, 4, 5)
     output = run(model, x)
     expected = output.losses + 0.3 * output.refine_depths + 0.7 * output.proposal_losses
     torch.testing.assert_close(output.loss, expected.mean())
-
-
-def test_there_is_no_place_for_labels():
-    model, x = random_model(), random_inputs(1, 2, 5)
-    with pytest.raises(TypeError, match="labels"):
-        model(x, labels=x)
-    model.set_objective(lambda y, observation, history, labels: y.sum(1))
-    with pytest.raises(TypeError, match="labels"):
-        model(x)
 
 
 def test_every_weight_is_trained():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from modeling_essm.companions import allocate, certify, describe, importance, prune, remove, restore, state_layers
+from modeling_essm.companions import allocate, certify, importance, prune, remove, restore, state_layers
 from modeling_essm.companions.pruning.mamba import Steps, add_energies, mean_energies, measure_energies
 
 WORDS, LENGTH = 31, 12
@@ -89,14 +89,6 @@ def test_frozen_energy_is_energy_along_the_text_for_constant_parameters():
     torch.testing.assert_close(along, frozen * seen, rtol=1e-12, atol=0.0)
     impulse = (first["delta"][..., None] * first["B"][..., None, :] * first["C"][..., None, :])[0, 0] ** 2
     torch.testing.assert_close(frozen, impulse / (1 - squared), rtol=1e-12, atol=0.0)
-
-
-def test_frozen_energy_is_a_product_of_means():
-    steps = random_steps()
-    a = torch.exp(steps.delta[..., None] * steps.A)
-    expected = (steps.delta[..., None] * steps.B[..., None, :]).square().mean((0, 1))
-    expected = expected * steps.C.square().mean((0, 1))[:, None] * (1 / (1 - a**2)).mean((0, 1))
-    torch.testing.assert_close(energy_of_states(steps, "frozen"), expected, rtol=1e-12, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba2_biases", "mamba2_limits"])
@@ -245,22 +237,6 @@ def test_what_a_selective_layer_has_no_formula_for():
         state_layers(model)[0].read()
 
 
-def test_an_activation_that_is_not_zero_at_zero_is_refused():
-    model = build("mamba2")
-    state_layers(model)[0].module.act = torch.nn.Sigmoid()
-    with pytest.raises(ValueError, match="hidden_act must be 0 at 0"):
-        prune(model, allocate(importance(model, "random"), amount=0.5))
-
-
-@models
-def test_the_report(name):
-    model = build(name)
-    report = describe(model)
-    assert [layer.size for layer in report.layers] == [6, 6] and report.layers[0].kind == name.split("_")[0]
-    assert report.layers[0].states == 6 * 32 and report.layers[0].energy is None
-    assert "prune with calibration" in str(report)
-
-
 class Wrapped(torch.nn.Module):
     """A projection inside another module, as an adapter has it."""
 
@@ -296,10 +272,3 @@ def test_wrapped_projections_are_refused_before_anything_changes(name, part):
             assert torch.equal(model(ids()).logits, masked)
             restore(model)
     assert torch.equal(model(ids()).logits, before)
-
-
-def test_one_batch_can_stand_by_itself():
-    model = build("mamba")
-    one = importance(model, "aire", ids()).layers[0].raw
-    assert torch.equal(one, importance(model, "aire", [{"input_ids": ids()}]).layers[0].raw)
-    assert torch.equal(one, importance(model, "aire", {"input_ids": ids()}).layers[0].raw)

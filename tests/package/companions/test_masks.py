@@ -116,15 +116,6 @@ def test_a_copy_has_a_mask_of_its_own():
     assert torch.equal(model(inputs()), output)
 
 
-def test_a_second_plan_replaces_the_first():
-    model, other = stack(), stack()
-    found = importance(model, "energy")
-    for share in (0.75, 0.25):
-        prune(model, allocate(found, amount=share))
-    prune(other, allocate(found, amount=0.25))
-    assert torch.equal(model(inputs()), other(inputs()))
-
-
 def test_masked_modes_have_no_energy():
     model = stack()
     plan = half(model)
@@ -148,8 +139,7 @@ def test_a_plan_for_another_model_is_refused():
 
 
 @layouts
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)], ids=str)
-def test_removal_computes_what_the_mask_did(layout, dtype, tolerance):
+def test_removal_computes_what_the_mask_did(layout, dtype=torch.float32, tolerance=1e-6):
     """The sums are the same but for zeros, and their order."""
     model = stack(dtype, **layout)
     plan = half(model)
@@ -176,16 +166,6 @@ def test_channels_with_fewer_modes_are_padded():
     assert not layer.C[2].any()
 
 
-def test_ranks_of_modes_leave_no_padding():
-    model = stack(channels=WIDTH)
-    plan = half(model, granularity="mode_index")
-    prune(model, plan)
-    masked = model(inputs())
-    remove(model)
-    assert all((layer.C != 0).all() for layer in model.layers)
-    torch.testing.assert_close(model(inputs()), masked, rtol=1e-13, atol=1e-13)
-
-
 @layouts
 def test_a_whole_layer_computes_its_skip(layout):
     model, silent = stack(**layout), stack(**layout)
@@ -202,16 +182,6 @@ def test_a_whole_layer_computes_its_skip(layout):
     output.sum().backward()
     assert model.layers[1].D.grad.all()
     assert describe(model).layers[1].size == 0
-
-
-def test_modes_of_no_energy_change_nothing():
-    model = stack()
-    model.layers[0].C.data[:, 2:4] = 0
-    before = model(inputs())
-    plan = allocate(importance(model, "energy"), total=10)
-    assert plan.kept == [4, 6]
-    prune(model, plan)
-    assert torch.equal(model(inputs()), before)
 
 
 def test_a_frozen_weight_stays_frozen_and_keeps_its_notes():

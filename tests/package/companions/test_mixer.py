@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modeling_essm.companions.models import MIXERS, DiagonalSSMConfig
-from modeling_essm.companions.models.mixer_diagonal import expm1, hippo_frequencies
+from modeling_essm.companions.models.mixer_diagonal import hippo_frequencies
 from modeling_essm.companions.systems import OUTPUTS, DiagonalAdapter, DiagonalSystem
 
 H = 3
@@ -23,7 +23,6 @@ KINDS = {
 }
 kinds = pytest.mark.parametrize("fields", KINDS.values(), ids=KINDS)
 three = pytest.mark.parametrize("parameterization", ["s5", "lru", "s4d"])
-directions = pytest.mark.parametrize("bidirectional", [False, True], ids=["one-way", "two-way"])
 
 
 def random(*shape, seed=0, dtype=torch.float64):
@@ -109,8 +108,7 @@ def test_two_directions(parameterization):
         mixer(u, torch.zeros(2, 5, dtype=torch.complex128))
 
 
-@three
-@directions
+@pytest.mark.parametrize(("parameterization", "bidirectional"), [("s5", True), ("lru", False), ("s4d", True)])
 def test_impulse_response_of_lti(parameterization, bidirectional):
     """D alone is outside of it: with D = 0 the response is out(C lam^t B)."""
     mixer, L = make(bidirectional=bidirectional, parameterization=parameterization), 6
@@ -134,15 +132,6 @@ def test_impulse_response_of_lti(parameterization, bidirectional):
         if bidirectional:
             expected[:L] += ways[1][..., p].flip(0)
         torch.testing.assert_close(y, expected, rtol=0, atol=1e-13)
-
-
-def test_expm1_keeps_its_digits():
-    """For small z, exp(z) - 1 = z (1 + z / 2 + z^2 / 6); fp32 has 6e-8."""
-    z = torch.tensor([1e-4 + 2e-4j, -1e-6 + 1e-7j, 1e-3j], dtype=torch.complex64)
-    wide = z.to(torch.complex128)
-    torch.testing.assert_close(expm1(z).to(wide.dtype), wide * (1 + wide / 2 + wide**2 / 6), rtol=3e-7, atol=0)
-    z = torch.tensor([-2.0 + 3.0j, 0.5 - 1.0j], dtype=torch.complex128)
-    torch.testing.assert_close(expm1(z), z.exp() - 1, rtol=1e-14, atol=0)
 
 
 # --- dtypes, padding, no modes
@@ -175,8 +164,7 @@ def test_padding_neither_reads_nor_moves_the_state(parameterization):
         assert torch.equal(last[3], torch.zeros_like(last[3]) if x0 is None else x0[3])
 
 
-@three
-@directions
+@pytest.mark.parametrize(("parameterization", "bidirectional"), [("s5", True), ("lru", False), ("s4d", False)])
 def test_no_modes(parameterization, bidirectional):
     """y = D u, an empty state, and a gradient of every parameter."""
     mixer, u = make(n=0, parameterization=parameterization, bidirectional=bidirectional), random(2, 4, H)
@@ -217,10 +205,10 @@ def assert_same_system(actual, lam, B, C):
 
 
 @kinds
-@pytest.mark.parametrize("n", [2, 5, 8])
+@pytest.mark.parametrize("n", [2, 8])
 def test_it_becomes_any_system(fields, n):
     """Its own again, and others with fewer, as many and more modes."""
-    mixer = make(bidirectional=n == 5, **fields)
+    mixer = make(bidirectional=n == 8, **fields)
     own, u = mixer.lti(), random(2, 9, H)
     y = mixer(u)[0]
     mixer.set_lti(*own[:3])
@@ -228,7 +216,7 @@ def test_it_becomes_any_system(fields, n):
     torch.testing.assert_close(mixer(u)[0], y, rtol=0, atol=1e-12)
     old = dict(mixer.named_parameters())
     loss = mixer(u)[0].sum()
-    target = modes(mixer, n, n == 5)
+    target = modes(mixer, n, n == 8)
     if fields["parameterization"] == "lru":  # its phase is at least 1e-8
         target[0][..., 0] *= torch.polar(torch.ones((), dtype=torch.float64), torch.tensor(1e-3, dtype=torch.float64))
     mixer.set_lti(*target)
@@ -256,13 +244,6 @@ def test_guards(parameterization):
     assert all(p.isfinite().all() and p.grad.isfinite().all() for p in mixer.parameters())
     with pytest.raises(ValueError, match=r"\|lam\| must be at most 1 in this parameterization, got 1.5"):
         mixer.set_lti(1.5 * torch.ones_like(lam), B, C)
-
-
-def test_lru_is_written_with_the_normalisation_of_a_new_one():
-    mixer = make(n=3, parameterization="lru")
-    lam, B, C = modes(mixer, 4)
-    mixer.set_lti(lam, B, C)
-    torch.testing.assert_close(mixer.gamma_log.detach().exp(), (1 - lam.abs() ** 2).sqrt(), rtol=1e-12, atol=0)
 
 
 def test_s5_without_clipping_keeps_an_unstable_mode():
@@ -294,8 +275,7 @@ def test_bad_systems(parameterization):
     assert before.lam.shape[-1] == 5  # nothing was written
 
 
-@three
-@directions
+@pytest.mark.parametrize(("parameterization", "bidirectional"), [("s5", True), ("lru", False), ("s4d", True)])
 def test_removed_modes_are_masked_ones(parameterization, bidirectional):
     mixer, u = make(parameterization=parameterization, bidirectional=bidirectional), random(2, 9, H)
     siso = parameterization == "s4d"
@@ -386,16 +366,6 @@ def test_new_lru():
     assert phases.mean().sub(0.5).abs() < 4 / 12**0.5 / 4000**0.5
     gamma = mixer.gamma_log.detach().double().exp()
     torch.testing.assert_close(gamma, (1 - squares).sqrt(), rtol=1e-5, atol=0)
-
-
-@three
-def test_a_new_layer_keeps_the_size_of_white_noise(parameterization):
-    """Within a factor of 5: none starts silent, none explodes."""
-    mixer = fresh(32, parameterization=parameterization)
-    with torch.no_grad():
-        mixer.D.zero_()
-        std = mixer(random(2, 600, 64, dtype=torch.float32))[0][:, 300:].std()
-    assert 0.2 < std < 5
 
 
 @three

@@ -64,7 +64,7 @@ def test_a_pruned_model_is_saved_and_loaded(name, tmp_path):
     assert [layer.modes for layer in describe(loaded).layers] == plan.kept
 
 
-@every
+@pytest.mark.parametrize("name", ["s4d"])
 def test_removal_is_exact_in_fp64(name):
     model = build(name, torch.float64)
     prune(model, allocate(importance(model, "energy"), amount=0.5))
@@ -73,7 +73,7 @@ def test_removal_is_exact_in_fp64(name):
     torch.testing.assert_close(logits(model), masked, rtol=1e-13, atol=1e-14 * float(masked.abs().max()))
 
 
-@every
+@pytest.mark.parametrize("name", ["lru", "s4d"])
 def test_a_whole_layer_goes(name, tmp_path):
     model = build(name)
     with torch.no_grad():

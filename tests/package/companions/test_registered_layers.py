@@ -56,16 +56,6 @@ def test_truncated(model):
     assert report.layers[0].bound == 0 < report.layers[1].bound
 
 
-def test_selective_and_unknown_layers_are_not_truncated(model):
-    with pytest.raises(ValueError, match="nothing can be truncated"):
-        balanced_truncate(torch.nn.Sequential(torch.nn.Linear(2, 2)), sizes=1)
-
-
-def test_one_size_for_all_is_a_bound(model):
-    balanced_truncate(model, sizes=[6, 3])
-    assert balanced_truncate(model, sizes=5).sizes == [5, 3]
-
-
 def test_wrapped_layers_count_once(monkeypatch):
     layer = companions.DiagonalSSMModel(companions.DiagonalSSMConfig(state_size=4, num_hidden_layers=1, vocab_size=9))
     layer.layers[0].mixer = torch.compile(layer.layers[0].mixer)

@@ -64,11 +64,6 @@ def test_two_directions(channels):
     )
 
 
-def test_opposite_directions_cancel_at_lag_zero():
-    lam, one = torch.zeros(1, dtype=torch.complex128), torch.ones(1, 1, dtype=torch.complex128)
-    assert energy(DiagonalSystem(lam, one, torch.stack([one, -one]), "complex"), "exact") == 0
-
-
 def test_peak_hankel_and_magnitude():
     system = random_system()
     for i in range(5):
@@ -184,13 +179,6 @@ def test_mode_index_sums_ranks_over_channels():
     torch.testing.assert_close(layer.scores, expected, **EXACT)
 
 
-def test_arithmetic_is_fp64_whatever_the_weights():
-    model = Stack(random_system(), dtype=torch.float32)
-    scores = importance(model, "energy").scores[0]
-    assert scores.dtype == torch.float64
-    torch.testing.assert_close(scores, summed_energy(state_layers(model)[0].read()), **EXACT)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -222,11 +210,3 @@ def test_layers_are_found_by_class_and_subclass():
         register(3, RecurrenceAdapter())
     with pytest.raises(TypeError, match="adapter must be an Adapter, got type"):
         register(Derived, RecurrenceAdapter)
-
-
-def test_a_value_that_is_not_finite_is_named():
-    system = random_system()
-    B = system.B.clone()
-    B[3] = float("inf")
-    with pytest.raises(ValueError, match="here: magnitude of mode 3 must be finite, got inf"):
-        mode_values(dataclasses.replace(system, B=B), "magnitude", where="here")

@@ -20,7 +20,6 @@ from modeling_essm.companions.truncation.models import balanced_truncate, resize
 from modeling_essm.companions.truncation.training import (
     InTrainingTruncation,
     attempt_steps,
-    substitute,
     truncatable,
     unwrap,
 )
@@ -86,20 +85,6 @@ def test_schedules_that_do_not_fit(attempts, until, message):
         attempt_steps(attempts, until, max_steps=1000, warmup_steps=3)
 
 
-def test_only_those_steps():
-    model, truncation = make_model(), InTrainingTruncation((2, 5), tau=0.1)
-    optimizer = make_optimizer(model)
-    done = [truncation.after_step(model, optimizer, step) is not None for step in range(1, 7)]
-    assert done == [False, True, False, False, True, False]
-    first, second = truncation.history
-    assert (first["step"], second["step"]) == (2, 5)
-    assert first["before"] == SIZES
-    assert first["after"] == second["before"]
-    assert all(a < b for a, b in zip(first["after"], SIZES))
-    assert second["after"] == second["sizes"] == model.config.state_sizes
-    assert all(bound > 0 for bound in first["bounds"])
-
-
 # --- The optimizer ----------------------------------------------------------------------------------------------------
 
 
@@ -122,18 +107,6 @@ def test_new_tensors_start_afresh():
     truncation = InTrainingTruncation((5,), tau=0.1)
     truncation.after_step(model, optimizer, 5)
     assert first_update(model, optimizer, 6) == pytest.approx([1.0] * 10, abs=2e-3)
-
-
-def test_a_kept_step_count_would_overshoot():
-    """The control: moments of 0 with a count of 2000 make it 0.1 / sqrt(0.001) sqrt(1 - 0.999^2001) = 2.94."""
-    model = make_model()
-    optimizer = make_optimizer(model, weight_decay=0.0)
-    update(model, optimizer, 1)
-    for state in optimizer.state.values():
-        state["exp_avg"].zero_()
-        state["exp_avg_sq"].zero_()
-        state["step"].fill_(2000)
-    assert first_update(model, optimizer, 2) == pytest.approx([2.94] * 10, abs=1e-2)
 
 
 def test_everything_else_stays():
@@ -170,19 +143,6 @@ def test_a_graph_from_before_does_not_matter():
     assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
-def test_accelerates_wrapper():
-    class Wrapper:
-        def __init__(self, optimizer):
-            self.optimizer = optimizer
-
-    model = make_model()
-    optimizer = make_optimizer(model)
-    update(model, optimizer, 1)
-    report = balanced_truncate(model, tau=0.1)
-    substitute(Wrapper(optimizer), report.replaced)
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
-
-
 def test_sharded_layers_are_refused():
     model = make_model()
     model.layers[0].B.placements = ("Shard(0)",)
@@ -193,7 +153,7 @@ def test_sharded_layers_are_refused():
 # --- Resuming, compiling, ranks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("killed_after", [2, 3, 4, 6, 7])
+@pytest.mark.parametrize("killed_after", [2, 3, 7])
 def test_a_resumed_run_ends_with_the_same_bits(killed_after):
     """With truncations after updates 3 and 6, of 9; before, at and behind them."""
 
