@@ -3,11 +3,18 @@
 
 import pytest
 import torch
-from helpers import assert_close, pad, random_ids, random_model
+from helpers import assert_close, pad, random_ids, random_model, tiny_config
 from operators import relative_error
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from essm_train.baselines.ar_stu import ARSTUConfig, ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUModel
+from essm_train.baselines.ar_stu import (
+    ARSTUConfig,
+    ARSTUForCausalLM,
+    ARSTUForPairClassification,
+    ARSTUForSequenceClassification,
+    ARSTUModel,
+)
+from essm_train.baselines.sizes import matched_variant
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
 
@@ -21,11 +28,9 @@ K, L = 5, 19
 TOLERANCE = 1e-5  # the recurrence reproduces the filters to 4e-6 (test_spectral_basis.py)
 
 
-def make_mixer(fields, algorithm="chunked"):
+def make_mixer(fields):
     """Width 16, H = 512, C = 8, in fp64; weights so large that every term shows in the outputs."""
-    mixer = (
-        random_model(ARSTUModel, num_hidden_layers=1, spectral_algorithm=algorithm, **fields).double().layers[0].mixer
-    )
+    mixer = random_model(ARSTUModel, num_hidden_layers=1, **fields).double().layers[0].mixer
     with torch.no_grad():
         mixer.output_mixing.mul_(4)
         if mixer.negative:
@@ -53,9 +58,8 @@ def by_loops(mixer, u):
 
 
 @variants
-@pytest.mark.parametrize("algorithm", ["chunked", "step"])
-def test_outputs_and_gradients_are_those_of_the_equation(fields, algorithm):
-    mixer, generator = make_mixer(fields, algorithm), torch.Generator().manual_seed(3)
+def test_outputs_and_gradients_are_those_of_the_equation(fields):
+    mixer, generator = make_mixer(fields), torch.Generator().manual_seed(3)
     u = torch.randn(2, L, 16, generator=generator, dtype=torch.float64).requires_grad_()
     leaves = {"u": u} | dict(mixer.named_parameters())
     outputs, expected = mixer(u, LayerCall(K)), by_loops(mixer, u)
@@ -81,14 +85,21 @@ def test_rows_are_what_they_are_alone(fields, side):
     assert_close(packed[0], model(ids, spectral_budget=9).logits.flatten(0, 1))
 
 
-@torch.no_grad()
-def test_it_is_saved_without_code_and_loads_by_auto_classes(tmp_path):
-    model, ids = random_model(ARSTUForCausalLM, ar_feature_shift=2), random_ids(2, 9)
+@pytest.mark.parametrize("cls", [ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassification])
+def test_an_ar_stu_is_as_large_as_an_es_ssm_and_is_found_by_its_type(cls, tmp_path):
+    config = tiny_config(cls.config_class, hidden_size=32, block="paper", gating="none", num_labels=2)
+    model = cls(matched_variant(config, cls)).eval()
+    base = cls.__mro__[1]
+    elastic = base(tiny_config(base.config_class, hidden_size=32, block="paper", num_labels=2))
+    assert abs(model.num_parameters() / elastic.num_parameters() - 1) <= 0.03
     model.save_pretrained(tmp_path)
-    assert not list(tmp_path.glob("*.py"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is ARSTUForCausalLM and torch.equal(loaded(ids).logits, model(ids).logits)
-    assert random_model(ARSTUForSequenceClassification, num_labels=3)(ids).logits.shape == (2, 3)
+    auto = AutoModelForCausalLM if cls is ARSTUForCausalLM else AutoModelForSequenceClassification
+    loaded, ids = auto.from_pretrained(tmp_path).eval(), torch.arange(24).view(3, 2, 4)
+    ids = ids if cls is ARSTUForPairClassification else ids.flatten(1)
+    with torch.no_grad():
+        outputs = [each(ids, use_cache=False, spectral_budget=K).logits for each in (model, loaded) for K in (4, 32)]
+    assert not list(tmp_path.glob("*.py")) and type(loaded) is cls
+    assert torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
 
 
 def test_what_it_is_not():

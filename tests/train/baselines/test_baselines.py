@@ -22,7 +22,7 @@ architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
 def tiny(architecture: str, cls=BaselineConfig, **fields) -> BaselineConfig:
-    defaults = {"hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3}
+    defaults = {"hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3, "max_position_embeddings": 64}
     if architecture == "mamba2":
         defaults["state_size"] = 8
     return cls(architecture=architecture, **(defaults | fields))

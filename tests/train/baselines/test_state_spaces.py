@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The state spaces of S4, S4D, Mamba, Mamba-2 and AR-STU against the recurrences that they stand for."""
+"""The state spaces of S4, S4D, Mamba and Mamba-2 against the recurrences that they stand for."""
 
 import copy
 import functools
@@ -7,26 +7,17 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close, randomise, tiny_config
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, Mamba2Config
+from helpers import assert_close, randomise
+from transformers import DynamicCache, Mamba2Config
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
-from essm_train.baselines.ar_stu import (
-    ARSTUConfig,
-    ARSTUForCausalLM,
-    ARSTUForPairClassification,
-    ARSTUForSequenceClassification,
-)
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.mamba import ChunkedMamba2Mixer, by_chunks, chunked_scan
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.s4 import S4Mixer, hippo_legs
 from essm_train.baselines.s4d import S4DMixer
-from essm_train.baselines.sizes import matched_variant
 from essm_train.run.steps import parameter_groups
-from modeling_essm.mixer_essm import LayerCall
-from modeling_essm.spectral_basis import spectral_basis
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -205,51 +196,3 @@ def test_a_chunked_scan_forgets_at_once_and_then_slowly():
     log_decay = torch.full((2, 16, 3), -0.1).index_fill(1, torch.tensor([0]), -1e4)
     expected = chunked_scan(x.double(), log_decay.double(), B.double(), C.double(), 16)
     assert_close(chunked_scan(x, log_decay, B, C, 16), expected.float(), atol=2e-6 * expected.abs().max().item())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# AR-STU.
-
-
-@pytest.mark.parametrize("negative, shift, gating", [(True, 0, "softmax"), (False, 2, "none"), (True, 2, "softmax")])
-def test_ar_stu_is_its_equation(negative, shift, gating):
-    """Outputs and gradients at a budget, in fp64; the recurrence reproduces the filters to 4e-6."""
-    K, L, fields = 5, 19, {"ar_negative_filters": negative, "ar_feature_shift": shift, "gating": gating}
-    torch.manual_seed(0)
-    model = randomise(ARSTUForCausalLM(tiny_config(ARSTUConfig, num_hidden_layers=1, block="paper", **fields))).double()
-    mixer, u = model.model.layers[0].mixer, inputs(2, L, 16).requires_grad_()
-    with torch.no_grad():  # so that every term shows
-        for weight in (mixer.output_mixing, getattr(mixer, "channel_mixing_negative", mixer.output_mixing)):
-            weight.mul_(4)
-    phi, gates, ys = torch.from_numpy(spectral_basis(512).filters(K)), mixer.gates(u, K, None), []
-    for t in range(L):
-        y = mixer.skip(u[:, t])
-        for sign, M in ((1, mixer.channel_mixing), (-1, mixer.channel_mixing_negative if negative else None)):
-            for k in range(K) if M is not None else ():
-                past = [sign**j * phi[j, k] * u[:, t - shift - j] for j in range(t - shift + 1)]
-                y = y + gates[:, t, k, None] * (sum(past, u.new_zeros(2, 16)) @ M[k])
-        for i in (1, 2):
-            if t >= i:
-                y = y + u[:, t - i] @ mixer.input_mixing[i - 1] + ys[t - i] @ mixer.output_mixing[i - 1]
-        ys.append(y)
-    leaves = [u, *mixer.parameters()]
-    outputs = mixer(u, LayerCall(K)), torch.stack(ys, 1)
-    found = [[y, *torch.autograd.grad(y.square().sum(), leaves)] for y in outputs]
-    for actual, expected in zip(*found):
-        assert float((actual - expected).detach().norm()) <= 1e-5 * float(expected.detach().norm()) and expected.any()
-
-
-@pytest.mark.parametrize("cls", [ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassification])
-def test_an_ar_stu_is_as_large_as_an_es_ssm_and_is_found_by_its_type(cls, tmp_path):
-    config = tiny_config(cls.config_class, hidden_size=32, block="paper", gating="none", num_labels=2)
-    model = cls(matched_variant(config, cls)).eval()
-    base = cls.__mro__[1]
-    elastic = base(tiny_config(base.config_class, hidden_size=32, block="paper", num_labels=2))
-    assert abs(model.num_parameters() / elastic.num_parameters() - 1) <= 0.03
-    model.save_pretrained(tmp_path)
-    auto = AutoModelForCausalLM if cls is ARSTUForCausalLM else AutoModelForSequenceClassification
-    loaded, ids = auto.from_pretrained(tmp_path).eval(), torch.arange(24).view(3, 2, 4)
-    ids = ids if cls is ARSTUForPairClassification else ids.flatten(1)
-    with torch.no_grad():
-        outputs = [each(ids, use_cache=False, spectral_budget=K).logits for each in (model, loaded) for K in (4, 32)]
-    assert type(loaded) is cls and torch.equal(outputs[0], outputs[2]) and not torch.equal(outputs[0], outputs[1])
