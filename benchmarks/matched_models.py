@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from essm_train.arguments import hybrid_layers
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.sizes import count_parameters
-from essm_train.models import hybrid_layers
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.spectral_budget import SPECTRAL_LAYER
 

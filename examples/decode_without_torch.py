@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Continue a prompt with numpy, onnxruntime and tokenizers: no torch, no transformers.
 
-    python train/export.py --model runs/train_clm/model --spectral_budget 6 --output_dir exported
+    essm-export --model runs/train_clm/model --spectral_budget 6 --output_dir exported
     python examples/decode_without_torch.py exported "import " [tokens] [temperature]
 
 Greedy unless a temperature is given. The state has a constant size, whatever has been read.

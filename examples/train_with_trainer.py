@@ -1,11 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/train_clm.py by transformers' own Trainer: the same arguments, text, model and budgets.
+"""essm-train-clm by transformers' own Trainer: the same arguments, text, model and budgets.
 
     python examples/train_with_trainer.py --output_dir runs/trainer
     python examples/train_with_trainer.py --train_file a.txt b.txt --max_steps 2000 --torch_compile
 
 It leaves `output_dir/model` and prints bits per byte at every budget that was trained. The figures are near those of
-train_clm.py: Trainer orders the samples in its own way, decays embeddings too and keeps no average of the weights. It
+essm-train-clm: Trainer orders the samples in its own way, decays embeddings too and keeps no average of the weights. It
 reads no streams, and a run goes on only with --resume_from_checkpoint.
 """
 
@@ -16,10 +16,10 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands.train_clm import build_model, make_encoder
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import load_text
+from essm_train.run.language import build_model, make_encoder
 from essm_train.run.loop import make_schedule
 from modeling_essm.training import BudgetDropoutCallback
 

@@ -16,7 +16,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from essm_train.arguments import arg
-from essm_train.commands.errors import command
+from essm_train.console import command
 from essm_train.files import write_figure, write_text
 from essm_train.publish.hub import read_json
 

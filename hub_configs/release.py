@@ -26,16 +26,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from essm_train.arguments import arg
-from essm_train.commands.calibrate import CalibrateArguments, calibrate
-from essm_train.commands.errors import command
+from essm_train.console import command
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import publish, temporary_folder
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import hold_out_blocks, num_scored, total_nats
+from essm_train.publish.arguments import CalibrateArguments
 from essm_train.publish.hub import read_json
 from essm_train.publish.model_card import write_model_card
+from essm_train.publish.profile import calibrate
 from modeling_essm.budgets.profile import device_name
 
 SAMPLE_BUDGETS = (2, 4)
@@ -48,7 +49,7 @@ FORMATS["int4"] = {"quantization_config": "int4"}
 class ReleaseArguments:
     """Arguments of the script."""
 
-    run_dir: str = field(metadata={"aliases": ["--run"], "help": "Folder of a finished run of train_clm.py."})
+    run_dir: str = field(metadata={"aliases": ["--run"], "help": "Folder of a finished run of essm-train-clm."})
     name: str = field(metadata={"help": "Of the folder to write, beside this file."})
     text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
     rounds: int = arg(7, "Of timing, for the profile.")

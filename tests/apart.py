@@ -34,7 +34,7 @@ def redirect(path: Path, *descriptors: int) -> None:
 def run_script(
     script: str | Path, *arguments: str, cwd: str | Path | None = None, stdin: str = "", timeout: float = 300
 ) -> subprocess.CompletedProcess:
-    """`python script arguments` offline and on one thread; its exit code, and what it wrote.
+    """`python script arguments`, or `python -m` of a module of essm_train, offline on one thread; what it wrote.
 
     For what a script does, not for what it imports: torch, transformers and this project are there before it begins.
 
@@ -67,5 +67,8 @@ def _script(command: list[str], folder: Path, cwd: str, stdin: str) -> None:
     os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     os.chdir(cwd)
     sys.argv = command
+    if command[0].startswith("essm_train."):
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+        return
     pytest.MonkeyPatch().syspath_prepend(Path(command[0]).resolve().parent)  # as `python script` does
     runpy.run_path(command[0], run_name="__main__")

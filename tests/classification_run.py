@@ -8,12 +8,13 @@ import datasets
 import numpy as np
 import torch
 from helpers import ROOT
+from training_run import options
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands import train_classification
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification
 from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.classifier import train_classifier
 
 TRAIN = ROOT / "train"
 
@@ -67,17 +68,11 @@ def write(folder: Path, name: str, columns: dict[str, list], features: dict | No
 
 
 def command_line(values: dict) -> list[str]:
-    flags = [f"--{name}" for name, value in values.items() if value is True]
-    return flags + [
-        part
-        for name, value in values.items()
-        if value is not None and value is not True
-        for part in (f"--{name}", str(value))
-    ]
+    return options(ClassificationArguments, values)
 
 
 def train(arguments: list[str]) -> None:
-    train_classification.main(parse_arguments(ClassificationArguments, arguments))
+    train_classifier(parse_arguments(ClassificationArguments, arguments))
 
 
 RUNS = {"pixels": {"kind": "pixels"}, "streamed text": {"kind": "text", "streaming": True}}

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A run to publish, and train/push_to_hub.py in child processes against `hub_server.FakeHub`.
+"""A run to publish, and essm-push in child processes against `hub_server.FakeHub`.
 
 The client is told where the Hub is by HF_ENDPOINT, as a mirror's user would. HF_HUB_DISABLE_XET=1 because a client
 with hf_xet uploads large files through xet only, which the server does not offer.
@@ -11,11 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from helpers import ROOT
 from hub_server import FakeHub
 from safetensors.torch import load_file, save_file
 
-SCRIPT = ROOT / "train/push_to_hub.py"
 REPO = "essm-tests/elastic"
 SWEEP = {
     "budgets": [2, 8, 32],
@@ -30,7 +28,7 @@ SWEEP = {
     "model": "/home/somebody/runs/x/model",
 }
 TRAINING = {
-    "script": "train_clm.py",
+    "script": "essm-train-clm",
     "data": "A | tiny corpus",
     "updates": 600,
     "tokens_per_update": 2048,
@@ -51,7 +49,7 @@ def environment(hub: FakeHub | str, home: Path, token: str | None = "hf_writer")
 
 
 def start(hub, run: Path, *arguments: str, repo: str = REPO, token: str | None = "hf_writer") -> subprocess.Popen:
-    command = [sys.executable, SCRIPT, "--run", run, "--hub_model_id", repo, *arguments]
+    command = [sys.executable, "-m", "essm_train.push", "--run", run, "--hub_model_id", repo, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(list(map(str, command)), env=environment(hub, run.parent, token), cwd=run.parent, **pipes)
 

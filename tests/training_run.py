@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Tiny runs of train/train_clm.py for the tests: in this process, or in one of their own that may be killed.
+"""Tiny runs of essm-train-clm for the tests: in this process, or in one of their own that may be killed.
 
 Whatever a test breaks or watches is patched in here; the scripts know nothing of it.
 """
@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedTokenizerFast
 
-from essm_train.commands import train_clm
-from essm_train.run import checkpoints, saving
+from essm_train.arguments import parse_arguments, sort_values
+from essm_train.data.arguments import CLMArguments
+from essm_train.run import checkpoints, language, saving
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.finiteness import local
 
@@ -57,23 +58,29 @@ TINY = {
 
 def command_line(output_dir: Path, **changes) -> list[str]:
     """Arguments of a tiny run in that folder; None leaves one out."""
-    values = {**TINY, "output_dir": output_dir} | changes
+    return options(CLMArguments, {**TINY, "output_dir": output_dir} | changes)
+
+
+def options(cls: type, values: dict) -> list[str]:
+    """Values as options of a command, fields of the configuration among its overrides; None leaves one out."""
+    values = sort_values(cls, {name: value for name, value in values.items() if value is not None}, "the test")
+    if overrides := values.pop("config_overrides", None):
+        values["config_overrides"] = json.dumps(overrides)
     parts = []
     for name, value in values.items():
-        if value is not None:
-            parts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        parts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return parts
 
 
 def train(arguments: list[str], whole: bool = False) -> None:
-    """Run train_clm, by default without what follows the training."""
+    """Run essm-train-clm, by default without what follows the training."""
     with contextlib.ExitStack() as patches:
         if not whole:
             values = {"sweep_budgets": None, "report_sweep": None, "sample": "", "write_card_and_push": None}
             for name, value in values.items():
-                patches.enter_context(mock.patch.object(train_clm, name, return_value=value))
-            patches.enter_context(mock.patch.object(train_clm, "load_saved", return_value=(None, mock.Mock())))
-        train_clm.main(train_clm.parse_arguments(train_clm.CLMArguments, arguments))
+                patches.enter_context(mock.patch.object(language, name, return_value=value))
+            patches.enter_context(mock.patch.object(language, "load_saved", return_value=(None, mock.Mock())))
+        language.train_language_model(parse_arguments(CLMArguments, arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,7 +193,7 @@ def die() -> None:
 
 def watch_samples(output_dir: Path, folder: Path) -> None:
     """Every batch is noted in `folder` before it is used."""
-    make_task = train_clm.make_task
+    make_task = language.make_task
     rank = os.environ.get("RANK", "0")
 
     def watched(args, *rest):
@@ -204,12 +211,12 @@ def watch_samples(output_dir: Path, folder: Path) -> None:
         task.collate = note
         return task
 
-    train_clm.make_task = watched
+    language.make_task = watched
 
 
 def kill_at_update(update: int) -> None:
     """The process dies when so many updates are done and the next begins."""
-    make_schedule = train_clm.make_schedule
+    make_schedule = language.make_schedule
 
     class Deadly(SimpleNamespace):
         def __call__(self, done):
@@ -219,7 +226,7 @@ def kill_at_update(update: int) -> None:
         schedule = make_schedule(*args)
         return Deadly(schedule=schedule, budgets=schedule.budgets)
 
-    train_clm.make_schedule = deadly
+    language.make_schedule = deadly
 
 
 def break_weight_at_update(update: int, rank: int) -> None:
@@ -318,27 +325,3 @@ def train_apart(
     for process in processes:
         process.join()
     return [process.exitcode for process in processes], log.read_text()
-
-
-TODAY = {
-    "per_device_batch_size": "per_device_train_batch_size",
-    "validate_every": "eval_steps",
-    "checkpoint_every": "save_steps",
-    "keep_checkpoints": "save_total_limit",
-    "log_every": "logging_steps",
-    "log_with": "report_to",
-    "deterministic": "full_determinism",
-    "hub_private": "hub_private_repo",
-    "final_model": "load_best_model_at_end",
-}
-
-
-def as_of_an_earlier_version(checkpoint: Path) -> Path:
-    """Without what later versions added: a manifest, the model's configuration and the plan of the learning rate."""
-    (checkpoint / "manifest.json").unlink(missing_ok=True)
-    state = json.loads((checkpoint / "run_state.json").read_text())
-    state.pop("plan", None)
-    for name in ("model", "extend"):
-        state["identity"].pop(name, None)
-    (checkpoint / "run_state.json").write_text(json.dumps(state))
-    return checkpoint

@@ -4,7 +4,7 @@
 Its rule for rolling perplexity: every document by itself, all of its bytes, the first one after the prefix token. That
 is <bos> unless prefix_token_id says otherwise; training here separates documents by <eos> and shows no <bos>. Windows
 are of max_position_embeddings = filter_length tokens, each beginning with the last of the one before; the last of them
-sees as much text as fits. On whole windows this is our own context rule, see train/budget_sweep.py.
+sees as much text as fits. On whole windows this is our own context rule, see essm-sweep.
 """
 
 import json

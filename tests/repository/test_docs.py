@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from modeling_essm import build_byte_tokenizer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT = re.compile(r"\b(?:train|examples|docs)/[\w/]+\.(?:py|sh)\b")
+CONSOLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+COMMAND = re.compile(rf"(?:-m )(essm_train\.\w+)|(?<![\w/-])({'|'.join(sorted(CONSOLE, reverse=True))})(?![\w-])")
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -28,18 +31,19 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[str]:
     """Lines of bash blocks, and what stands in single backquotes and calls a script."""
     lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
-    return lines + [code for code in re.findall(r"`([^`\n]+)`", page.read_text()) if SCRIPT.search(code)]
+    return lines + [
+        code for code in re.findall(r"`([^`\n]+)`", page.read_text()) if SCRIPT.search(code) or COMMAND.search(code)
+    ]
 
 
 @functools.cache
-def flags_of(script: str) -> frozenset[str]:
-    """What a script lists in its help."""
+def flags_of(module: str) -> frozenset[str]:
+    """What a command lists in its help."""
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script, "--help"])
-        patch.syspath_prepend(str((ROOT / script).parent))
+        patch.setattr(sys, "argv", [module, "--help"])
         with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as stop:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            runpy.run_module(module, run_name="__main__")
     assert not stop.value.code, stop.value
     return frozenset(re.findall(r"--\w+", shown.getvalue()))
 
@@ -73,7 +77,7 @@ def test_python_blocks_run(page, folder):
 
 def calibrate(folder):
     arguments = ["--model", "runs/train_clm/model", "--text_files", "heldout.txt", "--budgets", "2", "6", "8"]
-    run = run_script(ROOT / "train/calibrate.py", *arguments, cwd=folder)
+    run = run_script("essm_train.calibrate", *arguments, cwd=folder)
     assert run.returncode == 0, run.stderr[-3000:]
 
 
@@ -81,18 +85,17 @@ def calibrate(folder):
 def test_commands_name_scripts_and_flags_that_exist(page):
     found = 0
     for command in commands(page):
-        script = SCRIPT.search(command)
-        if script is None:
-            continue
-        found += 1
-        assert (ROOT / script.group()).is_file(), command
-        for path in re.findall(r"train/launch/\S+", command):
+        if script := SCRIPT.search(command):
+            found += 1
+            assert (ROOT / script.group()).is_file(), command
+        for path in re.findall(r"train/launch/[\w.]+", command):
             assert (ROOT / path).is_file(), command
-        if script.group().endswith(".py"):
-            after = shlex.split(command[script.end() :].replace("`", ""))
+        if name := COMMAND.search(command):
+            found += 1
+            flags = flags_of(name[1] or CONSOLE[name[2]].partition(":")[0])
+            after = shlex.split(command[name.end() :].replace("`", ""))
             given = {word.split("=")[0] for word in after if word.startswith("--")}
-            if Path(script.group()).parent == Path("train"):
-                assert given <= flags_of(script.group()), (command, given - flags_of(script.group()))
+            assert given <= flags, (command, given - flags)
     assert found or page.name == "speed.md"  # which name benchmarks only
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from helpers import ROOT, VARIANTS, assert_close, random_model
 
-from essm_train.commands import export as export_module
+from essm_train.arguments import parse_arguments
+from essm_train.publish import export as export_module
+from essm_train.publish.arguments import PACKAGES, ExportArguments
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
 from modeling_essm.export import export_programs
 
 ONE = {"num_hidden_layers": 1}
-HAS_ONNX = all(importlib.util.find_spec(name) for name in export_module.PACKAGES["onnx"])
+HAS_ONNX = all(importlib.util.find_spec(name) for name in PACKAGES["onnx"])
 needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and onnxruntime")
 
 
@@ -32,7 +34,7 @@ def model_folder(tmp_path_factory):
 
 
 def export(*arguments):
-    return export_module.main([str(argument) for argument in arguments])
+    return export_module.export(parse_arguments(ExportArguments, [str(argument) for argument in arguments]))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +110,7 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
     program = torch.export.load(tmp_path / "out" / "classify.pt2")
     assert sum(t.numel() for t in program.parameters()) == model.num_active_parameters(3)
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises(SystemExit, match=r"holds 'thesis\.tex', which no export wrote"):
+    with pytest.raises((ValueError, RuntimeError), match=r"holds 'thesis\.tex', which no export wrote"):
         export(*arguments)
     assert all(path.read_bytes() == content for path, content in before.items())
 
@@ -120,7 +122,9 @@ def test_a_wrong_program_is_not_published(classifier_folder, tmp_path, monkeypat
         return export_programs(model, *arguments)
 
     monkeypatch.setattr(export_module, "export_programs", wrong)
-    with pytest.raises(SystemExit, match=r"exported logits differ from the model's by .*nothing was written"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match=r"exported logits differ from the model's by .*nothing was written"
+    ):
         export("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -137,7 +141,7 @@ def test_a_wrong_program_is_not_published(classifier_folder, tmp_path, monkeypat
     ids=["format", "budget", "layers", "preset", "length"],
 )
 def test_script_refuses(arguments, message, model_folder, tmp_path):
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         export("--model", model_folder, "--output_dir", tmp_path / "out", *arguments)
     assert list(tmp_path.iterdir()) == []
 
@@ -145,11 +149,11 @@ def test_script_refuses(arguments, message, model_folder, tmp_path):
 def test_script_names_missing_packages_and_models(model_folder, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
-    with pytest.raises(SystemExit, match="pip install onnx onnxscript onnxruntime"):
+    with pytest.raises((ValueError, RuntimeError), match="pip install onnx onnxscript onnxruntime"):
         export("--model", model_folder, "--output_dir", tmp_path / "out")
-    with pytest.raises(SystemExit, match="must be the folder of a saved model"):
+    with pytest.raises((ValueError, RuntimeError), match="must be the folder of a saved model"):
         export("--model", tmp_path / "none", "--format", "torch", "--output_dir", tmp_path / "out")
-    with pytest.raises(SystemExit, match="must be a folder, got the file"):
+    with pytest.raises((ValueError, RuntimeError), match="must be a folder, got the file"):
         export("--model", model_folder, "--format", "torch", "--output_dir", model_folder / "config.json")
 
 

@@ -4,10 +4,12 @@
 import pytest
 import torch
 
+from essm_train.arguments import sort_values
 from essm_train.models import make_model
+from essm_train.pairs import ESSMForPairClassification
 from essm_train.tasks.catalog import arguments_class, get_task, published_folder
 from essm_train.tasks.experiments import get_experiment
-from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSequenceClassification
+from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 
 CLASSES = {
     "train_clm": (ESSMForCausalLM, {"vocab_size": 259}),
@@ -24,7 +26,8 @@ def parameters(row, scale: str) -> int:
     values = {key: published_folder(value, spec.name) for key, value in values.items() if value is not None}
     if spec.script == "train_classification":
         fields = fields | ({"num_input_features": 40} if "features_column" in values else {"vocab_size": 259})
-    args = arguments_class(spec.script)(**values, **_files(spec.script))
+    arguments = arguments_class(spec.script)
+    args = arguments(**sort_values(arguments, values | _files(spec.script), row.task))
     with torch.device("meta"):
         return sum(p.numel() for p in make_model(args, cls, **fields).parameters())
 

@@ -1,42 +1,32 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""How to train, as arguments that every training script shares, and where they are read from."""
+"""What to train and how, as arguments that the training scripts share, and where they are read from.
+
+Nothing here imports torch, so that a wrong argument is refused at once.
+"""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import difflib
+import functools
+import importlib.util
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 
-# Arguments that TrainingArguments has too were called otherwise once.
-RENAMED = MappingProxyType(
-    {"per_device_batch_size": "per_device_train_batch_size", "validate_every": "eval_steps"}
-    | {"checkpoint_every": "save_steps", "keep_checkpoints": "save_total_limit", "log_every": "logging_steps"}
-    | {"log_with": "report_to", "deterministic": "full_determinism", "hub_private": "hub_private_repo"}
-    | {"final_model": "load_best_model_at_end"}
+FILES = (".yaml", ".yml", ".json")
+# What others call an argument, where it is not the most similar of ours.
+_SYNONYMS = MappingProxyType(
+    {"lr": "learning_rate", "epochs": "num_train_epochs", "model": "model_name_or_path"}
+    | dict.fromkeys(("batch_size", "train_batch_size"), "per_device_train_batch_size")
 )
-
-
-def rename_recorded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments as a run recorded them on disk, under the names and with the values of today."""
-    values = dict(values)
-    if "final_model" in values:
-        values["final_model"] = values["final_model"] == "best"
-    return {RENAMED.get(name, name): value for name, value in values.items()}
-
-
-def refuse_renamed(names: Iterable[str]) -> None:
-    """Raises ValueError, with today's name, if one of the names is none any more."""
-    for name in names:
-        if name in RENAMED:
-            values = " ('best' is now true, 'last' is false)" if name == "final_model" else ""
-            raise ValueError(f"{name} is called {RENAMED[name]} now{values}")
 
 
 def arg(default: Any, help: str) -> Any:
@@ -112,11 +102,6 @@ class RunArguments:
     ema_decay: float = arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")
     seed: int = arg(0, "Seed of weights, data order, budgets and dropout.")
     gradient_checkpointing: bool = arg(False, "Recompute activations in the backward pass: less memory, more time.")
-    context_parallel: int = arg(
-        1,
-        "Processes that share each sequence, of language models: each computes a part of its positions, so that "
-        "sequences may be so many times longer; a divisor of the number of processes and of block_size.",
-    )
     torch_compile: bool = arg(False, "Compile the model; each budget is compiled when it first runs.")
     full_determinism: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
 
@@ -151,9 +136,6 @@ class RunArguments:
     hub_model_id: str | None = arg(None, "owner/name on the Hub.")
     hub_private_repo: bool = arg(False, "Create that repository as a private one.")
 
-    # Values, by name, that runs had before these were arguments.
-    EARLIER = MappingProxyType({})  # type: ignore[var-annotated]
-
     # What may differ when a run is resumed: no weight depends on it (on the number of threads only by rounding).
     RESUMABLE = frozenset(
         {"output_dir", "overwrite_output_dir", "save_steps", "save_total_limit", "logging_steps", "report_to"}
@@ -163,7 +145,7 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-        check_at_least(self, 1, "context_parallel", "eval_steps", "save_steps", "save_total_limit", "logging_steps")
+        check_at_least(self, 1, "eval_steps", "save_steps", "save_total_limit", "logging_steps")
         check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
         limits = {"ema_decay": 1, "adam_beta2": 1, "learning_rate": math.inf, "weight_decay": math.inf}
         limits |= {"early_stopping_threshold": math.inf}
@@ -193,8 +175,6 @@ class RunArguments:
         ways = ("extend", "overwrite_output_dir", "resume_from_checkpoint")
         if len(given := [name for name in ways if getattr(self, name)]) > 1:
             raise ValueError(f"give {' or '.join(given)}, not both")
-        if self.context_parallel > 1 and self.torch_compile:
-            raise ValueError(f"torch_compile needs context_parallel 1, got {self.context_parallel}")
         if self.truncation_tau is not None and not 0 < self.truncation_tau < 1:
             raise ValueError(f"truncation_tau must be in (0, 1), got {self.truncation_tau}")
         if self.truncation_until != "warmup":
@@ -208,40 +188,298 @@ class RunArguments:
             raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same when a run is resumed."""
+        """What must be the same when a run is resumed, beside its model and data."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in self.RESUMABLE}
 
 
-Arguments = TypeVar("Arguments", bound=RunArguments)
+# A new model of the scripts' own size, by its block; all else is as its configuration has it.
+NEW_MODEL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "gated": {"block": "gated", "hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8}
+        | {"filter_length": 1024, "scaling_exponent": 0.0},
+        "paper": {"block": "paper", "hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32}
+        | {"filter_length": 1024, "scaling_exponent": 0.25},
+    }
+)
+DIAGONAL, AR_STU = "diagonal_ssm", "ar_stu"  # model_types beside ES-SSM's
+# What may be set beside saved weights.
+RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")
+TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
+# Where configurations stand, so that their fields are known before torch and transformers are imported.
+_CONFIGURATIONS = MappingProxyType(
+    {
+        "essm": "modeling_essm/configuration_essm.py",
+        "pairs": "essm_train/pairs.py",
+        AR_STU: "essm_train/baselines/ar_stu.py",
+        DIAGONAL: "modeling_essm/companions/models/configuration_diagonal_ssm.py",
+    }
+)
 
 
-def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None) -> Arguments:
-    """From the command line; a first argument that ends in .yaml, .yml or .json is a file of values, which later
-    arguments override. (HfArgumentParser.parse_yaml_file overrides nothing, and neither converts nor checks values.)
+@functools.cache
+def config_fields(kind: str) -> Mapping[str, str]:
+    """The fields of a configuration and their annotations, from its source.
+
+    Args:
+        kind: "essm"; "pairs" and "ar_stu", what these have more; or "diagonal_ssm".
+    """
+    package, _, path = _CONFIGURATIONS[kind].partition("/")
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations is not None
+    tree = ast.parse(Path(next(iter(spec.submodule_search_locations)), path).read_text(encoding="utf-8"))
+    return {
+        line.target.id: ast.unparse(line.annotation)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def read_overrides(text: str) -> dict[str, Any]:
+    """`a=1,b=2`, as `ConfigClass.update_from_string` of transformers takes it, or JSON for values that are lists."""
+    if text.lstrip().startswith("{"):
+        return yaml.safe_load(text)
+    pairs = [part.partition("=") for part in text.split(",")]
+    if bad := [part for part in pairs if not (part[0].strip() and part[1])]:
+        raise ValueError(f"config_overrides must be like hidden_size=256,num_hidden_layers=8, got {''.join(bad[0])!r}")
+    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+
+
+def nearest(name: str, legal: Iterable[str]) -> str:
+    """The legal name that is most like another one; "" if none is."""
+    legal = list(legal)
+    if (meant := _SYNONYMS.get(name)) in legal:
+        return str(meant)
+    return next(iter(difflib.get_close_matches(name, legal, 1, 0.5)), "")
+
+
+@dataclass
+class ModelArguments(RunArguments):
+    """The model: a new ES-SSM or baseline, of the script's own size or a configuration's; or weights of an ES-SSM."""
+
+    architecture: str = arg(
+        "essm",
+        "'essm', or a baseline of essm_train/baselines with as many parameters as an ES-SSM of these sizes: "
+        "'transformer', 'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features; or "
+        "'diagonal_ssm', the companion, which all have one budget, 1; or 'ar_stu', with budgets.",
+    )
+    config_name: str | None = arg(
+        None, "Folder or Hub name of a configuration, whose fields take the place of the script's own."
+    )
+    config_overrides: dict[str, Any] | str | None = arg(
+        None,
+        "Fields of the configuration, such as hidden_size=256,num_hidden_layers=8: of ESSMConfig, or of "
+        "DiagonalSSMConfig. Without config_name a new model has "
+        + "; with block=paper ".join(
+            ",".join(f"{field}={value}" for field, value in fields.items()) for fields in NEW_MODEL.values()
+        )
+        + ".",
+    )
+    attention_every: int | None = arg(
+        None, "One in so many layers attends, in a window if sliding_window is configured; else layer_types says which."
+    )
+    model_name_or_path: str | None = arg(None, "Weights to start from, instead of a new model.")
+    match_parameters: bool = arg(
+        False,
+        "Choose the width: as many parameters, to 3 percent, as an ES-SSM of these sizes has, with its gate and "
+        "without AR-STU's terms and attention layers. For variants that lack weights or have more; a baseline always "
+        "has as many.",
+    )
+    match_block: str | None = arg(
+        None, "With match_parameters: the block of that ES-SSM, 'paper' or 'gated', by default the model's own."
+    )
+
+    # Fields that this script's new models have otherwise, and the configuration they are fields of.
+    NEW: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    CONFIGURATION: ClassVar[tuple[str, ...]] = ("essm",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.config_overrides = self._checked(self.config_overrides or {})
+        if self.is_diagonal and (self.config_name or self.match_parameters):
+            raise ValueError("architecture 'diagonal_ssm' has the sizes given: no config_name, no match_parameters")
+        if self.architecture != "essm" and (self.push_to_hub or self.model_name_or_path):
+            raise ValueError(
+                f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
+                "from model_name_or_path, and cannot be pushed"
+            )
+        if self.match_parameters and (self.is_baseline or self.model_name_or_path):
+            raise ValueError("match_parameters is for a new ES-SSM: leave it out with a baseline or model_name_or_path")
+        if self.match_block not in (None, *NEW_MODEL):
+            raise ValueError(f"match_block must be one of {', '.join(NEW_MODEL)}, got {self.match_block!r}")
+        if self.match_block is not None and not self.match_parameters:
+            raise ValueError(f"match_block is for match_parameters, got match_block={self.match_block!r} without")
+        if self.config_name and self.model_name_or_path:
+            raise ValueError("give config_name or model_name_or_path, not both")
+        if self.model_name_or_path and (kept := sorted(set(self.config_overrides) - set(RATES))):
+            raise ValueError(f"{kept[0]} is part of model_name_or_path: leave it out of config_overrides")
+        if self.attention_every is not None:
+            if self.source is not None or "layer_types" in self.config_overrides:
+                raise ValueError(
+                    "attention_every is for a model of the sizes given here: beside a configuration give layer_types, "
+                    f"and not both, got attention_every={self.attention_every}"
+                )
+            self.fields()  # raises
+
+    def _checked(self, overrides: dict[str, Any] | str) -> dict[str, Any]:
+        """Overrides as a table. Raises ValueError for what is no field of the configuration."""
+        values = read_overrides(overrides) if isinstance(overrides, str) else dict(overrides)
+        kinds = self.kinds_of(self.architecture)
+        for name, value in values.items():
+            if name not in kinds:
+                meant = nearest(name, kinds)
+                raise ValueError(f"config_overrides: {name} is no field of the configuration" + _hint(meant))
+            if "float" in kinds[name] and isinstance(value, (int, str)) and not isinstance(value, bool):
+                try:
+                    values[name] = float(value)  # YAML reads 1e-3 as text
+                except ValueError:
+                    raise ValueError(f"config_overrides: {name} must be a number, got {value!r}") from None
+        return values
+
+    @classmethod
+    def kinds_of(cls, architecture: str) -> Mapping[str, str]:
+        """Fields of the configuration of an architecture, with their annotations."""
+        kinds = (DIAGONAL,) if architecture == DIAGONAL else cls.CONFIGURATION
+        kinds += (AR_STU,) if architecture == AR_STU else ()
+        return {name: kind for each in kinds for name, kind in config_fields(each).items()}
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether the model has one budget."""
+        return self.architecture not in ("essm", AR_STU)
+
+    @property
+    def is_diagonal(self) -> bool:
+        return self.architecture == DIAGONAL
+
+    @property
+    def source(self) -> str | None:
+        """The folder or Hub name that holds the model's shape; None if the arguments do."""
+        return self.config_name or self.model_name_or_path
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the configuration that the arguments name: beside a source overrides, else a new model's."""
+        overrides = self.config_overrides
+        assert isinstance(overrides, dict)
+        if self.source is not None:
+            return dict(overrides)
+        block = overrides.get("block", "paper" if self.architecture == AR_STU else "gated")
+        new = {**NEW_MODEL.get(block, {}), **self.NEW, **overrides}
+        if self.attention_every is not None:
+            kind = "full_attention" if new.get("sliding_window") is None else "sliding_attention"
+            new["layer_types"] = hybrid_layers(new["num_hidden_layers"], self.attention_every, kind)
+        return {name: value for name, value in new.items() if name in self.kinds_of(self.architecture)}
+
+    def identity(self) -> dict[str, Any]:
+        """As of any run; what the model's configuration is made of stands in that."""
+        shape = {f.name for f in dataclasses.fields(ModelArguments)} - {"model_name_or_path"}
+        run = {f.name for f in dataclasses.fields(RunArguments)}
+        return {name: value for name, value in super().identity().items() if name in run or name not in shape}
+
+
+def hybrid_layers(num_layers: int, attention_every: int, kind: str = "full_attention") -> list[str]:
+    """`layer_types` of which the middle one of every so many attends.
 
     Raises:
-        ValueError: a file that is not a table of known arguments, or a value that cannot work.
+        ValueError: that is no layer, or every one.
+    """
+    if not 2 <= attention_every <= num_layers:
+        raise ValueError(f"attention_every must be in [2, num_hidden_layers = {num_layers}], got {attention_every}")
+    return [kind if i % attention_every == attention_every // 2 else "linear_attention" for i in range(num_layers)]
+
+
+Arguments = TypeVar("Arguments")
+
+
+def _hint(meant: str) -> str:
+    return f"; nearest: {meant}" if meant else "; see --help"
+
+
+def sort_values(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A flat table of values as the arguments of a dataclass: fields of the configuration go to `config_overrides`.
+
+    Raises:
+        ValueError, opened by `where`: a name that is neither; the nearest legal one is named.
+    """
+    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    fields: Mapping[str, str] = {}
+    if issubclass(cls, ModelArguments):
+        fields = cls.kinds_of(str(values.get("architecture", "essm")))
+    sorted_ = {name: value for name, value in values.items() if name in names}
+    overrides = sorted_.get("config_overrides") or {}
+    overrides = read_overrides(overrides) if isinstance(overrides, str) else dict(overrides)
+    for name in values.keys() - sorted_.keys():
+        if name not in fields:
+            raise ValueError(f"{where}: unknown argument {name}{_hint(nearest(str(name), [*names, *fields]))}")
+    overrides |= {name: value for name, value in values.items() if name in fields and name not in names}
+    return sorted_ | ({"config_overrides": overrides} if overrides else {})
+
+
+def make_arguments_of(cls: type[Arguments], values: Mapping[str, Any], where: str = "arguments") -> Arguments:
+    """The dataclass of a flat table. Raises ValueError as `sort_values` and the dataclass do."""
+    return cls(**sort_values(cls, values, where))
+
+
+def read_arguments(cls: type, path: Path) -> dict[str, Any]:
+    """The arguments of a YAML or JSON file, in which null is the default. Raises ValueError as `sort_values`, and for a
+    file that holds no table."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
+    return sort_values(cls, {name: value for name, value in values.items() if value is not None}, str(path))
+
+
+def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None, positional: str = "") -> Arguments:
+    """From the command line; a first argument that ends in .yaml, .yml or .json is a file of values, which later
+    arguments override, and `config_overrides` name by name.
+
+    Args:
+        positional: an argument that a first word without dashes gives, instead of such a file.
+    Raises:
+        ValueError: a file that is not a table of known arguments, an unknown argument, or a value that cannot work.
     """
     from transformers import HfArgumentParser  # which processes that make data do without
 
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(message)
+
     argv = list(sys.argv[1:] if argv is None else argv)
-    options = [text[2:].partition("=")[0].replace("-", "_") for text in argv if text.startswith("--")]
-    refuse_renamed(options)  # before argparse takes one for an abbreviation
-    parser = HfArgumentParser(cls)
-    if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-        path = Path(argv.pop(0))
-        values = yaml.safe_load(path.read_text())  # JSON is YAML
-        known = {f.name: f for f in dataclasses.fields(cls)}
-        if not isinstance(values, dict):
-            raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
-        refuse_renamed(values)
-        if unknown := sorted(set(values) - set(known)):
-            raise ValueError(f"{path}: unknown arguments {unknown}; see --help")
-        values = {name: value for name, value in values.items() if value is not None}  # null is the default
-        for name, value in values.items():
-            if "list" in str(known[name].type):
-                values[name] = value if isinstance(value, list) else [value]
-            else:  # as on the command line: the parser converts it and checks it (YAML reads 1e-3 as text)
-                values[name] = str(value)
-        parser.set_defaults(**values)
-    return parser.parse_args_into_dataclasses(argv)[0]
+    if positional and argv and not argv[0].startswith("-"):
+        argv = [f"--{positional}", *argv]
+    parser = Parser(cls, allow_abbrev=False, description=_described(cls))  # type: ignore[arg-type]
+    values = read_arguments(cls, Path(argv.pop(0))) if argv and argv[0].endswith(FILES) else {}
+    overrides = values.pop("config_overrides", {})
+    kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for name, value in values.items():
+        if "list" in kinds[name]:
+            values[name] = value if isinstance(value, list) else [value]
+        else:  # as on the command line: the parser converts it and checks it
+            values[name] = str(value)
+    parser.set_defaults(**values)
+    namespace, unknown = parser.parse_known_args(argv)
+    if unknown:
+        _refuse(cls, unknown[0], list(kinds))
+    given = vars(namespace)
+    if overrides:
+        given["config_overrides"] = overrides | read_overrides(given["config_overrides"] or "{}")
+    return cls(**given)
+
+
+def _described(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split())
+
+
+def _refuse(cls: type, word: str, names: Sequence[str]) -> NoReturn:
+    """Raises ValueError for a word of the command line that is no argument, and names the one that may be meant."""
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    if not word.startswith("--"):
+        raise ValueError(f"unexpected {word!r}; arguments are like --name value")
+    if issubclass(cls, ModelArguments) and name in {**cls.kinds_of(AR_STU), **config_fields(DIAGONAL)}:
+        raise ValueError(f"unknown argument --{name}, a field of the configuration: --config_overrides {name}=...")
+    meant = nearest(name, names)
+    raise ValueError(f"unknown argument --{name}" + _hint(meant and f"--{meant}"))

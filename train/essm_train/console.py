@@ -1,25 +1,85 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The console commands; without the extra `train` each says so instead of a traceback."""
+"""How a command runs: it reads its arguments before it imports torch, and ends with one line where a user can help."""
 
 from __future__ import annotations
 
-import functools
-import importlib
+import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+
+# Before torch: threads that wait spin for microseconds, then sleep.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def _run(name: str) -> None:
+class Failed(RuntimeError):
+    """What was asked for did not succeed, and its message says all: no traceback."""
+
+
+def command(main: Callable[..., object], arguments: type | None = None, positional: str = "") -> Callable[..., None]:
+    """What a console script calls: `main` with the parsed arguments, if it has any, and its errors as one line.
+
+    Args:
+        positional: as of `parse_arguments`.
+    """
+
+    def run(argv: Sequence[str] | None = None) -> None:
+        def parsed() -> object:
+            if arguments is None:
+                return main(argv)
+            from essm_train.arguments import parse_arguments
+
+            return main(parse_arguments(arguments, argv, positional))
+
+        run_script(parsed)
+
+    return run
+
+
+def run_script(main: Callable[[], object]) -> None:
+    """Run `main`; an error of arguments, data, numbers or files becomes `error: ...` on stderr and exit code 1.
+
+    Where several processes fail alike, one says so. Python's development mode (`python -X dev`, PYTHONDEVMODE=1) keeps
+    the traceback.
+    """
     try:
-        command = importlib.import_module(f"essm_train.commands.{name}")
+        main()
     except ModuleNotFoundError as error:
-        sys.exit(f"error: {error.name} is not installed, this command needs pip install 'modeling-essm[train]'")
-    command.run()
+        if sys.flags.dev_mode or (error.name or "").startswith(("essm_train", "modeling_essm")):
+            raise
+        _end(f"{error.name} is not installed, this command needs pip install 'modeling-essm[train]'")
+    except (ValueError, OSError, FloatingPointError, RuntimeError, StrictDataclassError) as error:
+        lost = _is_lost_peer(error)
+        if sys.flags.dev_mode or (isinstance(error, RuntimeError) and not (lost or isinstance(error, Failed))):
+            raise
+        text = " ".join(str(error).split()) or type(error).__name__
+        if lost and not isinstance(error, ConnectionError):
+            text = f"lost another process of this run: {text}"
+        _end(text)
 
 
-train_clm = functools.partial(_run, "train_clm")
-train_classification = functools.partial(_run, "train_classification")
-budget_sweep = functools.partial(_run, "budget_sweep")
-calibrate = functools.partial(_run, "calibrate")
-export = functools.partial(_run, "export")
-prune = functools.partial(_run, "prune")
-push_to_hub = functools.partial(_run, "push_to_hub")
+def _end(text: str) -> None:
+    if _is_first_to_say(text):
+        print(f"error: {text}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    if "torch.distributed" not in sys.modules:
+        return False
+    from essm_train.run.checkpoints import is_lost_peer
+
+    return is_lost_peer(error)
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether no other process of this run has failed with that text."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return int(os.environ.get("RANK", 0)) == 0  # all have the same arguments
+    try:
+        return distributed.distributed_c10d._get_default_store().add(f"error: {text}", 1) == 1
+    except (RuntimeError, ValueError):  # gone with the process that held it
+        return True

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two processes on the CPU, which exchange gradients through gloo: to try multi-process training without a GPU.
-#     train/launch/two_cpu_ranks.sh train/train_clm.py [arguments]
-#     FSDP2=1 train/launch/two_cpu_ranks.sh train/train_clm.py [arguments]     # sharded
+#     train/launch/two_cpu_ranks.sh -m essm_train.train_clm [arguments]
+#     FSDP2=1 train/launch/two_cpu_ranks.sh -m essm_train.train_clm [arguments]     # sharded
 # torchrun, because `accelerate launch --cpu --num_processes 2` starts a single process where there is no MPI.
 set -euo pipefail
 export ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1

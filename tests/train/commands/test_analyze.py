@@ -10,8 +10,8 @@ import torch
 from helpers import VARIANTS, random_ids, random_model, variants
 from torch.utils.flop_counter import FlopCounterMode
 
-from essm_train.commands import analyze
-from essm_train.commands.analyze import (
+from essm_train import analyze
+from essm_train.measure.analysis import (
     gate_statistics,
     layer_cost,
     measured_cost,
@@ -19,7 +19,7 @@ from essm_train.commands.analyze import (
     stability_bounds,
 )
 from modeling_essm import ESSMModel, build_byte_tokenizer
-from modeling_essm.channels import spectral_mixers
+from modeling_essm.loading_essm import spectral_mixers
 
 
 @pytest.mark.parametrize("block", ["paper", "gated"])

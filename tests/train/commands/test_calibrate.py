@@ -17,7 +17,7 @@ from profiles import HERE, THERE, as_here, of
 from training_run import bpe_tokenizer, documents
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from essm_train.commands import calibrate
+from essm_train.arguments import parse_arguments
 from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
@@ -26,10 +26,17 @@ from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.plots import draw_profile
 from essm_train.measure.scoring import hold_out_blocks
 from essm_train.models import read_saved_config
+from essm_train.pairs import ESSMForPairClassification
+from essm_train.publish import profile as calibrate
+from essm_train.publish.arguments import CalibrateArguments
 from essm_train.tasks.retrieval import PairFile, collate
-from modeling_essm import ESSMForCausalLM, ESSMForPairClassification, ESSMForSequenceClassification
+from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.budgets import choose_budget, read_profile
 from modeling_essm.loading_essm import PROFILE_NAME
+
+
+def run(argv):
+    return calibrate.calibrate(parse_arguments(CalibrateArguments, argv))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +66,7 @@ def calibrated(saved):
     arguments = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "2", "8"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(calibration, "device_name", lambda device: HERE)
-        calibrate.main([*arguments, "--block_size", "64", "--max_blocks", "5", *QUICK])
+        run([*arguments, "--block_size", "64", "--max_blocks", "5", *QUICK])
     (saved / "output.txt").write_text(output.getvalue())
     return folder
 
@@ -142,7 +149,7 @@ def test_another_device_adds_its_times(calibrated, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "measure_quality", None)
     monkeypatch.setattr(calibrate, "open_held_out", None)
     arguments = ["--model", str(folder), "--timing_only", "--dtype", "bfloat16", "--prompt_length", "9", *QUICK]
-    calibrate.main([*arguments, "--budgets", "8"])
+    run([*arguments, "--budgets", "8"])
     after = read_profile(folder)
     assert after.quality == before.quality and after.devices[HERE] == before.devices[HERE]
     entry = after.devices[THERE]
@@ -154,7 +161,7 @@ def test_another_device_adds_its_times(calibrated, tmp_path, monkeypatch):
     assert {row.budget for row in entry.rows} == {8}
     assert [axes.get_title().split("\n")[0] for axes in draw_profile(after).axes] == [HERE, THERE]
     # and once more: only its own entry is replaced
-    calibrate.main(["--model", str(folder), "--timing_only", *QUICK])
+    run(["--model", str(folder), "--timing_only", *QUICK])
     again = read_profile(folder)
     assert {row.budget for row in again.devices[THERE].rows} == {2, 8, 32}
     assert again.devices[HERE] == before.devices[HERE] and again.devices[THERE].dtype == "float32"
@@ -165,7 +172,7 @@ def test_calibrated_again_other_devices_stay(saved, calibrated, tmp_path, monkey
     shutil.copytree(calibrated, folder)
     before = read_profile(folder)
     monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
-    calibrate.main(["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK])
+    run(["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK])
     after = read_profile(folder)
     assert after.devices[HERE] == before.devices[HERE] and after.quality.budgets == (4, 32)
     assert after.quality.length == 512  # by default, which is all that the filters reach
@@ -182,7 +189,7 @@ def test_a_classifier_is_calibrated(tmp_path):
     fields = {"num_input_features": 1, "num_labels": 10, "filter_length": 1024}
     random_model(ESSMForSequenceClassification, **fields).save_pretrained(folder)
     arguments = ["--model", str(folder), "--task", "smnist", "--data_dir", str(tmp_path), "--scale", "small"]
-    found = calibrate.main([*arguments, "--budgets", "2", "--eval_batch_size", "4", *QUICK])
+    found = run([*arguments, "--budgets", "2", "--eval_batch_size", "4", *QUICK])
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
     assert read_profile(folder, model) == found
@@ -211,7 +218,7 @@ def test_a_classifier_of_pairs_is_calibrated(tmp_path):
     folder = tmp_path / "model"
     random_model(ESSMForPairClassification).save_pretrained(folder)
     line = ["--model", str(folder), "--data_dir", str(tmp_path), "--scale", "small"]
-    found = calibrate.main([*line, "--task", "retrieval", "--budgets", "2", "--eval_batch_size", "4", *QUICK])
+    found = run([*line, "--task", "retrieval", "--budgets", "2", "--eval_batch_size", "4", *QUICK])
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     assert read_profile(folder, model) == found and model.config.budget_presets == found.presets()
     test = PairFile(tmp_path / "new_aan_pairs.test.tsv", 512)
@@ -222,10 +229,10 @@ def test_a_classifier_of_pairs_is_calibrated(tmp_path):
     row = found.devices[HERE].rows[0]
     both = 2 * row.batch_size * found.devices[HERE].prompt_length  # positions of both documents
     assert row.tokens_per_second == pytest.approx(both / row.median_ms * 1e3)
-    with pytest.raises(ValueError, match=r"task 'smnist' is one of train_classification\.py, and .* of pairs"):
-        calibrate.main([*line, "--task", "smnist"])
+    with pytest.raises(ValueError, match=r"task 'smnist' is one of train_classification, and .* of pairs"):
+        run([*line, "--task", "smnist"])
     with pytest.raises(ValueError, match="hold single sequences; a classifier of pairs needs task"):
-        calibrate.main([*line, "--test_file", "a.csv", "--text_column", "a"])
+        run([*line, "--test_file", "a.csv", "--text_column", "a"])
 
 
 def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
@@ -252,7 +259,7 @@ def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
     lines += [f"{names[label]}," + ",".join(map(str, row)) for label, row in zip(labels, values)]
     (tmp_path / "test.csv").write_text("\n".join(lines))
     arguments = ["--model", str(folder), "--test_file", str(tmp_path / "test.csv"), "--label_column", "kind"]
-    found = calibrate.main([*arguments, "--features_column", "t*", "--budgets", "2", *QUICK])
+    found = run([*arguments, "--features_column", "t*", "--budgets", "2", *QUICK])
     expected = float((predictions(0.01, -0.5, 2) == labels).double().mean())
     assert found.quality.values == pytest.approx((expected, 1.0))
     assert (found.quality.metric, found.quality.samples, found.quality.length) == ("accuracy", 9, 10)
@@ -262,10 +269,10 @@ def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
         ([], "give text_column or features_column, and not both"),
     ):
         with pytest.raises(ValueError, match=message):
-            calibrate.main([*arguments, *change, *QUICK])
+            run([*arguments, *change, *QUICK])
     (folder / "features.json").write_text('{"offset": "none"}')
     with pytest.raises(ValueError, match=r"features\.json must hold numbers for multiplier"):
-        calibrate.main([*arguments, "--features_column", "t*", *QUICK])
+        run([*arguments, "--features_column", "t*", *QUICK])
 
 
 def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path):
@@ -277,7 +284,7 @@ def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path
     tokenizer.save_pretrained(folder)
     rows = [{"text": text, "label": i % 2} for i, text in enumerate(documents()) if text]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    args = calibrate.CalibrateArguments(str(folder), test_file=[str(tmp_path / "test.jsonl")], text_column="text")
+    args = CalibrateArguments(str(folder), test_file=[str(tmp_path / "test.jsonl")], text_column="text")
     held_out = calibrate.open_held_out(args, read_saved_config(folder))
     hits, _ = held_out.score(model, 32)
     with torch.no_grad():
@@ -304,10 +311,10 @@ BAD_ARGUMENTS = {
     "decode": (["--text_files", "text.txt", "--decode_tokens", "512"], r"decode_tokens must be in \[1, 511\].*got 512"),
     "large": (["--text_files", "text.txt", "--budgets", "4", "40"], r"budgets must be in \[1, 32\], got 40"),
     "absent": (["--text_files", "absent.txt"], "cannot read text file 'absent.txt'"),
-    "task": (["--task", "smnist"], "task 'smnist' is one of train_classification.py, and .* holds a language model"),
+    "task": (["--task", "smnist"], "task 'smnist' is one of essm-train-classification, and .* holds a language model"),
     "retrieval": (
         ["--task", "retrieval"],
-        "task 'retrieval' is one of train_retrieval.py, and .* holds a language model",
+        "task 'retrieval' is one of essm-train-retrieval, and .* holds a language model",
     ),
     "no-task": (["--task", "mnist"], "'mnist'"),
 }
@@ -320,7 +327,7 @@ def test_bad_arguments(saved, monkeypatch, arguments, message):
     monkeypatch.setattr(calibrate, "measure_device", None)
     before = {path: path.read_bytes() for path in (saved / "model").iterdir() if path.is_file()}
     with pytest.raises(ValueError, match=message):
-        calibrate.main(["--model", "model", *arguments])
+        run(["--model", "model", *arguments])
     assert {path: path.read_bytes() for path in (saved / "model").iterdir() if path.is_file()} == before
 
 
@@ -328,9 +335,9 @@ def test_bad_models(saved, tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "measure_quality", None)
     text = ["--text_files", str(saved / "text.txt")]
     with pytest.raises(ValueError, match=r"model must be the folder of a saved model, got '.*nowhere': No such file"):
-        calibrate.main(["--model", str(tmp_path / "nowhere"), *text])
+        run(["--model", str(tmp_path / "nowhere"), *text])
     with pytest.raises(FileNotFoundError, match=r"there is no .*budget_profile.json"):
-        calibrate.main(["--model", str(saved / "model"), "--timing_only"])
+        run(["--model", str(saved / "model"), "--timing_only"])
     config = tmp_path / "config.json"
     for content, message in (
         ("{", "config.json is not valid JSON"),
@@ -339,10 +346,10 @@ def test_bad_models(saved, tmp_path, monkeypatch):
     ):
         config.write_text(content)
         with pytest.raises(ValueError, match=message):
-            calibrate.main(["--model", str(tmp_path), *text])
+            run(["--model", str(tmp_path), *text])
     random_model(ESSMForSequenceClassification, num_labels=3).save_pretrained(tmp_path / "classifier")
     with pytest.raises(ValueError, match="text_files measure language models; a classifier needs test_file"):
-        calibrate.main(["--model", str(tmp_path / "classifier"), *text])
+        run(["--model", str(tmp_path / "classifier"), *text])
 
 
 def test_a_profile_that_is_there_and_does_not_fit(saved, tmp_path, monkeypatch):
@@ -355,8 +362,8 @@ def test_a_profile_that_is_there_and_does_not_fit(saved, tmp_path, monkeypatch):
         path.write_text(content)
         for what in (["--text_files", str(saved / "text.txt")], ["--timing_only"]):
             with pytest.raises(ValueError, match=message):
-                calibrate.main(["--model", str(folder), *what])
+                run(["--model", str(folder), *what])
         assert path.read_text() == content
     of(random_model(seed=6)).save(folder)
     with pytest.raises(ValueError, match=r"budgets must be among those with a quality, \[2, 4, 8, 16, 32\], got \[3\]"):
-        calibrate.main(["--model", str(folder), "--timing_only", "--budgets", "3"])
+        run(["--model", str(folder), "--timing_only", "--budgets", "3"])

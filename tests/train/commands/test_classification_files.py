@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from classification_run import ONCE, PIXELS, load, read, signals, texts, train, write
 
-from essm_train.commands import train_classification
 from essm_train.data.rows import collate
 from essm_train.data.sound import decode_wav
+from essm_train.run import classifier
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import build_byte_tokenizer
 
@@ -193,7 +193,7 @@ def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monk
     Path("words.txt").write_text("words")
     Path("broken.parquet").write_bytes(b"no parquet")
     Path("broken.jsonl").write_text('{"pixels": [1], "label": 0}\nno json\n')
-    monkeypatch.setattr(train_classification, "train_and_record", None)
+    monkeypatch.setattr(classifier, "train_and_record", None)
     with pytest.raises(ValueError, match=message):
         train(arguments("run", **changes))
 

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer
 
 from essm_train.arguments import parse_arguments
 from essm_train.baselines.models import BaselineForSequenceClassification
-from essm_train.commands import train_classification
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification
+from essm_train.run import classifier
+from essm_train.run.classifier import build_classifier
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification, build_byte_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def test_labels_of_weights_and_data(arguments, tmp_path):
         line = arguments(tmp_path / "run", "text", **ONCE | changes, model_name_or_path=tmp_path / "saved")
         args = parse_arguments(ClassificationArguments, line)
         args.set_max_length(512)
-        config = train_classification.build_model(args, load_classification(args)).config
+        config = build_classifier(args, load_classification(args)).config
         assert config.label2id == {name: i for i, name in config.id2label.items()}
         return [config.id2label[i] for i in range(config.num_labels)]
 
@@ -143,7 +144,7 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
     random_model(vocab_size=300).save_pretrained(tmp_path / "lm")
     changes = {"tokenizer_name": tmp_path / "tokenizer", "model_name_or_path": tmp_path / "lm", "max_length": 40}
     args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", "text", **ONCE | changes))
-    assert train_classification.build_model(args, load_classification(args)).config.vocab_size == 300
+    assert build_classifier(args, load_classification(args)).config.vocab_size == 300
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_a_configuration_is_checked_before_data_is_read(changes, message, argume
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     random_model().save_pretrained("saved")
-    monkeypatch.setattr(train_classification, "load_classification", None)
+    monkeypatch.setattr(classifier, "load_classification", None)
     with pytest.raises(ValueError, match=message):
         train(arguments("run", "text", **ONCE | {"model_name_or_path": "saved"} | changes))
 
@@ -166,5 +167,5 @@ def test_a_configuration_is_checked_before_data_is_read(changes, message, argume
 def test_baselines_classify_text_and_features(arguments, tmp_path):
     for kind in ("pixels", "text"):
         args = parse_arguments(ClassificationArguments, arguments(tmp_path, kind, architecture="transformer"))
-        model = train_classification.build_model(args, load_classification(args))
+        model = build_classifier(args, load_classification(args))
         assert type(model) is BaselineForSequenceClassification and model.config.classifier_pooling == "mean"

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
-from essm_train.commands import prune
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.pruning import PruningCurve
+from essm_train.publish import pruned as prune
+from essm_train.publish.arguments import PruneArguments
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM
 from modeling_essm.companions.pruning.plans import Plan
@@ -47,7 +48,7 @@ def saved(tmp_path_factory):
 
 def run(saved, texts, output_dir, **changes):
     values = {"text_files": [str(texts / "heldout.txt")], "block_size": 32, "max_blocks": 4, "step": 0.25}
-    prune.main(prune.PruneArguments(model=str(saved), output_dir=str(output_dir), **values | changes))
+    prune.prune_model(PruneArguments(model=str(saved), output_dir=str(output_dir), **values | changes))
     return json.loads((output_dir / "pruning.json").read_text())
 
 
@@ -161,14 +162,12 @@ def test_other_weights_in_the_same_folder_are_measured_anew(saved, texts, tmp_pa
     shutil.copytree(texts, other, dirs_exist_ok=True)
     (other / "heldout.txt").write_text("edcba " * 60)
     args = {"model": str(folder), "output_dir": "x", "amount": 0.5}
-    one, two = (prune.PruneArguments(**args, text_files=[str(f / "heldout.txt")]) for f in (texts, other))
-    assert one.identity(model)["sha256"] != two.identity(model)["sha256"]
+    one, two = (PruneArguments(**args, text_files=[str(f / "heldout.txt")]) for f in (texts, other))
+    assert prune._identity(one, model)["sha256"] != prune._identity(two, model)["sha256"]
 
 
 def test_filling_is_no_calibration_text(texts):
-    args = prune.PruneArguments(
-        model=str(texts), output_dir="x", amount=0.5, text_files=["y"], block_size=256, max_blocks=4
-    )
+    args = PruneArguments(model=str(texts), output_dir="x", amount=0.5, text_files=["y"], block_size=256, max_blocks=4)
     args.calibration_files = [str(texts / "other.txt")]
     (batch,) = prune._calibration(args, None)
     assert batch["attention_mask"].sum() == 402  # 400 bytes and <eos>, and one that both blocks have

@@ -14,13 +14,15 @@ from helpers import ROOT
 from transformers import AutoTokenizer
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands import train_classification, train_clm
 from essm_train.data.arguments import ClassificationArguments, CLMArguments
+from essm_train.run.classifier import train_classifier
+from essm_train.run.language import train_language_model
 
 SMALL = (
-    "--max_steps 2 --warmup_steps 1 --hidden_size 16 --num_hidden_layers 1 --num_spectral_channels 8 --cpu_threads 1"
+    "--max_steps 2 --warmup_steps 1 --cpu_threads 1"
+    " --config_overrides hidden_size=16,num_hidden_layers=1,num_spectral_channels=8,filter_length=512"
 )
-SMALL_TEXT = "--filter_length 512 --block_size 64 --validation_blocks 2 --sweep_blocks 2"
+SMALL_TEXT = "--block_size 64 --validation_blocks 2 --sweep_blocks 2"
 RNG = np.random.default_rng(0)
 
 
@@ -32,12 +34,12 @@ def recipe(title: str, language: str) -> list[str]:
 
 def run(command: str, small: str = "") -> dict:
     """The command with a small model; the configuration of what it leaves."""
-    _, script, arguments = re.split(r"train/(\w+)\.py ", command)
+    _, script, arguments = re.split(r"-m essm_train\.(\w+) ", command)
     given = [*shlex.split(arguments), *f"{SMALL} {small}".split()]
     if script == "train_clm":
-        train_clm.main(parse_arguments(CLMArguments, given))
+        train_language_model(parse_arguments(CLMArguments, given))
     else:
-        train_classification.main(parse_arguments(ClassificationArguments, given))
+        train_classifier(parse_arguments(ClassificationArguments, given))
     folder = Path(given[given.index("--output_dir") + 1])
     assert (folder / "budget_sweep.json").exists()
     return json.loads((folder / "model/config.json").read_text())

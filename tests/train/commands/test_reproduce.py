@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Every row of every table of train/reproduce.py starts at full scale.
+"""Every row of every table of essm-reproduce starts at full scale.
 
 Arguments, data, model and optimizer are those of the row's own command, in full; the data is a handful of made-up rows
 of the official shape. The two updates read one sample of at most 128 positions instead of up to 64 of up to 16,384,
@@ -21,11 +21,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from essm_train.arguments import parse_arguments
+from essm_train import reproduce
+from essm_train.arguments import make_arguments_of
 from essm_train.baselines.s4 import S4Mixer
-from essm_train.commands import reproduce, train_classification, train_clm
-from essm_train.commands import train_retrieval as retrieval
-from essm_train.run import loop
+from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
+from essm_train.run import classifier, language, loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
 from essm_train.tasks.catalog import TASKS, get_task
@@ -41,9 +41,9 @@ ROWS = {
     for row in get_experiment(name).rows.values()
 }
 SCRIPTS = {
-    "train_clm": (train_clm, train_clm.CLMArguments),
-    "train_classification": (train_classification, train_classification.ClassificationArguments),
-    "train_retrieval": (retrieval, retrieval.RetrievalArguments),
+    "train_clm": (language, language.train_language_model, CLMArguments),
+    "train_classification": (classifier, classifier.train_classifier, ClassificationArguments),
+    "train_retrieval": (classifier, classifier.train_pair_classifier, RetrievalArguments),
 }
 POSITIONS = 128
 
@@ -123,9 +123,8 @@ def test_a_task_starts_at_its_own_length(task, data, tmp_path, monkeypatch):
 def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monkeypatch) -> None:
     """Two updates of one sample cut to that many positions; validated only at full length."""
     args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=2)
-    command = reproduce.command_of(row, args, tmp_path / "run", seed=0)
-    script, arguments = SCRIPTS[get_task(row.task).script]
-    assert command[1:3] == ["-m", script.__name__]
+    values = reproduce.arguments_of(row, args, tmp_path / "run", seed=0)
+    module, main, arguments = SCRIPTS[get_task(row.task).script]
 
     def start(accelerator, args, task, schedule, **rest):
         collate = task.collate
@@ -143,13 +142,12 @@ def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monke
         assert record["updates"] == 2 and len(list_checkpoints(tmp_path / "run")) == 0
         raise Started(task.model)
 
-    monkeypatch.setattr(script, "train_and_record", start)
+    monkeypatch.setattr(module, "train_and_record", start)
     for name in ("save_checkpoint", "save_model"):
         monkeypatch.setattr(loop, name, lambda *rest: None)
     with pytest.raises(Started) as started:
-        few = ["--validation_blocks", "1"] if script is train_clm else []
-        options = [*command[3:], "--load_best_model_at_end", "false", *few]  # no model is saved
-        script.main(parse_arguments(arguments, options))
+        few = {"validation_blocks": 1} if module is language else {}
+        main(make_arguments_of(arguments, values | {"load_best_model_at_end": False} | few))  # no model is saved
     config = started.value.args[0].config
     for name, value in row.arguments.items():  # a row is what its name says
         if hasattr(config, name):

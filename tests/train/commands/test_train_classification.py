@@ -36,7 +36,7 @@ def test_run_leaves_a_model_and_a_sweep(run, finished):
     assert all((30 * value) % 1 == pytest.approx(0, abs=1e-9) and 0 <= value <= 1 for value in sweep["values"])
     assert (folder / "budget_sweep.png").read_bytes().startswith(b"\x89PNG")
     training = read(folder / "training.json")
-    assert training["script"] == "train_classification.py" and training["updates"] == 8
+    assert training["script"] == "essm-train-classification" and training["updates"] == 8
     assert training["samples_per_update"] == 4 and training["arguments"]["per_device_train_batch_size"] == 4
     assert "3 classes" in training["data"] and "test on 30" in training["data"] and training["hardware"]
     assert (folder / "model" / "README.md").exists()
@@ -205,14 +205,16 @@ def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path
 def test_killed_run_resumes_bit_for_bit(run, tmp_path, arguments, finished, files, capsys):
     script = """
 import os, signal, sys
-from essm_train.commands import train_classification
+from essm_train.arguments import parse_arguments
+from essm_train.data.arguments import ClassificationArguments
+from essm_train.run.classifier import train_classifier
 from modeling_essm.training import budget_dropout
 call = budget_dropout.BudgetSchedule.__call__
 def die(self, update):
     return os.kill(os.getpid(), signal.SIGKILL) if update == 5 else call(self, update)
 budget_dropout.BudgetSchedule.__call__ = die
-train_classification.main(
-    train_classification.parse_arguments(train_classification.ClassificationArguments, sys.argv[1:])
+train_classifier(
+    parse_arguments(ClassificationArguments, sys.argv[1:])
 )
 """
     line = arguments(tmp_path, **RUNS[run], test_file=files[f"{RUNS[run]['kind']} test"])

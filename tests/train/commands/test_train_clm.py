@@ -27,12 +27,13 @@ from training_run import (
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
-from essm_train.commands import train_clm
+from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import load_text
 from essm_train.data.tokens import ByteEncoder
-from essm_train.run import loop
+from essm_train.run import language, loop
 from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.language import build_model, make_encoder
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 
@@ -61,7 +62,7 @@ def test_a_run_leaves_a_model_its_card_and_a_sweep(finished):
     assert (finished / "budget_sweep.png").read_bytes().startswith(b"\x89PNG")
     training = json.loads((finished / "training.json").read_text())
     assert (training["updates"], training["samples_per_update"], training["tokens_per_update"]) == (8, 2, 64)
-    assert training["script"] == "train_clm.py" and training["arguments"]["learning_rate"] == 0.005
+    assert training["script"] == "essm-train-clm" and training["arguments"]["learning_rate"] == 0.005
 
 
 def test_validation_measures_what_the_sweep_measures(finished):
@@ -83,7 +84,7 @@ def test_best_and_model_load_with_remote_code(finished):
 
 
 def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "_accumulate", None)  # an update would call it
+    monkeypatch.setattr(loop, "update", None)  # which an update would call
     checkpoints = list_checkpoints(finished)
     (finished / "budget_sweep.json").unlink()
     card = finished / "model" / "README.md"
@@ -122,19 +123,19 @@ def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
 
 
 def test_special_tokens_are_not_scored_in_validation(data):
-    args = parse_arguments(train_clm.CLMArguments, command_line(Path("nowhere"), **data))
+    args = parse_arguments(CLMArguments, command_line(Path("nowhere"), **data))
     encoder = ByteEncoder()
     text = load_text(args, encoder)
     seen = []
-    task = train_clm.make_task(args, ESSMForCausalLM(ESSMConfig(hidden_size=8, num_hidden_layers=1)), text, encoder)
-    original = train_clm.total_nats
+    task = language.make_task(args, ESSMForCausalLM(ESSMConfig(hidden_size=8, num_hidden_layers=1)), text, encoder)
+    original = language.total_nats
     try:
-        train_clm.total_nats = lambda model, blocks, labels, *rest: seen.append((blocks, labels)) or 1.0
+        language.total_nats = lambda model, blocks, labels, *rest: seen.append((blocks, labels)) or 1.0
         from accelerate import Accelerator
 
         bits = task.evaluate(Accelerator(), task.model, 2)
     finally:
-        train_clm.total_nats = original
+        language.total_nats = original
     blocks, labels = seen[0]
     assert torch.equal(blocks, text.held_out[:2]) and torch.equal(labels, text_labels(blocks))
     assert bits == pytest.approx(1 / math.log(2) / int((labels[:, 1:] != -100).sum()))
@@ -162,8 +163,8 @@ def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
         ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
         sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
         line = command_line(tmp_path / "run", **data, **sizes, **changes, model_name_or_path=tmp_path / "model")
-        args = parse_arguments(train_clm.CLMArguments, line)
-        return train_clm.build_model(args, train_clm.make_encoder(args))
+        args = parse_arguments(CLMArguments, line)
+        return build_model(args, make_encoder(args))
 
     own = {"tokenizer_name": tmp_path / "tokenizer"}
     with pytest.raises(ValueError, match=f"must be at least {needed} for .*tokenizer, got {needed - 1}: give the"):
@@ -192,12 +193,12 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
     line = command_line(tmp_path / "run", **data, **changes, tokenizer_name=tmp_path / "other")
     with pytest.raises(ValueError, match=r"tokenizer_name must be the tokenizer of .*model'.* --replace_tokenizer"):
         train(line)
-    args = parse_arguments(train_clm.CLMArguments, [*line, "--replace_tokenizer"])
-    model = train_clm.build_model(args, train_clm.make_encoder(args))
+    args = parse_arguments(CLMArguments, [*line, "--replace_tokenizer"])
+    model = build_model(args, make_encoder(args))
     assert (model.config.vocab_size, model.config.eos_token_id) == (320, other.eos_token_id)
     assert model.generation_config.eos_token_id == other.eos_token_id != 299
     with pytest.raises(ValueError, match="replace_tokenizer needs tokenizer_name and model_name_or_path"):
-        parse_arguments(train_clm.CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
+        parse_arguments(CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_errors_come_before_any_work(changes, message, data, tmp_path, monkeypat
     Dataset.from_dict({"text": ["x" * 100]}).to_parquet(tmp_path / "TABLE.parquet")
     bpe_tokenizer(documents()).save_pretrained(tmp_path / "tokenizer")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "_accumulate", None)  # an update would call it
+    monkeypatch.setattr(loop, "update", None)  # which an update would call
     with pytest.raises(ValueError, match=message):
         train(command_line(**{"output_dir": "run", **data} | changes))
     assert not list(tmp_path.glob("run/checkpoint-*"))
@@ -250,7 +251,10 @@ def test_errors_of_the_script_are_one_line(data, tmp_path):
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--cpu"]
     order = command_line(tmp_path, **data | {"train_file": "MISSING"})
     run = subprocess.run(
-        [*launch, "--num_processes", "1", train_clm.__file__, *order], cwd=tmp_path, capture_output=True, text=True
+        [*launch, "--num_processes", "1", "-m", "essm_train.train_clm", *order],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
     assert run.stderr.strip().splitlines()[-1].startswith("error: cannot read text file")

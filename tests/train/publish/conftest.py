@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A Hub, and a run folder as train_clm.py leaves it."""
+"""A Hub, and a run folder as essm-train-clm leaves it."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def hub():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A run folder as train_clm.py leaves it."""
+    """A run folder as essm-train-clm leaves it."""
     run = tmp_path_factory.mktemp("saved") / "run"
     random_model(gate_hidden_size=4).save_pretrained(run / "model")
     build_byte_tokenizer(512).save_pretrained(run / "model")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from filelock import FileLock
 from training_run import (
-    TRAIN,
     command_line,
     model_weights,
     read_log,
@@ -83,7 +82,7 @@ def ddp(tmp_path_factory, equal) -> Path:
     folder = tmp_path_factory.mktemp("ddp")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     run = subprocess.run(
-        [*launch, str(TRAIN / "train_clm.py"), *command_line(folder / "run", **equal)],
+        [*launch, "-m", "essm_train.train_clm", *command_line(folder / "run", **equal)],
         env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -240,11 +239,11 @@ def test_several_ranks_say_once_why_they_refuse(data, tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     with FileLock(tmp_path / "run" / ".lock"):
         run = subprocess.run(
-            [*launch, str(TRAIN / "train_clm.py"), *command_line(tmp_path / "run", **data["map-style"])],
+            [*launch, "-m", "essm_train.train_clm", *command_line(tmp_path / "run", **data["map-style"])],
             env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )
     assert run.returncode == 1
     assert run.stderr.count("error: output_dir ") == 1 and "in use by another run" in run.stderr, run.stderr
-    assert 'train_clm.py", line' not in run.stderr  # no traceback of the script's own
+    assert 'language.py", line' not in run.stderr  # no traceback of the script's own

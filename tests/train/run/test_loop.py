@@ -1,7 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/run: a run ends with the same bits whatever happens to it, or says why not."""
 
-import dataclasses
 import json
 import math
 from types import SimpleNamespace
@@ -13,99 +12,26 @@ from accelerate.tracking import GeneralTracker
 from torch import nn
 from training_run import (
     NUM_BLOCKS,
-    TODAY,
     final_state,
     model_weights,
     read_log,
     same,
     train,
 )
-from transformers import TrainingArguments
 
-from essm_train.arguments import RunArguments, parse_arguments
-from essm_train.commands import train_clm
+from essm_train.arguments import RunArguments
 from essm_train.files import delete_folder
 from essm_train.measure.metric import Metric
 from essm_train.run import accelerator as run_accelerator
+from essm_train.run import language
 from essm_train.run.average import WeightAverage
 from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.learning_rate import parameter_groups
 from essm_train.run.loop import Progress, eval_budgets
+from essm_train.run.steps import parameter_groups
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments.
-
-
-def test_arguments_come_from_files_and_are_overridden(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("learning_rate: 1e-3\ntrain_file: x.txt\nstreaming: true\neval_budgets: [2, 4]\nema_decay: null\n")
-    args = parse_arguments(train_clm.CLMArguments, [str(path), "--learning_rate", "0.5", "--max_steps", "7"])
-    assert (args.learning_rate, args.max_steps, args.train_file) == (0.5, 7, ["x.txt"])
-    assert (args.streaming, args.eval_budgets, args.ema_decay) == (True, [2, 4], 0.0)
-    assert parse_arguments(train_clm.CLMArguments, [str(path)]).learning_rate == 1e-3  # which YAML reads as text
-    path = tmp_path / "a.json"
-    path.write_text(json.dumps({"max_steps": 7, "train_file": ["x.txt", "y.txt"], "num_train_epochs": 1}))
-    args = parse_arguments(train_clm.CLMArguments, [str(path), "--train_file", "z.txt"])
-    assert (args.max_steps, args.train_file, args.num_train_epochs) == (7, ["z.txt"], 1.0)
-
-
-@pytest.mark.parametrize(
-    "content", ["max_stepz: 3", "- 3", "max_steps: 1.5", "learning_rate: fast", "streaming: maybe"]
-)
-def test_broken_argument_files_are_refused(content, tmp_path, capsys):
-    path = tmp_path / "a.yaml"
-    path.write_text(content)
-    with pytest.raises((ValueError, SystemExit)) as error:
-        parse_arguments(train_clm.CLMArguments, [str(path)])
-    said = str(error.value) + capsys.readouterr().err
-    reasons = "unknown arguments ['max_stepz']", "must hold a table", "invalid int", "invalid float", "Truthy value"
-    assert any(reason in said for reason in reasons)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
-        ({"save_steps": 0}, "save_steps must be at least 1, got 0"),
-        ({"warmup_steps": -1}, "warmup_steps must be at least 0, got -1"),
-        ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\), got 1.0"),
-        ({"num_train_epochs": 0.0}, "num_train_epochs must be positive and finite, got 0.0"),
-        ({"num_train_epochs": math.inf}, "num_train_epochs must be positive and finite, got inf"),
-        ({"learning_rate": math.nan}, r"learning_rate must be in \[0, inf\), got nan"),
-        ({"learning_rate": -1.0}, r"learning_rate must be in \[0, inf\), got -1.0"),
-        ({"weight_decay": math.nan}, r"weight_decay must be in \[0, inf\), got nan"),
-        ({"weight_decay": math.inf}, r"weight_decay must be in \[0, inf\), got inf"),
-        ({"adam_beta2": math.nan}, r"adam_beta2 must be in \[0, 1\), got nan"),
-        ({"max_grad_norm": math.nan}, r"max_grad_norm must be in \(0, inf\], got nan"),
-        ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
-        ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
-        ({"extend": True, "resume_from_checkpoint": "a"}, "give extend or resume_from_checkpoint, not both"),
-        ({"min_lr_rate": 0.1}, "'cosine_with_min_lr' and min_lr_rate need each other, got 'cosine' and 0.1"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "need each other, got 'cosine_with_min_lr' and None"),
-        ({"lr_scheduler_type": "cosine_with_min_lr", "min_lr_rate": 1.5}, r"min_lr_rate must be in \[0, 1\], got 1.5"),
-        ({"early_stopping_threshold": -1.0}, r"early_stopping_threshold must be in \[0, inf\), got -1.0"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, .*linear, .*, got"),
-        ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich'"),
-        ({"push_to_hub": True}, "push_to_hub needs hub_model_id"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        RunArguments(**changes)
-
-
-@pytest.mark.parametrize("old", TODAY)
-def test_names_of_before_are_refused_with_those_of_today(old, tmp_path):
-    for known in (RunArguments, TrainingArguments):
-        assert TODAY[old] in {field.name for field in dataclasses.fields(known)}
-    file = tmp_path / "a.yaml"
-    file.write_text(f"max_steps: 3\n{old}: 4\n")
-    for given in ([f"--{old}", "4"], [f"--{old}=4"], [f"--{old.replace('_', '-')}", "4"], [str(file)]):
-        with pytest.raises(ValueError, match=f"^{old} is called {TODAY[old]} now") as error:
-            parse_arguments(train_clm.CLMArguments, given)
-        assert ("'best' is now true, 'last' is false" in str(error.value)) == (old == "final_model")
 
 
 def test_validated_budgets():
@@ -159,13 +85,6 @@ def test_the_learning_rate_may_take_another_course(arguments, tmp_path, finished
         train(arguments(finished, lr_scheduler_type="linear"))
 
 
-def test_the_learning_rate_may_have_a_floor(arguments, tmp_path):
-    train(arguments(tmp_path, lr_scheduler_type="cosine_with_min_lr", min_lr_rate=0.1, max_steps=6))
-    cosine = [0.5 * (1 + math.cos(math.pi * n / 4)) for n in range(5)]
-    expected = [5e-3 / 2, *(5e-3 * (0.1 + 0.9 * share) for share in cosine)]
-    assert [line["learning_rate"] for line in read_log(tmp_path)] == pytest.approx(expected, abs=1e-12)
-
-
 def test_an_earlier_trainer_does_not_stop_the_optimizer(arguments, tmp_path, finished):
     GradientState().sync_gradients = False  # as Trainer leaves it where accumulation was cut short
     train(arguments(tmp_path))
@@ -199,18 +118,6 @@ def test_weights_are_averaged():
     restored = WeightAverage(nn.Linear(3, 2).to(torch.float64), 0.5)
     restored.load_state_dict(average.state_dict())
     assert restored.updates == 12 and torch.equal(restored.average[0], average.average[0])
-
-
-def test_the_average_is_kept_in_fp32():
-    model = nn.Linear(3, 2).to(torch.bfloat16)
-    average = WeightAverage(model, 0.999)
-    assert {a.dtype for a in average.average} == {torch.float32}
-    average.load_state_dict({"updates": 10**6, "average": average.average})
-    with torch.no_grad():
-        model.weight.mul_(1.01)
-    before = average.average[0].clone()
-    average.update()
-    assert not torch.equal(average.average[0], before)  # bf16 would round a thousandth of a hundredth away
 
 
 def test_the_average_is_what_is_validated_and_saved(finished):
@@ -289,14 +196,14 @@ def validations(monkeypatch):
     """Sets the validation figures of a run, one per validation, the same at every budget."""
 
     def use(figures: list[float]) -> None:
-        make_task = train_clm.make_task
+        make_task = language.make_task
 
         def task(*args):
             made, calls = make_task(*args), []
             made.evaluate = lambda *_: [figures[len(calls) // 3], calls.append(1)][0]
             return made
 
-        monkeypatch.setattr(train_clm, "make_task", task)
+        monkeypatch.setattr(language, "make_task", task)
 
     return use
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers.audio_utils import hertz_to_mel, mel_to_hertz
 
-from essm_train.commands import prepare_audio
+from essm_train import prepare_audio
 from essm_train.data.readers import FeatureReader, Sample
 from essm_train.data.rows import collate
 from essm_train.tasks.audio import (
@@ -127,11 +127,11 @@ def mu_law_folder(tmp_path_factory) -> Path:
 
 def test_four_words_are_written_once_and_read_by_the_trainer(mu_law_folder, tmp_path, capsys):
     arguments = ["speech4", "--data_dir", str(mu_law_folder), "--output_dir", str(tmp_path), "--num_workers", "1"]
-    prepare_audio.main(arguments)
+    prepare_audio.run(arguments)
     files = shard_files(tmp_path, "speech4", checksum=True)
     assert {split: len(paths) for split, paths in files.items()} == {"train": 1, "validation": 1, "test": 1}
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.parquet")}
-    prepare_audio.main(arguments)  # nothing left to do
+    prepare_audio.run(arguments)  # nothing left to do
     assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in tmp_path.glob("*.parquet")}
     assert str(mu_law_folder) not in (tmp_path / "manifest.json").read_text()
     assert "--features_column frames" in capsys.readouterr().out

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/tasks/shards.py, train/make_task_data.py: the same bytes whoever makes them, also after a kill; damage."""
+"""essm_train/tasks/shards.py, essm-make-task-data: the same bytes whoever makes them, also after a kill; damage."""
 
 import dataclasses
 import errno
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
-from essm_train.commands import make_task_data as script
+from essm_train import make_task_data as script
 from essm_train.tasks import listops, pathfinder, shards
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import Pathfinder
@@ -128,9 +128,7 @@ def test_a_generation_that_was_killed_continues_to_the_same_bytes(tmp_path):
     present = {path.name: path.stat().st_mtime_ns for path in killed.glob("listops-*")}
     listed = json.loads((killed / MANIFEST).read_text())["shards"]
     assert 0 < len(listed) <= len(present) < 32
-    with pytest.raises(
-        FileNotFoundError, match=r"unfinished: continue with `python -m essm_train.commands.make_task_data listops "
-    ):
+    with pytest.raises(FileNotFoundError, match=r"unfinished: continue with `essm-make-task-data listops "):
         shard_files(killed, "listops")
 
     script.main(["listops", *arguments, "--output_dir", str(whole)])
@@ -164,9 +162,7 @@ def test_missing_and_damaged_shards_are_made_again_and_no_others(made, tmp_path,
     (folder / names[0]).unlink()
     (folder / names[2]).write_bytes((folder / names[2]).read_bytes()[:100])
     (folder / ".partial-old.parquet").write_bytes(b"half")
-    with pytest.raises(
-        FileNotFoundError, match=r"is missing or damaged: mend it with `python -m essm_train.commands.make_task_data"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"is missing or damaged: mend it with `essm-make-task-data"):
         shard_files(folder, "listops")
     generate(TASK, folder, progress=False)
     assert contents(folder) == contents(made)

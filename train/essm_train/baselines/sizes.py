@@ -121,8 +121,8 @@ def matched_variant(config: Any, model_class: type[nn.Module], block: str | None
         cls for cls in model_class.__mro__ if cls.__module__.startswith(("modeling_essm", "essm_train.pairs"))
     )
     matched = {name: value for name, value in fields.items() if not name.startswith(("ar_", "model_type"))}
-    matched |= _OF_ES_SSM | ({"block": block} if block else {})
-    target = count_parameters(own.config_class.from_dict(matched), own)
+    changes = _OF_ES_SSM | ({"block": block} if block else {})
+    target = count_parameters(own.config_class.from_dict(matched, **changes), own)
 
     def make(width: int) -> Any:
         sizes = {name: getattr(config, name) for name in ("gate_hidden_size", "intermediate_size")}

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
-from essm_train.arguments import RunArguments, arg, check_at_least
-from essm_train.models import ModelArguments
-from modeling_essm import ESSMConfig
+from essm_train.arguments import ModelArguments, RunArguments, arg, check_at_least
 
 
 @dataclass
 class CLMArguments(ModelArguments):
-    """Text; the model is in models.ModelArguments, how to train in arguments.RunArguments."""
+    """Text; the model is in ModelArguments, how to train in RunArguments."""
 
     output_dir: str = arg("runs/train_clm", "Where everything goes; a run found there is continued.")
     max_steps: int = arg(900, "Updates.")
@@ -60,31 +61,18 @@ class CLMArguments(ModelArguments):
             raise ValueError("replace_tokenizer needs tokenizer_name and model_name_or_path")
         if self.validation_file and not (self.train_file or self.dataset_name):
             raise ValueError("validation_file needs train_file or dataset_name")
-        if self.block_size % self.context_parallel:
-            raise ValueError(
-                f"block_size must be a multiple of context_parallel = {self.context_parallel}, got {self.block_size}"
-            )
-        if self.source is None and self.filter_length is not None:
-            convolves = self.architecture == "essm" and self.block == "gated"
-            block = ESSMConfig(block="gated", conv_kernel_size=self.conv_kernel_size) if convolves else ESSMConfig()
-            self.check_block_size(self.filter_length, block.conv_kernel_size or 0)
+        if (longest := self.fields().get("filter_length")) is not None:
+            self.check_block_size(longest)
 
-    def check_block_size(self, filter_length: int, taps: int) -> None:
-        """Raises ValueError if the filters do not cover a block, or a process's part not what `taps` read back."""
+    def check_block_size(self, filter_length: int) -> None:
+        """Raises ValueError if the filters do not cover a block."""
         if not 2 <= self.block_size <= filter_length:
             raise ValueError(f"block_size must be in [2, filter_length = {filter_length}], got {self.block_size}")
-        least = self.context_parallel * (taps - 1)
-        if self.context_parallel > 1 and self.block_size < least:
-            raise ValueError(
-                f"block_size must be in [{least}, filter_length = {filter_length}], got {self.block_size}: with "
-                f"context_parallel = {self.context_parallel} each part must hold the {taps - 1} positions that "
-                f"conv_kernel_size = {taps} reads before a step"
-            )
 
 
 @dataclass
 class ClassificationArguments(ModelArguments):
-    """Data; the model is in models.ModelArguments, how to train in arguments.RunArguments."""
+    """Data; the model is in ModelArguments, how to train in RunArguments."""
 
     output_dir: str = arg("runs/train_classification", "Where everything goes; a run found there is continued.")
     full_budget_updates: int | None = arg(
@@ -174,8 +162,10 @@ class ClassificationArguments(ModelArguments):
         check_at_least(self, 2, "num_labels")
         if self.source is None:
             self.classifier_pooling = self.classifier_pooling or "mean"
-        if self.source is None and self.filter_length is not None:
-            self.set_max_length(self.filter_length)
+        if (longest := self.fields().get("filter_length")) is not None:
+            self.set_max_length(longest)
+        elif self.is_diagonal:  # which reads any length
+            self.max_length = self.max_length or 1024
         if self.feature_scale not in ("auto", "uint8") and not _is_number(self.feature_scale):
             raise ValueError(f"feature_scale must be 'auto', 'uint8' or a number, got {self.feature_scale!r}")
 
@@ -191,3 +181,38 @@ def _is_number(text: str) -> bool:
         return math.isfinite(float(text)) and float(text) != 0
     except ValueError:
         return False
+
+
+@dataclass
+class RetrievalArguments(ModelArguments):
+    """Pairs of documents; the encoder and head are in ModelArguments, how to train in RunArguments."""
+
+    output_dir: str = arg("runs/retrieval", "Where everything goes; a run found there is continued.")
+
+    train_file: str | None = arg(None, "new_aan_pairs.train.tsv, or a file like it.")
+    validation_file: str | None = arg(None, "new_aan_pairs.eval.tsv; without it, a random tenth of the training pairs.")
+    test_file: str | None = arg(None, "new_aan_pairs.test.tsv, for the final sweep; without it, validation again.")
+    max_length: int = arg(4000, "Bytes that are read of each document.")
+    validation_samples: int | None = arg(None, "At most so many, at random.")
+    test_samples: int | None = arg(None, "At most so many, at random.")
+    eval_batch_size: int = arg(16, "Pairs per process and forward pass of validation and sweep.")
+    per_device_train_batch_size: int = arg(8, "Pairs per process and forward pass.")
+
+    NEW: ClassVar[Mapping[str, Any]] = MappingProxyType({"filter_length": 4096})
+    CONFIGURATION: ClassVar[tuple[str, ...]] = ("essm", "pairs")
+    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.push_to_hub:
+            raise ValueError("a classifier of pairs has no code that the Hub could run: leave out push_to_hub")
+        if self.train_file is None:
+            raise ValueError("no pairs to train on: give --train_file data/new_aan_pairs.train.tsv")
+        check_at_least(self, 1, "eval_batch_size", "validation_samples", "test_samples")
+        if (longest := self.fields().get("filter_length")) is not None:
+            self.check_max_length(longest)
+
+    def check_max_length(self, filter_length: int) -> None:
+        """Raises ValueError unless filters of that length cover what is read of a document."""
+        if not 1 <= self.max_length <= filter_length:
+            raise ValueError(f"max_length must be in [1, filter_length = {filter_length}], got {self.max_length}")

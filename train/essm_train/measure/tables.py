@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from essm_train.arguments import config_fields
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.paper import Figures, paper_curve
 from essm_train.tasks.catalog import ROOT, TaskSpec, arguments_class, get_task
 from essm_train.tasks.experiments import Experiment
-from modeling_essm import ESSMConfig
 from modeling_essm.budgets.curve import BudgetCurve
 
 # How often a run looks and saves, which changes no figure, and what stands for sizes.
@@ -221,6 +221,8 @@ def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str] 
 def _changes(spec: TaskSpec, reduced: Mapping[str, Any]) -> Iterator[str]:
     """ "name value for official value" of every argument that one of the two has and the other has not so."""
     defaults = {field.name: field.default for field in dataclasses.fields(arguments_class(spec.script))}
+    sizes = config_fields("essm")
+    defaults = dict.fromkeys(sizes) | defaults
     configured = str(spec.full.get("config_name", "")).rpartition("/")[2]
     for name in dict.fromkeys((*reduced, *spec.full)):
         ours, official = (values.get(name, spec.arguments.get(name)) for values in (reduced, spec.full))
@@ -229,5 +231,5 @@ def _changes(spec: TaskSpec, reduced: Mapping[str, Any]) -> Iterator[str]:
             continue
         if official is None and configured and name == "block":
             continue  # the configurations are of the paper's block, as all tasks are
-        meant = f"that of {configured}" if configured and hasattr(ESSMConfig, name) else "the default"
+        meant = f"that of {configured}" if configured and name in sizes else "the default"
         yield f"{name} {'the default' if ours is None else ours} for {meant if official is None else official}"

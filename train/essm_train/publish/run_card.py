@@ -4,31 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from huggingface_hub import constants
 
-from essm_train.arguments import RunArguments, arg
+from essm_train.arguments import RunArguments
 from essm_train.files import sha256_of, write_text
+from essm_train.publish.arguments import PushArguments
 from essm_train.publish.hub import check_can_push, check_folder, commit_folder, read_json, split_files
 from essm_train.publish.model_card import write_model_card
 
 _WRITTEN = ".card.sha256"  # in output_dir: of the card as it was written last
-
-
-@dataclass
-class PushArguments:
-    """How a run is pushed."""
-
-    run: str = field(metadata={"help": "Folder of a run, which holds model/; or a saved model folder itself."})
-    hub_model_id: str | None = arg(None, "'name' or 'org/name'.")
-    private: bool = arg(False, "Create the repository private.")
-    template: str | None = arg(None, "Card template, such as hub_configs/essm-21m/README.md; else a plain card.")
-    commit_message: str = arg("Upload ES-SSM model", "First line of the commit.")
-    card_only: bool = arg(False, "Write model/README.md and stop.")
-    keep_card: bool = arg(False, "Push model/README.md as it is, edited by hand.")
-    dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
 
 
 def push_run(args: PushArguments, on_card: Callable[[Path], object] = lambda card: None) -> str | None:

@@ -10,14 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers.trainer_utils import enable_full_determinism
@@ -73,21 +71,6 @@ def make_accelerator(args: RunArguments) -> Accelerator:
     _check_shared(accelerator, output_dir)
     torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
     return accelerator
-
-
-def context_group(accelerator: Accelerator, size: int) -> Any:
-    """The group of `size` neighbouring processes that share sequences with this one; None for 1. All must call it.
-
-    Raises:
-        ValueError: size does not divide the number of processes.
-    """
-    processes = accelerator.num_processes
-    if processes % size:
-        raise ValueError(f"context_parallel must divide the {processes} processes, got {size}")
-    if size == 1:
-        return None
-    mesh = init_device_mesh(accelerator.device.type, (processes // size, size), mesh_dim_names=("data", "context"))
-    return mesh.get_group("context")
 
 
 def _shard_on_cpu(accelerator: Accelerator) -> None:

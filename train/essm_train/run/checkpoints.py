@@ -13,7 +13,6 @@ import json
 import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,6 @@ from accelerate import Accelerator
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from essm_train.arguments import rename_recorded
 from essm_train.files import TEMPORARY, delete_folder, publish, sha256_of, temporary_folder, write_json
 
 RUN_STATE = "run_state.json"
@@ -173,28 +171,21 @@ def chosen_checkpoint(output_dir: Path, chosen: str) -> tuple[Path, dict[Path, s
 
 
 def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by the name of a file, or None.
-
-    Earlier versions wrote no manifest: of theirs, missing files and cut ones are found.
-    """
+    """What is wrong with a checkpoint, by the name of a file, or None."""
     try:
-        ranks = int(read_run_state(checkpoint)["identity"]["num_processes"])
-        manifest = json.loads((checkpoint / MANIFEST).read_text()) if (checkpoint / MANIFEST).exists() else None
-        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in (manifest or {}).items()}
+        read_run_state(checkpoint)
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{RUN_STATE} or {MANIFEST} cannot be read ({error})"
-    needed = expected or ["data.pt", *(f"random_states_{rank}.pkl" for rank in range(ranks))]
-    if missing := [name for name in needed if not (checkpoint / name).is_file()]:
-        return f"{missing[0]} is missing"
     for name, (size, digest) in expected.items():
-        found = (checkpoint / name).stat().st_size
-        if found != size:
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if (found := path.stat().st_size) != size:
             return f"{name} has {found:,} bytes, and had {size:,} when it was written"
-        if sha256_of(checkpoint / name) != digest:
+        if sha256_of(path) != digest:
             return f"{name} is not what was written, by its SHA-256"
-    for path in checkpoint.iterdir() if manifest is None else ():
-        if path.suffix in (".bin", ".pkl", ".pt") and not zipfile.is_zipfile(path):  # torch's files are archives
-            return f"{path.name} is cut, or no file of torch"
     return None
 
 
@@ -236,6 +227,5 @@ def _check_random_states(accelerator: Accelerator, checkpoint: Path, states: dic
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
-    """The JSON that `save_checkpoint` was given, with the arguments' names of today."""
-    state = json.loads((checkpoint / RUN_STATE).read_text())
-    return state | {"identity": rename_recorded(state["identity"])}
+    """The JSON that `save_checkpoint` was given."""
+    return json.loads((checkpoint / RUN_STATE).read_text())

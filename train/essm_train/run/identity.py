@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from essm_train.arguments import RunArguments, rename_recorded
+from essm_train.arguments import RunArguments
 from essm_train.files import delete_folder, delete_temporary_folders, set_aside
 from essm_train.run.accelerator import say
 from essm_train.run.checkpoints import (
@@ -41,9 +40,6 @@ def model_identity(model: PreTrainedModel) -> dict[str, Any]:
 def check_same_run(checkpoint: Path, identity: dict[str, Any], args: RunArguments) -> None:
     """Raises ValueError if the checkpoint belongs to a run that would have given other weights.
 
-    What the checkpoint does not know, as it was written by an earlier version, must be an argument at its default, or
-    as `EARLIER` of the arguments says.
-
     Args:
         identity: what defines the run, with the `model_identity` as "model".
     """
@@ -54,20 +50,19 @@ def check_same_run(checkpoint: Path, identity: dict[str, Any], args: RunArgument
     saved = read_run_state(checkpoint)["identity"]
     if args.extend and identity["max_steps"] > saved["max_steps"]:
         identity = {name: new for name, new in identity.items() if name not in ("max_steps", "num_train_epochs")}
-    defaults = {f.name: f.default for f in dataclasses.fields(args) if f.default is not dataclasses.MISSING}
-    known = defaults | args.EARLIER | saved
-    changed = {
-        name: f"{name} was {old!r} and is now {new!r}{reasons.get(name, '')}"
+    changed = [
+        f"{name} was {saved.get(name)!r} and is now {new!r}{reasons.get(name, '')}"
         for name, new in identity.items()
-        if name != "model" and name in known and (old := known[name]) != new
-    }
-    model = saved.get("model", {})
-    for name, new in identity["model"].items():
-        if name in model and model[name] != new:
-            changed.setdefault(name, f"{name} of the model was {model[name]!r} and is now {new!r}")
+        if name != "model" and saved.get(name) != new
+    ]
+    changed += [
+        f"{name} of the model was {saved['model'].get(name)!r} and is now {new!r}"
+        for name, new in identity["model"].items()
+        if saved["model"].get(name) != new
+    ]
     if changed:
         raise ValueError(
-            f"cannot resume {checkpoint}: {', '.join(changed.values())}; go back to the old value, choose another "
+            f"cannot resume {checkpoint}: {', '.join(changed)}; go back to the old value, choose another "
             "output_dir, or start afresh with --overwrite_output_dir"
         )
 
@@ -122,7 +117,7 @@ def _saved_model(output_dir: Path) -> list[Any] | None:
     """The update that the model in the folder has seen, and whether it is the best; None if that is not known."""
     try:
         record = json.loads((output_dir / "training.json").read_text())
-        is_best = rename_recorded(record["arguments"])["load_best_model_at_end"]
+        is_best = record["arguments"]["load_best_model_at_end"]
         complete = any((output_dir / "model").glob("*.safetensors"))
         return [record["updates"], is_best] if complete else None
     except (OSError, ValueError, LookupError, TypeError):

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
 from transformers import get_scheduler
 
 Spans = Sequence[tuple[int, Callable[[int], float]]]
@@ -58,14 +56,3 @@ def apply_plan(scheduler: torch.optim.lr_scheduler.LambdaLR) -> None:
     scheduler._last_lr = rates
     for group, rate in zip(scheduler.optimizer.param_groups, rates):
         group["lr"] = rate
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay; norms, biases and embeddings (with the tied head) do not, nor what its author
-    marked `_no_weight_decay`, as the state matrices of Mamba. Trainer's groups decay embeddings."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    exempt = [p.ndim < 2 or id(p) in embeddings or getattr(p, "_no_weight_decay", False) for p in parameters]
-    decayed = [p for p, is_exempt in zip(parameters, exempt) if not is_exempt]
-    others = [p for p, is_exempt in zip(parameters, exempt) if is_exempt]
-    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]

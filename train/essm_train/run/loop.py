@@ -21,6 +21,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from essm_train.arguments import RunArguments
@@ -37,18 +38,17 @@ from essm_train.data.samples import Prefetch, share_of
 from essm_train.files import write_json
 from essm_train.measure.metric import Metric
 from essm_train.models import capacity_of, run_at_budget
-from essm_train.run.accelerator import context_group, hardware, say
+from essm_train.run.accelerator import hardware, say
 from essm_train.run.average import WeightAverage
 from essm_train.run.checkpoints import last_good, load_checkpoint, read_run_state, save_checkpoint
 from essm_train.run.finiteness import non_finite
 from essm_train.run.identity import find_run, model_identity
-from essm_train.run.learning_rate import apply_plan, make_scheduler, parameter_groups
+from essm_train.run.learning_rate import apply_plan, make_scheduler
 from essm_train.run.saving import copy_model, save_model
+from essm_train.run.steps import adamw, update
 from essm_train.run.task import Task
 from essm_train.run.truncation import make_truncation
 from modeling_essm.companions.truncation.models import resize_states
-from modeling_essm.parallel.batches import shard_batch
-from modeling_essm.parallel.model_context import check_context_parallel, context_parallel
 from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
 
 
@@ -142,11 +142,9 @@ class _Run:
     def __init__(self, accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule):
         self.accelerator, self.args, self.task, self.schedule = accelerator, args, task, schedule
         self.output_dir, self.progress = Path(args.output_dir), Progress()
-        self.context = context_group(accelerator, args.context_parallel)
-        if self.context is not None:
-            check_context_parallel(task.model)
-        self.replicas = accelerator.num_processes // args.context_parallel  # that read different samples
-        self.samples_per_update = args.per_device_train_batch_size * self.replicas * args.gradient_accumulation_steps
+        self.samples_per_update = (
+            args.per_device_train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
+        )
         self.validated = eval_budgets(args, schedule, capacity_of(task.model))
         self.max_steps = self._num_updates()
         if args.truncation_tau is not None:
@@ -190,12 +188,7 @@ class _Run:
         if args.torch_compile:
             allow_compiled_budgets(len(self.schedule.budgets))
             network.compile()
-        optimizer = torch.optim.AdamW(
-            parameter_groups(network, args.weight_decay),
-            lr=args.learning_rate,
-            betas=(0.9, args.adam_beta2),
-            fused=accelerator.device.type in ("cpu", "cuda", "mps", "xpu"),
-        )
+        optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
         saved = self.saved
         plan = saved.get("plan", [[0, saved["identity"]["max_steps"] if saved else self.max_steps]])
         self.extended = self.max_steps > plan[-1][1]  # of which `check_same_run` has made sure that it was asked for
@@ -221,11 +214,6 @@ class _Run:
             self.task.truncation.history = self.saved["truncations"]
         if self.average is not None:
             self.average.load_state_dict(states["average"])
-        if found := self._non_finite():  # which earlier versions saved
-            raise FloatingPointError(
-                f"{self.checkpoint}: {found} hold NaN or infinite values; delete it to go on from the one before it. "
-                + last_good(self.output_dir, self.progress.update)
-            )
         if self.extended:
             apply_plan(self.scheduler)
             self.progress.stopped_early, self.progress.validations_without_best = False, 0
@@ -247,9 +235,9 @@ class _Run:
         )
         self.model.train()
         with bar, closing(Prefetch(self._fetch)) as next_batches:
-            for update in range(self.max_steps if progress.stopped_early else progress.update, self.max_steps):
+            for done in range(self.max_steps if progress.stopped_early else progress.update, self.max_steps):
                 started = time.perf_counter()
-                budgets = self.schedule(update)
+                budgets = self.schedule(done)
                 batches, data_state = next_batches()
                 values = self._update(batches, budgets)
                 speed = self.samples_per_update * self.task.tokens_per_sample / (time.perf_counter() - started)
@@ -258,7 +246,7 @@ class _Run:
                 bar.set_postfix_str(shown, refresh=False)
                 bar.update()
 
-                progress.update, progress.seconds = update + 1, progress.seconds + time.perf_counter() - started
+                progress.update, progress.seconds = done + 1, progress.seconds + time.perf_counter() - started
                 if self._is_due(args.eval_steps) or self._is_due(args.save_steps):
                     self._check_finite()
                 rate = {"learning_rate": self.scheduler.get_last_lr()[0], "tokens_per_second": speed}
@@ -278,46 +266,74 @@ class _Run:
         return update % every == 0 or update == self.max_steps or self.progress.stopped_early
 
     def _fetch(self) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-        """This process's batches of the next update, or its parts of them, and the place in the data after it."""
+        """This process's batches of the next update, and the place in the data after it."""
         args, source = self.args, self.task.source
         drawn = source.draw(self.samples_per_update)
-        place = self.accelerator.process_index // args.context_parallel, self.replicas
+        place = self.accelerator.process_index, self.accelerator.num_processes
         shares = [
             share_of(drawn, *place, micro_step, args.per_device_train_batch_size)
             for micro_step in range(args.gradient_accumulation_steps)
         ]
         batches = [self.task.collate(source.load(share)) for share in shares]
-        if self.context is not None:
-            batches = [shard_batch(batch, self.context, "plain") for batch in batches]
         return batches, source.state_dict()
 
     def _update(self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...]) -> dict[str, Any]:
         """One step of the optimizer; what log.jsonl says of it. Raises FloatingPointError, before the step."""
-        accelerator, args, update = self.accelerator, self.args, self.progress.update + 1
-        with self._sequences():
-            loss, figure = _accumulate(accelerator, self.model, self.task, batches, budgets, args.distillation_weight)
-        norm = accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded under FSDP2
-        means = accelerator.reduce(torch.stack([loss, figure]), "mean")
-        mean_loss, mean_figure, grad_norm = torch.cat([means, norm.to(means).view(1)]).tolist()  # waits once
-        overflowed = accelerator.scaler is None and not math.isfinite(grad_norm)  # fp16's scaler skips such updates
-        if not math.isfinite(mean_loss) or overflowed:
-            raise FloatingPointError(
-                f"update {update}: loss is {mean_loss}, gradient norm {grad_norm}; stopped. "
-                f"{last_good(self.output_dir, update)}. Try a lower learning_rate or a longer warm-up"
-            )
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad()
-        self._truncate(update)
+        accelerator, args, number = self.accelerator, self.args, self.progress.update + 1
+        figures: list[Tensor] = []  # of every batch
+        means: list[float] = []
+
+        def check(loss: Tensor, norm: Tensor) -> None:
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded under FSDP2
+            local = torch.stack([loss, torch.stack(figures).mean()])
+            means.extend(torch.cat([accelerator.reduce(local, "mean"), norm.to(local).view(1)]).tolist())  # waits once
+            overflowed = accelerator.scaler is None and not math.isfinite(means[2])  # fp16's scaler skips such updates
+            if not math.isfinite(means[0]) or overflowed:
+                raise FloatingPointError(
+                    f"update {number}: loss is {means[0]}, gradient norm {means[2]}; stopped. "
+                    f"{last_good(self.output_dir, number)}. Try a lower learning_rate or a longer warm-up"
+                )
+
+        update(
+            self.optimizer,
+            self._losses(batches, budgets, figures),
+            self.model.parameters(),
+            self.scheduler,
+            args.max_grad_norm,
+            backward=accelerator.backward,
+            clip=accelerator.clip_grad_norm_,
+            check=check,
+        )
+        self._truncate(number)
         if self.average is not None:
             self.average.update()
-        return {
-            "loss": mean_loss,
-            self.task.metric.name: mean_figure,
-            "budget": budgets[0],
-            "gradient_norm": grad_norm,
-        }
+        return {"loss": means[0], self.task.metric.name: means[1], "budget": budgets[0], "gradient_norm": means[2]}
+
+    def _losses(
+        self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...], figures: list[Tensor]
+    ) -> Iterator[Tensor]:
+        """The parts of an update's loss, whose graphs do not live together; processes exchange gradients in the last.
+
+        Args:
+            figures: gets the metric on every batch, at the first budget.
+        """
+        accelerator, model, task = self.accelerator, self.model, self.task
+        for micro_step, batch in enumerate(batches):
+            batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
+
+            def forward(K: int, batch: dict[str, Tensor] = batch, micro_step: int = micro_step) -> Any:
+                outputs = run_at_budget(model, batch, K)
+                if len(figures) == micro_step:
+                    figures.append(task.training_figure(outputs, batch).detach())
+                return outputs
+
+            losses = budget_losses(
+                forward, budgets, labels=batch["labels"], distillation_weight=self.args.distillation_weight
+            )
+            for i in range(len(budgets)):
+                is_last = i == len(budgets) - 1 and micro_step == len(batches) - 1
+                with nullcontext() if is_last else accelerator.no_sync(model):
+                    yield next(losses) / len(batches)
 
     def _truncate(self, update: int) -> None:
         """Where the task has its model shrink; a smaller model's validations are not compared with those before it."""
@@ -364,10 +380,6 @@ class _Run:
             say(self.accelerator, f"stopped early: no new best since update {progress.best_update}")
         return {f"validation {metric.name} K={K}": value for K, value in figures.items()}
 
-    def _sequences(self) -> Any:
-        """A context in which the model's calls are on what `_fetch` gives: whole sequences or parts."""
-        return nullcontext() if self.context is None else context_parallel(self.model, self.context, "plain")
-
     def _weights(self) -> Any:
         """A context in which the model has the weights that count."""
         return self.average.applied() if self.average is not None else nullcontext()
@@ -412,50 +424,13 @@ class _Run:
         say(self.accelerator, what)
 
 
-def _accumulate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    task: Task,
-    batches: list[dict[str, Tensor]],
-    budgets: tuple[int, ...],
-    distillation_weight: float,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of one update. Returns its loss, and the metric on its batches at the first budget; both per process.
-
-    Every budget's graph is gone before the next forward pass, and processes exchange gradients once, at the very end.
-    """
-    loss, figure = torch.zeros(2, device=accelerator.device)
-    for micro_step, batch in enumerate(batches):
-        batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
-        first: list[Any] = []
-
-        def forward(K: int, batch: dict[str, Tensor] = batch, first: list[Any] = first) -> Any:
-            outputs = run_at_budget(model, batch, K)
-            if not first:
-                first.append(task.training_figure(outputs, batch).detach())
-            return outputs
-
-        parts = {name: batch.get(name) for name in ("num_items_in_batch", "shift_labels")}  # there in parts alone
-        losses = budget_losses(
-            forward, budgets, labels=batch["labels"], distillation_weight=distillation_weight, **parts
-        )
-        for i in range(len(budgets)):
-            is_last = i == len(budgets) - 1 and micro_step == len(batches) - 1
-            with nullcontext() if is_last else accelerator.no_sync(model):
-                part = next(losses) / len(batches)
-                accelerator.backward(part)
-            loss = loss + part.detach()
-        figure = figure + first[0] / len(batches)
-    return loss, figure
-
-
 def train_and_record(
     accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule, *, script: str, data: str
 ) -> None:
     """`train`, with a line about model and data before it, and `training.json`, which the model card reads, after it.
 
     Args:
-        script: its file. data: what it trains on, for people.
+        script: the command. data: what it trains on, for people.
     """
     parameters = sum(p.numel() for p in task.model.parameters())
     block = getattr(task.model.config, "block", None)
@@ -465,7 +440,7 @@ def train_and_record(
         f"{parameters:,} parameters{kind} on {accelerator.num_processes} x {accelerator.device.type}; {data}",
     )
     record = train(accelerator, args, task, schedule)
-    record |= {"script": Path(script).name, "data": data, "schedule": args.budget_schedule, "parameters": parameters}
+    record |= {"script": script, "data": data, "schedule": args.budget_schedule, "parameters": parameters}
     record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
     if accelerator.is_main_process:
         write_json(Path(args.output_dir) / "training.json", record)

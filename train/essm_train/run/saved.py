@@ -12,6 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from essm_train.console import Failed
 from essm_train.data.rows import LabelledData
 from essm_train.measure.scoring import Predictor
 from essm_train.publish.run_card import write_card_and_push
@@ -33,7 +34,7 @@ def report_saved(
     Args:
         args: `ClassificationArguments` or `RetrievalArguments`. model: that was trained. what: as in `report_accuracy`.
     Raises:
-        RuntimeError: see `load_and_check`.
+        Failed: see `load_and_check`.
     """
     folder = Path(args.output_dir) / "model"
     sharded = accelerator.distributed_type == DistributedType.FSDP
@@ -44,8 +45,7 @@ def report_saved(
         loaded = load_and_check(folder, batch, cls, model if trained else None)
     say(accelerator, f"the reloaded {folder} gives the same logits")
     sweep = report_accuracy(accelerator, args, loaded, data, predict, what)
-    # Baselines, and pairs' classifiers of earlier versions, have no code beside them.
-    if accelerator.is_main_process and (args.push_to_hub or any(folder.glob("*.py"))):
+    if accelerator.is_main_process and any(folder.glob("*.py")):  # others have no card
         write_card_and_push(args)
     return sweep
 
@@ -58,7 +58,7 @@ def load_and_check(
     Args:
         cls: the model's class. trained: the model in memory that was saved, if there is one.
     Raises:
-        RuntimeError: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
+        Failed: its logits on `batch` are not those of this package's code, or its weights not the trained ones.
     """
     device = next(iter(batch.values())).device
     loaded = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False).to(device).eval()
@@ -66,10 +66,10 @@ def load_and_check(
     with torch.no_grad():
         expected, got = (model(**batch).logits for model in (direct, loaded))
     if not torch.equal(expected, got):
-        raise RuntimeError(f"{folder}: the reloaded model's logits differ by {(expected - got).abs().max().item():.3g}")
+        raise Failed(f"{folder}: the reloaded model's logits differ by {(expected - got).abs().max().item():.3g}")
     if trained is not None:
         state = loaded.state_dict()
         for name, value in trained.state_dict().items():
             if not torch.equal(value.to(device), state[name]):
-                raise RuntimeError(f"{folder}: the reloaded {name} is not the trained one")
+                raise Failed(f"{folder}: the reloaded {name} is not the trained one")
     return loaded

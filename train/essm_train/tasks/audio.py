@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Spoken words as log-mel frames, for train/prepare_audio.py.
+"""Spoken words as log-mel frames, for essm-prepare-audio.
 
 `MuLawClips` are four words of Speech Commands V2 as 8 kHz mu-law codes, a task of our own; `SpeechCommands` is the
 unpacked official archive, one folder of 16 kHz wav files per word.

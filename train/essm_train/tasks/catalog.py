@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every task as named arguments of a training script: where its data is, its shape, and three sizes of the run.
 
-    task_arguments("smnist", "data", "small")         # a dict, ready for YAML; train/list_tasks.py prints it
+    task_arguments("smnist", "data", "small")         # a dict, ready for YAML; essm-list-tasks prints it
 
 A task is a file of recipes/tasks/, or one of your own, given by its path. `full` is the official data at the size of
 hub_configs/; `small` is a few minutes on one CPU thread: shorter sequences, fewer updates, a narrower model; `medium`
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from essm_train.arguments import refuse_renamed
+from essm_train.arguments import make_arguments_of, sort_values
 from essm_train.recipes.reading import check_values, read_recipe, recipe_names, recipe_path
 from essm_train.tasks.sources import Files, Folders, Hub, Shards, data_folders
 
@@ -61,6 +61,11 @@ class TaskSpec:
         """What the script measures."""
         return "bits/byte" if self.script == "train_clm" else "accuracy"
 
+    @property
+    def command(self) -> str:
+        """The console script."""
+        return f"essm-{self.script.replace('_', '-')}"
+
     def places(self, scale: str) -> list[Files | Shards]:
         return {"small": self.small_data, "medium": self.medium_data}.get(scale) or self.data
 
@@ -81,8 +86,7 @@ def get_task(name: str) -> TaskSpec:
 
 def arguments_class(script: str) -> type[Any]:
     """The dataclass that a script's arguments are."""
-    from essm_train.data.arguments import ClassificationArguments, CLMArguments  # tasks are listed without torch
-    from essm_train.tasks.retrieval import RetrievalArguments
+    from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
 
     classes: dict[str, type] = {"train_clm": CLMArguments, "train_classification": ClassificationArguments}
     return classes.get(script, RetrievalArguments)
@@ -90,11 +94,8 @@ def arguments_class(script: str) -> type[Any]:
 
 def check_arguments(script: str, values: Mapping[str, Any], where: str) -> None:
     """Raises ValueError, opened by `where`, for what is no argument of the script, or a value of another type."""
-    try:
-        refuse_renamed(values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    check_values(arguments_class(script), values, where)
+    cls = arguments_class(script)
+    check_values(cls, sort_values(cls, values, where), where)
 
 
 def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str, list[str]]:
@@ -114,7 +115,7 @@ def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str,
         if place.substitute:
             message += f"; or, in its place, {place.instructions(folders)}"
     if spec.hub is not None:
-        again = "`use_hub=True`, `python -m essm_train.commands.list_tasks --use_hub`"
+        again = "`use_hub=True`, `essm-list-tasks --use_hub`"
         message += f"; or read {spec.hub.name!r} from the Hub ({again})"
     raise FileNotFoundError(message)
 
@@ -185,4 +186,5 @@ def make_arguments(name: str, data_dir: Folders = None, scale: str = "full", **c
     Raises:
         ValueError, FileNotFoundError: as `task_arguments`, and what the dataclass refuses.
     """
-    return arguments_class(get_task(name).script)(**(task_arguments(name, data_dir, scale) | changes))
+    cls = arguments_class(get_task(name).script)
+    return make_arguments_of(cls, task_arguments(name, data_dir, scale) | changes, name)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +21,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
-from essm_train.arguments import RunArguments, arg, check_at_least
+from essm_train.data.arguments import RetrievalArguments
 from essm_train.data.documents import load
 from essm_train.data.rows import LabelledData, Split
 from essm_train.data.samples import MapSamples, at_most, hold_out
 from essm_train.files import sha256_of
-from essm_train.models import RATES, ModelArguments
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
@@ -104,50 +102,6 @@ def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tenso
             document[: len(text)] = text
     input_ids, labels = torch.from_numpy(ids), torch.tensor([pair.label for pair in pairs])
     return {"input_ids": input_ids, "attention_mask": (input_ids != PAD_ID).long(), "labels": labels}
-
-
-@dataclass
-class RetrievalArguments(ModelArguments):
-    """Pairs and head; the encoder is in models.ModelArguments, how to train in arguments.RunArguments."""
-
-    output_dir: str = arg("runs/retrieval", "Where everything goes; a run found there is continued.")
-
-    train_file: str | None = arg(None, "new_aan_pairs.train.tsv, or a file like it.")
-    validation_file: str | None = arg(None, "new_aan_pairs.eval.tsv; without it, a random tenth of the training pairs.")
-    test_file: str | None = arg(None, "new_aan_pairs.test.tsv, for the final sweep; without it, validation again.")
-    max_length: int = arg(4000, "Bytes that are read of each document.")
-    validation_samples: int | None = arg(None, "At most so many, at random.")
-    test_samples: int | None = arg(None, "At most so many, at random.")
-    eval_batch_size: int = arg(16, "Pairs per process and forward pass of validation and sweep.")
-
-    per_device_train_batch_size: int = arg(8, "Pairs per process and forward pass.")
-    filter_length: int | None = arg(
-        None, "Longest document the filters cover; longer costs nothing. By default 4096, or as configured."
-    )
-    head_hidden_size: int | None = arg(None, "Width of the head; by default hidden_size, or as configured.")
-
-    RESUMABLE = RunArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
-
-    def __post_init__(self) -> None:
-        if self.source is None and self.filter_length is None:
-            self.filter_length = 4096
-        rates = {name: getattr(self, name) for name in RATES}
-        super().__post_init__()
-        self.__dict__.update(rates)  # as runs have always recorded them here
-        if self.model_name_or_path and self.head_hidden_size is not None:
-            raise ValueError(
-                f"head_hidden_size is part of model_name_or_path: leave it out, got {self.head_hidden_size}"
-            )
-        if self.train_file is None:
-            raise ValueError("no pairs to train on: give --train_file data/new_aan_pairs.train.tsv")
-        check_at_least(self, 1, "eval_batch_size", "validation_samples", "test_samples")
-        if self.filter_length is not None:
-            self.check_max_length(self.filter_length)
-
-    def check_max_length(self, filter_length: int) -> None:
-        """Raises ValueError unless filters of that length cover what is read of a document."""
-        if not 1 <= self.max_length <= filter_length:
-            raise ValueError(f"max_length must be in [1, filter_length = {filter_length}], got {self.max_length}")
 
 
 def load_retrieval(args: RetrievalArguments) -> LabelledData:

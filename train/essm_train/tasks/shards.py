@@ -38,7 +38,7 @@ from essm_train.files import PARTIAL, check_writable, replacing, sha256_of, writ
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 _FORMAT = 1
-_MAKE = "python -m essm_train.commands.make_task_data"  # also where there is no checkout with its train/
+_MAKE = "essm-make-task-data"
 _MAX_ROUNDS = 100  # of new attempts for repeated rows
 
 

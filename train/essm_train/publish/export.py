@@ -1,28 +1,15 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Export a saved model at one budget, to run where there is no torch: ONNX, ExecuTorch, or torch's own .pt2.
-
-    python train/export.py --model runs/train_clm/model --spectral_budget 6 --output_dir exported
-    python train/export.py --model runs/train_clm/model --spectral_budget 2 4 8 8 --output_dir exported --format torch
-    python examples/decode_without_torch.py exported "import "
-
-A language model leaves prefill.onnx and step.onnx, a classifier classify.onnx (.pt2 for torch; ExecuTorch puts all of
-them into model.pte, for batches of one row); with them tokenizer.json, or features.json, which says how numbers are
-scaled, and export.json, which names and describes inputs, outputs and states and repeats that scale. See
-modeling_essm/export for what they compute. Weights are exported in fp32, those of the budget's channels only.
-What was written is loaded again and compared with the model before the folder appears under its name.
-"""
+"""A saved model at one budget as programs for another runtime, checked against it before they appear."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,47 +17,19 @@ import torch
 import transformers
 from torch import Tensor
 from torch.export import ExportedProgram
-from transformers import HfArgumentParser, PreTrainedModel
+from transformers import PreTrainedModel
 
-from essm_train.arguments import arg
+from essm_train.console import Failed
 from essm_train.data.readers import FEATURES, read_record
 from essm_train.files import check_writable, publish, temporary_folder
 from essm_train.models import is_causal, read_saved_config
+from essm_train.publish.arguments import ExportArguments
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.export import empty_states, export_programs, save_executorch, save_onnx, signature
 
-PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
 DESCRIPTION = "export.json"
 _TOLERANCE = 1e-3  # of the largest value; fp32 rounding is 1e-5 of it at most
 Run = Callable[[str, Mapping[str, Tensor]], dict[str, Tensor]]  # program, inputs by name -> outputs by name
-
-
-@dataclass
-class ExportArguments:
-    """Arguments of the script."""
-
-    model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
-    output_dir: str = field(metadata={"help": "New folder, or that of an earlier export, which is replaced."})
-    spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
-    format: str = arg("onnx", "onnx, torch or executorch.")
-    max_length: int | None = arg(
-        None, "Most positions of one call, by default filter_length; a longer prompt takes several calls."
-    )
-
-    def __post_init__(self) -> None:
-        if self.format not in PACKAGES:
-            raise ValueError(f"format must be one of {list(PACKAGES)}, got {self.format!r}")
-        missing = [name for name in PACKAGES[self.format] if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(
-                f"format {self.format!r} needs packages that are not here: pip install {' '.join(missing)}"
-            )
-
-    @property
-    def budget(self) -> Any:
-        """What `resolve_budget` understands."""
-        values = [int(value) if value.lstrip("-").isdigit() else value for value in self.spectral_budget]
-        return None if not values else values[0] if len(values) == 1 else values
 
 
 def check_output(folder: Path) -> None:
@@ -259,8 +218,12 @@ def export(args: ExportArguments) -> dict[str, Any]:
 
     Raises:
         ValueError: arguments or a model that cannot work, before anything is exported.
-        RuntimeError: the exported programs differ from the model; nothing is published.
+        Failed: the exported programs differ from the model; nothing is published.
     """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)  # torchvision is missing
+    warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch's own pickling
+    warnings.filterwarnings("ignore", message="No complete tensor found")  # embedding and head are one tensor
     source, folder = Path(args.model), Path(args.output_dir).absolute()
     causal = is_causal(read_saved_config(source))
     check_output(folder)
@@ -287,7 +250,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
         for kind, (difference, largest) in found.items():
             print(f"largest difference from the model in {kind}: {difference:.1e}, of values up to {largest:.1e}")
             if not difference <= _TOLERANCE * largest:
-                raise RuntimeError(
+                raise Failed(
                     f"the exported {kind} differ from the model's by {difference:.1e}, of values up to {largest:.1e}: "
                     "nothing was written"
                 )
@@ -296,23 +259,3 @@ def export(args: ExportArguments) -> dict[str, Any]:
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"saved {folder}: " + ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items()))
     return description
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """From the command line."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("torch.onnx._internal.exporter._registration").setLevel(logging.ERROR)  # torchvision is missing
-    warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch's own pickling
-    warnings.filterwarnings("ignore", message="No complete tensor found")  # embedding and head are one tensor
-    try:
-        (args,) = HfArgumentParser(ExportArguments).parse_args_into_dataclasses(argv)
-        export(args)
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
-
-
-run = main
-
-
-if __name__ == "__main__":
-    run()

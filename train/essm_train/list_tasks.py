@@ -1,11 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every task as named arguments of a training script: where its data is, its shape, and three sizes of the run.
 
-    python train/list_tasks.py --data_dir data                 # all tasks, and which of their data is there
-    python train/list_tasks.py smnist --data_dir data --scale small > smnist.yaml        # or my_task.yaml
-    accelerate launch train/train_classification.py smnist.yaml --output_dir runs/smnist
-
-    task_arguments("smnist", "data", "small")                     # the same as a dict
+    essm-list-tasks --data_dir data                                   # all tasks, and which of their data is there
+    essm-list-tasks smnist --data_dir data --scale small > smnist.yaml               # or my_task.yaml
+    essm-train-classification smnist.yaml --output_dir runs/smnist
 
 Data is looked for in one or several folders, separated as in PATH; by default those of the environment variable
 ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from where, and where to put it.
@@ -17,12 +15,12 @@ the official set. What is measured on other data must not be called by the offic
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import yaml
 
-from essm_train.commands.errors import command
+from essm_train.arguments import arg
+from essm_train.console import command
 from essm_train.tasks.catalog import SCALES, TASKS, find_data, get_task, task_arguments
 from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
 
@@ -30,7 +28,7 @@ from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
 def table(data_dir: Folders = None) -> str:
     """All tasks with what is there, and what to do about the rest."""
     lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
-    lines.append(f"{'task':<11} {'full':<5} {'medium':<6} {'small':<6} {'metric':<10} {'script':<29} title")
+    lines.append(f"{'task':<11} {'full':<5} {'medium':<6} {'small':<6} {'metric':<10} {'command':<25} title")
     absent: list[str] = []
     for spec in map(get_task, TASKS):
         marks: list[str] = []
@@ -42,32 +40,34 @@ def table(data_dir: Folders = None) -> str:
                 marks.append("-")
                 if (text := str(error)) not in absent:
                     absent.append(text)
-        script = f"train/{spec.script}.py"
         found = f"{marks[0]:<5} {marks[1]:<6} {marks[2]:<6}"
-        lines.append(f"{spec.name:<11} {found} {spec.metric:<10} {script:<29} {spec.title}")
+        lines.append(f"{spec.name:<11} {found} {spec.metric:<10} {spec.command:<25} {spec.title}")
         lines.append(f"{'':<24} {spec.note}")
     return "\n".join([*lines, "", *absent])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", help=f"Data folders, separated as in PATH; by default ${ENVIRONMENT}, or data.")
-    task = "Print the arguments of this task as YAML instead: a name of the table, or a .yaml file of your own."
-    parser.add_argument("task", nargs="?", default=argparse.SUPPRESS, help=task)
-    parser.add_argument("--task", help="The same.")
-    parser.add_argument("--scale", choices=SCALES, default="full", help="The size of the run.")
-    parser.add_argument("--use_hub", action="store_true", help="Read the data set on the Hub instead of files.")
-    args = parser.parse_args(argv)
+@dataclass
+class ListArguments:
+    """Every task with its data; or the arguments of one task, as YAML."""
+
+    task: str | None = arg(None, "Print the arguments of this task: a name of the table, or a .yaml file of your own.")
+    data_dir: str | None = arg(None, f"Data folders, separated as in PATH; by default ${ENVIRONMENT}, or data.")
+    scale: str = arg("full", f"The size of the run, one of {', '.join(SCALES)}.")
+    use_hub: bool = arg(False, "Read the data set on the Hub instead of files.")
+
+
+def main(args: ListArguments) -> None:
+    """Print them."""
     if args.task is None:
         print(table(args.data_dir))
         return
     values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
     spec = get_task(args.task)
-    print(f"# {spec.title}, {args.scale}: train/{spec.script}.py\n# {spec.note}")
+    print(f"# {spec.title}, {args.scale}: {spec.command}\n# {spec.note}")
     print(yaml.safe_dump(values, sort_keys=False), end="")
 
 
-run = command(main)
+run = command(main, ListArguments, positional="task")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Quality and speed of one model at every spectral budget: bits per byte, tokens/s, a table, a curve and a JSON file.
 
-    python train/budget_sweep.py --model runs/train_clm/model --text_files some.txt --output_dir runs/sweep
+    essm-sweep --model runs/train_clm/model --text_files some.txt --output_dir runs/sweep
 
 What is measured, and how: essm_train/measure/budget_sweep.py.
 """
@@ -11,16 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
-
-from essm_train.arguments import arg
-from essm_train.commands.errors import command
-from essm_train.data.tokens import ByteEncoder
-from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
-from essm_train.measure.evaluation import open_text
-from essm_train.models import TRUST_HELP, load_model
-from modeling_essm.training.budget_dropout import BUDGETS
+from essm_train.arguments import TRUST_HELP, arg
+from essm_train.console import command
 
 
 @dataclass
@@ -30,7 +22,7 @@ class SweepArguments:
     model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM causal language model."})
     text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
     output_dir: str = field(metadata={"help": "Where budget_sweep.json and budget_sweep.png go."})
-    budgets: list[int] = arg([*BUDGETS], "Budgets K to evaluate.")
+    budgets: list[int] | None = arg(None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32.")
     block_size: int = arg(512, "Tokens per block: the longest context.")
     max_blocks: int = arg(256, "Blocks to evaluate, spread evenly over the text.")
     batch_size: int = arg(8, "Blocks per forward pass.")
@@ -38,14 +30,23 @@ class SweepArguments:
 
 
 def main(args: SweepArguments) -> None:
-    """Sweep a saved model from the command line."""
+    """Sweep a saved model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from essm_train.data.tokens import ByteEncoder
+    from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
+    from essm_train.measure.evaluation import open_text
+    from essm_train.models import load_model
+    from modeling_essm.training.budget_dropout import BUDGETS
+
     held_out = open_text(args.text_files, ByteEncoder(), args.block_size, args.max_blocks, args.batch_size)
     output_dir = Path(args.output_dir)
     output_dir.mkdir(parents=True, exist_ok=True)
     model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
-    sweep = sweep_budgets(model, held_out, args.budgets)
+    sweep = sweep_budgets(model, held_out, args.budgets or BUDGETS)
     print(sweep.table())
     save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
 

@@ -1,28 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Train an ES-SSM language model with budget dropout, then measure it at every budget.
-
-    accelerate launch train/train_clm.py                                   # a few CPU minutes, no data needed
-    accelerate launch train/train_clm.py --train_file a.txt b.txt --validation_file c.txt --output_dir runs/books
-    accelerate launch train/train_clm.py --dataset_name owner/name --streaming --tokenizer_name gpt2 --max_steps 50000
-    accelerate launch train/train_clm.py --config_name hub_configs/essm-21m --block_size 4096 --train_file books.parquet
-    accelerate launch --mixed_precision bf16 train/train_clm.py arguments.yaml --learning_rate 1e-3
-    python train/train_clm.py --help                                       # every argument
-
-Several processes and nodes: train/launch/. Without data arguments it reads the sources of Python's standard library.
-A run that was interrupted continues from its last checkpoint when started again, bit for bit as if nothing had happened
-(on as many CPU threads); see essm_train/run/loop.py. Left in `output_dir`: checkpoint-*, best and model (for
-from_pretrained), log.jsonl, training.json, budget_sweep.json and budget_sweep.png.
-"""
+"""A language model's run: its model and tokens, the task for the loop, and the report after it."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: threads that wait spin for microseconds, then sleep
 
 import numpy as np
 import torch
@@ -32,8 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from essm_train.arguments import parse_arguments
-from essm_train.commands.errors import command
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.samples import even_shares
@@ -67,7 +49,8 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
         tokenizer = encoder.tokenizer
         ids |= {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
     config = make_config(args)
-    args.check_block_size(config.filter_length, getattr(config, "conv_kernel_size", 0))
+    if not args.is_diagonal:
+        args.check_block_size(config.filter_length)
     if args.model_name_or_path:
         check_vocabulary(args, config, encoder.name, encoder.vocab_size, isinstance(encoder, ByteEncoder))
         del ids["vocab_size"]  # which may have room to spare
@@ -116,7 +99,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
     )
 
 
-def main(args: CLMArguments) -> None:
+def train_language_model(args: CLMArguments) -> None:
     """Train, save, sweep, push.
 
     Raises:
@@ -135,7 +118,7 @@ def main(args: CLMArguments) -> None:
         with accelerator.main_process_first():
             text = load_text(args, encoder)
         task = make_task(args, model, text, encoder)
-        train_and_record(accelerator, args, task, schedule, script=__file__, data=text.description)
+        train_and_record(accelerator, args, task, schedule, script="essm-train-clm", data=text.description)
 
         # From here on only what was saved counts.
         if not accelerator.is_main_process:
@@ -147,7 +130,7 @@ def main(args: CLMArguments) -> None:
         context = {"block_size": args.block_size, "blocks": len(text.held_out), "data": text.description}
         report_sweep(accelerator, args, sweep, "", **context)
         prompt = tokenizer.decode(text.held_out[0, :64], skip_special_tokens=True)
-        if not args.is_baseline:  # which cannot generate, and has no remote code
+        if args.architecture == "essm":  # others cannot generate, or have no remote code
             say(accelerator, f"--- prompt ---\n{prompt}")
             for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
                 say(accelerator, f"--- sample at K={K} ---\n{sample(loaded, tokenizer, prompt, K)}")
@@ -166,10 +149,3 @@ def sample(model: PreTrainedModel, tokenizer: Any, prompt: str, budget: int) -> 
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(model.device)
     ids = model.generate(**inputs, spectral_budget=budget, max_new_tokens=200, do_sample=True, temperature=0.7)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-
-
-run = command(lambda: main(parse_arguments(CLMArguments)))
-
-
-if __name__ == "__main__":
-    run()

@@ -1,16 +1,16 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/commands/errors.py: errors that a user can mend are one line, others keep their traceback."""
+"""essm_train/console.py: errors that a user can mend are one line, others keep their traceback."""
 
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed import DistBackendError
 
-from essm_train.commands import errors as command
-from essm_train.commands.errors import run_script
+from essm_train import console
+from essm_train.console import Failed, run_script
 
 
-def fail(error: Exception):
+def fail(error: BaseException):
     def main() -> None:
         raise error
 
@@ -23,8 +23,9 @@ def fail(error: Exception):
         (ValueError("K must be\n  at least 1"), "error: K must be at least 1\n"),
         (FloatingPointError("update 3: loss is nan"), "error: update 3: loss is nan\n"),
         (FileNotFoundError("no such file"), "error: no such file\n"),
-        (PermissionError("no token"), "error: no token\n"),
         (ValueError(), "error: ValueError\n"),
+        (Failed("the run ended with 1"), "error: the run ended with 1\n"),
+        (ModuleNotFoundError("No module named 'x'", name="x"), "error: x is not installed, this command needs pip"),
         (RuntimeError("[x/gloo/y.cc:1] Connection closed"), "error: lost another process of this run: [x/gloo/y.cc:1]"),
         (DistBackendError("NCCL error"), "error: lost another process of this run: NCCL error\n"),
     ],
@@ -45,7 +46,7 @@ def test_other_errors_keep_their_traceback(error):
 
 
 def test_development_mode_keeps_tracebacks(monkeypatch):
-    monkeypatch.setattr(command, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
+    monkeypatch.setattr(console, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True), modules={}))
     with pytest.raises(ValueError, match="K must be"):
         run_script(fail(ValueError("K must be at least 1")))
 

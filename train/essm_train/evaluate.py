@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Any checkpoint on any task at every budget: quality, retention, speed, peak memory and active parameters.
 
-    python train/evaluate_model.py --task smnist --data_dir data --models runs/a/model --output_dir runs/a/evaluation
-    python train/evaluate_model.py --task novels --data_dir data --models runs/seed0/model runs/seed1/model
+    essm-evaluate --task smnist --data_dir data --models runs/a/model --output_dir runs/a/evaluation
+    essm-evaluate --task novels --data_dir data --models runs/seed0/model runs/seed1/model
 
 Several models are seeds of one experiment: means and standard deviations (n - 1) over them are reported.
 
@@ -16,17 +16,9 @@ import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
-from essm_train.arguments import arg
-from essm_train.commands.errors import command
+from essm_train.arguments import TRUST_HELP, arg
+from essm_train.console import command
 from essm_train.files import check_writable, write_figure, write_json, write_text
-from essm_train.measure.budget_sweep import save_sweep
-from essm_train.measure.evaluation import evaluate_models, open_task
-from essm_train.measure.metric import BITS_PER_BYTE
-from essm_train.measure.plots import draw_curves
-from essm_train.models import TRUST_HELP
-from modeling_essm.training.budget_dropout import BUDGETS
 
 
 @dataclass
@@ -34,20 +26,28 @@ class EvaluateArguments:
     """Arguments of the script."""
 
     models: list[str] = field(metadata={"help": "Saved models: one, or several seeds of the same experiment."})
-    task: str = field(metadata={"help": "A task that train/list_tasks.py names."})
+    task: str = field(metadata={"help": "A task that essm-list-tasks names."})
     data_dir: str = arg("data", "Folder of the tasks' data.")
     scale: str = arg("full", "'full', 'medium' or 'small', as the models were trained.")
-    budgets: list[int] = arg([*BUDGETS], "Budgets K to evaluate.")
+    budgets: list[int] | None = arg(None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32.")
     output_dir: str | None = arg(None, "By default `evaluation` beside the first model.")
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
 
 def main(args: EvaluateArguments) -> None:
-    """Evaluate from the command line."""
+    """Evaluate saved models."""
+    import torch
+
+    from essm_train.measure.budget_sweep import save_sweep
+    from essm_train.measure.evaluation import evaluate_models, open_task
+    from essm_train.measure.metric import BITS_PER_BYTE
+    from essm_train.measure.plots import draw_curves
+    from modeling_essm.training.budget_dropout import BUDGETS
+
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     check_writable(output_dir)
     task = open_task(args.task, args.data_dir, args.scale)
-    evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
+    evaluation = evaluate_models(args.models, task, args.budgets or BUDGETS, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}

@@ -2,10 +2,10 @@
 """Publish a saved model on the Hugging Face Hub: code, weights, tokenizer, generation config and card in ONE commit.
 
     hf auth login                                                             # once
-    python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name [--private]
-    python train/push_to_hub.py --run runs/train_clm --card_only              # write model/README.md and stop; edit it,
-    python train/push_to_hub.py --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
-    python train/push_to_hub.py --run runs/train_clm --dry_run                # say what would be published and what not
+    essm-push --run runs/train_clm --hub_model_id org/name [--private]
+    essm-push --run runs/train_clm --card_only              # write model/README.md and stop; edit it,
+    essm-push --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
+    essm-push --run runs/train_clm --dry_run                # say what would be published and what not
 
 Only what belongs to a model is published, see `split_files`: whatever else lies in its folder is named and stays at
 home, and so do symbolic links. A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png
@@ -15,10 +15,18 @@ pushing again continues (files that arrived are not sent again) and makes no com
 
 from __future__ import annotations
 
-from essm_train.commands.errors import command
-from essm_train.publish.run_card import PushArguments, push_run
+from essm_train.console import command
+from essm_train.publish.arguments import PushArguments
 
-run = command(push_run, PushArguments)
+
+def main(args: PushArguments) -> None:
+    """Write the card of a run's model and push it."""
+    from essm_train.publish.run_card import push_run
+
+    push_run(args)
+
+
+run = command(main, PushArguments)
 
 
 if __name__ == "__main__":

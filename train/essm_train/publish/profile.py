@@ -1,37 +1,17 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Which budget for this machine? Quality of a saved model at every budget, and its speed and memory on this device.
-
-    python train/calibrate.py --model runs/x/model --text_files held_out.txt             # a language model
-    python train/calibrate.py --model runs/y/model --test_file test.csv --features_column "t*"      # a classifier
-    python train/calibrate.py --model runs/y/model --task smnist --data_dir data         # of train/list_tasks.py
-    python train/calibrate.py --model runs/z/model --task retrieval --data_dir data      # of pairs of documents
-    python train/calibrate.py --model runs/x/model --timing_only                         # the same on another device
-
-Left in the model's folder: budget_profile.json, with which `choose_budget` answers; the presets "sweet-spot",
-"collapse-boundary" and "full" in config.json, for `spectral_budget="sweet-spot"`; and budget_profile.png. Calibrated
-again, quality and this device's figures are replaced; those of other devices and presets of other names stay.
-
-Quality is bits per byte by the context rule of budget_sweep.py, or accuracy. The drop against the full budget is given
-with its standard error over blocks or samples. Prefill is a forward pass over the whole prompt (a sample, for a
-classifier), decode one greedy step after it, as `forward` runs it: what `generate` does around it comes on top. Times
-are medians over rounds in which budgets and batch sizes take turns, memory is what a call needs beside the weights;
-the inputs are random.
-"""
+"""Calibration of a saved model: quality and speed at every budget, as its profile, presets and picture."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, HfArgumentParser
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from essm_train.arguments import arg, check_at_least
-from essm_train.commands.errors import command
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_test
 from essm_train.data.labels import check_weights, class_names
@@ -44,65 +24,13 @@ from essm_train.measure.evaluation import open_task, open_text
 from essm_train.measure.plots import draw_profile
 from essm_train.measure.scoring import HeldOut, Predictor, hold_out_samples
 from essm_train.measure.timing import pick_device, threads
-from essm_train.models import TRUST_HELP, is_causal, is_pairs, load_model, read_saved_config
+from essm_train.models import is_causal, is_pairs, load_model, read_saved_config
+from essm_train.publish.arguments import CalibrateArguments
 from essm_train.tasks.catalog import get_task
 from modeling_essm import ESSMConfig
 from modeling_essm.budgets import BudgetProfile, read_profile
 from modeling_essm.loading_essm import PROFILE_NAME, weights_checksum
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass
-class CalibrateArguments:
-    """Arguments of the script."""
-
-    model: str = field(metadata={"help": "Folder of a saved ES-SSM; the results go there too."})
-    text_files: list[str] | None = arg(None, "Held-out text, for a language model.")
-    test_file: list[str] | None = arg(
-        None, "Held-out parquet, json(l) or csv files, for a classifier, with their columns:"
-    )
-    dataset_name: str | None = arg(None, "Or a data set of the Hub or a local folder, whose test split counts if any.")
-    dataset_config_name: str | None = arg(None, "Which configuration of that data set.")
-    text_column: str | None = arg(None, "As in train_classification.py.")
-    features_column: str | None = arg(None, "As in train_classification.py.")
-    label_column: str = arg("label", "As in train_classification.py.")
-    task: str | None = arg(None, "Or a task of train/list_tasks.py, by its held-out data.")
-    data_dir: str = arg("data", "Folder of the tasks' data.")
-    scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
-    timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
-    budgets: list[int] | None = arg(None, "Budgets K, the full one always among them; by default those of training.")
-    batch_sizes: list[int] = arg([1, 8], "Rows of a timed call.")
-    prompt_length: int | None = arg(
-        None, "Positions of a timed prefill; by default those of a held-out block or sample."
-    )
-    decode_tokens: int = arg(64, "Tokens decoded for one timing.")
-    rounds: int = arg(7, "Rounds of timing; beyond a minute, three.")
-    dtype: str = arg("auto", "auto (as saved), float32, bfloat16 or float16.")
-    device: str = arg("auto", "auto, cpu or cuda.")
-    threads: int | None = arg(None, "CPU threads, by default those torch takes.")
-    block_size: int | None = arg(None, "With text_files: tokens per block, by default 512 or filter_length if less.")
-    max_blocks: int = arg(256, "With text_files: blocks, spread evenly over the text.")
-    eval_batch_size: int = arg(8, "Blocks or samples per forward pass for quality.")
-    trust_remote_code: bool = arg(False, TRUST_HELP)
-
-    def __post_init__(self) -> None:
-        names = ("text_files", "test_file", "dataset_name", "task")
-        given = [name for name in names if getattr(self, name)]
-        if self.timing_only and given:
-            raise ValueError(f"timing_only measures no quality: give it without {', '.join(given)}")
-        if not self.timing_only and len(given) != 1:
-            raise ValueError(f"give {', '.join(names)} or timing_only, one of them, got {given or 'none'}")
-        check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
-        check_at_least(self, 1, "batch_sizes", "budgets")
-        check_at_least(self, 2, "block_size")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be one of {['auto', *DTYPES]}, got {self.dtype!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be one of ['auto', 'cpu', 'cuda'], got {self.device!r}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device must be 'auto' or 'cpu' on this machine, which has no CUDA device, got 'cuda'")
 
 
 def open_samples(args: CalibrateArguments) -> HeldOut:
@@ -162,7 +90,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     script = "train_clm" if causal else "train_retrieval" if is_pairs(config) else "train_classification"
     if script != spec.script:
         kind = kinds.get(script, "a classifier")
-        raise ValueError(f"task {args.task!r} is one of {spec.script}.py, and {args.model} holds {kind}")
+        raise ValueError(f"task {args.task!r} is one of {spec.script}, and {args.model} holds {kind}")
     return open_task(args.task, args.data_dir, args.scale, batch_size)
 
 
@@ -214,6 +142,8 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
         ValueError: arguments, model, data or an existing profile that cannot work, before anything is measured.
         FileNotFoundError: the task's data, or with timing_only the profile, is absent.
     """
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device must be 'auto' or 'cpu' on this machine, which has no CUDA device, got 'cuda'")
     folder = Path(args.model)
     config = read_saved_config(folder, pairs=True)
     longest = check_lengths(args, config)
@@ -226,7 +156,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
         present = read_profile(folder, model)
     weights = weights_checksum(model)
     assert weights is not None  # nothing is offloaded
-    model = model.to(DTYPES.get(args.dtype, model.dtype))
+    model = model.to(model.dtype if args.dtype == "auto" else getattr(torch, args.dtype))
     known = present.quality.budgets if args.timing_only and present is not None else None
     budgets = choose_budgets(args.budgets, config["num_spectral_channels"], known)
     held_out = None if args.timing_only else open_held_out(args, config)
@@ -248,16 +178,3 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     write_figure(path.with_suffix(".png"), draw_profile(profile))
     print(f"saved {path}, {path.with_suffix('.png').name}; presets in config.json: {profile.presets()}")
     return profile
-
-
-def main(argv: Sequence[str] | None = None) -> BudgetProfile:
-    """From the command line."""
-    (args,) = HfArgumentParser(CalibrateArguments).parse_args_into_dataclasses(argv)
-    return calibrate(args)
-
-
-run = command(main)
-
-
-if __name__ == "__main__":
-    run()

@@ -1,12 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Generate the Long Range Arena tasks that are made, not collected: ListOps, Pathfinder and Path-X.
 
-    python train/make_task_data.py listops --output_dir data/listops           # official sizes
-    python train/make_task_data.py pathfinder32 --output_dir data/pathfinder32 --difficulty hard
-    python train/make_task_data.py pathx --output_dir data/pathx --num_workers 16
-    python train/make_task_data.py listops --output_dir data/listops_small --train_size 10000 --validation_size 500 \\
+    essm-make-task-data listops --output_dir data/listops           # official sizes
+    essm-make-task-data pathfinder32 --output_dir data/pathfinder32 --difficulty hard
+    essm-make-task-data pathx --output_dir data/pathx --num_workers 16
+    essm-make-task-data listops --output_dir data/listops_small --train_size 10000 --validation_size 500 \\
         --test_size 500 --min_length 50 --max_length 250 --max_depth 6          # a reduced set
-    python train/make_task_data.py pathx --help                                 # every parameter
+    essm-make-task-data pathx --help                                 # every parameter
 
 The same command continues an interrupted generation: finished shards are verified by checksum and kept. The data
 depends on the parameters only, not on the number of processes. Rows go to parquet files that
@@ -23,9 +23,9 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from essm_train.commands.errors import command
+from essm_train.console import command
 from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import PATHX, Pathfinder
 from essm_train.tasks.shards import RowGenerator, generate
@@ -38,13 +38,18 @@ TASKS: dict[str, tuple[type, Mapping[str, Any]]] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RowGenerator, Path, int]:
     """The generator, the folder and the number of processes.
 
     Raises:
         ValueError: parameters that cannot work.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     tasks = parser.add_subparsers(dest="task", required=True, metavar="{" + ",".join(TASKS) + "}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for name, (cls, preset) in TASKS.items():

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Pairs of passages of books, in the form of Long Range Arena's Retrieval and in the place of its absent files.
 
-    python train/make_pairs.py --books data/english_novels-train.parquet --output_dir data/novel_pairs
+    essm-make-pairs --books data/english_novels-train.parquet --output_dir data/novel_pairs
 
 Label 1 says that both passages come from one book. Training passages lie in the first 80% of every book, those of
 validation and test in the next 10% each. A number measured on such pairs must never be called one of Retrieval.
@@ -9,14 +9,15 @@ validation and test in the next 10% each. A number measured on such pairs must n
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 
-from essm_train.commands.errors import command
+from essm_train.arguments import arg
+from essm_train.console import command
 from essm_train.files import write_text
 from essm_train.tasks.shards import SPLITS
 
@@ -45,25 +46,31 @@ def pairs(books: Sequence[bytes], split: str, count: int, length: int, seed: int
         yield "\t".join([f"{label:.1f}", f"{a}:{at}", f"{b}:{to}", *map(repr, texts)])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--books", required=True, help="Parquet file with a column text, one book a row.")
-    parser.add_argument("--output_dir", default="data/novel_pairs", help="Where {train,validation,test}.tsv go.")
-    parser.add_argument("--length", type=int, default=1_000, help="Bytes of a passage.")
-    parser.add_argument("--seed", type=int, default=0, help="Same seed, same pairs.")
-    for split, size in zip(SPLITS, (20_000, 1_000, 2_000)):
-        parser.add_argument(f"--{split}_size", type=int, default=size, help=f"Pairs of {split}.")
-    args = parser.parse_args(argv)
+@dataclass
+class PairsArguments:
+    """Pairs of passages of books."""
+
+    books: str = field(metadata={"help": "Parquet file with a column text, one book a row."})
+    output_dir: str = arg("data/novel_pairs", "Where {train,validation,test}.tsv go.")
+    length: int = arg(1_000, "Bytes of a passage.")
+    seed: int = arg(0, "Same seed, same pairs.")
+    train_size: int = arg(20_000, "Pairs of train.")
+    validation_size: int = arg(1_000, "Pairs of validation.")
+    test_size: int = arg(2_000, "Pairs of test.")
+
+
+def main(args: PairsArguments) -> None:
+    """Write the three files."""
     books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         lines = pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)
         write_text(folder / f"{split}.tsv", "\n".join(lines) + "\n")
-    print(f"{folder}: complete; train with train_retrieval.py --train_file {folder / 'train.tsv'}")
+    print(f"{folder}: complete; train with essm-train-retrieval --train_file {folder / 'train.tsv'}")
 
 
-run = command(main)
+run = command(main, PairsArguments)
 
 
 if __name__ == "__main__":

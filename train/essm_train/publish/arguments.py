@@ -1,0 +1,163 @@
+# Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
+"""How a finished model is calibrated, exported, pruned and pushed, as arguments. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any
+
+from essm_train.arguments import TRUST_HELP, arg, check_at_least
+
+DTYPES = ("float32", "bfloat16", "float16")
+PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
+# Of modeling_essm.companions.importance.
+METHODS = ("aire", "aire_exact", "last", "lamp", "magnitude", "energy", "hinf", "hankel", "random")
+SCOPES = ("global", "uniform")
+
+
+@dataclass
+class CalibrateArguments:
+    """Arguments of the script."""
+
+    model: str = field(metadata={"help": "Folder of a saved ES-SSM; the results go there too."})
+    text_files: list[str] | None = arg(None, "Held-out text, for a language model.")
+    test_file: list[str] | None = arg(
+        None, "Held-out parquet, json(l) or csv files, for a classifier, with their columns:"
+    )
+    dataset_name: str | None = arg(None, "Or a data set of the Hub or a local folder, whose test split counts if any.")
+    dataset_config_name: str | None = arg(None, "Which configuration of that data set.")
+    text_column: str | None = arg(None, "As in essm-train-classification.")
+    features_column: str | None = arg(None, "As in essm-train-classification.")
+    label_column: str = arg("label", "As in essm-train-classification.")
+    task: str | None = arg(None, "Or a task of essm-list-tasks, by its held-out data.")
+    data_dir: str = arg("data", "Folder of the tasks' data.")
+    scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
+    timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
+    budgets: list[int] | None = arg(None, "Budgets K, the full one always among them; by default those of training.")
+    batch_sizes: list[int] = arg([1, 8], "Rows of a timed call.")
+    prompt_length: int | None = arg(
+        None, "Positions of a timed prefill; by default those of a held-out block or sample."
+    )
+    decode_tokens: int = arg(64, "Tokens decoded for one timing.")
+    rounds: int = arg(7, "Rounds of timing; beyond a minute, three.")
+    dtype: str = arg("auto", "auto (as saved), float32, bfloat16 or float16.")
+    device: str = arg("auto", "auto, cpu or cuda.")
+    threads: int | None = arg(None, "CPU threads, by default those torch takes.")
+    block_size: int | None = arg(None, "With text_files: tokens per block, by default 512 or filter_length if less.")
+    max_blocks: int = arg(256, "With text_files: blocks, spread evenly over the text.")
+    eval_batch_size: int = arg(8, "Blocks or samples per forward pass for quality.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
+
+    def __post_init__(self) -> None:
+        names = ("text_files", "test_file", "dataset_name", "task")
+        given = [name for name in names if getattr(self, name)]
+        if self.timing_only and given:
+            raise ValueError(f"timing_only measures no quality: give it without {', '.join(given)}")
+        if not self.timing_only and len(given) != 1:
+            raise ValueError(f"give {', '.join(names)} or timing_only, one of them, got {given or 'none'}")
+        check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
+        check_at_least(self, 1, "batch_sizes", "budgets")
+        check_at_least(self, 2, "block_size")
+        if self.dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype must be one of {['auto', *DTYPES]}, got {self.dtype!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device must be one of ['auto', 'cpu', 'cuda'], got {self.device!r}")
+
+
+@dataclass
+class ExportArguments:
+    """Arguments of the script."""
+
+    model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
+    output_dir: str = field(metadata={"help": "New folder, or that of an earlier export, which is replaced."})
+    spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
+    format: str = arg("onnx", "onnx, torch or executorch.")
+    max_length: int | None = arg(
+        None, "Most positions of one call, by default filter_length; a longer prompt takes several calls."
+    )
+
+    def __post_init__(self) -> None:
+        if self.format not in PACKAGES:
+            raise ValueError(f"format must be one of {list(PACKAGES)}, got {self.format!r}")
+        missing = [name for name in PACKAGES[self.format] if importlib.util.find_spec(name) is None]
+        if missing:
+            raise ValueError(
+                f"format {self.format!r} needs packages that are not here: pip install {' '.join(missing)}"
+            )
+
+    @property
+    def budget(self) -> Any:
+        """What `resolve_budget` understands."""
+        values = [int(value) if value.lstrip("-").isdigit() else value for value in self.spectral_budget]
+        return None if not values else values[0] if len(values) == 1 else values
+
+
+@dataclass
+class PruneArguments:
+    """Arguments of the script."""
+
+    model: str = field(metadata={"help": "Folder or Hub name of a trained diagonal SSM, Mamba or Mamba-2."})
+    output_dir: str = field(metadata={"help": "Where the smaller model and what was measured go."})
+    amount: float | None = arg(None, "Share of the modes to prune, in (0, 1).")
+    max_loss: float | None = arg(
+        None, "Instead of amount: the most that quality may lose, in accuracy (0.01 is a point) or in bits per byte."
+    )
+    method: str = arg("aire", f"How modes are ranked, one of {', '.join(METHODS)}.")
+    scope: str = arg("global", "'global' ranks over all layers, 'uniform' takes the same share of each.")
+    granularity: str | None = arg(None, "'mode' or 'mode_index' (S4D), by default what the layers offer first.")
+    bidirectional: str = arg("paper", "How two directions count: 'paper', 'exact' or 'released'.")
+    task: str | None = arg(None, "Held-out data: of a task that essm-list-tasks names, or of your own .yaml file.")
+    data_dir: str = arg("data", "Folder of the tasks' data.")
+    scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
+    text_files: list[str] | None = arg(None, "Held-out text of a language model, instead of a task.")
+    block_size: int = arg(512, "Tokens per block of held-out and calibration text.")
+    max_blocks: int = arg(64, "Blocks of each, spread evenly over the text.")
+    calibration_files: list[str] | None = arg(None, "Text that the energies of Mamba's states are measured on.")
+    horizon: int | None = arg(
+        None, "Steps that energies are summed over, for modes that are not stable (|lam| >= 1); by default all."
+    )
+    step: float = arg(0.05, "Between the ratios that are measured.")
+    seed: int = arg(0, "Of method 'random'.")
+    trust_remote_code: bool = arg(False, TRUST_HELP)
+
+    def __post_init__(self) -> None:
+        if (self.amount is None) == (self.max_loss is None):
+            raise ValueError(f"give amount or max_loss, got {self.amount} and {self.max_loss}")
+        if self.amount is not None and not 0 < self.amount < 1:
+            raise ValueError(f"amount must be the share of the modes to prune, in (0, 1), got {self.amount}")
+        if self.max_loss is not None and not self.max_loss >= 0:
+            raise ValueError(f"max_loss must be at least 0, got {self.max_loss}")
+        if not 0.001 <= self.step <= 0.5:
+            raise ValueError(f"step must be in [0.001, 0.5], got {self.step}")
+        if (self.task is None) == (self.text_files is None):
+            raise ValueError(f"give task or text_files, got {self.task!r} and {self.text_files!r}")
+        for name, legal in (("method", METHODS), ("scope", SCOPES)):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        if self.horizon is not None and self.horizon < 1:
+            raise ValueError(f"horizon must be at least 1, got {self.horizon}")
+        for name in ("block_size", "max_blocks"):
+            if getattr(self, name) < 2 - (name == "max_blocks"):
+                raise ValueError(f"{name} must be at least {2 - (name == 'max_blocks')}, got {getattr(self, name)}")
+
+    @property
+    def ratios(self) -> tuple[float, ...]:
+        """Shares to measure, ascending; the first is 0."""
+        count = int(round(0.999 / self.step, 9))
+        ladder = {round(i * self.step, 6) for i in range(count + 1)} | ({self.amount} if self.amount else set())
+        return tuple(sorted(ladder))
+
+
+@dataclass
+class PushArguments:
+    """How a run is pushed."""
+
+    run: str = field(metadata={"help": "Folder of a run, which holds model/; or a saved model folder itself."})
+    hub_model_id: str | None = arg(None, "'name' or 'org/name'.")
+    private: bool = arg(False, "Create the repository private.")
+    template: str | None = arg(None, "Card template, such as hub_configs/essm-21m/README.md; else a plain card.")
+    commit_message: str = arg("Upload ES-SSM model", "First line of the commit.")
+    card_only: bool = arg(False, "Write model/README.md and stop.")
+    keep_card: bool = arg(False, "Push model/README.md as it is, edited by hand.")
+    dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
