@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Set other models of its size beside a released one: their curves as peers.png, and a section of its card.
+"""Compare a released model with others of its size: their curves as peers.png, and a section of its card.
 
     python hub_configs/peers.py --name essm-novels-6m --report benchmarks/results/released-cpu.json
 
-The report is that of `python -m benchmarks.released`. An older section is replaced.
+`python -m benchmarks.released` writes the report. An older section is replaced.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def draw(report: dict[str, Any]) -> Figure:
 
 
 def section(report: dict[str, Any]) -> str:
-    """The part of a card that tells of the peers, to its end."""
+    """The section of a card, to its end."""
     read = {points[-1][0] for curve in report["curves"].values() for points in curve["points"].values()}
     rows = []
     for row in report["results"]:
@@ -64,10 +64,10 @@ def section(report: dict[str, Any]) -> str:
     return f"""{HEADING}
 ![bits per byte against bytes read]({PICTURE})
 
-Not this model but ones of its size, each new and trained on the first {max(read) / 1e6:.1f} MB of the same text alone,
-one seed, by the same script, cosine schedule, one learning rate each. Bits per byte of held-out text, in the picture of
-fewer blocks than in the table; milliseconds a token of decoding after {context:,} bytes, batch 1, one thread, fp32,
-{report["machine"]["cpu"]}, Llama and Mamba-2 as the library decodes. The last two rows count instead of learning:
+These are other models of this size. Each was trained anew on the first {max(read) / 1e6:.1f} MB of the same text, with
+one seed, the same script, a cosine schedule and one learning rate. Bits per byte are of held-out text; the picture reads fewer blocks of
+it than the table. Milliseconds are of a decoded token after {context:,} bytes: batch 1, one thread, fp32,
+{report["machine"]["cpu"]}. Llama and Mamba-2 decode by the library's code. The last two rows count instead of learning:
 `gzip -9` of the held-out text, and a byte trigram of the same training text.
 
 | model | parameters | learning rate | bits per byte | ms a token |
