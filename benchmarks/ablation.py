@@ -182,31 +182,6 @@ def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float
     return sweeps.mean(shared) if shared else None
 
 
-def full(result: dict[str, Any]) -> float:
-    return sweeps.at_full_budget(result, METRIC)
-
-
-def targets_of(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The goals for the best elastic gated model at equal text, as far as there are the models to compare with."""
-    found = {r["model"]: r for r in results if r["best_rate"] is not None}
-    gated = [found[name] for name in found if name.startswith("gated")]
-    gated = [r for r in gated if ROWS[r["model"]].updates == 1 and ROWS[r["model"]].full_share < 1]
-    if not gated:
-        return []
-    best = min(gated, key=full)
-    bits, name = {K: value["mean"] for K, value in best[METRIC].items()}, best["model"]
-    targets = [
-        common.target(f"{name}: bits per byte at K={K} over full", bits[K] / full(best), most=most)
-        for K, most in (("4", 1.007), ("2", 1.015))
-    ]
-    limits = {"mamba2": 0.0, "llama": 0.1}  # bits per byte below the peer
-    return targets + [
-        common.target(f"{name}: bits per byte against {peer}", full(best), most=full(found[peer]) - below)
-        for peer, below in limits.items()
-        if peer in found
-    ]
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the table and write it, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
@@ -227,7 +202,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         result["against_gated"] = difference(result, gated)
     sweeps.print_tables(report["results"], METRIC)
     common.table("model full-gated", [[r["model"], sweeps.shown(r["against_gated"], "+")] for r in report["results"]])
-    report["targets"] = targets_of(report["results"])
     return common.finish(report, args, device)
 
 

@@ -18,7 +18,7 @@ that learnt without refinement are also refined in use alone, by a corrector and
 Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
 objective of the proposal and with how wrong the proposal is by what the objective does not see, the mean depth around
 where difficult stretches begin, FLOPs of a position and processor time, quality as a multiple of the SSM's and FLOPs as
-one of the Transformer's. Of runs at several --rates each row has its best on streams that are set aside.
+one of the Transformer's. A row that ran at several --rates has its best one, by streams that are set aside.
 """
 
 from __future__ import annotations

@@ -13,21 +13,18 @@ limit       decoding with CUDA graphs against the reading of the weights (benchm
 contexts    decoding after short and long contexts, batches of 1 and 16 (benchmarks.decoding)
 drafted     drafts at a small budget; of --model (benchmarks.speculative)
 
-The file is written every few seconds, with what the running part has written so far, so the call may be stopped at
-any time. A part has its own limit, and never more than what is left; one for which there is no time is not begun, and
-the file says so.
+The file is written after every part, so the call may be stopped at any time. A part has its own limit, and never more
+than what is left; one for which there is no time is not begun, and the file says so.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +35,6 @@ from . import common
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_SECONDS = 15  # less is not enough to import torch and begin
-POLL_SECONDS = 5
 TAIL = 2000  # characters of a part's output that are kept
 GATED = ("--config", "hub_configs/essm-gated-20m")
 
@@ -73,38 +69,27 @@ PARTS = {
 }
 
 
-def run_part(command: list[str], reports: bool, seconds: float) -> Iterator[dict[str, Any]]:
-    """Run it. Yields now and then, and at the end, what became of it: output's end and, if it wrote one, its report."""
+def run_part(command: list[str], reports: bool, seconds: float) -> dict[str, Any]:
+    """Run it for so long at most: what became of it, its output's end and, if it wrote one, its report."""
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "report.json", Path(folder) / "log"
-        command = [sys.executable, *command, *(("--out", str(out)) if reports else ())]
-        start = time.perf_counter()
+        whole = [sys.executable, *command, *(("--out", str(out)) if reports else ())]
         with log.open("w") as output:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code: int | None = None
-            while code is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(POLL_SECONDS)
-                passed = time.perf_counter() - start
-                record: dict[str, Any] = {"status": "running", "seconds": passed, "command": " ".join(command[1:])}
-                record["output"] = log.read_text(errors="replace")[-TAIL:]
-                if out.is_file():
-                    record["report"] = json.loads(out.read_text())
-                if code is not None:
-                    record["status"] = "done" if code == 0 else f"exit status {code}"
-                elif passed > seconds:
-                    record["status"], code = f"stopped after {passed:.0f} s", -1
-                yield record
-        finally:
-            process.kill()
-            process.wait()
+            try:
+                done = subprocess.run(whole, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=seconds)
+                status = f"exit status {done.returncode}" if done.returncode else "done"
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {seconds:.0f} s"
+        record = {"status": status, "seconds": time.perf_counter() - start, "command": " ".join(command)}
+        record["output"] = log.read_text(errors="replace")[-TAIL:]
+        return record | ({"report": json.loads(out.read_text())} if out.is_file() else {})
 
 
 def run_all(parts: dict[str, Part], args: argparse.Namespace, report: dict[str, Any], path: Path) -> None:
     """Every part while there is time; the file is whole at any moment."""
     end = time.monotonic() + args.seconds
-    results = report["parts"] = {name: {"status": "not begun"} for name in parts}
+    results = report["results"] = {name: {"status": "not begun"} for name in parts}
     for name, part in parts.items():
         left = end - time.monotonic()
         if part.needs_model and args.model is None:
@@ -113,8 +98,7 @@ def run_all(parts: dict[str, Part], args: argparse.Namespace, report: dict[str, 
             results[name] = {"status": f"not begun: {max(0, left):.0f} s were left"}
         else:
             print(f"{name}: {' '.join(part.command)}", flush=True)
-            for results[name] in run_part(part.arguments(args), part.reports, min(part.seconds, left)):
-                write_json(path, report, indent=1)
+            results[name] = run_part(part.arguments(args), part.reports, min(part.seconds, left))
             print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
         write_json(path, report, indent=1)
 

@@ -6,7 +6,7 @@
     python -m benchmarks.training_step --config hub_configs/essm-gated-20m   of that model, in files of its own
 
 One step is forward, backward, AdamW and zero_grad on random bytes. fp32 on the CPU, bf16 autocast over fp32 weights on
-a GPU. A step that would exceed --memory, extrapolated from shorter lengths, is measured at the longest that fits.
+a GPU.
 
 models   Is ES-SSM cheaper than a Transformer and a Mamba-2 of the same size from the same library? ES-SSM is the
          paper's 21M-parameter model at K = 4 and 32, and beside it that of --config at K = 4 and its capacity; the
@@ -115,19 +115,6 @@ def gradient(model: Any, tokens: Tensor, K: int) -> Tensor:
     )[0]
 
 
-def peaks_that_fit(make: Callable[[int], Callable], longest: int, limit: int, device: torch.device) -> dict[int, int]:
-    """Peak bytes at longest / 8 and its doubles, while memory that keeps growing as it did would stay in the limit."""
-    length, growth, peaks = max(1, longest // 8), 2.0, {}
-    make(length)()  # the optimizer's moments and other lasting things exist from here on
-    while True:
-        peaks[length] = common.peak_memory(make(length), device)
-        if length // 2 in peaks:
-            growth = max(2.0, peaks[length] / peaks[length // 2])
-        if 2 * length > longest or peaks[length] * growth > limit:
-            return peaks
-        length *= 2
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The tables.
 
@@ -136,9 +123,8 @@ def begin(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.d
     gpu = common.pick_device(args.device).type == "cuda"
     args.length = args.length or (128 if args.quick else 4096)
     args.batch = args.batch or (8 if gpu and not args.quick else 1)
-    args.limit = int((args.memory or (100 if gpu else 12)) * 2**30)
     args.rounds = min(args.rounds, 7 if gpu else 3)
-    settings |= {"length": args.length, "batch": args.batch, "rounds": args.rounds, "memory_gib": args.limit / 2**30}
+    settings |= {"length": args.length, "batch": args.batch, "rounds": args.rounds}
     settings |= common.model_settings(args, essm_config(args.length, args))
     settings |= {"dtype": "bfloat16 autocast" if gpu else "float32", "threads": torch.get_num_threads()}
     common.check_peak_memory(common.pick_device(args.device))
@@ -152,35 +138,39 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     kernels = device.type == "cuda" and is_mamba_2_ssm_available()
     report["mamba2_path"] = "mamba_ssm kernels" if kernels else "chunks in torch"
     configured = "ES-SSM" if args.config is None else args.config.name
-    rows: dict[str, tuple[str, dict[str, Any]]] = {}
+    rows: dict[str, tuple[str, dict[str, Any]]] = {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
     for name in dict.fromkeys(("ES-SSM", configured)):
         budgets = common.clipped((4, 32), models[name].config)
         rows |= {f"{name} K={K}": (name, {"spectral_budget": K}) for K in budgets}
-    reference = f"{configured} K={budgets[-1]}"
-    rows |= {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
-    optimizers = {name: make_optimizer(model) for name, model in models.items()}
-    steps, memory = {}, {}
-    for label, (name, options) in rows.items():
-
-        def make(length: int, name: str = name, options: dict[str, Any] = options) -> Callable[[], None]:
-            return functools.partial(make_step(models[name], args.batch, length, optimizers[name]), options)
-
-        memory[label] = peaks_that_fit(make, args.length, args.limit, device)
-        steps[label] = make(max(memory[label]))
-    seconds = common.paired(steps, device, args.rounds, warmup=1, limit_seconds=240.0)
-    report["results"] = []
-    for label, samples in seconds.items():
-        length = max(memory[label])
-        row = {"model": label, "length": length, "seconds": common.spread(samples)}
-        row["tokens_per_second"] = common.spread([args.batch * length / s for s in samples])
-        row["peak_bytes"] = memory[label][length]
-        row["speed_over_reference"] = common.ratio(seconds[reference], samples) if length == args.length else None
-        report["results"].append(row)
-    cells = []
-    for r in report["results"]:
-        relative = common.shown(r["speed_over_reference"]) if r["speed_over_reference"] else "-"
-        cells.append([r["model"], r["length"], common.shown(r["tokens_per_second"], ".0f"), relative, r["peak_bytes"]])
-    common.table(f"model L tokens/s(min-max) speed/{reference.replace(' ', '_')} peak_bytes", cells)
+    steps = {name: make_step(model, args.batch, args.length) for name, model in models.items()}
+    calls = {label: functools.partial(steps[name], options) for label, (name, options) in rows.items()}
+    for call in calls.values():
+        call()  # the optimizer's moments and other lasting things exist from here on
+    memory = {label: common.peak_memory(call, device) for label, call in calls.items()}
+    seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
+    last = [*rows][-1]  # the configured model at its capacity
+    report["results"] = [
+        {
+            "model": label,
+            "seconds": common.spread(samples),
+            "tokens_per_second": common.spread([args.batch * args.length / s for s in samples]),
+            "peak_bytes": memory[label],
+            "speed_over_last": common.ratio(seconds[last], samples),
+        }
+        for label, samples in seconds.items()
+    ]
+    common.table(
+        f"model tokens/s(min-max) speed/{last.replace(' ', '_')} peak_bytes",
+        [
+            [
+                r["model"],
+                common.shown(r["tokens_per_second"], ".0f"),
+                common.shown(r["speed_over_last"]),
+                r["peak_bytes"],
+            ]
+            for r in report["results"]
+        ],
+    )
     worst = max(abs(count / counts[configured] - 1) for count in counts.values())
     report["targets"] = [common.target("parameter counts apart, worst", worst, most=0.05)]
     return common.finish(report, args, device)
@@ -280,7 +270,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p.add_argument("--length", type=int, default=None)
     p.add_argument("--batch", type=int, default=None)
     p.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of essm")
-    p.add_argument("--memory", type=float, default=None, help="GiB that a step may take")
     args = p.parse_args(argv)
     if args.out and args.table == "all":
         p.error("--out is one file: give one --table")
