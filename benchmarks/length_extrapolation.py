@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from essm_train.arguments import TRUST_HELP
 from essm_train.data.blocks import to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
-from essm_train.models import TRUST_HELP, load_model
+from essm_train.models import load_model
 
 from . import common
 from .sweeps import mean, shown

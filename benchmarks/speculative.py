@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from essm_train.models import TRUST_HELP, load_model
+from essm_train.arguments import TRUST_HELP
+from essm_train.models import load_model
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.decoding import speculate
 
