@@ -127,8 +127,7 @@ class ElasticStateLatent(nn.Module):
             real: None, as all are. cache: a `StateCache`, whose backbone is replaced, or None.
             spectral_budget: the backbone's, or None for its default.
         Raises:
-            ValueError: positions that are not real; and the function, with gradients, for a backbone that writes to its
-                cache in place.
+            ValueError: positions that are not real.
         """
         if real is not None:
             raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
@@ -138,20 +137,7 @@ class ElasticStateLatent(nn.Module):
 
         def run(inputs: Tensor, past: Any, keep: bool) -> tuple[Tensor, Any]:
             given = {self.cache_name: past, "use_cache": keep, **extra}
-            held: list[tuple[Tensor, int]] = []
-
-            def note(tensor: Tensor) -> Tensor:
-                held.append((tensor, tensor._version))
-                return tensor
-
-            if torch.is_grad_enabled() and past is not None:
-                map_cache(past, note)
             outputs = self.backbone(inputs_embeds=inputs, return_dict=True, **given)
-            if any(tensor._version != version for tensor, version in held):
-                raise ValueError(
-                    f"{type(self.backbone).__name__} writes to its cache in place, so it cannot be trained step by "
-                    "step: feedback=False, or torch.no_grad()"
-                )
             new = getattr(outputs, self.cache_name, None) if keep else None
             if torch.is_grad_enabled() and new is not None:
                 new = map_cache(new, Tensor.detach)

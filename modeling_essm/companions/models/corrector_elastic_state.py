@@ -184,8 +184,8 @@ METRICS: dict[str, type[ElasticStateMetric]] = {
 
 
 class InnerWork:
-    """Of one forward: rows that the objective was evaluated for, and those that its gradient was computed for; steps
-    that were kept; and the metric's solver, once it has been factored."""
+    """Counts of one forward: rows that the objective was evaluated for, and those that its gradient was computed for;
+    steps that were kept; and the metric's solver, once it has been factored."""
 
     def __init__(self) -> None:
         self.gradients = self.values = self.kept = 0

@@ -58,14 +58,17 @@ class DiagonalMixer(nn.Module):
         pole_names: the parameters that make lam; a few bits less of them move every later state, so models keep them
             in fp32. As published, neither they nor B decay.
         output: "twice_real" or "real", as of `DiagonalSystem`.
+        siso: whether every channel has a recurrence of its own.
     """
 
     mode_dims: ClassVar[dict[str, int]]
     output_names: ClassVar[tuple[str, ...]] = ("C",)
     pole_names: ClassVar[tuple[str, ...]]
     output: ClassVar[str] = "twice_real"
+    siso: ClassVar[bool] = False
     C: nn.Parameter
     D: nn.Parameter
+    present: Tensor  # of S4D
 
     def __init__(self, config: Any, state_size: int):
         super().__init__()
@@ -115,7 +118,9 @@ class DiagonalMixer(nn.Module):
             skip = self.D.to(dtype) * x
             if self.state_size == 0:  # the sums are zero: DDP wants a gradient of every parameter
                 skip = skip + sum(getattr(self, name).sum() for name in self._parameters) * 0.0
-                return skip.to(u.dtype), None if self.bidirectional else self._no_state(len(u), skip)
+                channels = (len(self.D),) if self.siso else ()
+                state = torch.empty(len(u), *channels, 0, dtype=skip.dtype.to_complex(), device=skip.device)
+                return skip.to(u.dtype), None if self.bidirectional else state
             lam, B, C = self.system(dtype)
             C = 2 * C if self.output == "twice_real" else C
             if state is None or real is None:  # a zero state does not move on zeros
@@ -140,15 +145,13 @@ class DiagonalMixer(nn.Module):
         assert last is not None
         return y, last + power_of_rows(lam, lengths) * x0
 
-    def _no_state(self, batch_size: int, like: Tensor) -> Tensor:
-        return torch.empty(batch_size, 0, dtype=like.dtype.to_complex(), device=like.device)
-
     # --- What tools that compress the layer read and write
 
     @torch.no_grad()
     def lti(self) -> DiagonalLTI:
         """The modes, discrete and with step or normalisation inside B, in complex128; D is not part of them."""
-        return DiagonalLTI(*self.system(torch.float64), self.output, None)
+        present = self.present if self.siso and not bool(self.present.all()) else None
+        return DiagonalLTI(*self.system(torch.float64), self.output, None if present is None else present.clone())
 
     @torch.no_grad()
     def set_lti(self, lam: Tensor, B: Tensor, C: Tensor, present: Tensor | None = None) -> None:
@@ -161,14 +164,10 @@ class DiagonalMixer(nn.Module):
         Raises:
             ValueError: shapes that do not fit the layer, values that are not finite, |lam| > 1.
         """
-        if present is not None:
-            raise ValueError("present is of layers with one recurrence per channel: here it must be None")
-        self._set_modes(lam, B, C)
-
-    def _set_modes(self, lam: Tensor, B: Tensor, C: Tensor) -> None:
         lam, B, C = (x.to(self.D.device, torch.complex128) for x in (lam, B, C))
-        n, H = lam.shape[-1], len(self.D)
-        wanted = {"lam": self._lam_shape(n), "B": self._B_shape(n), "C": (*self.C.shape[:-2], n)}
+        H, n = len(self.D), lam.shape[-1]
+        modes = (H, n) if self.siso else (n,)
+        wanted = {"lam": modes, "B": modes if self.siso else (n, H), "C": (*self.C.shape[:-2], n)}
         for name, tensor in (("lam", lam), ("B", B), ("C", C)):
             if tuple(tensor.shape) != wanted[name]:
                 raise ValueError(
@@ -176,22 +175,19 @@ class DiagonalMixer(nn.Module):
                 )
             if not torch.isfinite(torch.view_as_real(tensor)).all():
                 raise ValueError(f"{name} must be finite, got NaN or infinity")
+        if present is not None and not (self.siso and present.shape == lam.shape and present.dtype == torch.bool):
+            raise ValueError(f"present must be None, or in S4D bool of shape {modes}, got {present.dtype}")
         for name, value in self._parameters_of(lam, B, C).items():
-            self._replace(name, value)
-
-    def _lam_shape(self, n: int) -> tuple[int, ...]:
-        return (n,)
-
-    def _B_shape(self, n: int) -> tuple[int, ...]:
-        return (n, len(self.D))
+            old = getattr(self, name)
+            setattr(self, name, nn.Parameter(value.to(old.device, old.dtype).contiguous(), old.requires_grad))
+        if self.siso:
+            there = self.present.new_ones(modes) if present is None else present.to(self.present.device).clone()
+            self.present = there
+            self.C.masked_fill_(~there[..., None], 0.0)
 
     def _parameters_of(self, lam: Tensor, B: Tensor, C: Tensor) -> dict[str, Tensor]:
         """Values of the parameters that make this system, in fp64."""
         raise NotImplementedError
-
-    def _replace(self, name: str, value: Tensor) -> None:
-        old = getattr(self, name)
-        setattr(self, name, nn.Parameter(value.to(old.device, old.dtype).contiguous(), old.requires_grad))
 
 
 class MIMOMixer(DiagonalMixer):
@@ -210,46 +206,6 @@ class MIMOMixer(DiagonalMixer):
             x = scan(lam, v, x0)
             return _real_product(C, x), x[:, -1]
         return _real_product(C[0], scan(lam, v)) + _real_product(C[1], scan(lam, v.flip(1)).flip(1)), None
-
-
-class SISOMixer(DiagonalMixer):
-    """A recurrence of n modes for every channel. Channels may differ in how many of them are modes, and not padding.
-
-    Attributes:
-        present: (H, n) bool buffer, False for padding: its C counts as zero, whatever is stored.
-    """
-
-    present: Tensor
-
-    def __init__(self, config: Any, state_size: int):
-        super().__init__(config, state_size)
-        self.register_buffer("present", torch.ones(config.hidden_size, state_size, dtype=torch.bool))
-
-    def _run(self, lam: Tensor, B: Tensor, C: Tensor, u: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        scan = naive_of_channels if u.shape[1] <= SHORT_OF_CHANNELS else fft_of_channels
-        if not self.bidirectional:
-            return scan(lam, B, C, u, x0)
-        return scan(lam, B, C[0], u)[0] + scan(lam, B, C[1], u.flip(1))[0].flip(1), None
-
-    def _no_state(self, batch_size: int, like: Tensor) -> Tensor:
-        return super()._no_state(batch_size, like)[:, None].expand(-1, len(self.D), -1)
-
-    def lti(self) -> DiagonalLTI:
-        return super().lti()._replace(present=None if bool(self.present.all()) else self.present.clone())
-
-    @torch.no_grad()
-    def set_lti(self, lam: Tensor, B: Tensor, C: Tensor, present: Tensor | None = None) -> None:
-        if present is not None and (present.shape != lam.shape or present.dtype != torch.bool):
-            raise ValueError(f"present must be bool of shape {tuple(lam.shape)}, got {present.dtype} {present.shape}")
-        self._set_modes(lam, B, C)
-        old = self.present
-        self.present = old.new_ones(lam.shape) if present is None else present.to(old.device).clone()
-        self.C.masked_fill_(~self.present[..., None], 0.0)
-
-    def _lam_shape(self, n: int) -> tuple[int, ...]:
-        return (len(self.D), n)
-
-    _B_shape = _lam_shape
 
 
 def _real_product(C: Tensor, x: Tensor) -> Tensor:
@@ -365,20 +321,29 @@ class LRUMixer(MIMOMixer):
         }
 
 
-class S4DMixer(SISOMixer):
+class S4DMixer(DiagonalMixer):
     """S4D: for each channel a step `log_dt` (H,), eigenvalues -exp(`log_A_real`) + i `A_imag` (H, n) and `C` (H, n, 2).
 
-    B is one: of c b only the product reaches the output.
+    B is one: only the product c b reaches the output. Channels may differ in how many of their modes are `present`, a
+    bool buffer (H, n) that is False for padding: C counts as zero there, whatever is stored.
     """
 
     mode_dims: ClassVar = {"log_A_real": -1, "A_imag": -1, "C": -2, "present": -1}
     pole_names: ClassVar = ("log_A_real", "A_imag", "log_dt")
+    siso: ClassVar[bool] = True
 
     def __init__(self, config: Any, state_size: int):
         super().__init__(config, state_size)
+        self.register_buffer("present", torch.ones(config.hidden_size, state_size, dtype=torch.bool))
         self.log_dt = nn.Parameter(torch.empty(config.hidden_size))
         self.log_A_real = nn.Parameter(torch.empty(config.hidden_size, state_size))
         self.A_imag = nn.Parameter(torch.empty(config.hidden_size, state_size))
+
+    def _run(self, lam: Tensor, B: Tensor, C: Tensor, u: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        scan = naive_of_channels if u.shape[1] <= SHORT_OF_CHANNELS else fft_of_channels
+        if not self.bidirectional:
+            return scan(lam, B, C, u, x0)
+        return scan(lam, B, C[0], u)[0] + scan(lam, B, C[1], u.flip(1))[0].flip(1), None
 
     def system(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         A = torch.complex(-self.log_A_real.to(dtype).exp(), self.A_imag.to(dtype))

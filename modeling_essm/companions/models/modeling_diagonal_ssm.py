@@ -265,26 +265,6 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
         )
 
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        inputs_embeds: Tensor | None = None,
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict:
-        """As in transformers; after the prompt every position is real, and a step without a mask is cheaper."""
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        if next_sequence_length == 1 and not is_first_iteration:
-            inputs.pop("attention_mask", None)
-        return inputs
-
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """A StateCache, whatever kind the library would make."""
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:

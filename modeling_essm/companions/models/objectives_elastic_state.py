@@ -40,16 +40,11 @@ OBJECTIVES: dict[str, Callable[..., Any]] = {"squared_error": SquaredError}
 def register_objective(name: str, factory: Callable[..., Any]) -> None:
     """Let models whose config.objective is `name` make theirs by factory(**config.objective_arguments).
 
-    A factory of the same module and name takes the place of the one before, as when a notebook's cell runs again.
-
     Raises:
-        ValueError: a name that another factory has, or what cannot be called.
+        ValueError: what cannot be called.
     """
     if not callable(factory):
         raise ValueError(f"an objective is made by calling a class or function, got {factory!r}")
-    before = OBJECTIVES.get(name, factory)
-    if any(getattr(before, key, None) != getattr(factory, key, None) for key in ("__module__", "__qualname__")):
-        raise ValueError(f"objective {name!r} is registered already, as {before!r}")
     OBJECTIVES[name] = factory
 
 

@@ -73,17 +73,6 @@ class Plan:
         """Masks of the modes that stay, one per layer."""
         return [layer.keep for layer in self.layers]
 
-    @property
-    def total(self) -> int:
-        """Modes that stay."""
-        return sum(self.kept)
-
-    @property
-    def pruned_share(self) -> float:
-        """Share of the modes that go, in [0, 1]."""
-        modes = sum(layer.modes for layer in self.layers)
-        return 1 - self.total / modes if modes else 0.0
-
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON, in one move."""
         rows = [

@@ -44,7 +44,7 @@ RESIDUAL = 1e-13
 
 
 def residuals(lam, B, C, P, Q):
-    """Of both Lyapunov equations, relative to their solutions."""
+    """What both Lyapunov equations leave, relative to their solutions."""
     A = torch.diag_embed(lam)
     of_P, of_Q = P - A @ P @ A.mH - B @ B.mH, Q - A.mH @ Q @ A - C.mH @ C
     return float(of_P.norm() / P.norm()), float(of_Q.norm() / Q.norm())
