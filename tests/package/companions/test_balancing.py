@@ -67,17 +67,6 @@ def test_singular_values_are_those_of_the_block_hankel_matrix():
     assert (sigma - expected).abs().max() < 1e-7 * sigma[0]
 
 
-def test_channels_have_their_own():
-    system = SYSTEMS["bidirectional-channels"]
-    sigma = hankel_singular_values(system)
-    assert sigma.shape == (3, 5)
-    for h in range(3):
-        one = dataclasses.replace(
-            system, lam=system.lam[h], B=system.B[h, :, None], C=system.C[..., h, :].unsqueeze(-2)
-        )
-        torch.testing.assert_close(sigma[h], hankel_singular_values(one), rtol=0, atol=1e-7 * float(sigma[h, 0]))
-
-
 def test_padding_counts_as_nothing():
     """Whatever is stored there: also modes outside the unit circle."""
     system = SYSTEMS["channels"]
@@ -114,17 +103,6 @@ def test_balancing(system):
     ):
         # Coordinates of a sigma of s sigma_1 are known to 1e-16 / s; here s > 1e-4.
         assert (found - expected).abs().max() < 1e-9
-
-
-def test_rank_leaves_rounding_out():
-    """Two modes at one place that read and show the same are one."""
-    system = random_system(n=2, p=1, q=1)
-    twice = [system.lam[:1].repeat(2), system.B[:1].repeat(2, 1), system.C[:, :1].repeat(1, 2)]
-    system = dataclasses.replace(system, lam=twice[0], B=twice[1], C=twice[2])
-    balancing = balance(*gramians(system))
-    assert int(balancing.rank) == 1
-    with pytest.raises(ValueError, match=r"order must be an integer in \[1, 1\], got 2"):
-        balancing.transform(2)
 
 
 @pytest.mark.parametrize("modulus", [1.0, float("nan")])
@@ -167,13 +145,6 @@ def test_errors_are_below_the_bound(output, directions, size):
         assert result.bound == pytest.approx(factor * float(result.hankel[size:].sum()), rel=1e-9)
 
 
-def test_errors_are_not_far_below_the_bound(size=3):
-    """No system of r modes is closer than sigma_{r+1} (Adamyan, Arov and Krein 1971); the grid misses 0.1% of it."""
-    system = random_system(6, p=1, q=1, seed=2)
-    result = truncate(system, size=size)
-    assert 0.999 * float(result.hankel[size]) < error_norm(system, result.system, 20000) <= result.bound
-
-
 def test_full_size_and_no_share_leave_the_system_alone():
     system, empty = random_system(), random_system(n=0)
     assert truncate(empty, tau=0.1).system is empty
@@ -181,15 +152,6 @@ def test_full_size_and_no_share_leave_the_system_alone():
         result = truncate(system, **limit)
         assert result.system is system
         assert (result.bound, result.refused) == (0.0, "")
-
-
-def test_diagonal_again_is_the_truncated_system(size=8):
-    system = random_system()
-    lam, B, C = matrices(system)
-    T, reduced = balance(*gramians(system)).transform(size)
-    expected = impulse_response(reduced * lam @ T, reduced @ B, C @ T, 50)
-    found = impulse_response(*matrices(truncate(system, size=size).system), 50)
-    assert (found - expected).norm() < 1e-12 * expected.norm()
 
 
 # --- Channels ---------------------------------------------------------------------------------------------------------
@@ -357,14 +319,6 @@ def test_layers_that_are_kept():
     assert report.layers[2].refused == "its modes hold NaN or infinite values"
     assert "must be below 1" in report.layers[0].refused
     assert "(kept: " in str(report)
-
-
-def test_a_masked_layer_is_refused():
-    """Its Parameters are not where `set_lti` puts them."""
-    model = RecurrentModel(RecurrentConfig())
-    torch.nn.utils.parametrize.register_parametrization(model.layers[0], "C", torch.nn.Identity())
-    with pytest.raises(ValueError, match="remove its masks first"):
-        balanced_truncate(model, sizes=4)
 
 
 def test_bad_arguments_of_models():

@@ -66,22 +66,6 @@ def test_gradients_are_computed_for_the_steps_that_are_taken():
     assert 0 < fewer.gradient_calls < output.gradient_calls
 
 
-@pytest.mark.parametrize("acceptance, most", [("none", 1), ("reject", 1), ("backtrack", 3)])
-def test_an_open_gate_costs_what_was_promised(acceptance, most):
-    """All of K_max at every position, and no more: one look at the proposal and one a step, which the next step's
-    gradient is taken from; where rows of one were refused, the rest of the batch is looked at again."""
-    model, x = random_model(acceptance=acceptance, step_size=1.0), random_inputs(6, 8, 5)
-    objective = Counting(8.0)  # so steep that some whole steps go too far
-    output = run(model.set_objective(objective), x, gate_threshold_shift=float("-inf"))
-    assert (output.refine_depths == 3).all() and output.gradient_calls == objective.gradients == 8 * 6 * 3
-    values, again = output.objective_calls, 2 * 8 * 6  # before the second and the third step
-    assert objective.values == values
-    if acceptance == "none":
-        assert values == 4 * 8 * 6 and output.kept_steps == 3 * 8 * 6
-    else:
-        assert output.kept_steps < 3 * 8 * 6 and 4 * 8 * 6 < values <= (1 + most * 3) * 8 * 6 + again
-
-
 def test_a_batch_is_its_rows():
     model, x = random_model(drift=0.05, trust_radius=0.8), random_inputs(4, 6, 5)
     whole = run(model, x)
@@ -163,17 +147,6 @@ def test_a_history_holds_the_last_steps_as_data():
     own = Longest()
     after = objectives.commit(own, own.initial_history(y[0].detach()), y[0], y[0].detach(), None)
     assert not after["top"].requires_grad
-
-
-@pytest.mark.parametrize("training", ["straight_through", "policy_gradient"])
-def test_observations_of_more_precision_change_no_dtype(training):
-    """Numbers from NumPy are fp64 by default."""
-    model = random_model(dtype=torch.float32, gate_training=training)
-    x = random_inputs(2, 3, 5)
-    for mode in (True, False):
-        output = model.train(mode)(x.float(), x, refine_depth=None if mode else 2)
-        assert {output[name].dtype for name in FIELDS if name != "refine_depths"} == {torch.float32}
-        output.loss.backward()
 
 
 @pytest.mark.parametrize("acceptance", ["none", "reject"])

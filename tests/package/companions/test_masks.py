@@ -2,7 +2,6 @@
 """A mask is a zero in C that can be taken back; removal computes what the mask did, with smaller tensors."""
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -11,15 +10,21 @@ from helpers import random_model
 
 from modeling_essm.companions import (
     Adapter,
+    DiagonalSSMConfig,
+    DiagonalSSMForCausalLM,
+    DiagonalSSMModel,
     DiagonalSystem,
     allocate,
+    certify,
     describe,
+    hinf_norm,
     importance,
     is_pruned,
     prune,
     register,
     remove,
     restore,
+    state_layers,
 )
 from modeling_essm.companions.pruning.scores import exact_energy
 
@@ -56,7 +61,7 @@ def test_a_mask_is_a_zero_in_C(layout):
     assert not torch.equal(model(inputs()), stack(**layout)(inputs()))
 
 
-@layouts
+@pytest.mark.parametrize("layout", [dict(output="real", directions=2)], ids=["two_directions"])
 def test_gradients_are_those_of_the_modes_that_stay(layout):
     model = stack(**layout)
     plan = half(model)
@@ -68,7 +73,7 @@ def test_gradients_are_those_of_the_modes_that_stay(layout):
     assert any(C is value for value in model.parameters())  # an optimizer's reference is still the parameter
 
 
-@layouts
+@pytest.mark.parametrize("layout", [dict(output="twice_real", channels=WIDTH)], ids=["siso"])
 def test_restore_brings_every_bit_back(layout):
     model = stack(**layout)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -152,38 +157,6 @@ def test_removal_computes_what_the_mask_did(layout, dtype=torch.float32, toleran
     assert int((kept > 0).sum()) == plan.kept[0]
 
 
-def test_channels_with_fewer_modes_are_padded():
-    model = Stack(random_system(n=4, channels=WIDTH, output="twice_real"))
-    keep = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
-    before = model.layers[0].lam.detach().clone()
-    plan = half(model)
-    prune(model, dataclasses.replace(plan, layers=(dataclasses.replace(plan.layers[0], keep=keep),)))
-    remove(model)
-    layer = model.layers[0]
-    assert layer.C.shape == (3, 3, 2)
-    assert [bool(row.any()) for row in layer.C[0]] == [True, True, False]
-    assert torch.equal(layer.lam[0, :2], before[0, 1:3]) and torch.equal(layer.lam[1], before[1, [0, 1, 3]])
-    assert not layer.C[2].any()
-
-
-@layouts
-def test_a_whole_layer_computes_its_skip(layout):
-    model, silent = stack(**layout), stack(**layout)
-    silent.layers[1].C.data.zero_()
-    model.layers[1].C.data *= 1e-12
-    plan = allocate(importance(model, "aire", eps=1e-6), amount=0.5, min_keep=0)
-    assert plan.sizes[1] == 0
-    whole = dataclasses.replace(plan.layers[0], keep=plan.layers[0].present)
-    prune(model, dataclasses.replace(plan, layers=(whole, plan.layers[1])))
-    assert torch.equal(model(inputs()), silent(inputs()))
-    assert remove(model)[1] == model.config.state_sizes[1] == 0
-    output = model(inputs())
-    assert torch.equal(output, silent(inputs())) and torch.isfinite(output).all()
-    output.sum().backward()
-    assert model.layers[1].D.grad.all()
-    assert describe(model).layers[1].size == 0
-
-
 def test_a_frozen_weight_stays_frozen_and_keeps_its_notes():
     model = stack()
     model.layers[0].lam.requires_grad_(False)
@@ -233,6 +206,12 @@ def test_a_parametrized_weight_is_refused():
     assert not is_pruned(model)
 
 
+def test_wrapped_layers_count_once():
+    model = DiagonalSSMModel(DiagonalSSMConfig(state_size=4, num_hidden_layers=1, vocab_size=9))
+    model.layers[0].mixer = torch.compile(model.layers[0].mixer)
+    assert [layer.size for layer in describe(model).layers] == [4]
+
+
 def test_the_report_is_a_table():
     model = Stack(random_system(n=6, q=WIDTH), random_system(n=4, channels=WIDTH, output="real"))
     report = describe(model)
@@ -251,3 +230,74 @@ def test_the_report_is_a_table():
     spectral = describe(random_model(num_spectral_channels=7)).layers
     assert {(layer.kind, layer.size, layer.tools[0]) for layer in spectral} == {("spectral", 7, "spectral_budget")}
     assert RecurrenceAdapter().shape(model.layers[1]) == (3, 4)
+
+
+# --- Diagonal models, saved and loaded
+
+WORDS = 17
+every = pytest.mark.parametrize("name", ["s5", "lru", "s4d"])
+
+
+def build(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    config = DiagonalSSMConfig(
+        vocab_size=WORDS, hidden_size=4, num_hidden_layers=2, state_size=6, parameterization=name, **ids
+    )
+    return DiagonalSSMForCausalLM(config).to(dtype).eval()
+
+
+def logits(model):
+    ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@every
+def test_a_pruned_model_is_saved_and_loaded(name, tmp_path):
+    model = build(name)
+    full = logits(model)
+    layers = state_layers(model)
+    assert [layer.kind for layer in layers] == [name, name] == [layer.kind for layer in describe(model).layers]
+    plan = allocate(importance(model), amount=0.5)
+    for own, layer, bounds in zip(plan.layers, layers, certify(plan, model)):
+        assert 0 < hinf_norm(layer.read(), ~own.keep, points=64) <= bounds["best"] * (1 + 1e-9)
+    prune(model, plan)
+    masked = logits(model)
+    assert (masked - full).abs().max() > 1e-3
+    restore(model)
+    assert torch.equal(logits(model), full)
+    prune(model, plan)
+    model.save_pretrained(tmp_path / "masked")
+    assert torch.equal(logits(DiagonalSSMForCausalLM.from_pretrained(tmp_path / "masked").eval()), masked)
+    assert remove(model) == plan.sizes == model.config.state_sizes
+    scale = float(masked.abs().max())
+    torch.testing.assert_close(logits(model), masked, rtol=1e-6, atol=2e-6 * scale)  # fp32 sums in another order
+    model.save_pretrained(tmp_path / "removed")
+    loaded, info = DiagonalSSMForCausalLM.from_pretrained(tmp_path / "removed", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert loaded.config.state_sizes == plan.sizes and torch.equal(logits(loaded.eval()), logits(model))
+    assert [layer.modes for layer in describe(loaded).layers] == plan.kept
+
+
+@pytest.mark.parametrize("name", ["lru", "s4d"])
+def test_a_whole_layer_goes(name, tmp_path):
+    model = build(name)
+    with torch.no_grad():
+        layers = state_layers(model)
+        layers[1].module.C.mul_(1e-12)
+    plan = allocate(importance(model, eps=1e-6), amount=0.6, min_keep=0)
+    assert plan.kept[1] == 0
+    prune(model, plan)
+    masked = logits(model)
+    assert remove(model)[1] == 0
+    torch.testing.assert_close(logits(model), masked, rtol=1e-6, atol=2e-6 * float(masked.abs().max()))
+    model.save_pretrained(tmp_path)
+    loaded = DiagonalSSMForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config.state_sizes[1] == 0 and torch.equal(logits(loaded), logits(model))
+    with torch.no_grad():
+        cached = loaded(torch.tensor([[3, 4, 5]]), use_cache=True)
+        step = loaded(torch.tensor([[6]]), past_key_values=cached.past_key_values).logits[:, -1]
+        torch.testing.assert_close(step, loaded(torch.tensor([[3, 4, 5, 6]])).logits[:, -1], rtol=1e-4, atol=1e-5)
+    loaded(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
+    assert state_layers(loaded)[1].module.D.grad.any()

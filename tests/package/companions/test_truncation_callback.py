@@ -16,7 +16,7 @@ from recurrences import (
 from transformers import Trainer, TrainingArguments
 
 from modeling_essm.companions.truncation.callback import BalancedTruncationCallback
-from modeling_essm.companions.truncation.models import balanced_truncate, resize_states
+from modeling_essm.companions.truncation.models import resize_states
 from modeling_essm.companions.truncation.training import (
     InTrainingTruncation,
     attempt_steps,
@@ -129,18 +129,6 @@ def test_everything_else_stays():
     for name, p in kept.items():
         for key, value in state[name].items():
             assert torch.equal(optimizer.state[p][key], value)
-
-
-def test_a_graph_from_before_does_not_matter():
-    """Resizing `.data` in place would fail here: its gradient would be of the old shape."""
-    model = make_model()
-    u = torch.stack([row["u"] for row in training_data(4)])
-    alive = model(u)["logits"].sum()
-    balanced_truncate(model, tau=0.1)
-    model(u)["logits"].sum().backward()
-    assert all(p.grad.shape == p.shape for p in model.parameters())
-    alive.backward()  # of the old tensors, which are gone from the model
-    assert all(p.grad.shape == p.shape for p in model.parameters())
 
 
 def test_sharded_layers_are_refused():
