@@ -389,22 +389,17 @@ class ESSMModel(ESSMPreTrainedModel):
         """
         Args:
             input_ids: (B, L) int64 or int32 in [0, vocab_size). Or inputs_embeds: (B, L, D), input_features: (B, L, F).
-            attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist, wherever it
-                stands and wherever pieces are cut: real ones come out as if they alone made up the row, and the state
-                does not advance on others. The output there is that of the last real position before it in this call;
-                where there is none, it means nothing. What is said of cached positions is not read: a state does not
-                forget them.
+            attention_mask: (B, L) or (B, past + L), 1 for real positions. Masked positions are skipped, wherever they
+                stand and wherever pieces are cut: they change neither other outputs nor the state. Outputs there are
+                undefined. The part for cached positions is not read.
             past_key_values: ESSMCache to continue from; updated in place.
             spectral_budget: K: int in [1, capacity], one int per spectral layer, a (B,) integer tensor or a preset.
-            state_lengths: (B,) int64 in [0, L]: after how many of the positions the cache is left; outputs are of all.
+            state_lengths: (B,) int64 in [0, L]: after how many positions the cache is left; outputs cover all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
                 say it, see `read_packing`; each is computed as if alone, without a cache.
-        Returns:
-            ESSMModelOutput.
         Raises:
-            ValueError: a bad budget, token ids out of range (not checked on an accelerator in training and single
-                steps, where the check would wait for the device), not exactly one input, a cache without room or for
-                packed sequences, state_lengths out of range (not checked in a compiled graph), or a bad packing.
+            ValueError: a bad budget, token ids out of range (decoding steps and training on an accelerator do not look
+                at them), not exactly one input, a cache without room or for packed sequences, or a bad packing.
         """
         refuse_unsupported(kwargs)
         config, cache = self.config, past_key_values
@@ -418,7 +413,7 @@ class ESSMModel(ESSMPreTrainedModel):
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
-        packing = read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs else None
+        packing = read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs and L > 1 else None
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         use_cache = wants_cache(self, use_cache, cache, packing)
         if use_cache and cache is None:
@@ -542,8 +537,6 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
                 every sequence, which collators see to).
             logits_to_keep: only the last that many positions (0: all), or (T,) positions.
             The rest as in `ESSMModel.forward`.
-        Returns:
-            ESSMCausalLMOutput.
         """
         refuse_unsupported(kwargs)
         packing = {name: kwargs.pop(name) for name in PACKING_ARGUMENTS if name in kwargs}
@@ -622,8 +615,6 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
         Args:
             labels: (B,) int64 classes, or floats for regression and multi-label problems.
             The rest as in `ESSMModel.forward`.
-        Returns:
-            ESSMSequenceClassifierOutput.
         """
         refuse_unsupported(kwargs)
         outputs: ESSMModelOutput = self.model(
