@@ -65,10 +65,10 @@ def section(report: dict[str, Any]) -> str:
 ![bits per byte against bytes read]({PICTURE})
 
 These are other models of this size. Each was trained anew on the first {max(read) / 1e6:.1f} MB of the same text, with
-one seed, the same script, a cosine schedule and one learning rate. Bits per byte are of held-out text; the picture reads fewer blocks of
-it than the table. Milliseconds are of a decoded token after {context:,} bytes: batch 1, one thread, fp32,
-{report["machine"]["cpu"]}. Llama and Mamba-2 decode by the library's code. The last two rows count instead of learning:
-`gzip -9` of the held-out text, and a byte trigram of the same training text.
+one seed, the same script, a cosine schedule and one learning rate. Bits per byte are of held-out text; the picture
+reads fewer blocks of it than the table. Milliseconds are of a decoded token after {context:,} bytes: batch 1,
+one thread, fp32, {report["machine"]["cpu"]}. Llama and Mamba-2 decode by the library's code. The last two rows count
+instead of learning: `gzip -9` of the held-out text, and a byte trigram of the same training text.
 
 | model | parameters | learning rate | bits per byte | ms a token |
 |---|---|---|---|---|

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_essm import ESSMForCausalLM
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_spectral_channels": 4, "filter_length": 128, "block_size": 64}
+SIZES = "hidden_size=16,num_hidden_layers=2,num_spectral_channels=4,filter_length=128"
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("release")
     (folder / "text.txt").write_text("It was the best of times, it was the worst of times. " * 200)
     (folder / "held_out.txt").write_text("It was the age of wisdom, it was the age of foolishness. " * 20)
-    arguments = [f"--{name}={value}" for name, value in SIZES.items()]
+    arguments = [f"--config_overrides={SIZES}", "--block_size=64"]
     arguments += ["--max_steps=4", "--eval_steps=2", "--warmup_steps=1", "--validation_blocks=2", "--sweep_blocks=2"]
     arguments += [f"--train_file={folder / 'text.txt'}", f"--output_dir={folder / 'run'}", "--cpu_threads=1"]
     train(arguments)
