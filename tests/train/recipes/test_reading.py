@@ -66,26 +66,15 @@ def test_a_task_of_ones_own(folder, capsys, monkeypatch):
     [
         ({"colour": 1, "name": "x"}, "unknown keys: colour, name; must be among title, script, .*, hub$"),
         ({"note": ...}, "missing keys: note; must be among title, .*note"),
-        ({"title": 3}, "title' expected str, got int"),
         ({"script": "train"}, r"script' expected one of \('train_clm', 'train_classification', .*got train$"),
-        ({"data": {}}, "data' expected a list, got dict"),
         ({"data": []}, "data must name at least one place"),
         ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, substitute, got 'x.txt'"),
-        (
-            {"data": [FILES, {"files": {"train": "x"}, "hwo": ""}]},
-            r"data\[1\]: unknown keys: hwo; must be among files,",
-        ),
         ({"data": [{"files": {"train": 3}, "how": ""}]}, r"data\[0\]: files: train' expected str, got int"),
         ({"data": [{"files": {"valid": "x"}, "how": ""}]}, "of train and others of train, validation, test, got valid"),
         ({"data": [{"files": {"train": "/x"}, "how": ""}]}, "files must be relative to the data folders, got /x"),
         ({"data": [SHARDS | {"command": "{dta}"}]}, r"may hold {data} and {raw} in braces, got '{dta}'"),
-        ({"small_data": [SHARDS | {"raw": 3}]}, r"small_data\[0\]: raw' with value 3"),
-        ({"hub": {"id": "x"}}, "hub: unknown keys: id; must be among name, arguments"),
-        ({"full": {1: 2}}, "full' expected str, got int"),
-        ({"full": {"hidden": 2}}, ": unknown argument hidden; nearest: hidden_"),
         ({"small": {"max_train_steps": 2}}, ": unknown argument max_train_steps; nearest: max_steps"),
         ({"full": {"learning_rate": "1e-3"}}, "learning_rate' expected float, got str"),
-        ({"full": {"max_steps": 2.0}}, "max_steps' expected int, got float"),
     ],
 )
 def test_wrong_tasks(folder, changes, message):
@@ -107,22 +96,16 @@ def test_the_examples_of_the_docs(tmp_path):
         assert make_arguments(str(tmp_path / "reviews.yaml"), tmp_path, scale).max_length == 512
 
 
-def test_a_task_without_a_medium_scale(folder):
+def test_files_that_are_no_recipes(folder):
     path = folder / "recipes" / "mine.yaml"
     with pytest.raises(ValueError, match="task 'mine' has no medium scale: its file needs the key medium"):
         task_arguments(str(path), folder, "medium")
-    path.write_text(yaml.safe_dump(TASK | {"medium": {"max_steps": 3}}))
-    assert make_arguments(str(path), folder, "medium").max_steps == 3
-
-
-def test_files_that_are_no_recipes(tmp_path):
-    path = tmp_path / "mine.yaml"
-    with pytest.raises(FileNotFoundError, match="No such file"):
-        get_task(str(path))
     for text, message in (("- a", ": must be a table of title, .* got "), ("a: [", " is not YAML"), ("", ": must be")):
         path.write_text(text)
         with pytest.raises(ValueError, match=f"{path}{message}"):
             get_task(str(path))
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        get_task(str(folder / "nothing.yaml"))
 
 
 def test_configurations_of_the_repository(folder, monkeypatch):
@@ -136,6 +119,7 @@ def test_configurations_of_the_repository(folder, monkeypatch):
     task_arguments(str(path), folder, "small")
 
 
+@pytest.mark.slow
 def test_an_experiment_of_ones_own(folder):
     """Baselines beside the task, a title, and the paper's figures, all beside the experiment."""
     rows = {"ours": {}, "two layers": {"arguments": {"num_hidden_layers": 2}}}
@@ -162,14 +146,10 @@ def test_an_experiment_of_ones_own(folder):
     "changes, message",
     [
         ({"task": ...}, "rows: a: names no task, and neither does the experiment"),
-        ({"task": "novel"}, "rows: a: task must be one of image, .*, or a .yaml file, got 'novel'"),
         ({"task": "mine.yaml"}, "rows: a: .*mine.yaml: unknown keys: question, "),
-        ({"rows": {"a": None}}, "rows: a: must be a table of task, arguments, paper, series, got None"),
         ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
         ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown argument gate; nearest: gat"),
-        ({"rows": ["a"]}, "rows' expected a dict, got list"),
         ({"rows": {}}, "rows must name at least one row"),
-        ({"question": ...}, "missing keys: question"),
     ],
 )
 def test_wrong_experiments(tmp_path, changes, message):

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/prepare_audio.py: mu-law and mel bands against their formulas, padding, official lists, the files written."""
+"""essm-prepare-audio: mu-law and mel bands against their formulas, padding, official lists, the files written."""
 
 import wave
 from pathlib import Path

@@ -47,7 +47,7 @@ class Experiment:
 
     Attributes:
         name: that of the file. question: what it answers. rows: by name. task: of rows that name none.
-        title: heads the table. formerly: what the name meant before, which every run says.
+        title: heads the table.
         paper: a table of recipes/paper_figures.json. paper_data: what it was measured on, where that is not ours.
         paper_figures: a JSON file beside this one with figures in place of those, see `read_paper_figures`.
     """
@@ -57,7 +57,6 @@ class Experiment:
     rows: dict[str, Row]
     task: str = ""
     title: str = ""
-    formerly: str = ""
     paper: str = ""
     paper_data: str = ""
     paper_figures: str | None = None
