@@ -99,13 +99,6 @@ def test_commands_name_scripts_and_flags_that_exist(page):
     assert found or page.name == "speed.md"  # which name benchmarks only
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[\w-]+)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), target
-
-
 def test_the_script_draws_the_pictures(tmp_path):
     """All that lie in docs/figures, small and not empty; and every one of them stands on a page."""
     run = run_script("docs/figures/make.py", tmp_path, cwd=ROOT)

@@ -55,7 +55,7 @@ def test_train_with_trainer(tmp_path):
     """Better than the frequencies of bytes would be, at every budget; the saved folder loads with its tokenizer."""
     text = tmp_path / "a.txt"
     text.write_bytes(b"abcdefgh" * 500)
-    model = ["--hidden_size", "16", "--num_hidden_layers", "1", "--filter_length", "64"]
+    model = ["--config_overrides", "hidden_size=16,num_hidden_layers=1,filter_length=64"]
     data = ["--train_file", str(text), "--block_size", "32", "--sweep_blocks", "2", "--validation_blocks", "2"]
     times = ["--max_steps", "40", "--warmup_steps", "2", "--learning_rate", "0.02", "--eval_steps", "40"]
     output = run_example("train_with_trainer.py", "--output_dir", str(tmp_path / "run"), *model, *data, *times)

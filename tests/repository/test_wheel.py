@@ -109,7 +109,7 @@ def test_every_command_once(training):
     folder = training.folder
     (folder / "text.txt").write_text("A spectral channel looks at the past through one fixed filter.\n" * 200)
     (folder / "labels.csv").write_text("text,label\n" + "".join(f"line {i},{i % 2}\n" for i in range(64)))
-    size = ["--hidden_size", 16, "--num_hidden_layers", 2, "--num_spectral_channels", 4, "--filter_length", 64]
+    size = ["--config_overrides", "hidden_size=16,num_hidden_layers=2,num_spectral_channels=4,filter_length=64"]
     size += ["--max_steps", 2, "--warmup_steps", 1, "--cpu_threads", 1]
     text = ["--train_file", "text.txt", "--validation_file", "text.txt", "--block_size", 32]
     training.run("essm-train-clm", *text, *size, "--output_dir", "clm")
