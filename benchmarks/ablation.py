@@ -200,8 +200,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     gated = next((r for r in report["results"] if r["model"] == "gated"), {})
     for result in report["results"]:
         result["against_gated"] = difference(result, gated)
-    sweeps.print_tables(report["results"], METRIC)
-    common.table("model full-gated", [[r["model"], sweeps.shown(r["against_gated"], "+")] for r in report["results"]])
     return common.finish(report, args, device)
 
 

@@ -85,11 +85,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("ablation_speed", args, **settings)
     with common.threads(1):
         report["results"] = [row for size in sizes for row in measure(size, args.only, block, args.rounds, device)]
-    rows = [
-        [r["model"], r["parameters"], *(common.shown(r[name]) for name in ("tokens_per_second", "speed_over_first"))]
-        for r in report["results"]
-    ]
-    common.table("model parameters tokens/s(min-max) speed_over_first", rows)
     return common.finish(report, args, device)
 
 

@@ -9,9 +9,9 @@ The tasks are those of essm-list-tasks, read as train_classification reads them,
 CIFAR, four spoken words as log-mel frames, the first 1,024 bytes of IMDb reviews, and ListOps. A run is what
 train_classification does at the same arguments: AdamW, 50 updates of warm-up, a cosine; elastic models train the first
 half of the updates at the full budget and the rest with budget dropout. At a seed all models see the same samples in
-the same order; all runs of a task are measured on the same test samples. The figure is the share of errors, tables show
-accuracy. The rate of a model is chosen on the samples that are reported: a small advantage, the same for all. All
-models classify the mean over positions; Llama's block sees all of them, the others are causal.
+the same order; all runs of a task are measured on the same test samples. The figure is the share of errors. The rate of
+a model is chosen on the samples that are reported: a small advantage, the same for all. All models classify the mean
+over positions; Llama's block sees all of them, the others are causal.
 """
 
 from __future__ import annotations
@@ -219,7 +219,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
     device, report = common.start("classification_tasks", args, **records[0]["settings"] | {"quick": args.quick})
     report["results"] = sweeps.summarise_all(records, METRIC)
-    sweeps.print_tables(report["results"], METRIC, accuracy=True)
     return common.finish(report, args, device)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,23 +140,35 @@ def target(name: str, value: float, least: float | None = None, most: float | No
     return {"target": name, "value": value, "at_least": least, "at_most": most, "met": bool(met)}
 
 
-def table(header: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Print rows under the words of the header, right-aligned; spaces within a cell become underscores."""
-    cells = [[f"{x:.3g}" if isinstance(x, float) else str(x).replace(" ", "_") for x in row] for row in rows]
-    cells.insert(0, header.split())
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    for row in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)), flush=True)
+HIDDEN = ("definition", "sizes", "rates", "by_seed", "cpu_seconds", "metric")  # in results, and not in tables
 
 
-def shown(measured: dict[str, float], form: str = ".2f") -> str:
-    """A `spread` as median(min-max)."""
-    return "{}({}-{})".format(*(f"{measured[k]:{form}}" for k in ("median", "min", "max")))
+def cells_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """What a table shows of a row, by column: numbers and words, spreads and means; of mappings one column a key."""
+    cells = {}
+    for name, value in row.items():
+        column = f"{prefix}{name}".replace(" ", "_")
+        if isinstance(value, dict) and "median" in value:
+            cells[column] = "{median:.4g}({min:.4g}-{max:.4g})".format(**value)
+        elif isinstance(value, dict) and "mean" in value:
+            cells[column] = "{mean:.4f}±{deviation:.4f}".format(**value)
+        elif isinstance(value, dict) and not prefix and name not in HIDDEN:
+            cells |= cells_of(value, f"{name}:")
+        elif isinstance(value, float):
+            cells[column] = f"{value:.4g}"
+        elif isinstance(value, (int, str)) and name not in HIDDEN:
+            cells[column] = str(value).replace(" ", "_")
+    return cells
 
 
-def ms(measured: dict[str, float]) -> str:
-    """A `spread` of seconds in milliseconds."""
-    return shown({k: v * 1e3 for k, v in measured.items()}, ".4g")
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows, right-aligned under the names of what they hold."""
+    cells = [cells_of(row) for row in rows]
+    columns = list(dict.fromkeys(name for row in cells for name in row))
+    lines = [columns, *([row.get(name, "-") for name in columns] for row in cells)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)), flush=True)
 
 
 def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
@@ -177,7 +189,9 @@ def report_path(report: dict[str, Any], args: argparse.Namespace, device: torch.
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Print the targets, write the JSON in one move, return the report."""
+    """Print the results and the targets, write the JSON in one move, return the report."""
+    if isinstance(report["results"], list):
+        table(report["results"])
     for t in report.get("targets", []):
         bound = f">= {t['at_least']:g}" if t["at_least"] is not None else f"<= {t['at_most']:g}"
         print(f"{'met    ' if t['met'] else 'NOT MET'}  {t['target']}: {t['value']:.3g} ({bound})")

@@ -135,11 +135,6 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
         with common.threads(count):
             rows = measure_contexts(model, caches, batch, steps, args.rounds)
         report["results"] += [{"batch": batch, "threads": count} | row for row in rows]
-    columns = ("batch", "threads", "budget", "context")
-    common.table(
-        "batch threads K context step_ms(min-max) cache_bytes",
-        [[*(r[c] for c in columns), common.ms(r["seconds_per_step"]), r["cache_bytes"]] for r in report["results"]],
-    )
     worst = max(r["time_over_shortest_context"]["median"] for r in report["results"])
     sizes = {(r["batch"], r["budget"]): r["cache_bytes"] for r in report["results"]}
     growth = max(r["cache_bytes"] / sizes[r["batch"], r["budget"]] for r in report["results"])
@@ -189,13 +184,6 @@ def limit_table(args: argparse.Namespace) -> dict[str, Any]:
             for K in budgets:
                 row = measure_limit(eager, compiled, memory, K, args.rounds)
                 report["results"].append({"threads": count, "budget": K} | row)
-    rows = []
-    for r in report["results"]:
-        times = [r[f"{kind}_seconds"]["median"] * 1e3 for kind in ("eager", "compiled")]
-        fractions = [r[f"{kind}_fraction"]["median"] for kind in ("eager", "compiled")]
-        rate = r["bytes_per_second"]["median"] / 1e9
-        rows.append([r["threads"], r["budget"], r["weight_bytes"] / 2**20, rate, *times, *fractions])
-    common.table("threads K MiB GB/s eager_ms compiled_ms eager_fraction compiled_fraction", rows)
     worst = min(r["compiled_fraction"]["median"] for r in report["results"])
     report["targets"] = [common.target("fraction of the limit, compiled, worst", worst, least=0.5)]
     return common.finish(report, args, device)
@@ -245,19 +233,6 @@ def peers_table(args: argparse.Namespace) -> dict[str, Any]:
     with common.threads(1):
         for context in contexts:
             report["results"] += measure_peers(models, rows, context, room, steps, args.rounds)
-    common.table(
-        "model context ms(min-max) over_first cache_bytes",
-        [
-            [
-                r["model"],
-                r["context"],
-                common.ms(r["seconds_per_token"]),
-                common.shown(r["time_over_first"]),
-                r["cache_bytes"],
-            ]
-            for r in report["results"]
-        ],
-    )
     return common.finish(report, args, device)
 
 
@@ -309,7 +284,6 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     states = (read_prompt(model, ids[:, : lengths[0]], K, size).layers for size in (chunk, None))
     for in_pieces, whole in zip(*states):
         common.require_close("state", in_pieces.tensors["features"], whole.tensors["features"])
-    common.table("length chunk tokens/s peak_bytes", [[*row.values()] for row in report["results"]])
     peaks = [row["peak_bytes"] for row in report["results"][1:]]
     report["targets"] = [common.target("peak memory, longest prompt over shortest", peaks[-1] / peaks[0], most=1.05)]
     return common.finish(report, args, device)

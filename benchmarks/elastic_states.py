@@ -45,7 +45,7 @@ from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, dist
 from . import common, sweeps
 from .elastic_measures import AROUND, IN_USE, STREAMS, auroc, controls, cost, told
 from .elastic_tasks import TASKS, Measured, Repair, always
-from .sweeps import Run, Sweep, mean, shown
+from .sweeps import Run, Sweep, mean
 
 METRIC = "metric"  # how a run names what its learning rate is chosen by
 RATES = (3e-3, 1e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
@@ -352,18 +352,6 @@ def relative(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, fl
     return found
 
 
-def print_tables(results: list[dict[str, Any]]) -> None:
-    """A table for each task; rows of controls are indented."""
-    for task in dict.fromkeys(r["task"] for r in results):
-        columns = ("mean_depth", "auroc", "error_correlation", "at_esm_depth", "minus_esm", "flops")
-        rows = []
-        for r in (r for r in results if r["task"] == task):
-            name = r["model"] if r["control"] is None else f"..{r['control']}"
-            rows.append([name, len(r["seeds"]), *(shown(r.get(c)) for c in (TASKS[task].metric, *columns))])
-        print(f"\n{task}")
-        common.table(f"row seeds {TASKS[task].metric} {' '.join(columns)}", rows)
-
-
 def draw_rows(results: list[dict[str, Any]]) -> Figure:
     """Quality by FLOPs for every row, hollow where it is refined in use alone, and depth about where difficult
     stretches begin; a column a task."""
@@ -422,7 +410,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
     device, report = common.start("elastic_states", args, **records[0]["settings"])
     report["results"] = summarise(records)
-    print_tables(report["results"])
     if "repair" in args.tasks:
         report["references"] = {
             name: found.values | {"objective_auroc": auroc(found.losses.flatten(), found.difficult.flatten())}

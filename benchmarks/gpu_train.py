@@ -212,9 +212,7 @@ def main(argv: list[str] | None = None) -> dict:
 
         run.train(stream, wrote)
         wrote(held_out)
-        result = report["results"][name]
-        print(f"{name}: {result['updates']} updates, {result['tokens_per_second']:,.0f} tokens/s", flush=True)
-        print(f"bits per byte: {result['bits_per_byte']}", flush=True)
+        common.table([{"model": name} | report["results"][name]])
         del run, wrote
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -29,7 +29,7 @@ from essm_train.data.tokens import ByteEncoder
 from essm_train.models import load_model
 
 from . import common
-from .sweeps import mean, shown
+from .sweeps import mean
 
 MULTIPLES = (1, 2, 4, 8)
 
@@ -117,14 +117,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             result = {"name": name, "algorithm": algorithm, "filter_length": longest, "seeds": len(runs)}
             result |= {key: summarise(runs, key) for key in ("by_context", "by_position")}
             report["results"].append(result)
-    rows = [
-        [r["name"], r["filter_length"], r["algorithm"], K]
-        + [shown(e) for e in r["by_context"][K]]
-        + [f"{r['by_position'][K][-1]['mean']:.4f}"]
-        for r in report["results"]
-        for K in args.budgets
-    ]
-    common.table("model H algorithm K " + " ".join(f"{m}x" for m in MULTIPLES) + f" last_of_{MULTIPLES[-1]}x", rows)
     report["targets"] = [
         common.target(
             f"{r['name']}, K = {K}: bits per byte at 8x over 1x", r["by_context"][K][-1]["mean"] / first, most=1.0

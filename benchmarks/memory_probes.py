@@ -204,9 +204,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
     device, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
     report["results"] = sweeps.summarise_all(records, METRIC)
-    for task in args.tasks:
-        noise = isinstance(settings.task(task), NoiseDelay)
-        sweeps.print_tables([r for r in report["results"] if r["task"] == task], METRIC, accuracy=not noise)
     return common.finish(report, args, device)
 
 

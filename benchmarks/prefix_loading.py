@@ -99,14 +99,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 samples[K].append(load(folder, K))
                 if any(abs(a - b) > ROUNDING for a, b in zip(samples[K][-1]["logits"], expected[K], strict=True)):
                     raise RuntimeError(f"the model loaded at K = {K} is not the large one at that budget")
-    rows, report["results"] = [], []
+    report["results"] = []
     for K, found in samples.items():
         row = {"K": K or "whole", "held": found[0]["held"]}
         row |= {name: common.spread([sample[name] for sample in found]) for name in ("read", "memory", "seconds")}
         report["results"].append(row)
-        medians = [row[name]["median"] for name in ("read", "memory", "seconds")]
-        rows.append([row["K"], row["held"] / 1e6, medians[0] / 1e6, medians[1] / 1e6, medians[2]])
-    common.table("K weights/MB read/MB peak/MB seconds", rows)
     by_budget = {row["K"]: row for row in report["results"]}
     small, whole = by_budget[budgets[0]], by_budget["whole"]
     report["targets"] = [

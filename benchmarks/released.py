@@ -136,18 +136,7 @@ def main(argv: list[str] | None = None) -> dict:
         row["seconds_per_token"] = common.spread([s / args.steps for s in seconds[name]])
         report["results"].append(row | {"time_over_first": common.ratio(seconds[name], seconds[first])})
     report["floors"] = floors(train, held_out)
-    rows = [
-        [
-            r["name"],
-            r["parameters"],
-            r["bits_per_byte"],
-            common.ms(r["seconds_per_token"]),
-            common.shown(r["time_over_first"]),
-        ]
-        for r in report["results"]
-    ]
-    rows += [[name, "", bits, "", ""] for name, bits in report["floors"].items()]
-    common.table("model parameters bits/byte ms/token over_first", rows)
+    common.table([report["floors"]])
     return common.finish(report, args, device)
 
 

@@ -101,11 +101,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("selective_states", args, **records[0]["settings"])
     report["whole"] = mean([r[METRIC]["1"] for r in records if not r["diverged"]])
     report["results"] = summarise(records)
-    print(f"\nAll states: {sweeps.shown(report['whole'])} bits per byte")
-    rows = [
-        [r["way"], r["states"], *(sweeps.shown(r[n]) for n in ("bits_per_byte", "loss"))] for r in report["results"]
-    ]
-    common.table("way states bits_per_byte loss", rows)
     return common.finish(report, args, device)
 
 

@@ -144,14 +144,6 @@ def main(argv: list[str] | None = None) -> dict:
     speed = report["tokens_per_second"]
     print(f"{report['equal_answers']:.0%} of requests are answered alike")
     print(", ".join(f"{name}: {speed[name]['median']:.0f} tokens/s" for name in speed))
-    rows = []
-    for r in report["results"]:
-        cells = [r["server"], r["load"], r["tokens_per_second"]]
-        rows.append(cells + [r["seconds"][what][f"p{p}"] * 1e3 for what in r["seconds"] for p in PERCENTILES])
-    header = "server load tokens/s " + " ".join(
-        f"{what}_p{p}_ms" for what in ("first", "between", "last") for p in PERCENTILES
-    )
-    common.table(header, rows)
     most = report["batch_over_one"]["median"]
     report["targets"] = [common.target("tokens/s of the batch over one request at a time", most, least=1.0)]
     return common.finish(report, args, device)

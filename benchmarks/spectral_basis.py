@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> dict:
     lengths = args.lengths or ((1024,) if args.quick else (1024, 4096, 65536, 2**20))
     args.device = "cpu"
     device, report = common.start("spectral_basis", args, dtype="float64", channels=CHANNELS, chunk=CHUNK)
-    results, rows = [], []
+    results: list[dict] = []
     for H in lengths:
         K = min(CHANNELS, spectral_basis(H).num_resolved)
         seconds = common.spread(common.paired({"build": functools.partial(build, H, K)}, device, args.rounds)["build"])
@@ -67,11 +67,6 @@ def main(argv: list[str] | None = None) -> dict:
             row["eigh_oscillating_channels"] = oscillating_channels(by_eigh)
             row["eigh_close_channels"] = int(close.size if close.all() else close.argmin())
         results.append(row)
-        columns = ("oscillating_channels", "orthonormality_error", "eigh_oscillating_channels", "eigh_close_channels")
-        rows.append([H, common.ms(seconds), *[row.get(c, "-") for c in columns]])
-    common.table(
-        "H build_ms(min-max) channels_right orthonormality_error channels_right_by_eigh within_1e-3_by_eigh", rows
-    )
     checked = [r for r in results if "oscillating_channels" in r]
     report["results"] = results
     report["targets"] = [

@@ -188,24 +188,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         with common.threads(count):
             rows = [{"threads": count} | row for row in measure(B, L, D, K, mixing, device, args.rounds)]
         report["results"] += rows
-        common.table(
-            "mixing threads B L K passes chunked_ms tuned/chunked memory/tuned chunked/floor",
-            [
-                [
-                    r["mixing"],
-                    count,
-                    B,
-                    L,
-                    K,
-                    r["passes"],
-                    common.ms(r["seconds"]["chunked"]),
-                    common.shown(r["speedup_over"]["tuned"]),
-                    r["memory_of"]["tuned"],
-                    common.shown(r["over_floor"]),
-                ]
-                for r in rows
-            ],
-        )
+        common.table(rows)
     report["targets"] = targets(report["results"])
     return common.finish(report, args, device)
 

@@ -73,19 +73,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         }
         for (draft, length), seconds in samples.items()
     ]
-    common.table(
-        "draft_K length tokens/s speedup accepted",
-        [
-            [
-                r["draft_budget"],
-                r["draft_length"],
-                r["tokens_per_second"]["median"],
-                r["speedup"]["median"],
-                r["acceptance_rate"],
-            ]
-            for r in report["results"]
-        ],
-    )
     best = max(row["speedup"]["median"] for row in report["results"][1:])
     report["targets"] = [common.target("best speed-up over plain decoding", best, least=1.0)]
     return common.finish(report, args, device)

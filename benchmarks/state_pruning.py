@@ -227,11 +227,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
     device, report = common.start("state_pruning", args, **records[0]["settings"])
     report["results"], report["certificates"] = summarise(records), over_truth(records)
-    names = ("area", "area_minus_aire", "largest_within_a_point", "steepest_fall")
-    rows = [[r["task"], r["model"], r["method"], *(sweeps.shown(r[n]) for n in names)] for r in report["results"]]
-    common.table(f"task model method {' '.join(names)}", rows)
-    print("\nEnergies of sets over their sums, and bounds over measured gains")
-    common.table("task model of layers least median largest", [[*row.values()] for row in report["certificates"]])
+    common.table(report["certificates"])
     common.finish(report, args, device)
     write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report["results"]))
     return report

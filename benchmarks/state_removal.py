@@ -95,12 +95,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     rounds = 1 if args.quick else args.rounds
     with common.threads(1):
         report["results"] = [row for kind in args.only for row in measure(kind, device, rounds, args.quick)]
-    rows = []
-    for row in report["results"]:
-        cells = [row["model"], f"{row['pruned']:.0%}", f"{row['parameters']:,}", f"{row['state_bytes']:,}"]
-        cells += [row["peak_bytes"] / 1e6, row["forward_seconds"]["median"], row["forward_speedup"]["median"]]
-        rows.append([*cells, row["step_seconds"]["median"] * 1e3, row["step_speedup"]["median"]])
-    common.table("model pruned parameters state_bytes peak/MB forward/s faster step/ms faster", rows)
     return common.finish(report, args, device)
 
 

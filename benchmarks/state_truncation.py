@@ -139,11 +139,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.records_of(args, sweep, lambda name: (RATE,), names)
     device, report = common.start("state_truncation", args, **records[0]["settings"])
     report["results"] = summarise(records)
-    columns = ("modes", "accuracy", "born_small", "difference", "time_over_full", "time_over_born_small")
-    rows = [
-        [r["task"], r["row"], len(r["seeds"]), *(sweeps.shown(r.get(c)) for c in columns)] for r in report["results"]
-    ]
-    common.table(f"task row seeds {' '.join(columns)}", rows)
     return common.finish(report, args, device)
 
 

@@ -36,7 +36,6 @@ from .matched_models import Row, cache_bytes, sizes_of
 
 SEEDS = (0, 1, 2)
 SPEED = "_per_cpu_second"  # how the name of a speed ends
-COLUMNS = "model parameters DxL cache_bytes rate seeds"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -367,35 +366,3 @@ def at_full_budget(result: dict[str, Any], metric: str) -> float:
     """Its mean; infinite if every rate diverged."""
     values = result.get(metric)
     return list(values.values())[-1]["mean"] if values else math.inf
-
-
-def shown(value: dict[str, float] | None, sign: str = "") -> str:
-    return f"{value['mean']:{sign}.4f}±{value['deviation']:.4f}" if value else "-"
-
-
-def print_tables(results: list[dict[str, Any]], metric: str, accuracy: bool = False) -> None:
-    """A table for each task. Peers have no budgets, and stand in the last column only.
-
-    Args:
-        accuracy: show one less the metric, which is a share of errors.
-    """
-    for task in dict.fromkeys(result.get("task") for result in results):
-        rows, of_task = [], [r for r in results if r.get("task") == task]
-        budgets = [*dict.fromkeys(K for r in of_task if is_elastic(r) for K in [*r.get(metric, {})][:-1])]
-        for r in of_task:
-            values = {K: e | {"mean": 1 - e["mean"]} if accuracy else e for K, e in r.get(metric, {}).items()}
-            cells = [values.get(K) if is_elastic(r) else None for K in budgets]
-            cells.append(list(values.values())[-1] if values else None)
-            rate = "diverged" if r["best_rate"] is None else f"{r['best_rate']:g}" + "*" * r["at_the_edge"]
-            shape = f"{r['sizes']['hidden_size']}x{r['sizes']['num_hidden_layers']}"
-            head = [r["model"], r["parameters"], shape, r.get("cache_bytes", "-"), rate, len(r.get("seeds", []))]
-            speed = next((value["mean"] for name, value in r.items() if name.endswith(SPEED)), math.nan)
-            rows.append([*head, *map(shown, cells), speed])
-        print(f"\n{task or ''} {'accuracy' if accuracy else metric}")
-        common.table(f"{COLUMNS} {' '.join(f'K={K}' for K in budgets)} full a_CPU_second", rows)
-    print("* the best rate is the smallest or the largest tried")
-
-
-def is_elastic(result: dict[str, Any]) -> bool:
-    """Whether it is of an ES-SSM, which runs at several budgets."""
-    return "num_spectral_channels" in result["sizes"]

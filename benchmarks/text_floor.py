@@ -95,7 +95,6 @@ def main(argv: list[str] | None = None) -> dict:
     device, report = common.start("text_floor", args, train_bytes=sizes[0], held_out_bytes=sizes[1])
     found = floors(train, held_out)
     report["results"] = [{"name": name, "bits_per_byte": bits} for name, bits in found.items()]
-    common.table("floor bits/byte", [*found.items()])
     return common.finish(report, args, device)
 
 

@@ -45,7 +45,7 @@ from . import common, sweeps
 from .elastic_measures import STREAMS, cost
 from .elastic_states import one_cycle, open_task
 from .elastic_tasks import always
-from .sweeps import Run, Sweep, mean, shown
+from .sweeps import Run, Sweep, mean
 
 METRIC = "energy"
 NAME = "three dials"
@@ -274,14 +274,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("three_dials", args, **records[0]["settings"])
     report["results"] = results = summarise(records)
     report["one_dial"] = effects(results)
-    columns = ("mean_depth", METRIC, "rmsd_outside", "rmsd_loop", "flops")
-    rows = [
-        [r["budget"], r["kept"], r["depth"], *(shown(r[c]) for c in columns), r["on_front"]]
-        for r in sorted(results, key=lambda r: r["flops"]["mean"])
-    ]
-    common.table(f"K states depth {' '.join(columns)} on_front", rows)
-    print("\none dial turned down from everything")
-    common.table("dial set_to energy_change flops_saved", [[*row.values()] for row in report["one_dial"]])
+    common.table(report["one_dial"])
     common.finish(report, args, device)
     write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(results), dpi=110)
     return report

@@ -159,18 +159,6 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
         }
         for label, samples in seconds.items()
     ]
-    common.table(
-        f"model tokens/s(min-max) speed/{last.replace(' ', '_')} peak_bytes",
-        [
-            [
-                r["model"],
-                common.shown(r["tokens_per_second"], ".0f"),
-                common.shown(r["speed_over_last"]),
-                r["peak_bytes"],
-            ]
-            for r in report["results"]
-        ],
-    )
     worst = max(abs(count / counts[configured] - 1) for count in counts.values())
     report["targets"] = [common.target("parameter counts apart, worst", worst, most=0.05)]
     return common.finish(report, args, device)
@@ -212,11 +200,6 @@ def essm_table(args: argparse.Namespace) -> dict[str, Any]:
             row["speed_over_eager"] = common.ratio(seconds["eager", K], samples)
             row["memory_over_eager"] = row["peak_bytes"] / rows["eager", K]["peak_bytes"]
     report["results"] = list(rows.values())
-    cells = []
-    for r in report["results"]:
-        measured = [common.shown(r[k]) if k in r else "-" for k in ("tokens_per_second", "speed_over_eager")]
-        cells.append([r["mode"], r["budget"], *measured, r.get("peak_bytes", r.get("failed"))])
-    common.table("mode K tokens/s(min-max) speed/eager peak_bytes", cells)
     return common.finish(report, args, device)
 
 
@@ -251,10 +234,6 @@ def dropout_table(args: argparse.Namespace) -> dict[str, Any]:
         {"updates": name, "seconds": common.spread(samples), "over_full": common.ratio(samples, full)}
         for name, samples in (seconds | {"dropout": each}).items()
     ]
-    common.table(
-        "updates ms(min-max) over_full",
-        [[r["updates"], common.ms(r["seconds"]), common.shown(r["over_full"])] for r in report["results"]],
-    )
     ratio = report["results"][-1]["over_full"]["median"]
     report["targets"] = [common.target(f"budget dropout over K={capacity}, per update", ratio, most=0.5)]
     return common.finish(report, args, device)

@@ -192,23 +192,6 @@ def draw(report: dict[str, Any], tasks: dict[str, list[str]]) -> Figure:
     return figure
 
 
-def print_report(report: dict[str, Any]) -> None:
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4g}"
-
-    exact, rows = report["results"]["analytic"], []
-    measured = {row["task"]: row.get("error", {}) for row in report["results"]["trained"]}
-    for row in exact["horizons"]:
-        head = f"horizon of {row['response']}, H = {row['filter_length']}"
-        rows.append([head, *map(number, row["horizon"].values())])
-        rows.append(["growth per channel", "", *map(number, row["growth"].values())])
-    for row in exact["readout_errors"]:
-        rows.append([f"{row['task']}: read-out", *map(number, row["error"].values())])
-        if errors := measured.get(row["task"]):
-            rows.append([f"{row['task']}: trained", *(number(e["mean"]) for e in errors.values())])
-    common.table(f"steps_or_error {' '.join(f'K={K}' for K in BUDGETS)}", rows)
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     sweeps.add_arguments(p, {MODEL: memory_probes.ROWS[MODEL]}, "runs/what_budgets_buy", updates=300)
@@ -225,7 +208,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("what_budgets_buy", args, **settings)
     report["results"] = {"analytic": analytic(tasks, lengths, filter_length)}
     report["results"]["trained"] = [] if args.analytic else trained(args, tasks)
-    print_report(report)
+    for part in report["results"]["analytic"].values():
+        common.table(part)
+    common.table(report["results"]["trained"])
     common.finish(report, args, device)
     write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report, tasks), dpi=130)
     return report

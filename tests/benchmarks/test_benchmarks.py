@@ -91,6 +91,17 @@ def test_wrong_results_are_refused():
             common.require_close("wrong", wrong, torch.ones(4))
 
 
+def test_tables_show_numbers_words_spreads_and_means():
+    row = {
+        "model": "a b",
+        "K": 4,
+        "seconds": common.spread([0.5, 1.5, 1.0]),
+        "error": {"2": {"mean": 1, "deviation": 0}},
+    }
+    cells = common.cells_of(row | {"sizes": {"width": 3}, "seeds": [0, 1], "share": 1 / 3})
+    assert cells == {"model": "a_b", "K": "4", "seconds": "1(0.5-1.5)", "error:2": "1.0000±0.0000", "share": "0.3333"}
+
+
 def test_settings_of_training_steps(quick, monkeypatch):
     """Compiled and checkpointed steps have the eager gradient; a compiler that fails is told in its row."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ compiler
