@@ -9,6 +9,7 @@ from transformers import TextStreamer
 
 from modeling_essm import ESSMCache, build_byte_tokenizer
 from modeling_essm.decoding import speculate
+from modeling_essm.decoding.speculation import _judge
 
 NEW = 17
 
@@ -156,6 +157,16 @@ def test_sampling_draws_from_the_same_distribution():
         limit = degrees + 4.5 * (2 * degrees) ** 0.5
         assert chi < limit
         assert ((n * exactly(1).double() - expected) ** 2 / expected)[kept].sum() > 2 * limit  # the drafter is far off
+
+
+def test_a_rejected_draft_is_replaced_from_the_residual():
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.1, 0.1, 0.8])
+    torch.manual_seed(0)
+    drawn = torch.zeros(3)
+    for _ in range(4000):
+        draft = torch.multinomial(q, 1)[0]
+        drawn[_judge(p.log(), draft, q.log(), True)[0]] += 1
+    torch.testing.assert_close(drawn / 4000, p, atol=0.03, rtol=0)
 
 
 def test_streaming(capsys):
