@@ -28,6 +28,7 @@ import functools
 import itertools
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -410,7 +411,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
     device, report = common.start("elastic_states", args, **records[0]["settings"])
     report["results"] = summarise(records)
-    if "repair" in args.tasks:
+    if "repair" in args.tasks and Path(args.data_dir, "protein_chains").is_dir():
         report["references"] = {
             name: found.values | {"objective_auroc": auroc(found.losses.flatten(), found.difficult.flatten())}
             for name, found in Repair(args.data_dir, records[0]["settings"]["test_count"]).references().items()
