@@ -1,18 +1,25 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A run to publish, and essm-push in child processes against `hub_server.FakeHub`.
+"""A run to publish, and essm-push here or in a child process against `hub_server.FakeHub`.
 
 The client is told where the Hub is by HF_ENDPOINT, as a mirror's user would. HF_HUB_DISABLE_XET=1 because a client
 with hf_xet uploads large files through xet only, which the server does not offer.
 """
 
+import contextlib
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hub_server import FakeHub
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+
+from essm_train.arguments import parse_arguments
+from essm_train.publish.arguments import PushArguments
+from essm_train.publish.run_card import push_run
 
 REPO = "essm-tests/elastic"
 SWEEP = {
@@ -48,26 +55,39 @@ def environment(hub: FakeHub | str, home: Path, token: str | None = "hf_writer")
     return kept
 
 
-def start(hub, run: Path, *arguments: str, repo: str = REPO, token: str | None = "hf_writer") -> subprocess.Popen:
-    command = [sys.executable, "-m", "essm_train.push", "--run", run, "--hub_model_id", repo, *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(list(map(str, command)), env=environment(hub, run.parent, token), cwd=run.parent, **pipes)
+@contextlib.contextmanager
+def machine(hub: FakeHub | str, home: Path, token: str | None = "hf_writer") -> Iterator[None]:
+    """This process on such a machine: the client reads most of its environment when it is imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub if isinstance(hub, str) else hub.url)
+        patch.setattr(constants, "HF_TOKEN_PATH", str(home / "no-token"))
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        patch.delenv("HF_TOKEN", raising=False)
+        if token:
+            patch.setenv("HF_TOKEN", token)
+        yield
 
 
-def push(hub, run: Path, *arguments: str, **options) -> str:
-    """The revision that the script reports."""
-    child = start(hub, run, *arguments, **options)
-    out, err = child.communicate(timeout=120)
-    assert child.returncode == 0, err
-    return re.search(r"at revision ([0-9a-f]{40})", out)[1]
+def push(hub, run: Path, *arguments: str, repo: str = REPO, token: str | None = "hf_writer") -> str | None:
+    """essm-push in this process; the revision, or what it raises."""
+    given = ["--run", str(run), "--hub_model_id", repo, *map(str, arguments)]
+    with machine(hub, run.parent, token):
+        return push_run(parse_arguments(PushArguments, given))
 
 
 def push_fails(hub, run: Path, *arguments: str, **options) -> str:
-    """What the script says, without a traceback."""
-    child = start(hub, run, *arguments, **options)
-    _, err = child.communicate(timeout=120)
-    assert child.returncode == 1 and "Traceback" not in err, err
-    return err
+    """What it says, which is one line to a user."""
+    with pytest.raises((ValueError, OSError)) as error:
+        push(hub, run, *arguments, **options)
+    return str(error.value)
+
+
+def start(hub, run: Path) -> subprocess.Popen:
+    """essm-push in a process of its own, which may be killed."""
+    command = [sys.executable, "-m", "essm_train.push", "--run", str(run), "--hub_model_id", REPO]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment(hub, run.parent), cwd=run.parent, **pipes)
 
 
 def shas(hub: FakeHub, repo: str = REPO) -> list[str]:

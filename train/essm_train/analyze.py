@@ -63,7 +63,7 @@ def main(args: AnalyzeArguments) -> None:
     record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
     record["seconds_per_layer"] = measured
     write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
-    if getattr(config, "ar_order", 0) == 0:
+    if config.model_type != "ar_stu":
         record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
         for K in (budgets[0], budgets[-1]):
             shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])

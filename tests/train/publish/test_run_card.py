@@ -54,11 +54,3 @@ def test_a_killed_push_leaves_our_card_ours(pushed, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             write_card_and_push(args)
     assert pushed == [("killed", False, False)] * 2  # written anew, not kept as if its user had edited it
-
-
-def test_a_card_of_unknown_origin_stays(pushed, tmp_path):
-    card = tmp_path / "model" / "README.md"
-    card.parent.mkdir()
-    card.write_text("of an earlier version, or mine")
-    write_card_and_push(RunArguments(output_dir=str(tmp_path)))
-    assert not pushed and card.read_text() == "of an earlier version, or mine"

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from essm_train.measure.timing import paired
 from modeling_essm.loading_essm import spectral_mixers
+from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
 
 
@@ -52,11 +53,6 @@ def parts_of(model: nn.Module) -> list[Any]:
     return blocks or spectral_mixers(model)
 
 
-def _operator_inputs(mixer: Any, u: Tensor) -> Tensor:
-    """What gates and operator read of a mixer's input; code of before the gated block has no convolution."""
-    return mixer.convolve(u, None, None)[0] if getattr(mixer, "taps", 0) else u
-
-
 @torch.no_grad()
 def gate_statistics(model: PreTrainedModel, batch: Mapping[str, Tensor], budget: int) -> GateStatistics:
     """Run the model on a batch of its inputs (no labels) and average its gates over real positions.
@@ -72,7 +68,8 @@ def gate_statistics(model: PreTrainedModel, batch: Mapping[str, Tensor], budget:
     entropies: list[Tensor] = []
 
     def record(mixer: Any, args: tuple[Any, ...]) -> None:
-        u, K = _operator_inputs(mixer, args[0]), min(budget, len(mixer.channel_mixing))
+        u, K = args[0], min(budget, len(mixer.channel_mixing))
+        u = mixer.convolve(u, None, None)[0] if mixer.taps else u
         gates = mixer.gates(u, K).movedim(2, -1)  # (B, L, K), or (B, L, G, K)
         alpha = (gates / mixer.operator.sigma(K, mixer.scaling_exponent, u)).double()
         weight = torch.ones(u.shape[:2], dtype=torch.float64, device=u.device) if mask is None else mask.double()
@@ -96,8 +93,8 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
     """The bound of every layer's mixer at that budget. Raises ValueError for AR-STU's feedback, which it leaves out."""
     bounds = []
     for mixer in spectral_mixers(model):
-        if getattr(mixer, "ar_order", 0):
-            raise ValueError("the bound of Appendix C does not cover the feedback of ar_order = 2")
+        if _has_feedback(mixer):
+            raise ValueError("the bound of Appendix C does not cover the feedback of AR-STU")
         basis, K = spectral_basis(mixer.operator.filter_length), min(budget, len(mixer.channel_mixing))
         phi = torch.from_numpy(abs(basis.filters(K)))  # (H, K)
         sigma = torch.from_numpy(basis.sigma[:K] ** mixer.scaling_exponent)
@@ -106,15 +103,20 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
         gains = phi * sigma * M_norm
         if not mixer.gated:
             spectral = gains.sum()
-        elif getattr(mixer, "num_heads", 1) == 1:
+        elif mixer.num_heads == 1:
             spectral = gains.sum(0).max()
         else:
             spectral = gains.amax(1).sum()
         bound = spectral + (skip.abs().max() if skip.ndim == 1 else torch.linalg.matrix_norm(skip, 2))
-        if getattr(mixer, "taps", 0):  # |SiLU(v)| <= |v|
+        if mixer.taps:  # |SiLU(v)| <= |v|
             bound = bound * mixer.convolution.double().cpu().abs().amax(1).sum()
         bounds.append(float(bound))
     return bounds
+
+
+def _has_feedback(mixer: Any) -> bool:
+    """Whether it is one of AR-STU."""
+    return hasattr(mixer, "output_mixing")
 
 
 def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
@@ -132,17 +134,17 @@ def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
              as 1.25 n log2 n, and K complex products.
     step     N (N + 1) D for the recurrence.
 
-    AR-STU (`ar_order=2`) has 2 D^2 for past inputs, log2(L) + 1 products by 2D x 2D matrices for the feedback, which
+    AR-STU has 2 D^2 for past inputs, log2(L) + 1 products by 2D x 2D matrices for the feedback, which
     are squared as often, and with negative filters features, weights and mixing twice. A shift of the features is free.
     """
     mixer = getattr(part, "mixer", part)
     (capacity, D, d), operator = mixer.channel_mixing.shape, mixer.operator
-    K, G = min(budget, capacity), getattr(mixer, "num_heads", 1)
+    K, G = min(budget, capacity), mixer.num_heads
     C, N = operator.chunk_size, operator.num_states(K)
     gate = mixer.gate_in.out_features * (D + G * K) + G * K if mixer.gated else 0
-    order = getattr(mixer, "ar_order", 0)
+    order = 2 if _has_feedback(mixer) else 0
     feedback = length.bit_length() * ((2 * D) ** 2 * (length + 1) + (2 * D) ** 3) / length if order else 0
-    skip = mixer.skip.weight.numel() + getattr(mixer, "taps", 0) * D
+    skip = mixer.skip.weight.numel() + mixer.taps * D
     inside = {id(module) for module in mixer.modules()}
     linear = [x for x in part.modules() if isinstance(x, nn.Linear) and id(x) not in inside]
     fixed = skip + sum(x.weight.numel() for x in linear) + gate + order * D * D + feedback
@@ -173,7 +175,7 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
 
     def run(algorithm: str, K: int) -> None:
         mixer.algorithm = algorithm
-        part(u, min(K, len(mixer.channel_mixing)))
+        part(u, LayerCall(min(K, len(mixer.channel_mixing))))
 
     try:
         calls = {(name, K): functools.partial(run, name, K) for K in budgets for name in algorithms}
