@@ -40,14 +40,11 @@ def command_line(script=CLMArguments, **values) -> list[str]:
     "changes",
     [
         {"gating": "none"},
-        {"architecture": "ar_stu", "gating": "none", "budget_schedule": "full"},
         {"architecture": "ar_stu", "ar_negative_filters": False, "ar_feature_shift": 2},
-        {"block": "paper", "scaling_exponent": 0.0},
         GATED | {"scaling_exponent": 0.0625, "embedding_initializer_range": 0.1},
     ],
-    ids=["dropout only", "AR-STU", "AR-STU as released", "exponent 0", "gated"],
+    ids=["dropout only", "AR-STU as released", "gated"],
 )
-@pytest.mark.sampled(2)
 def test_variants_train(changes, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("spectral budgets " * 100)
@@ -60,7 +57,7 @@ def test_variants_train(changes, tmp_path, capsys):
     assert f" parameters ({config['block']} block) on " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("architecture", ["transformer", "s4d"])
+@pytest.mark.parametrize("architecture", ["transformer"])
 def test_a_baseline_trains_on_the_same_data_with_as_many_parameters(architecture, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("spectral budgets " * 100)
@@ -120,7 +117,7 @@ def count(args, cls=ESSMForCausalLM, **fields) -> int:
 
 @scripts
 @pytest.mark.parametrize("changes", MATCHED.values(), ids=MATCHED)
-@pytest.mark.parametrize("width", [16, 96])
+@pytest.mark.parametrize("width", [96])
 def test_a_variant_has_as_many_parameters_as_es_ssm(script, changes, width):
     sizes = {"block": "paper", "hidden_size": width, "num_hidden_layers": 3, "gate_hidden_size": width // 3}
     cls = ESSMForCausalLM if script is CLMArguments else ESSMForSequenceClassification

@@ -39,9 +39,10 @@ def _files(script: str) -> dict:
     return names if script == "train_retrieval" else {name: [file] for name, file in names.items()}
 
 
-@pytest.mark.parametrize("scale", ["small", "medium", "full"])
-@pytest.mark.parametrize("table", TABLES)
-@pytest.mark.sampled(7)
+@pytest.mark.parametrize(
+    ("table", "scale"),
+    [("table5_speech4", "small"), *(pytest.param(table, "full", marks=pytest.mark.slow) for table in TABLES)],
+)
 def test_every_row_has_as_many_parameters_as_the_es_ssm_of_its_task(table, scale):
     sizes: dict[str, dict[str, int]] = {}
     for name, row in get_experiment(table).rows.items():

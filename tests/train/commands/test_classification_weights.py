@@ -15,7 +15,6 @@ from essm_train.arguments import parse_arguments
 from essm_train.baselines.models import BaselineForSequenceClassification
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification
-from essm_train.run import classifier
 from essm_train.run.classifier import build_classifier
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification, build_byte_tokenizer
 
@@ -145,23 +144,6 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
     changes = {"tokenizer_name": tmp_path / "tokenizer", "model_name_or_path": tmp_path / "lm", "max_length": 40}
     args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", "text", **ONCE | changes))
     assert build_classifier(args, load_classification(args)).config.vocab_size == 300
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"max_length": 513}, r"max_length must be in \[1, filter_length = 512\], got 513"),
-        ({"budget_schedule": "often"}, "budget_schedule must be one of"),
-        ({"model_name_or_path": "MISSING"}, "cannot read the configuration of 'MISSING'"),
-    ],
-)
-def test_a_configuration_is_checked_before_data_is_read(changes, message, arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    random_model().save_pretrained("saved")
-    monkeypatch.setattr(classifier, "load_classification", None)
-    with pytest.raises(ValueError, match=message):
-        train(arguments("run", "text", **ONCE | {"model_name_or_path": "saved"} | changes))
 
 
 def test_baselines_classify_text_and_features(arguments, tmp_path):

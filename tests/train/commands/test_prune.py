@@ -72,7 +72,7 @@ def test_at_a_ratio(saved, texts, tmp_path, capsys):
     assert "LRU" in (shown := capsys.readouterr().out).upper() and "error bound" in shown
 
 
-@pytest.mark.parametrize("limit", [0.0, 1e-4, 10.0])
+@pytest.mark.parametrize("limit", [1e-4, 10.0])
 def test_to_a_limit(saved, texts, tmp_path, limit):
     """Of the ratios up to which none loses more, the largest; 0.25 costs rounding alone."""
     found = run(saved, texts, tmp_path, max_loss=limit + 1e-6)
@@ -100,7 +100,7 @@ def test_mamba_with_calibration_text(texts, tmp_path):
         run(tmp_path / "mamba", texts, tmp_path / "without", amount=0.5)
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "mamba2"])
+@pytest.mark.parametrize("architecture", ["mamba2"])
 def test_a_baseline_of_the_training_scripts(architecture, texts, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}

@@ -1,16 +1,15 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/run/loop.py on two CPU ranks, under DDP and FSDP2: the same as one rank, and resumed exactly."""
 
-import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from filelock import FileLock
+from helpers import ROOT
 from training_run import (
     command_line,
     model_weights,
@@ -78,16 +77,9 @@ def one_rank(tmp_path_factory, equal) -> Path:
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory, equal) -> Path:
-    """Two ranks as a user starts them, with the sweep and everything."""
     folder = tmp_path_factory.mktemp("ddp")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run = subprocess.run(
-        [*launch, "-m", "essm_train.train_clm", *command_line(folder / "run", **equal)],
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    codes, log = train_apart(command_line(folder / "run", **equal), folder, ranks=2, samples=False)
+    assert codes == [0, 0], log
     return folder
 
 
@@ -122,9 +114,9 @@ def test_two_ranks_equal_one_at_the_same_global_batch(one_rank, ddp):
     )
     for name in ours:  # not averaged
         torch.testing.assert_close(ours[name], theirs[name], atol=SUMMATION, rtol=0.0)
-    assert (ddp / "run" / "budget_sweep.json").exists()
 
 
+@pytest.mark.slow
 def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
     """Losses in fp32 under autocast: with Accelerate's own policy they are multiples of 2^-8, 1e-3 off."""
     logs = []
@@ -157,7 +149,6 @@ def test_fsdp2_equals_one_rank_and_leaves_a_model_that_loads(one_rank, fsdp2):
     ("kind", "environment"),
     [
         pytest.param("map-style", {}, id="map-style-ddp"),
-        pytest.param("streaming", {}, id="streaming-ddp", marks=pytest.mark.slow),
         pytest.param("streaming", FSDP2, id="streaming-fsdp2", marks=pytest.mark.slow),
     ],
 )
@@ -207,43 +198,35 @@ def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp
     assert same(tmp_path / "run", fsdp2 / "run")
 
 
-@pytest.mark.parametrize(
-    "environment", [pytest.param({}, id="ddp", marks=pytest.mark.slow), pytest.param(FSDP2, id="fsdp2")]
-)
-def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(environment, data, tmp_path):
+def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(data, tmp_path):
     order = command_line(tmp_path / "run", **data["map-style"])
-    codes, log = train_apart(order, tmp_path, ("break_weight_at_update", 6, 1), ranks=2, environment=environment)
+    codes, log = train_apart(order, tmp_path, ("break_weight_at_update", 6, 1), ranks=2, environment=FSDP2)
     assert codes == [1, 1], log
     assert log.count("FloatingPointError: update 6: the weights") == 2, log
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
     assert not list((tmp_path / "run").glob(".tmp-*"))
 
 
-@pytest.mark.parametrize(
-    "environment", [pytest.param({}, id="ddp", marks=pytest.mark.slow), pytest.param(FSDP2, id="fsdp2")]
-)
-def test_a_lost_rank_is_no_full_disk(environment, data, tmp_path):
+def test_a_lost_rank_is_no_full_disk(data, tmp_path):
     """It dies while the ranks write a checkpoint."""
     order = command_line(tmp_path / "run", **data["map-style"])
     fault = ("kill_in_file", "random_states_1.pkl")
-    codes, log = train_apart(order, tmp_path, fault, ranks=2, environment=environment)
+    codes, log = train_apart(order, tmp_path, fault, ranks=2, environment=FSDP2)
     assert codes == [1, -signal.SIGKILL], log
     assert "ConnectionError: lost another process of this run, " in log and "Last good checkpoint: none" in log, log
     assert "Make room" not in log and not list_checkpoints(tmp_path / "run")
 
 
 @pytest.mark.slow
-def test_several_ranks_say_once_why_they_refuse(data, tmp_path):
-    """As a user starts them, while another run has the folder."""
+def test_several_ranks_say_once_why_they_refuse_and_then_train(data, tmp_path):
+    """As a user starts them, with the script for two ranks: while another run has the folder, and after it."""
     (tmp_path / "run").mkdir()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [str(ROOT / "train/launch/two_cpu_ranks.sh"), "-m", "essm_train.train_clm"]
+    command += command_line(tmp_path / "run", **data["map-style"])
     with FileLock(tmp_path / "run" / ".lock"):
-        run = subprocess.run(
-            [*launch, "-m", "essm_train.train_clm", *command_line(tmp_path / "run", **data["map-style"])],
-            env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
+        run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr.count("error: output_dir ") == 1 and "in use by another run" in run.stderr, run.stderr
     assert 'language.py", line' not in run.stderr  # no traceback of the script's own
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0 and (tmp_path / "run" / "budget_sweep.json").exists(), run.stderr

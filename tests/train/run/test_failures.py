@@ -121,7 +121,7 @@ def test_a_row_that_breaks_the_stream_stops_the_run_and_keeps_its_checkpoint(dat
     rows = [json.dumps({"text": "abcdefgh" * 8})] * 100
     path.write_text("\n".join([*rows, json.dumps({"text": {"nested": 5}}), *rows]))
     changes = {"train_file": path, "validation_file": data["map-style"]["validation_file"], "shuffle_buffer": 2}
-    with pytest.raises(ValueError, match="a row of the training stream: column 'text' must hold text, got dict"):
+    with pytest.raises(ValueError, match="the training stream: column 'text' must hold text, got dict"):
         train(
             [*command_line(tmp_path / "run", **changes, max_steps=500, per_device_train_batch_size=20), "--streaming"]
         )
