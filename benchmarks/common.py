@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What every benchmark shares: command line, the machine's name by its parts, targets, tables and the JSON report.
+"""What every benchmark shares: command line, configurations, tables and the JSON report.
 
 Timing and memory are those of `essm_train.measure.timing`, under the same names here.
 """
@@ -134,12 +134,6 @@ def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, toler
     return error
 
 
-def target(name: str, value: float, least: float | None = None, most: float | None = None) -> dict[str, Any]:
-    """One stated target and whether the measurement meets it."""
-    met = (least is None or value >= least) and (most is None or value <= most)
-    return {"target": name, "value": value, "at_least": least, "at_most": most, "met": bool(met)}
-
-
 HIDDEN = ("definition", "sizes", "rates", "by_seed", "cpu_seconds", "metric")  # in results, and not in tables
 
 
@@ -189,12 +183,9 @@ def report_path(report: dict[str, Any], args: argparse.Namespace, device: torch.
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Print the results and the targets, write the JSON in one move, return the report."""
+    """Print the results, write the JSON in one move, return the report."""
     if isinstance(report["results"], list):
         table(report["results"])
-    for t in report.get("targets", []):
-        bound = f">= {t['at_least']:g}" if t["at_least"] is not None else f"<= {t['at_most']:g}"
-        print(f"{'met    ' if t['met'] else 'NOT MET'}  {t['target']}: {t['value']:.3g} ({bound})")
     path = report_path(report, args, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, report, indent=1)

@@ -135,13 +135,6 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
         with common.threads(count):
             rows = measure_contexts(model, caches, batch, steps, args.rounds)
         report["results"] += [{"batch": batch, "threads": count} | row for row in rows]
-    worst = max(r["time_over_shortest_context"]["median"] for r in report["results"])
-    sizes = {(r["batch"], r["budget"]): r["cache_bytes"] for r in report["results"]}
-    growth = max(r["cache_bytes"] / sizes[r["batch"], r["budget"]] for r in report["results"])
-    report["targets"] = [
-        common.target("cache bytes, any context over the longest, worst", growth, most=1.0),
-        common.target("step time over that after the shortest context, worst", worst, most=1.05),
-    ]
     return common.finish(report, args, device)
 
 
@@ -184,8 +177,6 @@ def limit_table(args: argparse.Namespace) -> dict[str, Any]:
             for K in budgets:
                 row = measure_limit(eager, compiled, memory, K, args.rounds)
                 report["results"].append({"threads": count, "budget": K} | row)
-    worst = min(r["compiled_fraction"]["median"] for r in report["results"])
-    report["targets"] = [common.target("fraction of the limit, compiled, worst", worst, least=0.5)]
     return common.finish(report, args, device)
 
 
@@ -284,8 +275,6 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     states = (read_prompt(model, ids[:, : lengths[0]], K, size).layers for size in (chunk, None))
     for in_pieces, whole in zip(*states):
         common.require_close("state", in_pieces.tensors["features"], whole.tensors["features"])
-    peaks = [row["peak_bytes"] for row in report["results"][1:]]
-    report["targets"] = [common.target("peak memory, longest prompt over shortest", peaks[-1] / peaks[0], most=1.05)]
     return common.finish(report, args, device)
 
 

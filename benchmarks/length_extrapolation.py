@@ -117,15 +117,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             result = {"name": name, "algorithm": algorithm, "filter_length": longest, "seeds": len(runs)}
             result |= {key: summarise(runs, key) for key in ("by_context", "by_position")}
             report["results"].append(result)
-    report["targets"] = [
-        common.target(
-            f"{r['name']}, K = {K}: bits per byte at 8x over 1x", r["by_context"][K][-1]["mean"] / first, most=1.0
-        )
-        for r in report["results"]
-        for K in args.budgets
-        for first in [r["by_context"][K][0]["mean"]]
-        if r["algorithm"] == "chunked"
-    ]
     return common.finish(report, args, device)
 
 

@@ -104,13 +104,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         row = {"K": K or "whole", "held": found[0]["held"]}
         row |= {name: common.spread([sample[name] for sample in found]) for name in ("read", "memory", "seconds")}
         report["results"].append(row)
-    by_budget = {row["K"]: row for row in report["results"]}
-    small, whole = by_budget[budgets[0]], by_budget["whole"]
-    report["targets"] = [
-        common.target(f"{name} at K = {budgets[0]} : whole", small[name]["median"] / whole[name]["median"], most=0.5)
-        for name in ("read", "memory")
-        if whole[name]["median"]
-    ]
     return common.finish(report, args, device)
 
 

@@ -70,8 +70,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         samples = {K: seconds[row["format"], K] for K in budgets}
         row["seconds_per_token"] = {K: common.spread([s / steps for s in samples[K]]) for K in budgets}
         row["time_over_fp32"] = {K: common.ratio(samples[K], seconds["fp32", K]) for K in budgets}
-    worst = max(report["results"][-1]["bits_per_byte"][K] / report["results"][0]["bits_per_byte"][K] for K in budgets)
-    report["targets"] = [common.target("int8 bits per byte over fp32, worst budget", worst, most=1.002)]
     return common.finish(report, args, device)
 
 

@@ -144,8 +144,6 @@ def main(argv: list[str] | None = None) -> dict:
     speed = report["tokens_per_second"]
     print(f"{report['equal_answers']:.0%} of requests are answered alike")
     print(", ".join(f"{name}: {speed[name]['median']:.0f} tokens/s" for name in speed))
-    most = report["batch_over_one"]["median"]
-    report["targets"] = [common.target("tokens/s of the batch over one request at a time", most, least=1.0)]
     return common.finish(report, args, device)
 
 

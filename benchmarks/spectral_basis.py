@@ -67,16 +67,7 @@ def main(argv: list[str] | None = None) -> dict:
             row["eigh_oscillating_channels"] = oscillating_channels(by_eigh)
             row["eigh_close_channels"] = int(close.size if close.all() else close.argmin())
         results.append(row)
-    checked = [r for r in results if "oscillating_channels" in r]
     report["results"] = results
-    report["targets"] = [
-        common.target(f"build seconds at H = {lengths[-1]}", results[-1]["build_seconds"]["median"], most=0.2),
-        common.target(
-            f"right channels of {CHANNELS}, H up to {checked[-1]['H']}",
-            min(r["oscillating_channels"] for r in checked),
-            least=CHANNELS,
-        ),
-    ]
     return common.finish(report, args, device)
 
 

@@ -156,20 +156,6 @@ def measure(B: int, L: int, D: int, K: int, mixing: str, device: torch.device, r
     return rows
 
 
-def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The worst case over all shapes decides."""
-    found = []
-    for mixing in dict.fromkeys(r["mixing"] for r in rows):
-        of_mixing = [r for r in rows if r["mixing"] == mixing]
-        least = min(value["median"] for r in of_mixing for value in r["speedup_over"].values())
-        most = max(value for r in of_mixing for value in r["memory_of"].values())
-        worst = max(r["over_floor"]["median"] for r in of_mixing)
-        found.append(common.target(f"{mixing}: speed over FFT, worst", least, least=2.0))
-        found.append(common.target(f"{mixing}: memory over FFT, worst", most, most=0.25))
-        found.append(common.target(f"{mixing}: time over the floor, worst", worst, most=1.4))
-    return found
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--mixing", nargs="+", choices=CHUNK, default=[*CHUNK])
@@ -189,7 +175,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             rows = [{"threads": count} | row for row in measure(B, L, D, K, mixing, device, args.rounds)]
         report["results"] += rows
         common.table(rows)
-    report["targets"] = targets(report["results"])
     return common.finish(report, args, device)
 
 

@@ -29,7 +29,6 @@ def quick(tmp_path):
         module.main(["--quick", "--device", "cpu", "--rounds", "1", "--out", str(path), *map(str, arguments)])
         report = json.loads(path.read_text())
         assert {"cpu", "cpu_cores", "gpu", "torch", "transformers"} <= report["machine"].keys() and report["results"]
-        assert all(isinstance(t["met"], bool) for t in report.get("targets", []))
         return report
 
     return run

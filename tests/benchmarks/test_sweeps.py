@@ -95,10 +95,7 @@ def test_a_run_that_diverged_rules_its_rate_out(ablate):
     assert result["rates"]["1e+38"] is None and result["best_rate"] == 0.01
 
 
-NAMES = ["paper", "gated", "gated, FFN", "gated, attention 1 in 3", "mamba2", "llama", "s4d"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["paper", "gated, FFN", "gated, attention 1 in 3", "mamba2"])
 def test_models_have_as_many_parameters(name):
     row = ablation.ROWS[name]
     config = matched_models.matched_config(row, 800_000)
@@ -256,7 +253,7 @@ def test_noise_is_delayed_and_has_its_frequencies(band):
     np.testing.assert_allclose(found, expected, atol=0.25)  # 4 standard deviations of 400 products
 
 
-@pytest.mark.parametrize("name", ["mqar:pairs=17", "delay-band:band=0.6", "phone-book:name=6", "induction:length=x"])
+@pytest.mark.parametrize("name", ["mqar:pairs=17", "induction:length=x"])
 def test_parameters_that_cannot_be_met(name):
     assert choose_task(TASKS, "mqar:pairs=2,power=0.5", length=16, tau=3) == AssociativeRecall(16, 2, power=0.5)
     with pytest.raises(ValueError, match=r"no sample can meet|are numbers named"):
