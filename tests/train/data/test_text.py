@@ -170,16 +170,17 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_files_are_named(name, streaming, tmp_path):
+def test_broken_files_are_named(name, tmp_path):
+    """Whole and streamed."""
     content, message = BROKEN[name]
     held_out = write(tmp_path / "held_out.txt", "held out")
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    named = {"train_file": [str(tmp_path / name)], "validation_file": [held_out], "streaming": streaming}
-    with pytest.raises(ValueError, match=message):
-        load_text(arguments(**named), BYTES).source.draw(1)
+    for streaming in (False, True):
+        named = {"train_file": [str(tmp_path / name)], "validation_file": [held_out], "streaming": streaming}
+        with pytest.raises(ValueError, match=message):
+            load_text(arguments(**named), BYTES).source.draw(1)
 
 
 def test_text_that_is_not_there(tmp_path):
