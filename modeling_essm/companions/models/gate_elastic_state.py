@@ -3,7 +3,7 @@
 
     s = softplus(w) log(l0 + eps) + b,    tau_1 < .. < tau_Kmax,    K = sum_j 1[s > tau_j]
 
-K is monotone in the objective l0 for every value of the weights, and the steps are nested: whoever takes step j took
+K is monotone in the objective l0 for every value of the weights, and the steps are nested: a row that takes step j took
 those before it. In training p_j = sigmoid((s - tau_j) / T) carries the gradient. The gate does not send gradients into
 l0: a proposal is trained to be good, not to look easy.
 Letters: B batch, K depth.

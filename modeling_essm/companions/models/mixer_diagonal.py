@@ -103,7 +103,7 @@ class DiagonalMixer(nn.Module):
         Args:
             u: (B, L, H) inputs, L >= 1. state: (B, n), in S4D (B, H, n), complex, before them; None for zero.
             real: (B, L) bool, for each row False first and True from some step on, or False throughout: steps that are
-                not real neither read nor move the state, and their outputs mean nothing. None: all are real.
+                not real neither read nor move the state, and their outputs are undefined. None: all are real.
         Returns:
             y (B, L, H) in u's dtype, and the state after the last step; None with two directions.
         Raises:

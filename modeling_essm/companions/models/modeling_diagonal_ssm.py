@@ -88,7 +88,7 @@ class DiagonalSSMPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if isinstance(module, DiagonalMixer)]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; the configuration tells the sizes that the mixers have, whoever changed them."""
+        """As in transformers; the configuration tells the sizes that the mixers have now."""
         self.config.state_sizes = [mixer.state_size for mixer in self.mixers]
         super().save_pretrained(*args, **kwargs)
 
@@ -125,10 +125,9 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         """
         Args:
             input_ids: (B, L) int64 or int32 in [0, vocab_size). Or inputs_embeds: (B, L, H), input_features: (B, L, F).
-            attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist, wherever it
-                stands and wherever pieces are cut: real ones come out as if they alone made up the row, and the state
-                does not advance on others. The output there is that of the last real position before it in this call;
-                where there is none, it means nothing.
+            attention_mask: (B, L) or (B, past + L), 1 for real positions. Masked positions are skipped, wherever they
+                are: they change neither other outputs nor the state. An output there is that of the last real position
+                before it in this call, and undefined where there is none.
             past_key_values: StateCache to continue from; updated in place.
         Returns:
             BaseModelOutputWithPast: last_hidden_state (B, L, H), past_key_values if asked for, hidden_states a tuple of

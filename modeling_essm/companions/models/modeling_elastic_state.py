@@ -40,7 +40,7 @@ class ElasticStateOutput(ModelOutput):
     """
     Args:
         loss: () mean over real positions of l_K + lambda_E K + w_0 l_0, in training with "policy_gradient" plus its
-            surrogate; None without an objective. A task's loss on `readouts` is added by whoever has one.
+            surrogate; None without an objective. The loss of a task on `readouts` is for the caller to add.
         readouts: (B, L, d_y) y = g(z_K); of no meaning, like what else is told of them, at positions that are not real.
         latents: (B, L, d) z_K, committed. proposals: (B, L, d) z_0.
         proposal_losses, losses: (B, L) the objective of proposals and of refined states; None without an objective.
@@ -205,10 +205,9 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         Args:
             input_features: (B, L, F). observations: what the objective sees, (B, L, ..) or a nest of such tensors;
                 input_features by default.
-            attention_mask: (B, L) or (B, past + L), 1 for real positions. A position with 0 does not exist: state and
-                history stay as they are, and its depth is 0. Only with the model's own recurrence.
-            past_key_values: StateCache to continue from; updated in place, and of no use after a call that
-                failed.
+            attention_mask: (B, L) or (B, past + L), 1 for real positions. Masked positions are skipped: they change
+                neither state nor history, and their depth is 0. Only with the model's own recurrence.
+            past_key_values: StateCache to continue from; updated in place. After a call that failed it is undefined.
             refine_depth: K of every position, instead of the gate's: an int, or integers (B,) or (B, L). With 0 the
                 model is its backbone, and an objective is not needed.
             max_refine_depth: cap of this call on K. gate_threshold_shift: added to all thresholds: more for less work.
@@ -250,7 +249,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             )
         observations = input_features if observations is None else observations
         _check_observations(observations, B, L)
-        if real is not None:  # positions that do not exist may hold anything
+        if real is not None:  # masked positions may hold anything
             input_features, observations = (_blank(x, real) for x in (input_features, observations))
         propose = self.source.start(input_features, real, cache, spectral_budget)
         z, history = self._begin(cache, input_features, observations, real)
@@ -328,7 +327,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
 
         def evaluate(z: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
             y = seen = self._read(z)
-            if real is not None:  # nor do gradients come from what does not exist
+            if real is not None:  # masked positions give no gradient
                 seen = torch.where(rows_of(real, rows)[:, None], y, y.detach())
             losses = self.objective(seen, rows_of(observation, rows), rows_of(history, rows))
             if losses.shape != y.shape[:1]:

@@ -9,7 +9,7 @@ change its tensors or keep them.
 `history` is None, or a dict of the last `history_length` steps, oldest first: "readouts" (B, W, d_y), "observations"
 (B, W, ..) and "real" (B, W) bool. An objective with `initial_history(observation)` and `commit(history, y,
 observation)` keeps one of its own instead: any nest of tensors whose first dimension is B. It begins with the first
-position of the first call that exists in a row; where none does, with an observation of zeros.
+real position of a row in the first call, or with an observation of zeros if there is none.
 
 Code does not travel with weights. An objective that a model should find when it loads has a name:
 `register_objective("repair", RepairEnergy)`, then config.objective = "repair", whose own weights are saved with the

@@ -134,7 +134,7 @@ def allocate(
     Returns:
         A plan. A unit is what the importance scores: a stored mode, a rank of modes ("mode_index") or a state.
     Raises:
-        ValueError: anything out of range, or a combination that means nothing.
+        ValueError: anything out of range, or arguments that exclude each other.
     """
     if (amount is None) == (total is None):
         raise ValueError(f"give exactly one of amount and total, got {amount} and {total}")

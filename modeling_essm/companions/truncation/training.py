@@ -77,7 +77,7 @@ class InTrainingTruncation:
         the new Parameters in (communication hooks have to be registered again).
 
         Returns:
-            What was done; its `replaced` is for whoever else holds Parameters, such as an average of the weights.
+            What was done. Others that hold Parameters, such as an average of the weights, need its `replaced`.
         Raises:
             ValueError: no diagonal layers, or values out of range; a sharded model.
         """

@@ -237,18 +237,15 @@ def test_rounding_is_not_kept():
     assert error_norm(system, result.system) < 1e-6 * float(frequency_response(system).abs().max())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_arguments():
+    for options, message in [
         ({}, "exactly one of tau and size"),
         ({"tau": 0.1, "size": 3}, "exactly one of tau and size"),
         ({"size": 0}, r"size must be an integer in \[1, 12\], got 0"),
         ({"size": 13}, r"size must be an integer in \[1, 12\], got 13"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        truncate(random_system(), **options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            truncate(random_system(), **options)
 
 
 # --- Dense systems and scales -----------------------------------------------------------------------------------------

@@ -247,9 +247,8 @@ def test_half_precision(tmp_path):
         torch.testing.assert_close(output.readouts, exact.readouts, rtol=0, atol=0.1)  # 2^-8 of values near 3, added up
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_bad_calls():
+    for kwargs, message in [
         ({"input_features": torch.zeros(2, 3, 4)}, r"input_features must have shape \(B, L, 5\)"),
         ({"refine_depth": 4}, r"refine_depth must be integers in \[0, 3\], got 4"),
         ({"refine_depth": 1.0}, r"refine_depth must be integers"),
@@ -264,12 +263,10 @@ def test_half_precision(tmp_path):
         ),
         ({"observations": {"a": None}}, "observations must be tensors, .* got NoneType"),
         ({"past_key_values": []}, "past_key_values must be a StateCache, got list"),
-    ],
-)
-def test_bad_calls(kwargs, message):
-    model = random_model(dtype=torch.float32)
-    with pytest.raises(ValueError, match=message):
-        model(**({"input_features": torch.zeros(2, 3, 5)} | kwargs))
+    ]:
+        model = random_model(dtype=torch.float32)
+        with pytest.raises(ValueError, match=message):
+            model(**({"input_features": torch.zeros(2, 3, 5)} | kwargs))
 
 
 def test_a_bad_objective_and_a_cache_of_other_rows():

@@ -53,24 +53,20 @@ def update(model, optimizer, step):
 # --- When -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("attempts", "until", "steps"),
-    [
+def test_attempts_are_equidistant():
+    for attempts, until, steps in [
         (4, "warmup", (25, 50, 75, 100)),
         (4, 200, (50, 100, 150, 200)),
         (3, 0.5, (167, 333, 500)),
         (4, 1.0, (250, 500, 750, 1000)),
         (1, 1, (1,)),
         (3, 3, (1, 2, 3)),
-    ],
-)
-def test_attempts_are_equidistant(attempts, until, steps):
-    assert attempt_steps(attempts, until, max_steps=1000, warmup_steps=100) == steps
+    ]:
+        assert attempt_steps(attempts, until, max_steps=1000, warmup_steps=100) == steps
 
 
-@pytest.mark.parametrize(
-    ("attempts", "until", "message"),
-    [
+def test_schedules_that_do_not_fit():
+    for attempts, until, message in [
         (0, 5, "attempts must be at least 1, got 0"),
         (4, "epoch", "until must be 'warmup', a step or a share .* got 'epoch'"),
         (4, "warmup", r"warm-up's steps \(until='warmup'\) must be in \[4, 1000\] for 4 attempts, got 3"),
@@ -78,11 +74,9 @@ def test_attempts_are_equidistant(attempts, until, steps):
         (4, 1001, r"until must be in \[4, 1000\] for 4 attempts, got 1001"),
         (4, 1.5, r"must be in \(0, 1\], got 1.5"),
         (4, 0.001, r"until=0.001 must be in \[4, 1000\] for 4 attempts, got 1"),
-    ],
-)
-def test_schedules_that_do_not_fit(attempts, until, message):
-    with pytest.raises(ValueError, match=message):
-        attempt_steps(attempts, until, max_steps=1000, warmup_steps=3)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            attempt_steps(attempts, until, max_steps=1000, warmup_steps=3)
 
 
 # --- The optimizer ----------------------------------------------------------------------------------------------------
@@ -321,14 +315,11 @@ def test_trainers_that_cannot_truncate(tmp_path):
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_bad_arguments():
+    for options, message in [
         ({"tau": 0.0}, r"tau must be in \(0, 1\), got 0.0"),
         ({"tau": 1.0}, r"tau must be in \(0, 1\), got 1.0"),
         ({"min_reduction": 1.0}, r"min_reduction must be in \[0, 1\), got 1.0"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        BalancedTruncationCallback(**options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            BalancedTruncationCallback(**options)
