@@ -45,15 +45,13 @@ class BalancedTruncationCallback(TrainerCallback):
         min_reduction: float = 0.05,
         say: Callable[[str], None] = print,
     ):
-        if not 0.0 < tau < 1.0:
-            raise ValueError(f"tau must be in (0, 1), got {tau}")
-        if not 0.0 <= min_reduction < 1.0:
-            raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
-        self.tau, self.attempts, self.until = tau, attempts, until
-        self.min_reduction, self.say = min_reduction, say
-        self.history: list[dict[str, Any]] = []
-        self._truncation: InTrainingTruncation | None = None
+        self.truncation = InTrainingTruncation((), tau=tau, min_reduction=min_reduction)
+        self.attempts, self.until, self.say = attempts, until, say
         self._since = (0, 0.0)  # step and time of the last attempt
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        return self.truncation.history
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
@@ -61,16 +59,15 @@ class BalancedTruncationCallback(TrainerCallback):
         truncatable(unwrap(model))
         warmup_steps = args.get_warmup_steps(state.max_steps)
         steps = attempt_steps(self.attempts, self.until, max_steps=state.max_steps, warmup_steps=warmup_steps)
-        self._truncation = InTrainingTruncation(steps, tau=self.tau, min_reduction=self.min_reduction)
-        self.history = self._truncation.history = [e["truncation"] for e in state.log_history if "truncation" in e]
+        self.truncation.steps = frozenset(steps)
+        self.truncation.history = [entry["truncation"] for entry in state.log_history if "truncation" in entry]
         self._since = state.global_step, time.perf_counter()
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        assert self._truncation is not None
         now = time.perf_counter()
-        report = self._truncation.after_step(model, optimizer, state.global_step)
+        report = self.truncation.after_step(model, optimizer, state.global_step)
         if report is None:
             return
         state.log_history.append({"step": state.global_step, "truncation": self.history[-1]})
@@ -78,5 +75,5 @@ class BalancedTruncationCallback(TrainerCallback):
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
         if state.is_world_process_zero:
             speed = (state.global_step - self._since[0]) / max(now - self._since[1], 1e-9)
-            self.say(f"{self._truncation.line()}, {speed:.2f} updates/s before")
+            self.say(f"{self.truncation.line()}, {speed:.2f} updates/s before")
         self._since = state.global_step, time.perf_counter()

@@ -27,7 +27,7 @@ class LayerTruncation:
         name: of its module. before, after: modes, of all channels. size: modes stored now; where channels have modes
             of their own, the largest number of any.
         bound: of the error's largest singular value at any frequency, without the skip; 0 for an untouched layer.
-        hankel: Hankel singular values before, as in `Truncation`; None for a layer without modes or unstable.
+        hankel: Hankel singular values before, as in `Truncation`; none for a layer without modes or unstable.
         refused: why it is larger than asked for; "" if it is not.
     """
 
@@ -36,7 +36,7 @@ class LayerTruncation:
     after: int
     size: int
     bound: float
-    hankel: Tensor | None = field(repr=False)
+    hankel: Tensor = field(repr=False)
     refused: str = ""
 
 
@@ -116,8 +116,8 @@ def plan_truncation(
     tau: float | None = None,
     sizes: int | Sequence[int] | None = None,
     min_reduction: float = 0.0,
-) -> list[Truncation | str]:
-    """What `balanced_truncate` would do, layer by layer: a truncation, or why there is none. Arguments as there."""
+) -> list[Truncation]:
+    """What `balanced_truncate` would do, layer by layer. Arguments as there."""
     if not layers:
         raise ValueError("the model has no layer with lti() and set_lti(), so nothing can be truncated")
     if not 0.0 <= min_reduction < 1.0:
@@ -130,38 +130,32 @@ def plan_truncation(
     return [_plan_layer(layer, tau, size, min_reduction) for layer, size in zip(layers, each, strict=True)]
 
 
-def _plan_layer(layer: StateLayer, tau: float | None, size: int | None, min_reduction: float) -> Truncation | str:
+def _plan_layer(layer: StateLayer, tau: float | None, size: int | None, min_reduction: float) -> Truncation:
     system = layer.read()
+    whole = Truncation(system, torch.zeros(0, dtype=torch.float64), 0.0)
     if system.modes == 0:
-        return ""
+        return whole
     if not all(bool(torch.isfinite(torch.view_as_real(t)).all()) for t in (system.lam, system.B, system.C)):
-        return "its modes hold NaN or infinite values"
+        return replace(whole, refused="its modes hold NaN or infinite values")
     try:
         check_stable(system, layer.name)
     except ValueError as error:
-        return str(error)
-    if type(size) is int:
-        size = min(size, system.lam.shape[-1])
-    result = truncate(system, tau=tau, size=size)
+        return replace(whole, refused=str(error))
+    result = truncate(system, tau=tau, size=min(size, system.lam.shape[-1]) if type(size) is int else size)
     if result.system.modes < (1.0 - min_reduction) * system.modes:
         return replace(result, system=equalise(result.system))
     return replace(result, system=system, bound=0.0)
 
 
-def apply_truncation(
-    model: nn.Module, layers: Sequence[StateLayer], results: Sequence[Truncation | str]
-) -> TruncationReport:
+def apply_truncation(model: nn.Module, layers: Sequence[StateLayer], results: Sequence[Truncation]) -> TruncationReport:
     """Write the planned systems, and the sizes of all layers into config.state_sizes."""
     rows, replaced = [], []
     for layer, result in zip(layers, results, strict=True):
-        system = layer.read()
-        if isinstance(result, str):
-            after, bound, hankel, refused = system, 0.0, None, result
-        else:
-            after, bound, hankel, refused = result.system, result.bound, result.hankel, result.refused
-        if after.modes < system.modes:
+        before, after = layer.read().modes, result.system
+        if after.modes < before:
             replaced += write_layer(layer, after)
-        rows.append(LayerTruncation(layer.name, system.modes, after.modes, after.lam.shape[-1], bound, hankel, refused))
+        size = after.lam.shape[-1]
+        rows.append(LayerTruncation(layer.name, before, after.modes, size, result.bound, result.hankel, result.refused))
     report = TruncationReport(tuple(rows), tuple(replaced))
     if replaced:
         record_sizes(model, layers, report.sizes)

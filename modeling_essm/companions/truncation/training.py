@@ -67,6 +67,10 @@ class InTrainingTruncation:
     """
 
     def __init__(self, steps: Collection[int], *, tau: float = 0.1, min_reduction: float = 0.05):
+        if not 0.0 < tau < 1.0:
+            raise ValueError(f"tau must be in (0, 1), got {tau}")
+        if not 0.0 <= min_reduction < 1.0:
+            raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
         self.steps, self.tau, self.min_reduction = frozenset(steps), tau, min_reduction
         self.history: list[dict[str, Any]] = []
 
@@ -127,7 +131,7 @@ def truncatable(model: nn.Module) -> list[StateLayer]:
     return layers
 
 
-def _from_first_process(plan: Callable[[], list[Truncation | str]]) -> list[Truncation | str]:
+def _from_first_process(plan: Callable[[], list[Truncation]]) -> list[Truncation]:
     """What the first process computes, on all: eigenvectors may differ in their last bits, and ranks with them."""
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return plan()
