@@ -12,18 +12,8 @@ os.environ["HF_DATASETS_CACHE"] = _cache.name  # before `datasets` is imported; 
 os.environ["HF_UPDATE_DOWNLOAD_COUNTS"] = "0"  # or each file that is read asks the Hub, 5 seconds without a network
 
 
-@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Tests marked `gpu` are skipped where there is none; of one marked `sampled(n)` all variants but n are slow."""
-    sampled: dict[tuple, list] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
-            sampled.setdefault((item.path, item.originalname), []).append(item)
-    for variants in sampled.values():
-        (kept,) = variants[0].get_closest_marker("sampled").args
-        order = sorted(range(len(variants)), key=lambda i: i * 0.618034 % 1)  # in step with no argument's values
-        for i in order[kept:]:
-            variants[i].add_marker(pytest.mark.slow)
+    """Tests marked `gpu` are skipped where there is none."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Shared builders: tiny configs, and models whose every parameter matters; and what several benchmarks' tests do."""
+"""Shared builders: tiny configs, models whose every parameter matters, masks, and losses by hand."""
 
 import contextlib
 import logging
@@ -30,13 +30,6 @@ HYBRID = {
 }
 variants = pytest.mark.parametrize("variant", [*VARIANTS.values(), HYBRID], ids=[*VARIANTS, "hybrid"])
 blocks = pytest.mark.parametrize("block", [VARIANTS["paper"], VARIANTS["gated"]], ids=["paper", "gated"])
-# The layers of earlier tests; gone with what they test.
-VARIANTS |= {
-    "ar": {"ar_order": 2},
-    "ar-shift": {"ar_order": 2, "ar_feature_shift": 2},
-    "ar-released": {"ar_order": 2, "ar_feature_shift": 2, "ar_negative_filters": False, "gating": "none"},
-    "gated-diagonal": {"block": "gated", "mixing_size": 1, "inner_size": 24, "conv_kernel_size": 3},
-}
 
 
 def tiny_config(cls=ESSMConfig, **fields) -> ESSMConfig:
@@ -109,22 +102,6 @@ def captured_warnings():
         yield messages
     finally:
         logger.removeHandler(handler)
-
-
-def start_killed_sweep(module, monkeypatch, start):
-    """`start` a sweep of that benchmark, which is killed in its third run."""
-    train, calls = module.train, []
-
-    def dies(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return train(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "train", dies)
-        with pytest.raises(KeyboardInterrupt):
-            start()
 
 
 # The beginning of a process that must do without this package.

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from generating import BEAMS, FIXED, GREEDY, NEW, generate, greedy_without_cache, random_model, strategies
+from generating import BEAMS, GREEDY, NEW, generate, greedy_without_cache, random_model, strategies
 from helpers import HYBRID, assert_close, captured_warnings, pad, random_ids, variants
 from transformers import GenerationConfig, TextIteratorStreamer
 
@@ -81,16 +81,6 @@ def test_prompts_with_holes_equal_solo_prompts(options, variant):
     for i in range(4):
         alone = generate(model, ids[i : i + 1, mask[i]], **GREEDY)
         assert torch.equal(batch[i, -NEW:], alone[0, -NEW:])
-
-
-def test_many_samples_of_rows_with_budgets():
-    """Sampling a batch cannot equal solo runs draw by draw; top_k=1 makes the draws certain."""
-    model, ids, rows = random_model(), random_ids(2, 19), torch.tensor([2, 32])
-    strategy = {**FIXED, "do_sample": True, "top_k": 1, "num_return_sequences": 3}
-    batch = generate(model, ids, spectral_budget=rows, **strategy)
-    for i, K in enumerate((2, 32)):
-        alone = generate(model, ids[i : i + 1], **GREEDY, spectral_budget=K)
-        assert torch.equal(batch[3 * i : 3 * i + 3], alone.expand(3, -1))
 
 
 READING_IN_PIECES = {"prefill_chunk_size": 7, "custom_generate": speculate(2)}

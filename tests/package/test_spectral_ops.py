@@ -139,16 +139,6 @@ def test_a_budget_touches_only_its_prefix(algorithm):
 
 
 @algorithms
-def test_zero_gates_are_smaller_budgets_per_row(algorithm):
-    operator = SpectralOperator(H)
-    u, gates, M = make_inputs(2, 90, 16)
-    gates[0, :, 3:] = 0
-    y, _ = operator(u, gates, M, algorithm=algorithm)
-    solo, _ = operator(u[:1], gates[:1, :, :3], M, algorithm=algorithm)
-    assert relative_error(y[:1], solo) < TOLERANCE[torch.float64]
-
-
-@algorithms
 def test_rows_of_padding_only_keep_their_state(algorithm):
     operator = SpectralOperator(H)
     u, gates, M = make_inputs(2, 20, 4)
@@ -190,15 +180,6 @@ def test_errors(tensors, x0, algorithm, message):
 
 
 # --- Derivatives
-
-
-def test_gradients_by_finite_differences():
-    operator = SpectralOperator(64, chunk_size=4)
-    u, gates, M = make_inputs(2, 11, 3, D=2, E=3)
-    x0 = 0.1 * torch.randn(2, operator.num_states(3), 2, dtype=torch.float64)
-    leaves = [t.requires_grad_() for t in (u, gates, M, x0)]
-    lengths = torch.tensor([11, 6])
-    assert torch.autograd.gradcheck(lambda *a: operator(*a, lengths), leaves)
 
 
 def test_memory_of_a_backward_pass_does_not_hold_features():
