@@ -4,7 +4,7 @@ a link to the code, so that `from_pretrained(folder, trust_remote_code=True)` wo
 
     python hub_configs/make.py           # into this folder; a test compares what is committed with what this makes
 
-A configuration is changed here, never in the files. The size of each and where it is from stands in SIZES below.
+A configuration is changed here, never in the files. README.md beside this file lists them.
 """
 
 from __future__ import annotations
@@ -230,16 +230,11 @@ CONFIGURATIONS = {
 }
 
 # Folders with weights, which release.py makes from runs.
-RELEASED = {"essm-novels-6m": "6.1M parameters, gated block; English novels as bytes"}
-
-
-def count_parameters(published: Published) -> int:
-    with torch.device("meta"):
-        return sum(p.numel() for p in published.model_class()(published.config()).parameters())
+RELEASED = ("essm-novels-6m",)
 
 
 def make(root: Path) -> None:
-    """Write all folders and README.md into `root`; a folder of the same name is replaced."""
+    """Write all folders into `root`; one of the same name is replaced."""
     code = os.path.relpath(PACKAGE, root.resolve() / "name")
     for name, published in CONFIGURATIONS.items():
         folder = root / name
@@ -260,7 +255,6 @@ def make(root: Path) -> None:
         if published.inputs == "speech":
             speech_features().save_pretrained(folder)
         (folder / "README.md").write_text(card_template(published), encoding="utf-8")
-    (root / "README.md").write_text(overview(), encoding="utf-8")
 
 
 def write_config_file(path: Path, text: str) -> None:
@@ -288,65 +282,6 @@ def card_template(published: Published) -> str:
         *(f"<!-- {section} -->" for section in ("results", "training", "loading", "limits")),
     ]
     return "---\n" + "\n".join(head) + "\n---\n\n" + "\n\n".join(body) + "\n"
-
-
-def overview() -> str:
-    """README.md of the folder."""
-    rows = []
-    for name, published in CONFIGURATIONS.items():
-        config = published.config()
-        size = f"{config.num_hidden_layers} x {config.hidden_size}"
-        origin = "ours" if published.size == "ours" else "paper"
-        rows.append(
-            f"| `{name}` | {count_parameters(published) / 1e6:.1f}M | {config.block} | {size} | "
-            f"{config.filter_length:,} | {'pairs of ' * published.pairs}{published.inputs} | {origin} |"
-        )
-    table = "\n".join(rows)
-    released = "\n".join(f"| [`{name}`]({name}/README.md) | {text} |" for name, text in RELEASED.items())
-    return f"""# Published configurations
-
-Each folder is one model: config.json, tokenizer or feature extractor, generation_config.json for language models, and
-the template of its card, README.md. `code` is a link to the package in this clone; `save_pretrained` writes the files
-in its place. `python hub_configs/make.py` writes all of it, so change that file, not these. `essm-lra-retrieval` has no
-such link: its classes belong to the training library, and `import essm_train.pairs` makes the Auto classes know them.
-
-| folder | parameters | block | blocks x width | filter_length | input | size from |
-|---|---|---|---|---|---|---|
-{table}
-
-Trained models have weights, a budget profile and a finished card. `release.py` makes them from a run, and `peers.py`
-compares them with other models of their size:
-
-| folder | what it is |
-|---|---|
-{released}
-
-A new model from one of these configurations, in a folder that `essm-push` uploads:
-
-```python
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-source, folder = "hub_configs/essm-21m", "runs/mine/model"
-config = AutoConfig.from_pretrained(source, trust_remote_code=True)
-model = AutoModelForCausalLM.from_config(config, trust_remote_code=True)  # random weights, to be trained
-model.save_pretrained(folder)  # config, weights and code: from here on the clone is not needed
-AutoTokenizer.from_pretrained(source, trust_remote_code=True).save_pretrained(folder)
-```
-
-```bash
-essm-push --run runs/mine --hub_model_id org/name --template hub_configs/essm-21m/README.md
-```
-
-| input | what the model reads |
-|---|---|
-| bytes | the 259 symbols of the byte tokenizer |
-| pairs of bytes | two documents as the byte tokenizer reads them, (batch, 2, length) |
-| listops | 15 symbols and padding, by a word-level tokenizer |
-| pixels | numbers in [-1, 1] of shape (batch, length, 1), row by row; no tokenizer |
-| speech | log-mel frames, by the `Speech2TextFeatureExtractor` of preprocessor_config.json |
-
-The feature extractor needs numpy alone. With torchaudio installed the last digits of its frames differ.
-"""
 
 
 if __name__ == "__main__":
