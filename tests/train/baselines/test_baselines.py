@@ -57,7 +57,7 @@ def padded(length: int, lengths: tuple[int, ...]) -> torch.Tensor:
 
 @architectures
 def test_baselines_match_the_target(architecture):
-    """Of a toy and of the paper's language model, and of classifiers."""
+    """A toy and the paper's language model, and classifiers."""
     classify = {"model_class": BaselineForSequenceClassification, "num_input_features": 40, "num_labels": 12}
     for target, D, layers in ((100_000, 64, 2), (21_000_000, 256, 8)):
         for fields in (classify, {}) if architecture in CAUSAL else (classify,):

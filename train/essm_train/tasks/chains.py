@@ -1,11 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Loop repair: folded proteins, one loop of which was disturbed, to be mended residue by residue.
+"""Loop repair: a model mends one disturbed loop of a folded protein, residue by residue.
 
-A chain is its C-alpha trace, in units of the 3.8 A between neighbours. Of a window of 64 residues one loop of 8 to 12
-is disturbed: its torsions are kicked, so that its end misses the next residue, and its atoms shaken. A model reads the
-window from its start and says for each residue the step from the one before; it knows where the loop is and where the
-chain goes on after it. What a state is refined on, `RepairEnergy`, needs no native structure. The poster of elastic
-state models has neither task nor energy in detail: both are ours.
+A chain is its C-alpha trace, in units of the 3.8 A between neighbours. A window has 64 residues, and one loop of 8 to
+12 of them is disturbed: its torsions are kicked, so that its end misses the next residue, and its atoms are shaken. The
+model reads the window from its start and says for each residue the step from the one before. It knows where the loop is
+and where the chain goes on after it. States are refined on `RepairEnergy`, which needs no native structure. The poster
+of elastic state models gives neither task nor energy in detail: both are ours.
 Letters: B batch, L residues of a window, W committed steps that the energy looks back on.
 """
 
@@ -224,7 +224,7 @@ class RepairEnergy(nn.Module):
 
 
 def quality(steps: Tensor, energies: Tensor, batch: dict[str, Any]) -> dict[str, float]:
-    """Of committed steps (B, L, 3) and their energies (B, L): means over the windows.
+    """How good committed steps (B, L, 3) with their energies (B, L) are: means over the windows.
 
     Returns:
         "energy" of all residues; "rmsd_outside" and "rmsd_loop", root mean squares in A of the distance from the native
@@ -240,9 +240,3 @@ def quality(steps: Tensor, energies: Tensor, batch: dict[str, Any]) -> dict[str,
         "rmsd_loop": float(off[loop].mean().sqrt()) * BOND,
         "gap": float(((places[last] - anchors).norm(dim=-1) - 1).abs().mean()) * BOND,
     }
-
-
-__all__ = [
-    *("FEATURES", "RepairEnergy", "Window", "collate", "disturb", "draw"),
-    *("fixed_windows", "quality", "read_chain", "read_chains"),
-]

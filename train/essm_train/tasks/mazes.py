@@ -1,12 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Mazes that are seen five cells wide: values of the cells around, and what makes them agree with each other.
+"""Mazes that are seen five cells wide: a model says how far the goal is from each cell around the walker.
 
 A maze is a grid of walls and cells with some loops and doors. Walking into a closed door opens it, which takes a step.
-The walker sees the 5 x 5 cells around it and where the goal lies; a model says for each of these cells how many steps
-it takes to the goal, and the walker goes where that is least. What a state is refined on, `ValueConsistency`, knows no
-way: it asks for values that agree with their neighbours', with what was said before of the same cells (as in learning
-real-time search, Korf 1990), and with the distance as the crow flies. The poster of elastic state models names a maze
-and nothing else: task and objective are ours.
+The walker sees the 5 x 5 cells around it and where the goal lies. The model says for each of these cells how many steps
+it takes to the goal, and the walker goes where that is least. States are refined on `ValueConsistency`, which knows no
+way: values shall agree with their neighbours', with what was said before about the same cells (as in learning real-time
+search, Korf 1990), and with the distance as the crow flies. The poster of elastic state models names a maze and nothing
+else: task and objective are ours.
 Letters: B batch of walkers, L steps, n side of the grid, V a value.
 """
 
@@ -259,9 +259,3 @@ class ValueConsistency(nn.Module):
         each[:, inside, inside] = agree
         each = torch.where(at_goal, V.square(), each)
         return (each * free).sum((1, 2)) / free.sum((1, 2)).clamp(min=1)
-
-
-__all__ = [
-    *("FEATURES", "READOUTS", "ValueConsistency", "Walk", "costs_and_values"),
-    *("distances", "make_maze", "new_walk", "stack"),
-]

@@ -356,7 +356,7 @@ class _Growth:
         snake = self.order.snake[self.slot[lost]]
         self.shorten_marked(lost[snake < 2], snake[snake < 2])
         self.restart_distractor(lost[snake >= 2])
-        # Of the marked snakes, the shorter one grows next.
+        # The shorter one of the marked snakes grows next.
         unfinished = live[self.grown[live].min(1) < self.task.num_paddles]
         snake = (self.grown[unfinished, 1] < self.grown[unfinished, 0]).astype(int)
         self.slot[unfinished] = 2 * self.grown[unfinished, snake] + snake
