@@ -1,10 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The budget profile: quality of one model at every budget K, and its speed and memory on devices, as measured.
 
-essm-calibrate (train/calibrate.py) writes it beside the weights as `budget_profile.json`. Quality belongs to the model
-and is there once. Times and memory belong to a device, and several devices stand side by side. The file names the
-checksum of the weights that were measured; a model with other weights refuses it. It answers one question: which
-budget, for this much time or this much quality?
+essm-calibrate writes it beside the weights as `budget_profile.json`. Quality belongs to the model and is there once.
+Times and memory belong to a device, and several devices stand side by side. The file names the checksum of the weights
+that were measured; a model with other weights refuses it. It answers one question: which budget, for this much time or
+this much quality?
 
     choose_budget(model, max_quality_drop=0.02)
     choose_budget(model, max_latency_ms=2.5, batch_size=8)
@@ -285,7 +285,7 @@ def choose_budget(
     if profile is None:
         raise ValueError(
             f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
-            "write it with essm-calibrate (train/calibrate.py)"
+            "write it with essm-calibrate"
         )
     return profile.choose(
         max_latency_ms=max_latency_ms,
@@ -349,7 +349,7 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {path}: write it with essm-calibrate (train/calibrate.py)") from None
+        raise FileNotFoundError(f"there is no {path}: write it with essm-calibrate") from None
     except (OSError, ValueError, RecursionError) as error:  # damaged JSON or UTF-8
         raise ValueError(f"{path} cannot be read: {error}; run essm-calibrate again, or fetch it again") from error
     version = record.get("format_version") if isinstance(record, dict) else None
@@ -373,7 +373,7 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
     if profile.weights != weights_checksum(model):
         raise ValueError(
             f"{path} was measured on another model, whose weights differ: delete it, or measure this model with "
-            "essm-calibrate (train/calibrate.py)"
+            "essm-calibrate"
         )
     # A budget is the same if every layer runs as many channels as it did: K, or all that it had.
     layers = list(zip(profile.capacities, model.config.capacities))
