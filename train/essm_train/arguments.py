@@ -107,8 +107,8 @@ class RunArguments:
 
     truncation_tau: float | None = arg(
         None,
-        "Of a diagonal_ssm: balanced truncation during training, which in an attempt discards at most this share of "
-        "the Hankel singular values of each layer. Shares compound.",
+        "For a diagonal_ssm: balanced truncation during training. An attempt discards at most this share of the Hankel "
+        "singular values of each layer. Shares compound.",
     )
     truncation_attempts: int = arg(4, "With truncation_tau: how often, at equal distances.")
     truncation_until: str = arg(
@@ -379,7 +379,7 @@ class ModelArguments(RunArguments):
 
 
 def hybrid_layers(num_layers: int, attention_every: int, kind: str = "full_attention") -> list[str]:
-    """`layer_types` of which the middle one of every so many attends.
+    """`layer_types` in which the middle layer of every so many attends.
 
     Raises:
         ValueError: that is no layer, or every one.

@@ -30,7 +30,7 @@ from essm_train.tasks.listops import ListOps
 from essm_train.tasks.pathfinder import PATHX, Pathfinder
 from essm_train.tasks.shards import RowGenerator, generate
 
-# Of each task: its generator and the values that it has in place of the generator's defaults.
+# Each task's generator, and the values that it has in place of the generator's defaults.
 TASKS: dict[str, tuple[type, Mapping[str, Any]]] = {
     "listops": (ListOps, {}),
     "pathfinder32": (Pathfinder, {}),

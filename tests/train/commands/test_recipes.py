@@ -34,9 +34,9 @@ def recipe(title: str, language: str) -> list[str]:
 
 def run(command: str, small: str = "") -> dict:
     """The command with a small model; the configuration of what it leaves."""
-    _, script, arguments = re.split(r"-m essm_train\.(\w+) ", command)
+    _, script, arguments = re.split(r"(?:-m essm_train\.|essm-)(train[\w-]+) ", command)
     given = [*shlex.split(arguments), *f"{SMALL} {small}".split()]
-    if script == "train_clm":
+    if script in ("train_clm", "train-clm"):
         train_language_model(parse_arguments(CLMArguments, given))
     else:
         train_classifier(parse_arguments(ClassificationArguments, given))

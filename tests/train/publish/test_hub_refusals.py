@@ -171,7 +171,7 @@ def test_a_dry_run_says_both_and_writes_nothing(run, capsys):
 def test_a_link_in_the_place_of_a_file_is_refused(run, name):
     target = (run / "model" / name).rename(run / name)
     (run / "model" / name).symlink_to(target)
-    with pytest.raises(ValueError, match=f"lacks the .*{name}, of which a symbolic link is never published"):
+    with pytest.raises(ValueError, match=f"lacks the .*{name}; a symbolic link is never published"):
         check_folder(run / "model")
 
 

@@ -34,7 +34,7 @@ def run(folder, steps=(2, 4), **changes):
         evaluate=lambda accelerator, model, K: float(len(model.layers[0].nu)),
         metric=Metric("modes", higher_is_better=True),
         tokens_per_sample=6,
-        save_companions=lambda path: None,
+        save_beside=lambda path: None,
         identity={},
         truncation=truncation,
     )

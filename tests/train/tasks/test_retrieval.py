@@ -58,7 +58,7 @@ def test_a_tenth_is_held_out_where_nothing_is_given(tmp_path):
     assert set(load(seed=1).validation.samples.indices) != set(parts[1].indices)
     assert "27 pairs of bytes" in data.description and "of the documents cut at 8" in data.description
     assert len(load(validation_file=files["test_file"]).validation.samples) == 9
-    data.save_companions(tmp_path / "model")
+    data.save_beside(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")  # pads and cuts as it was done here
     batch = tokenizer(["a" * 80, "ab"], padding=True, truncation=True, return_tensors="pt")
     assert batch["input_ids"].shape == (2, 8) and batch["attention_mask"][1].tolist() == [1, 1] + [0] * 6

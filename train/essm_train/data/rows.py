@@ -43,7 +43,7 @@ class LabelledData:
         tokens_per_sample: mean length after cutting; for a stream max_length.
         digests: change if the training or validation data does. description: for people.
         collate: samples, and a length to pad to or None, to a batch with labels.
-        save_companions: writes what the model's inputs need into the folder of a saved model.
+        save_beside: writes what the model's inputs need into the folder of a saved model.
     """
 
     source: SampleSource
@@ -53,7 +53,7 @@ class LabelledData:
     digests: dict[str, str]
     description: str
     collate: Callable[..., dict[str, Tensor]]
-    save_companions: Callable[[Path], None]
+    save_beside: Callable[[Path], None]
 
     @property
     def held_out(self) -> Split:

@@ -11,7 +11,7 @@ from essm_train.arguments import TRUST_HELP, arg, check_at_least
 
 DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
-# Of modeling_essm.companions.importance.
+# What modeling_essm.companions.importance knows.
 METHODS = ("aire", "aire_exact", "last", "lamp", "magnitude", "energy", "hinf", "hankel", "random")
 SCOPES = ("global", "uniform")
 
@@ -118,7 +118,7 @@ class PruneArguments:
         None, "Steps that energies are summed over, for modes that are not stable (|lam| >= 1); by default all."
     )
     step: float = arg(0.05, "Between the ratios that are measured.")
-    seed: int = arg(0, "Of method 'random'.")
+    seed: int = arg(0, "Seed of the method 'random'.")
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:

@@ -235,11 +235,11 @@ def export(args: ExportArguments) -> dict[str, Any]:
     try:
         files = write_programs(programs, temporary, args.format)
         description = describe(model, args, programs, files)
-        companion = "tokenizer.json" if model.config.num_input_features is None else FEATURES
-        if (source / companion).exists():
-            shutil.copyfile(source / companion, temporary / companion)
+        beside = "tokenizer.json" if model.config.num_input_features is None else FEATURES
+        if (source / beside).exists():
+            shutil.copyfile(source / beside, temporary / beside)
         else:
-            print(f"{source} has no {companion}: none is exported")
+            print(f"{source} has no {beside}: none is exported")
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         description["files"] = list(sizes)
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")

@@ -120,7 +120,7 @@ def check_folder(folder: Path) -> list[str]:
             linked = any(f"{name} (a symbolic link)" in left_out for name in missing)
             raise ValueError(
                 f"{str(folder)!r} lacks the {kind} {', '.join(missing)}"
-                + (", of which a symbolic link is never published: put the file there" if linked else "")
+                + ("; a symbolic link is never published: put the file there" if linked else "")
                 + ("; save_pretrained writes it" if kind == "code file" else "")
             )
     for name in files:

@@ -3,20 +3,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from essm_train.data.arguments import ClassificationArguments, RetrievalArguments
 from essm_train.data.classification import ClassificationData, load_classification
 from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
 from essm_train.data.rows import LabelledData
+from essm_train.measure.budget_sweep import sweep_budgets
+from essm_train.measure.metric import ACCURACY
+from essm_train.measure.scoring import Predictor, hold_out_samples
 from essm_train.models import make_config, make_model
 from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
-from essm_train.run.accelerator import open_run
+from essm_train.publish.run_card import write_card_and_push
+from essm_train.run.accelerator import open_run, say
 from essm_train.run.loop import make_schedule, train_and_record
-from essm_train.run.saved import report_saved
-from essm_train.run.task import classification_task, make_predictor
+from essm_train.run.task import Task, report_sweep
 from essm_train.tasks.retrieval import LABELS, load_retrieval
 from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.budgets.curve import BudgetCurve
@@ -100,9 +106,42 @@ def _train(
     what: str,
     script: str,
 ) -> BudgetCurve:
+    """All of it; from the end of the training on what was saved counts. All processes call it."""
     if not args.is_baseline:
         model.config.trained_budgets = list(schedule.budgets)
-    predict = make_predictor(args, data, accelerator)
+    length = args.max_length if args.torch_compile else None  # where the model is compiled, batches have one length
+    predict = Predictor(lambda samples: data.collate(samples, length), args.eval_batch_size, accelerator)
     task = classification_task(model, data, predict)
     train_and_record(accelerator, args, task, schedule, script=script, data=data.description)
-    return report_saved(accelerator, args, model, data, predict, what)
+
+    folder = Path(args.output_dir) / "model"
+    with accelerator.local_main_process_first():
+        saved = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False)
+    saved.to(accelerator.device).eval()
+    held_out = hold_out_samples(data.held_out, predict, data.description)
+    sweep = sweep_budgets(saved, held_out, progress=lambda K: say(accelerator, f"sweep: K={K}"))
+    context = {"split": "validation" if data.test is None else "test", "samples": len(data.held_out.samples)}
+    report_sweep(accelerator, args, sweep, f"accuracy on {what}\n", **context, data=data.description)
+    if accelerator.is_main_process and any(folder.glob("*.py")):  # others have no card
+        write_card_and_push(args)
+    return sweep
+
+
+def classification_task(model: PreTrainedModel, data: LabelledData, predict: Predictor) -> Task:
+    """One class per sample; judged by the accuracy on the validation split."""
+
+    def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
+        predictions = predict(accelerator.unwrap_model(module), data.validation.samples, K)
+        return float((predictions == data.validation.labels).double().mean())
+
+    return Task(
+        model=model,
+        source=data.source,
+        collate=predict.collate,
+        training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
+        evaluate=evaluate,
+        metric=ACCURACY,
+        tokens_per_sample=data.tokens_per_sample,
+        save_beside=data.save_beside,
+        identity=data.digests,
+    )

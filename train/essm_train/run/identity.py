@@ -24,7 +24,7 @@ from essm_train.run.checkpoints import (
     read_run_state,
 )
 
-# Of a configuration: who wrote it, and what may be set on a finished model.
+# Fields of a configuration that no weight depends on.
 _NOT_OF_WEIGHTS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "use_cache"}
     | {"spectral_budget", "trained_budgets", "budget_presets"}

@@ -91,7 +91,7 @@ def make_task(args: CLMArguments, model: PreTrainedModel, text: TextData, encode
         evaluate=evaluate,
         metric=Metric("bits/byte", higher_is_better=False),
         tokens_per_sample=args.block_size,
-        save_companions=lambda folder: encoder.save_pretrained(folder, longest),
+        save_beside=lambda folder: encoder.save_pretrained(folder, longest),
         identity={
             "sha256 of the training text": text.sha256,
             "sha256 of the validation blocks": hashlib.sha256(held_out.numpy().tobytes()).hexdigest(),

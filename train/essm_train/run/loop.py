@@ -191,7 +191,7 @@ class _Run:
         optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
         saved = self.saved
         plan = saved.get("plan", [[0, saved["identity"]["max_steps"] if saved else self.max_steps]])
-        self.extended = self.max_steps > plan[-1][1]  # of which `check_same_run` has made sure that it was asked for
+        self.extended = self.max_steps > plan[-1][1]  # which `check_same_run` allows only if it was asked for
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)

@@ -35,7 +35,7 @@ def save_model(
         temporary = temporary_folder(folder)
         with complete_or_removed(folder, temporary):
             copy.save_pretrained(temporary)
-            task.save_companions(temporary)
+            task.save_beside(temporary)
             for name, record in (records or {}).items():
                 write_json(temporary / name, record)
             publish(temporary, folder)

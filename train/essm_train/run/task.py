@@ -13,11 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from essm_train.arguments import RunArguments
-from essm_train.data.rows import LabelledData
 from essm_train.data.samples import SampleSource
-from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
-from essm_train.measure.metric import ACCURACY, Metric
-from essm_train.measure.scoring import Predictor, hold_out_samples
+from essm_train.measure.budget_sweep import save_sweep
+from essm_train.measure.metric import Metric
 from essm_train.run.accelerator import say
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.companions.truncation.training import InTrainingTruncation
@@ -35,7 +33,7 @@ class Task:
         evaluate: (accelerator, model, K) to the validation metric; every process calls it and gets the same value.
         metric: of both.
         tokens_per_sample: for the speed shown.
-        save_companions: writes tokenizer and the like into the folder of a saved model.
+        save_beside: writes tokenizer and the like into the folder of a saved model.
         identity: what defines the data; a run found with another identity is not continued.
         truncation: for models of diagonal state spaces, how they shrink on the way.
     """
@@ -47,39 +45,9 @@ class Task:
     evaluate: Callable[[Accelerator, nn.Module, int], float]
     metric: Metric
     tokens_per_sample: int
-    save_companions: Callable[[Path], None]
+    save_beside: Callable[[Path], None]
     identity: dict[str, Any]
     truncation: InTrainingTruncation | None = None
-
-
-def make_predictor(args: Any, data: LabelledData, accelerator: Accelerator) -> Predictor:
-    """Of batches of `eval_batch_size`, padded to one length where the model is compiled.
-
-    Args:
-        args: `ClassificationArguments` or `RetrievalArguments`.
-    """
-    length = args.max_length if args.torch_compile else None
-    return Predictor(lambda samples: data.collate(samples, length), args.eval_batch_size, accelerator)
-
-
-def classification_task(model: PreTrainedModel, data: LabelledData, predict: Predictor) -> Task:
-    """One class per sample; judged by the accuracy on the validation split."""
-
-    def evaluate(accelerator: Accelerator, module: nn.Module, K: int) -> float:
-        predictions = predict(accelerator.unwrap_model(module), data.validation.samples, K)
-        return float((predictions == data.validation.labels).double().mean())
-
-    return Task(
-        model=model,
-        source=data.source,
-        collate=predict.collate,
-        training_figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
-        evaluate=evaluate,
-        metric=ACCURACY,
-        tokens_per_sample=data.tokens_per_sample,
-        save_companions=data.save_companions,
-        identity=data.digests,
-    )
 
 
 def report_sweep(
@@ -91,19 +59,3 @@ def report_sweep(
         say(accelerator, heading + sweep.table())
         save_sweep(sweep, output_dir, model=str(output_dir / "model"), **context)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
-
-
-def report_accuracy(
-    accelerator: Accelerator,
-    args: RunArguments,
-    model: PreTrainedModel,
-    data: LabelledData,
-    predict: Predictor,
-    what: str,
-) -> BudgetCurve:
-    """Sweep and report a classifier on its held-out samples, of which `what` tells people. All processes call it."""
-    held_out = hold_out_samples(data.held_out, predict, data.description)
-    sweep = sweep_budgets(model, held_out, progress=lambda K: say(accelerator, f"sweep: K={K}"))
-    context = {"split": "validation" if data.test is None else "test", "samples": len(data.held_out.samples)}
-    report_sweep(accelerator, args, sweep, f"accuracy on {what}\n", **context, data=data.description)
-    return sweep
