@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 from helpers import random_model
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
 from essm_train.data.blocks import evaluation_blocks
@@ -201,7 +202,7 @@ def test_presets_and_prefixes_of_a_checkpoint(evaluate, model_args):
 
 
 def test_a_bad_budget_is_refused(evaluate):
-    with pytest.raises(ValueError, match=r"spectral_budget must be an integer in \[1, 32\], got 33"):
+    with pytest.raises(StrictDataclassError, match=r"spectral_budget must be an integer in \[1, 32\], got 33"):
         evaluate(",spectral_budget=33")
 
 
