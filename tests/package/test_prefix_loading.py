@@ -80,6 +80,9 @@ def test_sharded_half_precision_and_auto_classes(auto, tmp_path):
         whole = auto.from_pretrained(tmp_path, trust_remote_code=True, **options)
         assert small.dtype == whole.dtype == options.get("dtype", torch.float32)
         assert torch.equal(outputs(small), outputs(whole, 6))
+    large.save_pretrained(tmp_path / "variant", max_shard_size="20KB", variant="fp16")
+    small = auto.from_pretrained(tmp_path / "variant", variant="fp16", spectral_capacity=6)
+    assert torch.equal(outputs(small), outputs(auto.from_pretrained(tmp_path, spectral_capacity=6)))
 
 
 def test_by_the_name_of_a_repository(tmp_path):
