@@ -5,15 +5,15 @@
         --train_file novels-8mb.parquet --text_files novels-validation.parquet
 
 Runs are folders of train_clm, on the text that --train_file names. ES-SSM is scored at 2, 4 and all of its
-channels, each model on the same held-out blocks in fp32. Times are of decoding greedily after a context, at batch 1 on
-one thread, eager, all models in turn; the others decode by the library's own cache, and every model's steps must first
+channels, each model on the same held-out blocks in fp32. Times are of decoding after a context, at batch 1 on one
+thread, eager, all models in turn; the others decode by the library's own cache, and every model's steps must first
 give what one call over the whole text gives. Below stand the floors of `benchmarks.text_floor`. The report also has
 how each run learnt, which hub_configs/peers.py draws.
 """
 
 from __future__ import annotations
 
-import copy
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.blocks import evaluation_blocks, to_stream
@@ -31,42 +32,34 @@ from essm_train.publish.hub import read_json
 from modeling_essm import ESSMForCausalLM
 
 from . import common
-from .decoding import CHECKED_STEPS
+from .decoding import Decoder
 from .text_floor import add_texts, floors, read_texts
 
 BUDGETS = (2, 4)  # and the capacity
 VALIDATION = re.compile(r"validation bits/byte K=(\d+)")  # in the log of a run; a baseline's K is 1
-Step = Callable[[Tensor, Any], tuple[Tensor, Any]]  # ids (1, n) and the cache before them: logits (1, n, V), cache
 
 
-def essm_step(model: ESSMForCausalLM, budget: int) -> Step:
-    def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        out = model(ids, past_key_values=cache, use_cache=True, spectral_budget=budget)
-        return out.logits, out.past_key_values
+class WithCache:
+    """A baseline that decodes by its backbone's own cache, as a whole it has none; called as a model of the library."""
 
-    return step
+    def __init__(self, model: BaselineForCausalLM):
+        self.model, self.config = model, model.model.backbone.config
 
-
-def baseline_step(model: BaselineForCausalLM) -> Step:
-    """By the backbone's own cache: a baseline as a whole has none."""
-    name = "cache_params" if model.config.architecture == "mamba2" else "past_key_values"
-
-    def step(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        embedded = model.model.embed_tokens(ids)
-        out = model.model.backbone(inputs_embeds=embedded, use_cache=True, **({name: cache} if cache else {}))
-        return model.lm_head(out.last_hidden_state), out[name]
-
-    return step
+    def __call__(self, ids: Tensor, use_cache: bool, **cache: Any) -> Any:
+        if not use_cache:
+            return self.model(ids)
+        embedded = self.model.model.embed_tokens(ids)
+        out = self.model.model.backbone(inputs_embeds=embedded, use_cache=True, **cache)
+        return ModelOutput(out, logits=self.model.lm_head(out.last_hidden_state))
 
 
-def open_run(folder: Path) -> dict[str, tuple[Any, int, Step]]:
-    """Its model in fp32, the budget to score it at and how to take a step, by name; an ES-SSM at several budgets."""
+def open_run(folder: Path) -> dict[str, tuple[Any, int]]:
+    """Its model in fp32 and the budget to score it at, by name; an ES-SSM at several budgets."""
     if read_json(folder / "model" / "config.json", "")["model_type"] == "essm":
         model = ESSMForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
         budgets = common.clipped([*BUDGETS, model.config.num_spectral_channels], model.config)
-        return {f"{folder.name} K={K}": (model, K, essm_step(model, K)) for K in budgets}
-    baseline = BaselineForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    return {folder.name: (baseline, 0, baseline_step(baseline))}
+        return {f"{folder.name} K={K}": (model, K) for K in budgets}
+    return {folder.name: (BaselineForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval(), 0)}
 
 
 def learning_curve(folder: Path) -> dict[str, Any]:
@@ -86,26 +79,12 @@ def learning_curve(folder: Path) -> dict[str, Any]:
     return curve
 
 
-@torch.inference_mode()
-def decoder(name: str, model: Any, budget: int, step: Step, context: Tensor, steps: int) -> Callable[[], None]:
-    """Greedy steps from a copy of the state after context (1, n); checked."""
-    options = {"spectral_budget": budget} if budget else {}
-    whole = model(context, **options).logits[:, -CHECKED_STEPS:]
-    _, cache = step(context[:, :-CHECKED_STEPS], None)
-    found = []
-    for token in context[:, -CHECKED_STEPS:].split(1, 1):
-        logits, cache = step(token, cache)
-        found.append(logits)
-    common.require_close(f"steps of {name}", torch.cat(found, 1), whole)
-
-    @torch.inference_mode()
-    def run() -> None:
-        state, token = copy.deepcopy(cache), context[:, -1:]
-        for _ in range(steps):
-            logits, state = step(token, state)
-            token = logits[:, -1].argmax(-1, keepdim=True)
-
-    return run
+def decoder(model: Any, budget: int, context: Tensor, steps: int) -> Callable[[], None]:
+    """A call that takes so many steps after context (1, n); checked."""
+    one = Decoder(model if budget else WithCache(model), budget)
+    one.check(context)
+    one.read(context)
+    return functools.partial(one.sample, context[:, -1:], context.shape[1], steps)
 
 
 def main(argv: list[str] | None = None) -> dict:
@@ -126,11 +105,11 @@ def main(argv: list[str] | None = None) -> dict:
     report["curves"] = {folder.name: learning_curve(folder) for folder in args.runs}
     models = {name: row for folder in args.runs for name, row in open_run(folder).items()}
     with common.threads(1):
-        calls = {name: decoder(name, *row, blocks[:1], args.steps) for name, row in models.items()}
+        calls = {name: decoder(*row, blocks[:1], args.steps) for name, row in models.items()}
         seconds = common.paired(calls, device, args.rounds, warmup=1)
     first = next(iter(models))
     report["results"] = []
-    for name, (model, budget, _) in models.items():
+    for name, (model, budget) in models.items():
         row = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
         row["bits_per_byte"] = text.value(model, budget)
         row["seconds_per_token"] = common.spread([s / args.steps for s in seconds[name]])
