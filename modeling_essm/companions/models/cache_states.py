@@ -45,6 +45,9 @@ class StateCache(DynamicCache):
         self.history = tree_map(lambda tensor: tensor.detach(), history)
         self._seen_tokens += num_tokens
 
+    def __len__(self) -> int:
+        return len(self.states)
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._seen_tokens
 

@@ -143,7 +143,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         B, L, _ = hidden_states.shape
         cache = past_key_values
         if cache is not None:
-            check_cache(cache, B, [mixer.state_size for mixer in self.mixers])
+            check_cache(cache, B, [layer.mixer.state_size for layer in self.layers])  # type: ignore[misc, union-attr]
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
         use_cache = self._wants_cache(use_cache, cache)
         if use_cache and cache is None:

@@ -245,6 +245,13 @@ def test_guards(parameterization):
         mixer.set_lti(1.5 * torch.ones_like(lam), B, C)
 
 
+def test_lru_is_written_with_the_normalisation_of_a_new_one():
+    mixer = make(n=3, parameterization="lru")
+    lam, B, C = modes(mixer, 4)
+    mixer.set_lti(lam, B, C)
+    torch.testing.assert_close(mixer.gamma_log.detach().exp(), (1 - lam.abs() ** 2).sqrt(), rtol=1e-12, atol=0)
+
+
 @three
 def test_bad_systems(parameterization):
     mixer = make(parameterization=parameterization)
