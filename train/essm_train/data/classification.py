@@ -250,8 +250,8 @@ def _load_tables(args: Any, opened: _Opened, reader: Reader, label_names: Sequen
     known = args.num_labels or (len(names) if names else None)
     scan = check_rows(samples, known)
     num_labels = _count_labels(args, names, scan.labels, opened.source)
-    if known is None and scan.labels.min() < 0:
-        check_rows(samples, num_labels)
+    if scan.labels.min() < 0:
+        check_rows(samples, num_labels)  # raises
     digests = {"sha256 of the training data": scan.sha256}
     if (given := _open(args, "validation")) is not None:
         kept = np.arange(len(rows))
@@ -270,17 +270,15 @@ def _load_tables(args: Any, opened: _Opened, reader: Reader, label_names: Sequen
     cut = float((scan.lengths[kept] > args.max_length).mean())
     length = max(1, round(float(np.minimum(scan.lengths[kept], args.max_length).mean())))
     description = _describe(args, f"{len(kept):,} samples of {reader.name}", cut, num_labels, validation, test)
-    source = MapSamples(samples, args.seed)
-    return _data(source, validation, test, length, digests, description, reader, num_labels, names)
+    rest = _reading(reader, num_labels, names)
+    return ClassificationData(MapSamples(samples, args.seed), validation, test, length, digests, description, **rest)
 
 
-def _data(
-    source: Any, validation: Split, test: Split | None, length: int, digests: dict[str, str], description: str,
-    reader: Reader, num_labels: int, names: list[str] | None,
-) -> ClassificationData:  # fmt: skip
-    make_batch, names = functools.partial(collate, reader), names if names and len(names) == num_labels else None
-    rest = make_batch, reader.save_pretrained, reader, num_labels, names
-    return ClassificationData(source, validation, test, length, digests, description, *rest)
+def _reading(reader: Reader, num_labels: int, names: list[str] | None) -> dict[str, Any]:
+    """The fields that say how samples are read and what their classes are."""
+    names = names if names and len(names) == num_labels else None
+    classes = {"num_labels": num_labels, "label_names": names, "reader": reader}
+    return classes | {"collate": functools.partial(collate, reader), "save_beside": reader.save_pretrained}
 
 
 def _table_split(
@@ -325,7 +323,8 @@ def _load_streams(args: Any, opened: _Opened, reader: Reader) -> ClassificationD
     source = StreamSamples(open_stream, expand, args.shuffle_buffer, args.seed)
     digests = {"sha256 of the training data": _stream_digest(args, opened)}
     description = _describe(args, f"a stream of {reader.name}", 0.0, num_labels, validation, test)
-    return _data(source, validation, test, args.max_length, digests, description, reader, num_labels, names)
+    rest = _reading(reader, num_labels, names)
+    return ClassificationData(source, validation, test, args.max_length, digests, description, **rest)
 
 
 def _stream_split(args: Any, split: str, reader: Reader, num_labels: int, wanted: int | None) -> Split | None:
