@@ -129,15 +129,16 @@ def test_rows_have_the_papers_figures():
         figures_of(replace(experiment, rows={"pg19": replace(experiment.rows["pg19"], paper=["RWKV"])}))
 
 
-@pytest.mark.parametrize("number", range(1, 7))
-def test_every_figure_of_the_paper_has_a_row(number):
-    experiment = get_experiment(f"table{number}")
-    assert experiment.paper == f"table_{number}" and experiment.title.startswith(f"Table {number} of the paper: ")
-    rows = json.loads(PAPER_FIGURES.read_text())["tables"][experiment.paper]["rows"]
-    wanted = {(row, column) for row in rows for column in rows[row]} if number == 1 else {(row,) for row in rows}
-    wanted -= {(f"SC-10, {name}",) for name in ("retention", "active spectral capacity")}  # follow from the accuracy
-    assert wanted <= {tuple(row.paper) for row in experiment.rows.values()}
-    assert len(figures_of(experiment)) == len(wanted)
+def test_every_figure_of_the_paper_has_a_row():
+    tables = json.loads(PAPER_FIGURES.read_text())["tables"]
+    for number in range(1, 7):
+        experiment = get_experiment(f"table{number}")
+        assert experiment.paper == f"table_{number}" and experiment.title.startswith(f"Table {number} of the paper: ")
+        rows = tables[experiment.paper]["rows"]
+        wanted = {(row, column) for row in rows for column in rows[row]} if number == 1 else {(row,) for row in rows}
+        wanted -= {(f"SC-10, {name}",) for name in ("retention", "active spectral capacity")}  # follow from accuracy
+        assert wanted <= {tuple(row.paper) for row in experiment.rows.values()}
+        assert len(figures_of(experiment)) == len(wanted)
 
 
 def test_substitute_data_never_has_the_papers_name():

@@ -61,27 +61,27 @@ def test_a_task_of_ones_own(folder, capsys, monkeypatch):
     assert capsys.readouterr().out == printed
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"colour": 1, "name": "x"}, "unknown keys: colour, name; must be among title, script, .*, hub$"),
-        ({"note": ...}, "missing keys: note; must be among title, .*note"),
-        ({"script": "train"}, r"script' expected one of \('train_clm', 'train_classification', .*got train$"),
-        ({"data": []}, "data must name at least one place"),
-        ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, substitute, got 'x.txt'"),
-        ({"data": [{"files": {"train": 3}, "how": ""}]}, r"data\[0\]: files: train' expected str, got int"),
-        ({"data": [{"files": {"valid": "x"}, "how": ""}]}, "of train and others of train, validation, test, got valid"),
-        ({"data": [{"files": {"train": "/x"}, "how": ""}]}, "files must be relative to the data folders, got /x"),
-        ({"data": [SHARDS | {"command": "{dta}"}]}, r"may hold {data} and {raw} in braces, got '{dta}'"),
-        ({"small": {"max_train_steps": 2}}, ": unknown argument max_train_steps; nearest: max_steps"),
-        ({"full": {"learning_rate": "1e-3"}}, "learning_rate' expected float, got str"),
-    ],
-)
-def test_wrong_tasks(folder, changes, message):
-    path = folder / "recipes" / "mine.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in (TASK | changes).items() if value is not ...}))
-    with pytest.raises(ValueError, match=f"{path}.*{message}"):
-        task_arguments(str(path), folder, "small" if "small" in changes else "full")
+WRONG_TASKS = [
+    ({"colour": 1, "name": "x"}, "unknown keys: colour, name; must be among title, script, .*, hub$"),
+    ({"note": ...}, "missing keys: note; must be among title, .*note"),
+    ({"script": "train"}, r"script' expected one of \('train_clm', 'train_classification', .*got train$"),
+    ({"data": []}, "data must name at least one place"),
+    ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, substitute, got 'x.txt'"),
+    ({"data": [{"files": {"train": 3}, "how": ""}]}, r"data\[0\]: files: train' expected str, got int"),
+    ({"data": [{"files": {"valid": "x"}, "how": ""}]}, "of train and others of train, validation, test, got valid"),
+    ({"data": [{"files": {"train": "/x"}, "how": ""}]}, "files must be relative to the data folders, got /x"),
+    ({"data": [SHARDS | {"command": "{dta}"}]}, r"may hold {data} and {raw} in braces, got '{dta}'"),
+    ({"small": {"max_train_steps": 2}}, ": unknown argument max_train_steps; nearest: max_steps"),
+    ({"full": {"learning_rate": "1e-3"}}, "learning_rate' expected float, got str"),
+]
+
+
+def test_wrong_tasks(folder):
+    for changes, message in WRONG_TASKS:
+        path = folder / "recipes" / "mine.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in (TASK | changes).items() if value is not ...}))
+        with pytest.raises(ValueError, match=f"{path}.*{message}"):
+            task_arguments(str(path), folder, "small" if "small" in changes else "full")
 
 
 def test_the_examples_of_the_docs(tmp_path):
@@ -142,19 +142,19 @@ def test_an_experiment_of_ones_own(folder):
     assert "- mine: a few words. Arguments of full scale: mine." in text
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"task": ...}, "rows: a: names no task, and neither does the experiment"),
-        ({"task": "mine.yaml"}, "rows: a: .*mine.yaml: unknown keys: question, "),
-        ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
-        ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown argument gate; nearest: gat"),
-        ({"rows": {}}, "rows must name at least one row"),
-    ],
-)
-def test_wrong_experiments(tmp_path, changes, message):
-    recipe = {"question": "Is it good?", "task": "novels", "rows": {"a": {}}} | changes
-    path = tmp_path / "mine.yaml"
-    path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not ...}))
-    with pytest.raises(ValueError, match=f"{path}.*{message}"):
-        get_experiment(str(path))
+WRONG_EXPERIMENTS = [
+    ({"task": ...}, "rows: a: names no task, and neither does the experiment"),
+    ({"task": "mine.yaml"}, "rows: a: .*mine.yaml: unknown keys: question, "),
+    ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
+    ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown argument gate; nearest: gat"),
+    ({"rows": {}}, "rows must name at least one row"),
+]
+
+
+def test_wrong_experiments(tmp_path):
+    for changes, message in WRONG_EXPERIMENTS:
+        recipe = {"question": "Is it good?", "task": "novels", "rows": {"a": {}}} | changes
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not ...}))
+        with pytest.raises(ValueError, match=f"{path}.*{message}"):
+            get_experiment(str(path))
