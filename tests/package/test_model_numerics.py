@@ -196,6 +196,18 @@ def test_bf16_follows_fp32(K):
         assert layer.tensors["features"].dtype == torch.float32
 
 
+def test_a_gate_in_bf16_is_computed_in_fp32():
+    """Its scores are bf16; the alphas of 32 channels are then exact up to one rounding."""
+    model, seen = random_model(scaling_exponent=0.0).to(torch.bfloat16), []
+    mixer = model.model.layers[0].mixer
+    mixer.gate_out.register_forward_hook(lambda module, args, output: seen.append(output.double()))
+    with torch.no_grad():
+        gates = mixer.gates(torch.randn(2, 9, 16, generator=torch.Generator().manual_seed(0)).bfloat16(), 32).double()
+    (s,) = seen
+    expected = (s * 32**0.5 / (s.norm(dim=-1, keepdim=True) + 1e-6)).softmax(-1)
+    assert ((gates - expected).abs() / expected).max() < 1.01 * 2**-8
+
+
 def test_autocast_trains():
     model, ids = random_model().train(), random_ids(2, 40)
     expected = model(ids, labels=ids).loss
