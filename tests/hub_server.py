@@ -4,7 +4,7 @@
 It follows the Hub where a client could tell the difference: repositories start with one commit that holds
 .gitattributes; `preupload` names the files for LFS and the ids of those that are there already; large content goes to
 an object store on another host (localhost instead of 127.0.0.1), which refuses an Authorization header as a presigned
-URL does, in one PUT or in parts; a commit is NDJSON and refers to stored objects only; files resolve with ETag,
+URL does; a commit is NDJSON and refers to stored objects only; files resolve with ETag,
 X-Repo-Commit and, for LFS, a redirect with X-Linked-Etag and X-Linked-Size. It offers no xet: run clients with
 HF_HUB_DISABLE_XET=1, because a client that has hf_xet uploads through nothing else.
 
@@ -78,8 +78,7 @@ class Fault:
 
     Attributes:
         what: an HTTP status; "drop" to close the connection unanswered; "drop-after" to act and then close it;
-            "hang" to stop in the middle of the request's body until the client or the server is gone; "cut" to close
-            it in the middle of the answer.
+            "hang" to stop in the middle of the request's body until the client or the server is gone.
         reached: set when a request meets the fault.
     """
 
@@ -95,20 +94,15 @@ class FakeHub:
 
     Attributes:
         users: token -> (user name, organisations it may write to, may it write at all).
-        repositories: full id -> Repository. objects: sha256 -> content. parts: multipart uploads under way.
-        requests: (method, path) in the order of arrival. ranges: Range headers of downloads.
-        part_size: objects larger than this are uploaded in parts.
+        repositories: full id -> Repository. objects: sha256 -> content. requests: (method, path), as they arrive.
     """
 
     def __init__(self) -> None:
         self.users = {"hf_writer": ("writer", ["essm-tests"], True), "hf_reader": ("reader", ["essm-tests"], False)}
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
-        self.parts: dict[str, dict[int, bytes]] = {}
         self.requests: list[tuple[str, str]] = []
-        self.ranges: list[str] = []
         self.faults: list[Fault] = []
-        self.part_size = 1 << 40
         self.closing = threading.Event()
         self.lock = threading.RLock()
         handler = type("Handler", (_Handler,), {"hub": self})
@@ -147,7 +141,7 @@ class _Refused(Exception):
 class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
     protocol_version = "HTTP/1.1"
-    quiet = cut = False  # say nothing; say half of it
+    quiet = False  # say nothing
 
     def log_message(self, *_: object) -> None:
         pass
@@ -178,7 +172,6 @@ class _Handler(BaseHTTPRequestHandler):
                 if isinstance(fault.what, int):
                     raise _Refused(fault.what, "as the test wants")
                 self.quiet, self.close_connection = fault.what == "drop-after", True
-                self.cut = fault.what == "cut"
             for method, pattern, action in _ROUTES:
                 match = re.fullmatch(pattern, self.route)
                 if match and (self.command == method or (self.command == "HEAD" and method == "GET")):
@@ -220,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content[: len(content) // 2] if self.cut else content)
+            self.wfile.write(content)
 
     # --- Who may do what
 
@@ -319,37 +312,18 @@ class _Handler(BaseHTTPRequestHandler):
             answer: dict[str, Any] = {"oid": oid, "size": size}
             if oid not in self.hub.objects:
                 upload: dict[str, Any] = {"href": f"{self.hub.store_url}/{oid}"}
-                if size > self.hub.part_size:
-                    count = -(-size // self.hub.part_size)
-                    upload["href"] = f"{self.hub.url}/{repo}.git/complete/{oid}"
-                    upload["header"] = {"chunk_size": str(self.hub.part_size)}
-                    upload["header"] |= {str(i): f"{self.hub.store_url}/{oid}/{i}" for i in range(1, count + 1)}
                 verify = {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"}
                 answer["actions"] = {"upload": upload, "verify": verify}
             objects.append(answer)
         self._answer(200, {"transfer": "basic", "objects": objects}, {"Content-Type": "application/vnd.git-lfs+json"})
 
-    def store(self, oid: str, part: str | None) -> None:
+    def store(self, oid: str) -> None:
         if "Authorization" in self.headers:
             raise _Refused(400, "only one auth mechanism allowed: the URL is signed")
-        if part:
-            self.hub.parts.setdefault(oid, {})[int(part)] = self.body
-            return self._answer(200, b"", {"ETag": f'"{hashlib.md5(self.body).hexdigest()}"'})
         if hashlib.sha256(self.body).hexdigest() != oid:
             raise _Refused(400, "the content's SHA-256 is not the signed one")
         self.hub.objects[oid] = self.body
         self._answer(200)
-
-    def complete(self, repo: str, oid: str) -> None:
-        parts = self.hub.parts.pop(oid, {})
-        for part in json.loads(self.body)["parts"]:
-            if part["etag"].strip('"') != hashlib.md5(parts.get(part["partNumber"], b"")).hexdigest():
-                raise _Refused(400, f"part {part['partNumber']} has another ETag")
-        content = b"".join(parts[number] for number in sorted(parts))
-        if hashlib.sha256(content).hexdigest() != oid:
-            raise _Refused(400, "the parts' SHA-256 is not the object's")
-        self.hub.objects[oid] = content
-        self._answer(200, {})
 
     def verify(self, repo: str) -> None:
         self._check_write(repo.split("/")[0])
@@ -422,7 +396,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(302, b"", headers)
         self._send_file(blob.content, headers | {"ETag": f'"{blob.oid}"'})
 
-    def fetch(self, oid: str, part: str | None) -> None:
+    def fetch(self, oid: str) -> None:
         if "Authorization" in self.headers:
             raise _Refused(400, "only one auth mechanism allowed: the URL is signed")
         if oid not in self.hub.objects:
@@ -430,15 +404,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send_file(self.hub.objects[oid], {"ETag": f'"{oid}"', "Accept-Ranges": "bytes"})
 
     def _send_file(self, content: bytes, headers: dict[str, str]) -> None:
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted is None:
-            return self._answer(200, content, headers)
-        self.hub.ranges.append(wanted[0])
-        first, last = int(wanted[1]), int(wanted[2] or len(content) - 1)
-        if first >= len(content):
-            return self._answer(416, b"", headers | {"Content-Range": f"bytes */{len(content)}"})
-        headers = headers | {"Content-Range": f"bytes {first}-{last}/{len(content)}"}
-        self._answer(206, content[first : last + 1], headers)
+        self._answer(200, content, headers)
 
 
 _REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
@@ -454,9 +420,8 @@ _ROUTES = (
     ("GET", f"/api/models/{_REPO}(/revision/{_AT})?", "info"),
     ("POST", f"/{_REPO}.git/info/lfs/objects/batch", "lfs_batch"),
     ("POST", f"/{_REPO}.git/info/lfs/objects/verify", "verify"),
-    ("POST", rf"/{_REPO}.git/complete/(?P<oid>\w+)", "complete"),
-    ("PUT", r"/store/(?P<oid>\w+)(/(?P<part>\d+))?", "store"),
-    ("GET", r"/store/(?P<oid>\w+)(/(?P<part>\d+))?", "fetch"),
+    ("PUT", r"/store/(?P<oid>\w+)", "store"),
+    ("GET", r"/store/(?P<oid>\w+)", "fetch"),
     ("GET", f"/{_REPO}/resolve/{_AT}/(?P<path>.+)", "resolve"),
 )
 
