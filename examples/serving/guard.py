@@ -20,7 +20,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from .schema import ENDPOINTS, Limits, Refused, parse
 
-DRAINED = 64 * 1024 * 1024  # of a body that is refused, so that its sender gets to read why
+DRAINED = 64 * 1024 * 1024  # bytes read of a refused body, so that its sender gets to read why
 
 
 class Ticket:
@@ -28,9 +28,9 @@ class Ticket:
 
     def __init__(self) -> None:
         self.gone = threading.Event()
-        self.end = float("inf")  # of time.monotonic, set when generation begins
-        self.chunks = 0  # of its prompt, begun so far
-        self.writing = False  # has a first token
+        self.end = float("inf")  # in time.monotonic(), set when generation begins
+        self.chunks = 0  # chunks of its prompt begun so far
+        self.writing = False  # whether it has its first token
 
 
 class Guard:
