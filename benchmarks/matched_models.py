@@ -58,7 +58,7 @@ _FOUND: dict[str, Any] = {}
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     """The configuration with that many parameters, to 3%, whose shape is nearest to the row's in log distance.
 
-    Of an ES-SSM the inner width is what its heads divide, and the width D is even; both, then the depth, give way.
+    The width D of an ES-SSM is even, and its heads divide the inner width; both give way first, then the depth.
 
     Args:
         model_class: what the parameters are counted of, called with a configuration; by default the language model.

@@ -37,7 +37,7 @@ def formats() -> dict[str, dict[str, Any]]:
 
 
 def saved_bytes(model: ESSMForCausalLM) -> int:
-    """Of its weights on disk."""
+    """Bytes of the weights on disk."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))

@@ -93,7 +93,7 @@ def pruned(model: nn.Module, method: str, ratio: float, seed: int) -> tuple[nn.M
 
 
 def additivity(model: nn.Module, ratio: float) -> list[float]:
-    """Of each layer, the energy of the modes that AIRE prunes over the sum of their energies.
+    """For each layer the energy of the modes that AIRE prunes over the sum of their energies.
 
     The energy of a set is that of its complex impulse response, cross terms between modes included, of one direction.
     """
@@ -112,7 +112,7 @@ def additivity(model: nn.Module, ratio: float) -> list[float]:
 
 
 def certificates(model: nn.Module, ratio: float) -> list[dict[str, float]]:
-    """Of each layer, the bounds on the gain of what AIRE prunes, and that gain as "measured"."""
+    """For each layer the bounds on the gain of what AIRE prunes, and that gain as "measured"."""
     plan = allocate(importance(model, "aire"), amount=ratio)
     found = []
     for layer, keep, bounds in zip(state_layers(model), plan.keep, certify(plan, model)):

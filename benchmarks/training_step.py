@@ -109,7 +109,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def gradient(model: Any, tokens: Tensor, K: int) -> Tensor:
-    """Of the first layer's M_k."""
+    """The gradient of the first layer's M_k."""
     return torch.autograd.grad(
         loss_of(model, tokens, {"spectral_budget": K}), model.model.layers[0].mixer.channel_mixing
     )[0]

@@ -88,7 +88,7 @@ def horizon(taus: np.ndarray, share: np.ndarray, level: float) -> float:
 
 
 def horizons(filter_length: int, kind: str) -> dict[str, Any]:
-    """Of every budget, and growth: the factor per channel from the budget before, None where one has no horizon.
+    """The horizon of every budget, and growth: the factor per channel from the budget before, or None.
 
     Exponentials are looked at up to a time constant of H / 4: what lies beyond H is then 3e-4 of their energy.
     """
