@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train_classification.py from a configuration, from weights, and with a baseline."""
+"""essm-train-classification from a configuration, from weights, and with a baseline."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/make_pairs.py: pairs of passages in the form of Retrieval's files."""
+"""essm-make-pairs: pairs of passages in the form of Retrieval's files."""
 
 import ast
 

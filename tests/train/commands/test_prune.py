@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train/prune.py from end to end: ratios, limits, what is left in the folder, and what it refuses."""
+"""essm-prune from end to end: ratios, limits, what is left in the folder, and what it refuses."""
 
 import json
 import random

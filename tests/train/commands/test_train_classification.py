@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""train_classification.py: text and features, map-style and streamed; resume, errors that name the row, the sweep."""
+"""essm-train-classification: text and features, map-style and streamed; resume, errors that name the row, the sweep."""
 
 import json
 import signal
