@@ -43,23 +43,23 @@ BAD_VALUES = {
     "trained_budgets": ["4", 4, [0], [33], [2.0], ["a"], {"a": 4}],
     "budget_presets": [[4], "a", {1: 4}, {"a": 33}, {"a": 2.0}, {"a": [4]}, {"a": "b", "b": 4}],
 }
-BAD_VALUES = {name: values for names, values in BAD_VALUES.items() for name in names.split()}
 
 
 def test_every_field_of_a_config_has_its_bad_values():
     own = {field.name for field in dataclasses.fields(ESSMConfig)}
     own -= {field.name for field in dataclasses.fields(ESSMConfig.__mro__[1])} - {"tie_word_embeddings"}
-    assert own <= set(BAD_VALUES)
+    assert own <= set(" ".join(BAD_VALUES).split())
 
 
-@pytest.mark.parametrize("name", BAD_VALUES)
-def test_values_that_a_field_does_not_take(name):
+@pytest.mark.parametrize("names", BAD_VALUES)
+def test_values_that_a_field_does_not_take(names):
     """The message names the field, also where the value comes beside a file."""
-    for value in BAD_VALUES[name]:
+    for name in names.split():
+        for value in BAD_VALUES[names]:
+            with pytest.raises(REFUSAL, match=name):
+                tiny_config(**{name: value})
         with pytest.raises(REFUSAL, match=name):
-            tiny_config(**{name: value})
-    with pytest.raises(REFUSAL, match=name):
-        ESSMConfig.from_dict(tiny_config().to_dict(), **{name: BAD_VALUES[name][0]})
+            ESSMConfig.from_dict(tiny_config().to_dict(), **{name: BAD_VALUES[names][0]})
 
 
 ROPE = {"rope_type": "linear", "factor": 2.0}

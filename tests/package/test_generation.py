@@ -68,7 +68,7 @@ def test_rows_of_a_padded_batch_equal_solo_rows(options, variant):
         assert torch.equal(batch[i * returned : (i + 1) * returned, 19:], alone[:, n:])
 
 
-@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"prefill_chunk_size": 7}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 7}], ids=str)
 @variants
 def test_prompts_with_holes_equal_solo_prompts(options, variant):
     """Masked positions stand in the middle, on the left and, where the prompt is read at once, on the right."""

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, blocks, pad, random_ids, random_model, tiny_config, variants
+from helpers import VARIANTS, assert_close, blocks, pad, random_ids, random_model, tiny_config, variants
 
 from modeling_essm import ESSMForSequenceClassification, ESSMModel
 from modeling_essm.spectral_basis import spectral_basis
@@ -43,9 +43,10 @@ def test_embeddings_instead_of_ids():
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-@pytest.mark.parametrize("features", [None, 5], ids=["ids", "features"])
+@pytest.mark.parametrize(
+    "block, features", [({}, None), ({}, 5), (VARIANTS["gated"], None)], ids=["ids", "features", "gated"]
+)
 @pytest.mark.parametrize("side", ["left", "right"])
-@blocks
 def test_classifier_ignores_padding(pooling, features, side, block):
     fields = block | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
     model, ids = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20)

@@ -250,11 +250,11 @@ SAMPLES = {
 }
 
 
-@pytest.mark.parametrize("text", SAMPLES.values(), ids=SAMPLES)
-def test_round_trip(tokenizer, text):
-    ids = tokenizer(text)["input_ids"]
-    assert ids == list(text.encode())
-    assert tokenizer.decode(ids) == text
+def test_round_trip(tokenizer):
+    for text in SAMPLES.values():
+        ids = tokenizer(text)["input_ids"]
+        assert ids == list(text.encode())
+        assert tokenizer.decode(ids) == text
 
 
 def test_round_trip_of_random_unicode(tokenizer):

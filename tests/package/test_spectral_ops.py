@@ -51,17 +51,17 @@ def test_diagonal_matrices_are_dense_ones_with_a_gate_for_each_part(algorithm):
     torch.testing.assert_close(state, states)
 
 
+@FAST
+@MIXING
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
-@FAST
-@MIXING
-@pytest.mark.parametrize(("B", "L", "K"), [(2, 63, 3), (3, 200, 32)])
-def test_agrees_with_the_definition(dtype, algorithm, make, B, L, K):
-    assert_agrees(SpectralOperator(H), algorithm, *make(B, L, K, dtype=dtype))
+def test_agrees_with_the_definition(dtype, algorithm, make):
+    for B, L, K in ((2, 63, 3), (3, 200, 32)):
+        assert_agrees(SpectralOperator(H), algorithm, *make(B, L, K, dtype=dtype))
 
 
 @FAST
 @MIXING
-@pytest.mark.parametrize(("B", "L", "K"), [(2, 1, 4), (3, 65, 32), (2, 130, 2)])
+@pytest.mark.parametrize(("B", "L", "K"), [(2, 1, 4), (3, 65, 32)])
 def test_agrees_with_the_definition_after_a_state_and_before_padding(algorithm, make, B, L, K):
     operator = SpectralOperator(H)
     u, gates, M = make(B, L, K)
