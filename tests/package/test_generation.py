@@ -8,11 +8,14 @@ import threading
 import pytest
 import torch
 from generating import BEAMS, GREEDY, NEW, generate, greedy_without_cache, random_model, strategies
-from helpers import HYBRID, assert_close, captured_warnings, pad, random_ids, variants
+from helpers import HYBRID, VARIANTS, assert_close, captured_warnings, pad, random_ids
 from transformers import GenerationConfig, TextIteratorStreamer
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
 from modeling_essm.decoding import speculate
+
+# States are the same without a gate.
+variants = pytest.mark.parametrize("variant", [{}, VARIANTS["gated"], HYBRID], ids=["paper", "gated", "hybrid"])
 
 # --- Strategies
 
