@@ -21,12 +21,13 @@ import yaml
 
 from essm_train.arguments import arg
 from essm_train.console import command
-from essm_train.tasks.catalog import SCALES, TASKS, find_data, get_task, task_arguments
-from essm_train.tasks.sources import ENVIRONMENT, Folders, data_folders
 
 
-def table(data_dir: Folders = None) -> str:
+def table(data_dir: str | None = None) -> str:
     """All tasks with what is there, and what to do about the rest."""
+    from essm_train.tasks.catalog import SCALES, TASKS, find_data, get_task
+    from essm_train.tasks.sources import data_folders
+
     lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
     lines.append(f"{'task':<11} {'full':<5} {'medium':<6} {'small':<6} {'metric':<10} {'command':<25} title")
     absent: list[str] = []
@@ -51,13 +52,15 @@ class ListArguments:
     """Every task with its data; or the arguments of one task, as YAML."""
 
     task: str | None = arg(None, "Print the arguments of this task: a name of the table, or a .yaml file of your own.")
-    data_dir: str | None = arg(None, f"Data folders, separated as in PATH; by default ${ENVIRONMENT}, or data.")
-    scale: str = arg("full", f"The size of the run, one of {', '.join(SCALES)}.")
+    data_dir: str | None = arg(None, "Data folders, separated as in PATH; by default $ESSM_DATA, or data.")
+    scale: str = arg("full", "The size of the run: full, medium or small.")
     use_hub: bool = arg(False, "Read the data set on the Hub instead of files.")
 
 
 def main(args: ListArguments) -> None:
     """Print them."""
+    from essm_train.tasks.catalog import get_task, task_arguments
+
     if args.task is None:
         print(table(args.data_dir))
         return

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from essm_train.arguments import arg
 from essm_train.console import command
 from essm_train.files import write_text
-from essm_train.tasks.shards import SPLITS
 
-_PARTS = dict(zip(SPLITS, ((0.0, 0.8), (0.8, 0.9), (0.9, 1.0))))  # of every book
+_PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of every book
+SPLITS = tuple(_PARTS)
 
 
 def pairs(books: Sequence[bytes], split: str, count: int, length: int, seed: int) -> Iterator[str]:
@@ -61,6 +60,8 @@ class PairsArguments:
 
 def main(args: PairsArguments) -> None:
     """Write the three files."""
+    import pyarrow.parquet as pq
+
     books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -23,19 +23,20 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from essm_train.console import command
-from essm_train.tasks.listops import ListOps
-from essm_train.tasks.pathfinder import PATHX, Pathfinder
-from essm_train.tasks.shards import RowGenerator, generate
 
-# Each task's generator, and the values that it has in place of the generator's defaults.
-TASKS: dict[str, tuple[type, Mapping[str, Any]]] = {
-    "listops": (ListOps, {}),
-    "pathfinder32": (Pathfinder, {}),
-    "pathx": (Pathfinder, PATHX),
-}
+if TYPE_CHECKING:
+    from essm_train.tasks.shards import RowGenerator
+
+
+def generators() -> dict[str, tuple[type, Mapping[str, Any]]]:
+    """Each task's generator, and the values that it has in place of the generator's defaults."""
+    from essm_train.tasks.listops import ListOps
+    from essm_train.tasks.pathfinder import PATHX, Pathfinder
+
+    return {"listops": (ListOps, {}), "pathfinder32": (Pathfinder, {}), "pathx": (Pathfinder, PATHX)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,10 +50,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RowGenerator, Pa
     Raises:
         ValueError: parameters that cannot work.
     """
+    known = generators()
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tasks = parser.add_subparsers(dest="task", required=True, metavar="{" + ",".join(TASKS) + "}")
+    tasks = parser.add_subparsers(dest="task", required=True, metavar="{" + ",".join(known) + "}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for name, (cls, preset) in TASKS.items():
+    for name, (cls, preset) in known.items():
         task = tasks.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         task.add_argument("--output_dir", default=f"data/{name}", help="Where the shards and manifest.json go.")
         task.add_argument("--num_workers", type=int, default=cores, help="Processes; all cores by default.")
@@ -64,7 +66,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RowGenerator, Pa
                 help_text = field.metadata["help"]
                 task.add_argument(f"--{field.name}", type=convert, nargs=nargs, default=default, help=help_text)
     values = vars(parser.parse_args(argv))
-    cls, _ = TASKS[values["task"]]
+    cls, _ = known[values["task"]]
     output_dir, num_workers = Path(values.pop("output_dir")), values.pop("num_workers")
     values["name"] = values.pop("task")
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
@@ -81,6 +83,8 @@ def _kind(annotation: Any) -> tuple[Any, str | None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    from essm_train.tasks.shards import generate
+
     generator, output_dir, num_workers = parse_arguments(argv)
     started = time.perf_counter()
     manifest = generate(generator, output_dir, num_workers)

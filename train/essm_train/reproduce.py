@@ -40,12 +40,11 @@ import yaml
 from essm_train.arguments import arg
 from essm_train.console import Failed, command
 from essm_train.files import check_writable, write_figure, write_json, write_text
-from essm_train.tasks.catalog import get_task, published_folder, substitute_data, task_arguments
-from essm_train.tasks.experiments import EXPERIMENTS, Experiment, Row, get_experiment
 
 if TYPE_CHECKING:
     from essm_train.measure.evaluation import Evaluation
     from essm_train.measure.paper import Figures
+    from essm_train.tasks.experiments import Experiment, Row
 
 
 @dataclass
@@ -71,6 +70,8 @@ class ReproduceArguments:
 
 def arguments_of(row: Row, args: ReproduceArguments, output_dir: Path, seed: int) -> dict[str, Any]:
     """The arguments of one run. Raises FileNotFoundError where its data is absent."""
+    from essm_train.tasks.catalog import published_folder, task_arguments
+
     overrides = {key: published_folder(value, row.task_name) for key, value in row.arguments.items()}
     values = task_arguments(row.task, args.data_dir, args.scale) | overrides
     values |= {"output_dir": str(output_dir), "seed": seed, "cpu_threads": args.cpu_threads}
@@ -117,6 +118,8 @@ def reproduce(args: ReproduceArguments) -> dict[str, Any]:
     """
     from essm_train.measure.paper import figures_of, read_paper_figures
     from essm_train.measure.tables import collect
+    from essm_train.tasks.catalog import get_task
+    from essm_train.tasks.experiments import get_experiment
 
     experiment = get_experiment(str(args.experiment))
     wanted = args.rows or [*experiment.rows]
@@ -162,6 +165,7 @@ def write_results(
 
     from essm_train.measure.plots import draw_panels
     from essm_train.measure.tables import cost_tables, departures, markdown, panels_of
+    from essm_train.tasks.catalog import substitute_data
 
     evaluations = {row: evaluation for row, (evaluation, _) in collected.items()}
     training = {row: trained for row, (_, trained) in collected.items()}
@@ -194,6 +198,8 @@ def write_results(
 
 def main(args: ReproduceArguments) -> None:
     """Run an experiment, or list them all."""
+    from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
+
     if args.experiment is not None:
         reproduce(args)
         return

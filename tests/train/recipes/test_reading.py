@@ -13,7 +13,7 @@ from essm_train import list_tasks, reproduce
 from essm_train.measure.paper import PAPER_FIGURES
 from essm_train.tasks import catalog
 from essm_train.tasks.catalog import TASKS, get_task, make_arguments, task_arguments
-from essm_train.tasks.experiments import EXPERIMENTS, get_experiment
+from essm_train.tasks.experiments import EXPERIMENTS, Row, get_experiment
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "block_size": 64}
 SIZE |= {"learning_rate": 1, "validation_blocks": 2, "sweep_blocks": 2}
@@ -133,7 +133,7 @@ def test_an_experiment_of_ones_own(folder):
     experiment = get_experiment(str(path))
     third = list(experiment.rows.values())[2]
     assert reproduce.arguments_of(third, args, folder, 0)["architecture"] == "transformer"
-    assert experiment.rows["novels"] == reproduce.Row("novels") and experiment.rows["ours"].task_name == "mine"
+    assert experiment.rows["novels"] == Row("novels") and experiment.rows["ours"].task_name == "mine"
     record = reproduce.reproduce(args)
     assert record["rows"]["ours"]["task"] == "mine" and str(folder) not in json.dumps(record)
     assert (folder / "runs" / "mine-small" / "default-seed0" / "model").is_dir()
