@@ -30,7 +30,7 @@ def data(tmp_path_factory) -> dict:
             "validation_file": held_out,
             "block": "gated",
             "inner_size": 24,
-            "mixing_size": 2,
+            "mixing_size": 1,
         },
     }
 
