@@ -102,7 +102,7 @@ def _mask(config: Any, kind: str, x: Tensor, cache: Any, packing: Packing | None
         mask_function=function,
         attention_mask=real,
         local_size=window,
-        allow_is_causal_skip=packing is None,
+        allow_is_causal_skip=packing is None and real is None,
         dtype=x.dtype,
         config=config,
         device=x.device,
@@ -140,8 +140,8 @@ class ESSMAttention(nn.Module):
 
     def forward(self, x: Tensor, call: AttentionCall, cache: ESSMAttentionCacheLayer | None = None) -> Tensor:
         """(B, L, D) -> (B, L, D), reading and extending the layer's keys and values."""
-        heads = (*x.shape[:2], -1, self.head_dim)
-        query, key, value = (f(x).view(heads).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        projections = self.q_proj, self.k_proj, self.v_proj
+        query, key, value = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in projections)
         cos, sin = call.cos.to(x.device), call.sin.to(x.device)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
@@ -158,4 +158,4 @@ class ESSMAttention(nn.Module):
             sliding_window=self.sliding_window,
             **call.packing,
         )
-        return self.o_proj(output.reshape(*x.shape[:2], -1))
+        return self.o_proj(output.flatten(2))

@@ -175,9 +175,9 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
         ragged, lengths = False, torch.zeros(B, dtype=torch.int64, device=keys.device)
         if self.tensors:
             ragged = self.is_ragged
-            past = {name: tensor.to(keys.device) for name, tensor in self.tensors.items()}
-            keys, values = torch.cat([past["keys"], keys], 2), torch.cat([past["values"], values], 2)
-            lengths = past["lengths"]
+            keys = torch.cat([self.tensors["keys"].to(keys), keys], 2)
+            values = torch.cat([self.tensors["values"].to(values), values], 2)
+            lengths = self.tensors["lengths"].to(keys.device)
         T = most = keys.shape[2]
         held = keys, values
         if read is None:

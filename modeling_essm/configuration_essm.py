@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .spectral_basis import max_spectral_channels
-from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, is_hybrid, resolve_budget, spectral_layers, stored_budget
+from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, is_hybrid, of_each_layer, resolve_budget, spectral_layers
 
 # Which class each Auto class loads, from the files beside the weights.
 AUTO_MAP = {
@@ -252,8 +252,9 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError('sliding_window must be an integer of at least 2 for "sliding_attention", got None')
         rope = self.rope_parameters or {}
         theta, factor, share = (rope.get(name, 1.0) for name in ("rope_theta", "factor", "partial_rotary_factor"))
-        legal = rope.get("rope_type") in ROPE_TYPES and 0 < theta < math.inf and 1 <= factor < math.inf and share == 1
-        if not legal:
+        numbers = all(type(x) in (int, float) for x in (theta, factor, share))
+        legal = numbers and 0 < theta < math.inf and 1 <= factor < math.inf and share == 1
+        if rope.get("rope_type") not in ROPE_TYPES or not legal:
             raise ValueError(
                 f"rope_parameters must have a rope_type of {ROPE_TYPES}, a positive rope_theta, a factor of at least 1 "
                 f"and no partial_rotary_factor, got {rope}"
@@ -280,7 +281,7 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError(f"trained_budgets must be integers in [1, {channels}], got {self.trained_budgets}")
         for name, value in (self.budget_presets or {}).items():
             try:
-                stored_budget(value, self.capacities)
+                of_each_layer(value, self.capacities)
             except ValueError as error:
                 raise ValueError(f"budget_presets[{name!r}]: {error}") from None
         self.resolve_budget()

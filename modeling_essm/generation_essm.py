@@ -76,8 +76,8 @@ class ElasticGenerationMixin(GenerationMixin):
                 raise ValueError("step_budgets cannot be combined with prefill_chunk_size, whose calls are not steps")
             return generation_config, model_kwargs | {"step_budgets": StepBudgets(steps, self.config)}
         budget = called if called is not None else getattr(generation_config, "spectral_budget", None)
-        if budget is not None:
-            model_kwargs["spectral_budget"] = budget
+        if budget is not None:  # as a tensor of no dimension the library could not repeat it for beams
+            model_kwargs["spectral_budget"] = int(budget) if isinstance(budget, Tensor) and not budget.ndim else budget
         return generation_config, model_kwargs
 
     def _extract_generation_mode_kwargs(

@@ -31,7 +31,8 @@ logger = logging.get_logger(__name__)
 
 SpectralCapacity = Union[int, Sequence[int]]
 PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
-CHANNEL_TENSORS = ("channel_mixing", "gate_out.weight", "gate_out.bias")  # names in a mixer
+# Names in a mixer; the second is in AR-STU's.
+CHANNEL_TENSORS = ("channel_mixing", "channel_mixing_negative", "gate_out.weight", "gate_out.bias")
 # Arguments of from_pretrained that say where files are, for `cached_file`.
 _WHERE = (
     "cache_dir",
@@ -80,7 +81,14 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ) from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if source is not None:  # a folder stays where it is when the working directory changes
-            model._origin = (os.path.abspath(source) if os.path.isdir(source) else str(source), where)
+            kept = {
+                name: value for name, value in where.items() if name in ("cache_dir", "local_files_only", "subfolder")
+            }
+            revision = getattr(model.config, "_commit_hash", None) or where.get("revision")
+            revision = getattr(revision, "resolved", revision)  # the library may have found out the commit
+            model._origin = (os.path.abspath(source) if os.path.isdir(source) else str(source), kept)
+            if revision is not None:
+                kept["revision"] = revision
         for name, tensor in model.state_dict().items():
             plain = not tensor.is_meta and tensor.is_floating_point() and not hasattr(tensor, "qdata")
             if plain and not torch.isfinite(tensor).all():
@@ -193,9 +201,11 @@ class ElasticPreTrainedModel(PreTrainedModel):
 
 @contextlib.contextmanager
 def _as_unsharded_class(model: Any) -> Iterator[None]:
-    """FSDP2 gives a model a class of torch, whose code would be saved in the place of the model's own."""
+    """The model as the class whose code is saved: FSDP2 puts one of torch before it, a user may have derived one."""
     sharded = type(model)
-    model.__class__ = next(cls for cls in sharded.__mro__ if not cls.__module__.startswith("torch."))
+    own = [cls for cls in sharded.__mro__ if not cls.__module__.startswith("torch.")]
+    named = next(cls for cls in own if "_auto_class" in vars(cls))  # the library copies the files of this one
+    model.__class__ = own[0] if named is PreTrainedModel else named
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ Letters: B batch, L sequence, D inner width, K budget, G groups of the width wit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,12 @@ class LayerCall:
     padding: Tensor | None = None
     lengths: Tensor | None = None
     packing: Packing | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> LayerCall:
+        """The same on a layer's device: Accelerate's hooks move what has a `to`, and look into no dataclass."""
+        tensors = {name: getattr(self, name) for name in ("rows", "padding", "lengths")}
+        moved = {name: t.to(device, non_blocking=non_blocking) for name, t in tensors.items() if t is not None}
+        return dataclasses.replace(self, **moved)
 
 
 class ESSMPrefixLinear(nn.Module):

@@ -104,24 +104,6 @@ def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectra
     return tuple(_check(K, held, name, f" for layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
 
 
-def stored_budget(value: SpectralBudget, capacities: Sequence[int]) -> int | list[int] | None:
-    """The form in which a config keeps a budget: None, an int or a list of one per layer, which JSON can hold.
-
-    Raises:
-        ValueError: as `resolve_budget`; also for a preset, and for (B,) budgets, which belong to one batch.
-    """
-    if value is None:
-        return None
-    if isinstance(value, torch.Tensor) and value.ndim > 0:
-        raise ValueError(
-            f"a tensor of budgets, one for each row, is given in a call; a config keeps an integer in [1, "
-            f"{max(capacities)}] or a list of {len(capacities)}, got shape {tuple(value.shape)}"
-        )
-    if isinstance(value, (list, tuple)):
-        return list(of_each_layer(value, capacities))
-    return _check(value, max(capacities))
-
-
 def _check(value: object, capacity: int, name: str = "spectral_budget", where: str = "") -> int:
     """A plain budget as int; NumPy integers and integer tensors of one element pass, bool and float do not."""
     if isinstance(value, torch.Tensor) and _holds_integers(value) and value.numel() == 1:

@@ -52,7 +52,7 @@ def step(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | N
         gated.append((features * per_group[:, t]).to(u.dtype))
     features = torch.stack(gated, 1).view(B * L, K, D)
     y = (features * M[:K]).sum(1) if M.ndim == 2 else _mix(features.view(B * L, K * D), M[:K].reshape(K * D, -1))
-    return y.view(B, L, -1), state
+    return y.view(B, L, M.shape[-1]), state
 
 
 def _mix(features: Tensor, M_flat: Tensor) -> Tensor:

@@ -417,3 +417,9 @@ def test_a_rising_function_needs_room():
 def test_bad_step_budgets(kwargs, message):
     with pytest.raises(ValueError, match=message):
         random_model().generate(random_ids(2, 9), **GREEDY, **kwargs)
+
+
+def test_a_budget_as_a_tensor_of_no_dimension_holds_for_every_beam():
+    model, ids = random_model(), random_ids(2, 9)
+    expected = model.generate(ids, spectral_budget=4, num_beams=2, max_new_tokens=4)
+    assert torch.equal(model.generate(ids, spectral_budget=torch.tensor(4), num_beams=2, max_new_tokens=4), expected)

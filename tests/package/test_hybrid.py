@@ -226,3 +226,11 @@ def test_budgets_act_on_spectral_layers():
     assert sizes[1] == [tuple(t.shape) for t in caches[32, 32].layers[1].tensors.values()]
     with pytest.raises(ValueError, match="each of the 2 spectral layers, got 4"):
         model(ids, spectral_budget=[4, 4, 4, 4])
+
+
+@torch.no_grad()
+def test_keys_of_another_dtype_are_read_in_the_models():
+    model, ids = hybrid(), random_ids(2, 9)
+    cache = model(ids[:, :8]).past_key_values
+    expected = model(ids[:, 8:], past_key_values=copy.deepcopy(cache)).logits
+    assert_close(model.bfloat16()(ids[:, 8:], past_key_values=cache).logits.float(), expected, atol=0.2)  # bf16

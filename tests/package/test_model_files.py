@@ -2,6 +2,7 @@
 """Models in torch.compile and torch.export, and on disk."""
 
 import copy
+import pickle
 import shutil
 
 import pytest
@@ -166,3 +167,18 @@ def test_attention_implementations_are_refused(cls, name, tmp_path):
     with pytest.raises(ValueError, match=rf"None or 'eager', got '{name}'.*no attention.*spectral_algorithm"):
         cls.from_pretrained(tmp_path, attn_implementation=name)
     assert cls.from_pretrained(tmp_path, attn_implementation="eager") is not None
+
+
+class DerivedLM(ESSMForCausalLM):
+    """As a user derives one, in a file of his own."""
+
+
+def test_a_derived_model_is_saved_with_our_code_and_no_secret(tmp_path):
+    model = random_model(DerivedLM)
+    model.save_pretrained(tmp_path)
+    assert type(model) is DerivedLM
+    names = {reference.split(".")[0] for reference in model.config.auto_map.values()}
+    assert all((tmp_path / f"{name}.py").is_file() for name in names)
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path, token="a-secret")
+    assert torch.equal(loaded(random_ids(1, 5)).logits, model(random_ids(1, 5)).logits)
+    assert b"a-secret" not in pickle.dumps(loaded)

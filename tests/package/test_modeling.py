@@ -6,11 +6,13 @@ import re
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from helpers import (
     BUDGETS,
     HYBRID,
     VARIANTS,
     assert_close,
+    blocks,
     random_ids,
     random_masks,
     random_model,
@@ -20,6 +22,7 @@ from helpers import (
 )
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm.mixer_essm import LayerCall
 
 LAYER = {
     "input_norm.weight": (16,),
@@ -338,3 +341,19 @@ def test_the_gated_block_is_what_it_says():
     h = x + (norm(mixed, layer.mixer_norm.weight) * z * torch.sigmoid(z)) @ layer.out_proj.weight.T
     a, b = (norm(h, layer.ffn_norm.weight) @ layer.ffn.up.weight.T).chunk(2, -1)
     assert_close(hidden[1], h + (a * torch.sigmoid(a) * b) @ layer.ffn.down.weight.T, atol=1e-12)
+
+
+@blocks
+@torch.no_grad()
+def test_an_empty_batch_may_step(block):
+    model, ids = random_model(**block), random_ids(2, 9)
+    cache = model(ids).past_key_values
+    for layer in cache.layers:
+        layer.apply(lambda t: t[:0])
+    assert model(ids[:0, :1], past_key_values=cache).logits.shape == (0, 1, 259)
+
+
+def test_what_a_layer_is_told_moves_with_it():
+    """As Accelerate's hooks move it, where layers lie on several devices."""
+    call = send_to_device(LayerCall(2, rows=torch.ones(2), lengths=torch.ones(2)), "meta")
+    assert call.budget == 2 and call.rows.is_meta and call.lengths.is_meta and call.padding is None

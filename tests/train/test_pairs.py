@@ -69,3 +69,9 @@ def test_bad_fields():
         ESSMPairConfig(head_hidden_size=0)
     with pytest.raises(ValueError, match="reads token ids: num_input_features must be None, got 3"):
         pairs(num_input_features=3)
+
+
+@torch.no_grad()
+def test_pairs_of_one_budget_as_a_tensor():
+    model = pairs()
+    assert torch.equal(model(IDS, spectral_budget=torch.tensor([4, 4, 4])).logits, model(IDS, spectral_budget=4).logits)

@@ -114,7 +114,7 @@ class ESSMForPairClassification(ESSMPreTrainedModel):
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")
         documents, mask = both_documents(input_ids, attention_mask)
         budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
-        each = spectral_budget if budget.rows is None else budget.rows.repeat_interleave(2)
+        each = budget if budget.rows is None else budget.rows.repeat_interleave(2)
         outputs = self.model(documents, mask, use_cache=False, spectral_budget=each, return_dict=True)
         codes = pool(outputs.last_hidden_state, mask, self.config.classifier_pooling)
         loss, logits = compare_documents(codes, self.head, self.score, labels)
