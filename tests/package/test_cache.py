@@ -108,6 +108,9 @@ def test_shrinking_a_running_cache(block):
     step(model, merged, random_ids(4, 1), torch.tensor([3, 3, 8, 8]))
     with pytest.raises(ValueError, match="in row 1"):
         step(model, merged, random_ids(4, 1), torch.tensor([3, 4, 8, 8]))
+    merged.shrink(2)  # below what any row had
+    with pytest.raises(ValueError, match="spectral_budget 3 needs"):
+        step(model, merged, random_ids(4, 1), 3)
     with pytest.raises(ValueError, match=r"\[1, 32\], got 33"):
         whole.shrink(33)
 
