@@ -119,15 +119,17 @@ def allocate(
     *,
     amount: float | None = None,
     total: int | None = None,
+    threshold: float | None = None,
     scope: str = "global",
     min_keep: int = 1,
 ) -> Plan:
-    """Choose the modes that stay. Give one of `amount` and `total`.
+    """Choose the modes that stay. Give one of `amount`, `total` and `threshold`.
 
     Args:
         importance: scores of all modes.
         amount: share of the units to prune, in [0, 1]; round(amount * units) of them go, fewer where min_keep forbids.
         total: units that stay in the whole model, exactly.
+        threshold: the least score that stays, over all layers (AIRE-Prune's theta).
         scope: "global" compares scores of all layers; "uniform" prunes every layer by the same share.
         min_keep: units of each layer that stay whatever their score. 0 lets a whole layer go, which then computes its
             skip D u alone; scores with the prefix rule need `eps` for that, as each layer's first is 1 without it.
@@ -136,8 +138,10 @@ def allocate(
     Raises:
         ValueError: anything out of range, or arguments that exclude each other.
     """
-    if (amount is None) == (total is None):
-        raise ValueError(f"give exactly one of amount and total, got {amount} and {total}")
+    if [amount, total, threshold].count(None) != 2:
+        raise ValueError(f"give exactly one of amount, total and threshold, got {amount}, {total} and {threshold}")
+    if threshold is not None and (scope != "global" or not math.isfinite(threshold)):
+        raise ValueError(f'threshold must be a finite number, with scope="global", got {threshold} and {scope!r}')
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
     if type(min_keep) is not int or min_keep < 0:
@@ -149,7 +153,9 @@ def allocate(
         )
     scores = [layer.scores for layer in importance.layers]
     units, least = sum(map(len, scores)), [min(min_keep, len(values)) for values in scores]
-    if total is None:
+    if threshold is not None:
+        total = sum(max(low, int((values >= threshold).sum())) for low, values in zip(least, scores))
+    elif total is None:
         if amount is None or not 0 <= amount <= 1:
             raise ValueError(f"amount must be the share of modes to prune, a number in [0, 1], got {amount!r}")
         total = max(sum(least), units - round(amount * units))

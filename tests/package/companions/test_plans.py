@@ -51,6 +51,13 @@ def test_ties_go_by_layer_and_index():
     assert kept(allocate(same, total=5)) == [[0, 1, 2], [1, 3]]
 
 
+def test_a_threshold_keeps_every_score_that_reaches_it():
+    found = scored((5.0, 1.0, 3.0), (2.0, 4.0), (0.5, 0.25))
+    limit = float(found.layers[1].scores[0])  # of energy 2
+    assert kept(allocate(found, threshold=limit)) == [[0, 2], [0, 1], [0]]
+    assert kept(allocate(found, threshold=limit, min_keep=0)) == [[0, 2], [0, 1], []]
+
+
 def test_uniform_is_the_same_share_of_every_layer():
     systems = [random_system(n=n, seed=n) for n in (20, 10, 10)]
     found = importance(Stack(*systems), "energy")
@@ -102,7 +109,8 @@ def test_modes_per_channel():
 
 def test_bad_arguments():
     for arguments, message in [
-        ({}, "exactly one of amount and total"),
+        ({}, "exactly one of amount, total and threshold"),
+        ({"threshold": 1.0, "scope": "uniform"}, "threshold must be a finite number"),
         (dict(amount=0.5, total=3), "exactly one of"),
         (dict(amount=1.5), r"amount must be .* in \[0, 1\], got 1.5"),
         (dict(amount=float("nan")), "amount must be"),
