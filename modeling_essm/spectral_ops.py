@@ -134,7 +134,8 @@ class SpectralOperator:
             initial_state: (B, >= N, D) state before u, or None for zero.
             lengths: (B,) int64 in [0, L], steps after which each row's state is taken (right padding); None for L.
             algorithm: a key of ALGORITHMS. `chunked` takes `step` for a single step.
-            num_states: N to carry, at least what the budget needs, which is the default.
+            num_states: N to carry, at least what the budget needs, which is the default. Fewer are raised to that,
+                but with an initial state as given, whose cache has checked it.
         Returns:
             y (B, L, E) in u's dtype, and the state (B, N, D) after each row's last step in fp32 (fp64 for fp64).
         Raises:
@@ -156,7 +157,9 @@ class SpectralOperator:
         if gates.ndim == 4 and (channel_mixing.ndim == 3 or u.shape[2] % gates.shape[3]):
             raise ValueError(f"gates of {gates.shape[3]} groups need diagonal M_k of a width that they divide")
         K = gates.shape[2]
-        N = num_states or states_needed(self.filter_length, K, self.state_margin)
+        if initial_state is None or num_states is None:  # a decoding step has both, checked by its cache
+            num_states = max(num_states or 0, states_needed(self.filter_length, K, self.state_margin))
+        N = num_states
         if initial_state is not None:
             if initial_state.shape[1] < N:
                 raise ValueError(f"initial_state needs {N} states, got {initial_state.shape[1]}")

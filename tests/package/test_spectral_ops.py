@@ -359,3 +359,10 @@ def test_a_step_that_waits_for_memory(dtype, batch, threads, monkeypatch):
         expected, _ = op(u, gates, M.clone().requires_grad_(), state, num_states=40)
     error = (y.double() - expected.detach().double()).norm() / expected.detach().double().norm()
     assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_fewer_states_than_a_budget_needs_are_not_carried():
+    operator = SpectralOperator(filter_length=512)
+    u, gates, M = torch.randn(2, 40, 3), torch.rand(2, 40, 8), torch.randn(8, 3, 3)
+    (y, state), (expected, whole) = operator(u, gates, M, num_states=8), operator(u, gates, M)
+    assert torch.equal(y, expected) and torch.equal(state, whole)
