@@ -4,8 +4,10 @@
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from . import reference
+from .budgets.profile import save_profile
 from .cache_essm import ESSMCache
 from .configuration_essm import ESSMConfig
+from .loading_essm import ElasticPreTrainedModel
 from .modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from .training.byte_tokenizer import build_byte_tokenizer
 
@@ -14,6 +16,7 @@ AutoConfig.register("essm", ESSMConfig, exist_ok=True)
 AutoModel.register(ESSMConfig, ESSMModel, exist_ok=True)
 AutoModelForCausalLM.register(ESSMConfig, ESSMForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ESSMConfig, ESSMForSequenceClassification, exist_ok=True)
+ElasticPreTrainedModel.save_beside = save_profile  # type: ignore[assignment]
 ESSMConfig.register_for_auto_class()
 ESSMModel.register_for_auto_class("AutoModel")
 ESSMForCausalLM.register_for_auto_class("AutoModelForCausalLM")

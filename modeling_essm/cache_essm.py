@@ -145,21 +145,18 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
     """Rotated "keys" and "values" (B, H, T, d) of an attention layer, and "lengths" (B,), tokens read by each row.
 
     Rows end together: before the keys of a row that has read fewer than T tokens stand others, which mean nothing.
-    Attributes:
-        is_ragged: whether there may be such rows.
     """
 
-    keys: Any
-    values: Any
     is_sliding = False  # to the library: masks and windows are made by attention_essm
     _ragged: bool | None = None
 
     def update(self, **tensors: Tensor) -> None:  # type: ignore[override]
         super().update(**tensors)
-        self.keys, self.values, self._ragged = self.tensors["keys"], self.tensors["values"], None
+        self._ragged = None
 
     @property
     def is_ragged(self) -> bool:
+        """Whether there may be such rows."""
         if self._ragged is None:
             self._ragged = bool((self.tensors["lengths"] < self.tensors["keys"].shape[2]).any())
         return self._ragged
@@ -204,7 +201,7 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
         self.update(**(self.tensors | cut))
 
     def join(self, parts: Sequence[Any]) -> None:
-        T, device = max(part.keys.shape[2] for part in parts), parts[0].keys.device
+        T, device = max(part.tensors["keys"].shape[2] for part in parts), parts[0].tensors["keys"].device
 
         def widened(t: Tensor) -> Tensor:
             return (t if t.ndim == 1 else pad(t, (0, 0, T - t.shape[2], 0))).to(device)
@@ -213,10 +210,6 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
         self.update(**{name: torch.cat([widened(part.tensors[name]) for part in parts]) for name in names})
 
     def shrink(self, num_states: int) -> None: ...
-
-    def reset(self) -> None:
-        super().reset()
-        self.keys = self.values = None
 
 
 def _compact(part: Tensor) -> Tensor:
@@ -325,8 +318,8 @@ class ElasticCache(Cache):
         first = caches[0]
         for cache in caches:
             cache.require_states("merge")
-            if (other := cache.model_shape()) != first.model_shape():
-                raise ValueError(f"caches of different models cannot be merged: {first.model_shape()} and {other}")
+            if (other := model_shape(cache.config)) != (shape := model_shape(first.config)):
+                raise ValueError(f"caches of different models cannot be merged: {shape} and {other}")
         merged = first._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             new.join([cache.layers[i] for cache in caches])
@@ -360,10 +353,6 @@ class ElasticCache(Cache):
         for new, old in zip(cache.layers, self.layers):
             new.state_budget = old.state_budget
         return cache
-
-    def model_shape(self) -> dict[str, Any]:
-        """What two models must share for one to read the other's states."""
-        return {name: getattr(self.config, name, None) for name in _SHAPE}
 
 
 class ESSMCache(ElasticCache, DynamicCache):
@@ -430,15 +419,18 @@ def operator_of(config: Any) -> SpectralOperator:
     return SpectralOperator(config.filter_length, config.state_margin, config.chunk_size)
 
 
+def model_shape(config: Any) -> dict[str, Any]:
+    """What two models must share for one to read the other's states."""
+    return {name: getattr(config, name, None) for name in _SHAPE}
+
+
 def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     """Raises ValueError for another kind of cache, or one of a model of another shape or batch."""
     if not hasattr(type(cache), "num_bytes"):  # not isinstance: model and cache may come from two copies of the code
         raise ValueError(f"past_key_values must be an ESSMCache, got {type(cache).__name__}")
-    if cache.config is not config:
-        for name in _SHAPE:
-            made_for, here = getattr(cache.config, name, None), getattr(config, name, None)
-            if made_for != here:
-                raise ValueError(f"past_key_values is of a model of {name} {made_for}, but this one has {here}")
+    if cache.config is not config and (made_for := model_shape(cache.config)) != (here := model_shape(config)):
+        name = next(name for name in _SHAPE if made_for[name] != here[name])
+        raise ValueError(f"past_key_values is of a model of {name} {made_for[name]}, but this one has {here[name]}")
     if cache.batch_size not in (None, batch_size):
         raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")
 

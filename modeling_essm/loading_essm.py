@@ -11,38 +11,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Union
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_layers
 
-logger = logging.get_logger(__name__)
-
 SpectralCapacity = Union[int, Sequence[int]]
-PROFILE_NAME = "budget_profile.json"  # quality and speed at every budget, as `budgets` measures and reads it
 # Names in a mixer; the second is in AR-STU's.
 CHANNEL_TENSORS = ("channel_mixing", "channel_mixing_negative", "gate_out.weight", "gate_out.bias")
 # Arguments of from_pretrained that say where files are, for `cached_file`.
 _WHERE = (
-    "cache_dir",
-    "force_download",
-    "proxies",
-    "token",
-    "local_files_only",
-    "revision",
-    "subfolder",
-    "_commit_hash",
+    *("cache_dir", "force_download", "proxies", "token"),
+    *("local_files_only", "revision", "subfolder", "_commit_hash"),
 )
 
 
@@ -81,14 +69,10 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ) from error
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if source is not None:  # a folder stays where it is when the working directory changes
-            kept = {
-                name: value for name, value in where.items() if name in ("cache_dir", "local_files_only", "subfolder")
-            }
+            kept: dict[str, Any] = {k: where[k] for k in ("cache_dir", "local_files_only", "subfolder") if k in where}
             revision = getattr(model.config, "_commit_hash", None) or where.get("revision")
-            revision = getattr(revision, "resolved", revision)  # the library may have found out the commit
+            kept["revision"] = getattr(revision, "resolved", revision)  # the library may have found out the commit
             model._origin = (os.path.abspath(source) if os.path.isdir(source) else str(source), kept)
-            if revision is not None:
-                kept["revision"] = revision
         for name, tensor in model.state_dict().items():
             plain = not tensor.is_meta and tensor.is_floating_point() and not hasattr(tensor, "qdata")
             if plain and not torch.isfinite(tensor).all():
@@ -173,7 +157,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         return sum(parameter.numel() for parameter in self.parameters()) - idle
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """As in transformers, with the budget profile; a file in the place of the folder, or adapters, are an error."""
+        """As in transformers; a file in the place of the folder, or PEFT adapters, are an error."""
         if os.path.isfile(save_directory):
             raise NotADirectoryError(f"save_directory must be a folder, got the file {str(save_directory)!r}")
         if not getattr(self, "_hf_peft_config_loaded", False) and any(hasattr(m, "base_layer") for m in self.modules()):
@@ -184,13 +168,11 @@ class ElasticPreTrainedModel(PreTrainedModel):
         self.config.auto_map = dict(self.config.auto_classes)  # the files that are copied beside the weights
         with _as_unsharded_class(self):
             super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        profile = file_beside(self, PROFILE_NAME) if is_main_process else None
-        if profile is None or os.path.realpath(profile) == os.path.realpath(os.path.join(save_directory, PROFILE_NAME)):
-            return
-        if _measured_weights(profile) == (weights_checksum(self) or "unknown"):
-            shutil.copy(profile, save_directory)
-        else:
-            logger.warning_once(f"no budget profile is saved: {profile} was measured on other weights")
+        if is_main_process:
+            self.save_beside(save_directory)
+
+    def save_beside(self, folder: Any) -> None:
+        """Save what belongs to these weights: the installed package's budget profile."""
 
     def _forget_generation_budget(self) -> None:
         """Drop a budget of generation_config that is beyond the capacity."""
@@ -307,39 +289,6 @@ def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which weights.
-
-
-def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of tensors, in the given order."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def weights_checksum(model: PreTrainedModel) -> str | None:
-    """A checksum that tells whether two models have the same weights; None if some are offloaded or sharded.
-
-    It is taken of the values rounded to bf16, and of the first channel where a tensor is divided into channels. So it
-    is the same for a model that was cast between fp32 and bf16, or truncated, or read as a prefix.
-    """
-    layers = range(model.config.num_hidden_layers)
-    tensors = model.state_dict()
-    if any(tensor.is_meta or hasattr(tensor, "full_tensor") for tensor in tensors.values()):
-        return None
-
-    def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize"):  # torchao's
-            tensor = tensor.dequantize()
-        tensor = tensor if channel_capacity(name, layers) is None else tensor[:1]
-        return tensor.bfloat16() if tensor.is_floating_point() else tensor
-
-    return checksum((name, rounded(name, tensor)) for name, tensor in sorted(tensors.items()))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 # Files beside the model.
 
 
@@ -348,18 +297,10 @@ def file_beside(model: Any, name: str) -> str | None:
 
     The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
     """
-    source, where = getattr(model, "_origin", None) or (model.name_or_path, {})
-    if getattr(model, "_origin", None) is None and not os.path.isdir(source or ""):
+    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
+    if where is None and not os.path.isdir(source or ""):
         return None
     try:
-        return cached_file(source, name, **where, _raise_exceptions_for_missing_entries=False)
+        return cached_file(source, name, **(where or {}), _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
-        return None
-
-
-def _measured_weights(profile: str) -> Any:
-    """The checksum of the weights that a profile was measured on; None in a damaged file."""
-    try:
-        return json.loads(Path(profile).read_text(encoding="utf-8"))["weights"]
-    except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -9,7 +9,7 @@ Letters: B batch, L sequence, D width, F input features, K budget.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -84,31 +84,22 @@ class ESSMFeatureEmbedding(nn.Linear):
 
 
 class ESSMFeedForward(nn.Module):
-    """(B, L, D) -> (B, L, D) through one hidden layer of width intermediate_size."""
+    """(B, L, D) -> (B, L, D) through one hidden layer of width intermediate_size, gated by SiLU in the gated block."""
 
     def __init__(self, config: Any):
         super().__init__()
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.act = ACT2FN[config.hidden_act]
+        D, width, self.is_gated = config.hidden_size, config.intermediate_size, config.block != "paper"
+        self.up = nn.Linear(D, (1 + self.is_gated) * width, bias=not self.is_gated)
+        self.up.starts_at_unit_scale = self.is_gated
+        self.down = nn.Linear(width, D, bias=not self.is_gated)
+        self.act = F.silu if self.is_gated else ACT2FN[config.hidden_act]
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.dropout(self.act(self.up(x))))
-
-
-class ESSMGatedFeedForward(nn.Module):
-    """(B, L, D) -> (B, L, D) through a hidden layer of width intermediate_size, half of whose inputs are SiLU gates."""
-
-    def __init__(self, config: Any):
-        super().__init__()
-        self.up = at_unit_scale(nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=False))
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_gated:
+            return self.down(self.dropout(self.act(self.up(x))))
         gate, value = self.up(x).chunk(2, -1)
-        return self.down(self.dropout(F.silu(gate) * value))
+        return self.down(self.dropout(self.act(gate) * value))
 
 
 class _Block(GradientCheckpointingLayer):
@@ -146,7 +137,7 @@ class ESSMGatedLayer(_Block):
         self.out_proj = nn.Linear(inner, D, bias=False)
         if config.intermediate_size:
             self.ffn_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
-            self.ffn = ESSMGatedFeedForward(config)
+            self.ffn = ESSMFeedForward(config)
 
     def forward(self, hidden_states: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
         z, v = self.in_proj(self.input_norm(hidden_states)).chunk(2, -1)
@@ -190,7 +181,7 @@ class ESSMAttentionLayer(_Block):
                 at_unit_scale(projection)
         if config.intermediate_size:
             self.ffn_norm = norm(config.hidden_size, eps=config.layer_norm_eps)
-            self.ffn = ESSMFeedForward(config) if paper else ESSMGatedFeedForward(config)
+            self.ffn = ESSMFeedForward(config)
 
     def forward(self, hidden_states: Tensor, call: AttentionCall, cache: Any) -> Tensor:
         hidden_states = self.add(hidden_states, self.self_attn(self.input_norm(hidden_states), call, cache))
@@ -432,7 +423,8 @@ class ESSMModel(ESSMPreTrainedModel):
         wanted = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         each: list[Tensor] | None = [] if wanted else None
         caches = [None] * len(self.layers) if cache is None else cache.layers
-        hidden_states = self.run_layers(hidden_states, budget.layers, caches, rows, padding, lengths, packing, each)
+        call = LayerCall(max(budget.layers), rows, padding, lengths, packing)
+        hidden_states = self.run_layers(hidden_states, budget.layers, caches, call, each)
         if each is not None:
             each.append(hidden_states)
         if place is not None:
@@ -447,13 +439,7 @@ class ESSMModel(ESSMPreTrainedModel):
             spectral_budget=budget.report(),
         )
 
-    def _embed(
-        self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        features: Tensor | None,
-        cache: ESSMCache | None = None,
-    ) -> Tensor:
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None, cache: Any):
         """(B, L, D) from the one input that is given."""
         check_inputs(self.config, input_ids, inputs_embeds, features)
         if inputs_embeds is not None:
@@ -470,29 +456,28 @@ class ESSMModel(ESSMPreTrainedModel):
         hidden_states: Tensor,
         budgets: Sequence[int],
         caches: Sequence[ESSMCacheLayer | None],
-        rows: Tensor | None = None,
-        padding: Tensor | None = None,
-        lengths: Tensor | None = None,
-        packing: Packing | None = None,
+        call: LayerCall | None = None,
         each: list[Tensor] | None = None,
     ) -> Tensor:
         """Blocks and final norm with everything resolved: (B, L, D) -> (B, L, D).
 
         Args:
             budgets: K of each spectral layer. caches: the state of each layer, updated in place, or None.
-            rows: (B,) K of each row, or None. padding: (B, L, 1) bool, or None. lengths: (B,) as in `SpectralOperator`.
+            call: what else the layers are told, by default nothing; its budget is that of each layer in turn.
             each: takes the outputs of all blocks but the last.
         """
-        attention = attention_call(self.config, hidden_states, caches, lengths, packing) if self.is_hybrid else None
-        calls: dict[int, LayerCall] = {}
+        call = call or LayerCall(max(budgets))
+        attention = None
+        if self.is_hybrid:
+            attention = attention_call(self.config, hidden_states, caches, call.lengths, call.packing)
+        calls = {} if call.rows is not None and self.config.spectral_capacities else {call.budget: call}
         spectral = dict(zip(self.spectral_layers, budgets))
         for i, (layer, cache) in enumerate(zip(self.layers, caches)):
             if i not in spectral:
                 hidden_states = layer(hidden_states, attention, cache)
             else:
                 if (K := spectral[i]) not in calls:
-                    held = rows if rows is None or self.config.spectral_capacities is None else rows.clamp(max=K)
-                    calls[K] = LayerCall(K, held, padding, lengths, packing)
+                    calls[K] = replace(call, budget=K, rows=None if call.rows is None else call.rows.clamp(max=K))
                 hidden_states = layer(hidden_states, calls[K], cache)
             if each is not None and i + 1 < len(self.layers):
                 each.append(hidden_states)
@@ -546,19 +531,9 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
                 spectral_budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
                 if (output := self.decoding_steps.run(self, input_ids, past_key_values, spectral_budget)) is not None:
                     return output
-        outputs: ESSMModelOutput = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            spectral_budget=spectral_budget,
-            state_lengths=state_lengths,
-            return_dict=True,
-            **packing,
-        )
-        assert outputs.last_hidden_state is not None
+        inputs = input_ids, attention_mask, inputs_embeds, None, past_key_values, use_cache, output_hidden_states
+        given = {"spectral_budget": spectral_budget, "state_lengths": state_lengths, "return_dict": True}
+        outputs = self.model(*inputs, **given, **packing)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
@@ -617,17 +592,8 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
             The rest as in `ESSMModel.forward`.
         """
         refuse_unsupported(kwargs)
-        outputs: ESSMModelOutput = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            input_features=input_features,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            spectral_budget=spectral_budget,
-            return_dict=True,
-        )
-        assert outputs.last_hidden_state is not None
+        inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
+        outputs = self.model(*inputs, spectral_budget=spectral_budget, return_dict=True)
         B, L = outputs.last_hidden_state.shape[:2]
         if read_packing(kwargs, B, L, None if attention_mask is None else attention_mask.bool()) is not None:
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")

@@ -9,7 +9,7 @@ from helpers import random_ids
 from essm_train.measure import calibration
 from modeling_essm.budgets import profile as profile_module
 from modeling_essm.budgets.profile import BudgetProfile, DeviceProfile, Measurement, Quality
-from modeling_essm.loading_essm import weights_checksum
+from modeling_essm.budgets.weights import weights_checksum
 
 BUDGETS = (2, 4, 8, 16, 32)
 HERE, THERE = "this machine", "another machine"

@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import reprlib
+import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -27,11 +28,13 @@ import torch
 from transformers.utils import logging
 
 from .._files import write_text
-from ..loading_essm import PROFILE_NAME, file_beside, weights_checksum
+from ..loading_essm import file_beside
 from .curve import BudgetCurve
+from .weights import weights_checksum
 
 logger = logging.get_logger(__name__)
 
+PROFILE_NAME = "budget_profile.json"
 FORMAT_VERSION = 2
 PHASES = ("prefill", "decode")
 _VERBS = {"prefill": "reads its input", "decode": "decodes a token"}
@@ -306,6 +309,21 @@ def budget_profile(model: Any) -> BudgetProfile | None:
     """
     path = file_beside(model, PROFILE_NAME)
     return None if path is None else read_profile(path, model)
+
+
+def save_profile(model: Any, folder: str | os.PathLike) -> None:
+    """Copy the profile beside a model to where the model is saved, if it was measured on these weights."""
+    source = file_beside(model, PROFILE_NAME)
+    if source is None or os.path.realpath(source) == os.path.realpath(os.path.join(folder, PROFILE_NAME)):
+        return
+    try:
+        measured = json.loads(Path(source).read_text(encoding="utf-8"))["weights"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        measured = None
+    if measured is not None and measured == weights_checksum(model):
+        shutil.copy(source, folder)
+    else:
+        logger.warning_once(f"no budget profile is saved: {source} was measured on other weights")
 
 
 def device_name(device: torch.device | None = None) -> str:

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .._files import replacing
-from ..cache_essm import ESSMCache, check_cache
-from ..loading_essm import checksum, weights_checksum
+from ..budgets.weights import checksum, weights_checksum
+from ..cache_essm import ESSMCache, check_cache, model_shape
 
 _FORMAT = "essm-cache-3"
 
@@ -37,7 +37,7 @@ def save_cache(cache: ESSMCache, path: str | os.PathLike, model: Any) -> None:
         if not tensor.isfinite().all():
             raise ValueError(f"states {name} of this cache are not finite: nothing could be decoded from them")
     record = {
-        "shape": cache.model_shape(),
+        "shape": model_shape(cache.config),
         "weights": weights_checksum(model),
         "seen_tokens": cache.get_seq_length(),
         "layers": [[layer.state_budget, layer.filled] for layer in cache.layers],
@@ -70,8 +70,8 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
     if metadata.get("sha256") != _digest(text, tensors):
         raise ValueError(f"{path} is truncated or corrupt: its contents do not match its checksum")
     record, cache = json.loads(text), ESSMCache(model.config)
-    if record["shape"] != cache.model_shape():
-        raise ValueError(f"{path} is of another model: {record['shape']}, and this one has {cache.model_shape()}")
+    if record["shape"] != (shape := model_shape(cache.config)):
+        raise ValueError(f"{path} is of another model: {record['shape']}, and this one has {shape}")
     made_by, here = record["weights"], weights_checksum(model)
     if made_by != here and None not in (made_by, here):
         raise ValueError(f"{path} is of another model of this shape, with other weights")

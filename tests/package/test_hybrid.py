@@ -157,7 +157,7 @@ def test_a_window_keeps_what_it_needs():
     model, ids = hybrid(types=[S_, L_, F_]), random_ids(2, 19)
     for sizes in ([19], [1] * 19, [3, 16]):
         cache = in_pieces(model, ids, sizes)[1]
-        assert cache.layers[0].keys.shape == (2, 2, 4, 4) and cache.layers[2].keys.shape == (2, 2, 19, 4)
+        assert cache.states["0.keys"].shape == (2, 2, 4, 4) and cache.states["2.keys"].shape == (2, 2, 19, 4)
 
 
 @torch.no_grad()

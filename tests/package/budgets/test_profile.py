@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.budgets import budget_profile, choose_budget, read_profile
 from modeling_essm.budgets import profile as profile_module
-from modeling_essm.budgets.profile import device_name
-from modeling_essm.loading_essm import PROFILE_NAME, weights_checksum
+from modeling_essm.budgets.profile import PROFILE_NAME, device_name
+from modeling_essm.budgets.weights import weights_checksum
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,7 @@ from essm_train.publish.arguments import CalibrateArguments
 from essm_train.tasks.retrieval import PairFile, collate
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.budgets import choose_budget, read_profile
-from modeling_essm.loading_essm import PROFILE_NAME
+from modeling_essm.budgets.profile import PROFILE_NAME
 
 
 def run(argv):

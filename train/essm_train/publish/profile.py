@@ -29,7 +29,8 @@ from essm_train.publish.arguments import CalibrateArguments
 from essm_train.tasks.catalog import get_task
 from modeling_essm import ESSMConfig
 from modeling_essm.budgets import BudgetProfile, read_profile
-from modeling_essm.loading_essm import PROFILE_NAME, weights_checksum
+from modeling_essm.budgets.profile import PROFILE_NAME
+from modeling_essm.budgets.weights import weights_checksum
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
