@@ -532,8 +532,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
                 if (output := self.decoding_steps.run(self, input_ids, past_key_values, spectral_budget)) is not None:
                     return output
         inputs = input_ids, attention_mask, inputs_embeds, None, past_key_values, use_cache, output_hidden_states
-        given = {"spectral_budget": spectral_budget, "state_lengths": state_lengths, "return_dict": True}
-        outputs = self.model(*inputs, **given, **packing)
+        outputs = self.model(*inputs, spectral_budget, state_lengths, return_dict=True, **packing)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
@@ -593,7 +592,7 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
         """
         refuse_unsupported(kwargs)
         inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
-        outputs = self.model(*inputs, spectral_budget=spectral_budget, return_dict=True)
+        outputs = self.model(*inputs, spectral_budget, return_dict=True)
         B, L = outputs.last_hidden_state.shape[:2]
         if read_packing(kwargs, B, L, None if attention_mask is None else attention_mask.bool()) is not None:
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")

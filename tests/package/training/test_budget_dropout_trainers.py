@@ -27,7 +27,7 @@ class Recorder:
     def _record(self, module, args, kwargs, output):
         assert len(set(output.spectral_budget)) == 1
         self.passes.append((output.spectral_budget[0], module.training and torch.is_grad_enabled()))
-        self.ids.append(kwargs["input_ids"].clone())
+        self.ids.append((args[0] if args else kwargs["input_ids"]).clone())
 
     @property
     def trained(self) -> list[int]:
