@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from hub_server import FakeHub
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
@@ -120,10 +119,7 @@ def test_every_command_once(training):
     training.run("essm-calibrate", "--model", "clm/model", "--text_files", "text.txt", "--block_size", 32,
                  "--max_blocks", 4, "--prompt_length", 16, "--decode_tokens", 2, "--rounds", 1)  # fmt: skip
     training.run("essm-export", "--model", "clm/model", "--output_dir", "exported", "--spectral_budget", 2)
-    with FakeHub() as hub:
-        said = training.run("essm-push", "--run", "clm", "--hub_model_id", "essm-tests/tiny", HF_ENDPOINT=hub.url,
-                            HF_TOKEN="hf_writer", HF_HUB_DISABLE_XET="1", HF_HOME=str(folder / "hf"))  # fmt: skip
-        assert "at revision" in said and "essm-tests/tiny" in hub.repositories
+    assert "modeling_essm.py" in training.run("essm-push", "--run", "clm", "--dry_run")
     made = ["clm/model/budget_profile.json", "labels/model/model.safetensors", "sweep/budget_sweep.png"]
     assert all((folder / path).exists() for path in made) and list((folder / "exported").glob("*.onnx"))
     callback = "from modeling_essm.training import BudgetDropoutCallback; print(BudgetDropoutCallback.__module__)"

@@ -7,10 +7,10 @@
     essm-push --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
     essm-push --run runs/train_clm --dry_run                # say what would be published and what not
 
-Only what belongs to a model is published, see `split_files`: whatever else lies in its folder is named and stays at
-home, and so do symbolic links. A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png
-and training.json. The repository shows the old revision until the one commit is made, whatever interrupts the push;
-pushing again continues (files that arrived are not sent again) and makes no commit if nothing has changed.
+A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png and training.json. What belongs
+to a model is published, see `split_files`; whatever else lies in its folder is named and stays at home. The repository
+shows its old revision until the commit is made. Pushing again does not send files twice, and makes no commit if nothing
+has changed.
 """
 
 from __future__ import annotations

@@ -1,154 +1,206 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Publishing: the unmodified huggingface_hub client in child processes against `hub_server.FakeHub`."""
+"""Publishing: what goes up, in which one commit, what stays at home, and what is refused before anything is sent."""
 
 import json
-import shutil
-import signal
-import subprocess
-import sys
+import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from helpers import BLOCK, random_ids
-from hub_run import REPO, change_weights, environment, push, push_fails, shas, start
-from hub_server import FakeHub, Fault, pointer
+from helpers import ROOT, random_ids
+from huggingface_hub import CommitOperationDelete
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from essm_train.arguments import RunArguments
+from essm_train.publish.arguments import PushArguments
+from essm_train.publish.run_card import push_run, write_card_and_push
 from modeling_essm import ESSMForCausalLM
 
-IDS = random_ids(2, 21)
 
-LOAD = """
-import json, sys
-from pathlib import Path
-import torch
-from huggingface_hub import ModelCard, model_info
-from transformers import AutoModelForCausalLM, AutoTokenizer
+def push(run: Path, **options) -> str | None:
+    return push_run(PushArguments(**{"run": str(run), "hub_model_id": "org/name"} | options))
 
-torch.set_num_threads(1)
-out, ids, results = Path(sys.argv[1]), torch.load(Path(sys.argv[1]) / "ids.pt"), {}
-for repository, revision in json.loads(sys.argv[2]).items():
-    for again in range(2 if revision != "main" else 1):  # the second time from the cache
-        model = AutoModelForCausalLM.from_pretrained(repository, revision=revision, trust_remote_code=True).eval()
-    assert type(model).__module__.startswith("transformers_modules."), type(model)
-    tokenizer = AutoTokenizer.from_pretrained(repository, revision=revision, trust_remote_code=True)
+
+def sent(api) -> dict[str, bytes | None]:
+    """The files of the one commit; None for one that it deletes."""
+    (call,) = api.create_commit.call_args_list
+    return {
+        operation.path_in_repo: None
+        if isinstance(operation, CommitOperationDelete)
+        else Path(operation.path_or_fileobj).read_bytes()
+        for operation in call.args[1]
+    }
+
+
+def test_all_of_a_model_goes_up_in_one_commit(api, run, tmp_path):
+    """The card with its picture and the code among it: what was sent loads by itself."""
+    assert push(run, private=True, commit_message="Train longer") == "0" * 40
+    assert api.create_commit.call_args.args[0] == "org/name"
+    assert api.create_commit.call_args.kwargs == {"commit_message": "Train longer"}
+    api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
+    files = sent(api)
+    assert set(files) == {path.name for path in (run / "model").iterdir()} > {"README.md", "budget_sweep.png"}
+    (tmp_path / "there").mkdir()
+    for name, content in files.items():
+        (tmp_path / "there" / name).write_bytes(content)
+    code = get_class_from_dynamic_module("modeling_essm.ESSMForCausalLM", str(tmp_path / "there"))
+    assert code.__module__.startswith("transformers_modules.")
+    model = code.from_pretrained(tmp_path / "there")
+    ids, here = random_ids(2, 21), ESSMForCausalLM.from_pretrained(run / "model")
     with torch.no_grad():
-        results[repository, "logits"] = model(ids).logits
-        results[repository, "budget"] = model(ids, spectral_budget=3).logits
-    results[repository, "tokens"] = tokenizer("h\\u00e9llo")["input_ids"]
-    results[repository, "generation"] = model.generation_config.eos_token_id
-    results[repository, "newest"] = model_info(repository).sha
-repository, revision = next(iter(json.loads(sys.argv[2]).items()))
-blocks = ModelCard.load(repository).text.split("```python\\n")
-variables = {}
-exec(blocks[1].split("```")[0])
-exec(blocks[2].split("```")[0].replace("the 40 digits of the commit you have read", revision), variables)
-results["card"] = variables["output"].shape
-torch.save(results, out / "results.pt")
-"""
+        assert torch.equal(model.eval()(ids, spectral_budget=3).logits, here.eval()(ids, spectral_budget=3).logits)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
+    assert tokenizer("h\u00e9")["input_ids"] == list("h\u00e9".encode()) and model.generation_config.eos_token_id == 258
 
 
-@pytest.fixture(scope="module")
-def published(saved, tmp_path_factory):
-    """Pushed, then loaded in a process without the package."""
-    work = tmp_path_factory.mktemp("published")
-    run = Path(shutil.copytree(saved, work / "run"))
-    torch.save(IDS, work / "ids.pt")
-    with FakeHub() as hub:
-        sha = push(hub, run)
-        which = json.dumps({REPO: sha})
-        child = [sys.executable, "-P", "-c", BLOCK + LOAD, work, which]
-        load = subprocess.run(
-            list(map(str, child)), env=environment(hub, work, None), capture_output=True, text=True, cwd=work
-        )
-        assert load.returncode == 0, load.stderr
-        yield hub, run, sha, torch.load(work / "results.pt", weights_only=False)
+def test_weights_of_an_earlier_push_go_and_all_else_stays(api, run):
+    shards = ["model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+    api.list_repo_files.return_value = [*shards, ".gitattributes", "notes.txt", "config.json", "model.safetensors"]
+    push(run)
+    assert [name for name, content in sent(api).items() if content is None] == shards
 
 
-def test_loads_from_the_hub_bit_for_bit(published):
-    _, run, sha, results = published
-    model = ESSMForCausalLM.from_pretrained(run / "model").eval()
-    with torch.no_grad():
-        assert torch.equal(results[REPO, "logits"], model(IDS).logits)
-        assert torch.equal(results[REPO, "budget"], model(IDS, spectral_budget=3).logits)
-    assert results[REPO, "tokens"] == list("h\u00e9llo".encode()) and results[REPO, "generation"] == 258
-    assert results[REPO, "newest"] == sha
+STRAYS = (
+    *("credentials.json", "hf_token.txt", "id_rsa", "optimizer.bin", "training_args.bin", "config.json~", "notes.txt"),
+    *("README.md.orig", "other.py", "unseen.png", ".env", "pytorch_model.bin", "merged.safetensors", "x.png.key"),
+)
 
 
-def test_the_cards_own_example_runs(published):
-    assert published[3]["card"][1] == len("def main(") + 40
+def litter(run: Path) -> Path:
+    """A model folder with what has no place on the Hub, and with all that may have one."""
+    model = run / "model"
+    for name in STRAYS:
+        (model / name).write_text("secret")
+    (model / "checkpoint-1").mkdir()
+    (run.parent / "id_ed25519").write_text("secret")
+    for name in ("LICENSE", "vocab.json", "linked.png"):  # names that would be published, were they files
+        (model / name).symlink_to(run.parent / "id_ed25519")
+    for name in ("features.json", "budget_profile.json", "preprocessor_config.json"):
+        (model / name).write_text("{}")
+    for name in ("NOTICE", "seen.png", "my_model.py", "my_layers.py"):
+        (model / name).write_text("" if name != "my_model.py" else "from .my_layers import Layer\n")
+    (model / "README.md").write_text("![curve](seen.png) ![no](linked.png) ![](x.png.key) [no](notes.txt)\n")
+    ESSMForCausalLM.from_pretrained(model).save_pretrained(model, variant="fp16", max_shard_size="60KB")
+    config = json.loads((model / "config.json").read_text())
+    config["auto_map"] |= {"AutoModel": "my_model.Mine", "AutoProcessor": "org/elsewhere--theirs.Mine"}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
 
 
-def test_everything_arrives_in_one_commit(published):
-    hub, run, sha, _ = published
-    repository = hub.repositories[REPO]
-    assert shas(hub) == [shas(hub)[0], sha] and repository.private is False
-    names = {path.name for path in (run / "model").iterdir()}
-    assert {"README.md", "budget_sweep.png", "model.safetensors", "generation_config.json"} <= names
-    assert {"tokenizer.json", "modeling_essm.py", "spectral_ops.py"} <= names
-    assert set(repository.files) == names | {".gitattributes"}
-    for name in names:
-        assert hub.content(REPO, name) == (run / "model" / name).read_bytes()
-    assert {name for name, blob in repository.files.items() if blob.sha256} == {"model.safetensors", "budget_sweep.png"}
+def test_only_what_belongs_to_a_model_is_published(api, run, capsys):
+    """And a dry run says the same, and does nothing."""
+    model = litter(run)
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    assert push(run, hub_model_id=None, dry_run=True) is None and not api.mock_calls
+    assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    would_be, left_out = (line.split(": ")[1].split(", ") for line in capsys.readouterr().out.splitlines())
+    push(run, keep_card=True)
+    published = set(sent(api))
+    links = {f"{name} (a symbolic link)" for name in ("LICENSE", "vocab.json", "linked.png")}
+    assert set(left_out) == {*STRAYS, "checkpoint-1/"} | links and set(would_be) == published
+    assert not any(b"secret" in content for content in sent(api).values())
+    shards = {path.name for path in model.glob("model*.safetensors")}
+    own = {path.name for path in ROOT.glob("modeling_essm/*.py")} & {path.name for path in model.iterdir()}
+    expected = {"features.json", "budget_profile.json", "preprocessor_config.json", "NOTICE", "seen.png"} | own
+    expected |= {"my_model.py", "my_layers.py", "config.json", "generation_config.json", "tokenizer.json", "README.md"}
+    assert len(shards) > 2 and published == expected | shards | {
+        "tokenizer_config.json",
+        "model.safetensors.index.fp16.json",
+    }
 
 
-def test_later_pushes_commit_what_has_changed_alone(hub, run):
-    """Nothing, then other weights, then shards in their place; what else the repository holds stays."""
-    first, uploads = push(hub, run), hub.count("PUT", "/store/")
-    assert push(hub, run) == first and hub.count("PUT", "/store/") == uploads
-    old = hub.content(REPO, "model.safetensors")
-    change_weights(run)
-    second = push(hub, run, "--commit_message", "Train longer")
-    repository = hub.repositories[REPO]
-    assert shas(hub)[1:] == [first, second] and repository.commits[-1][1] == "Train longer"
-    assert hub.objects[repository.at(first)[1]["model.safetensors"].sha256] == old
-    sharded = run.with_name("sharded") / "model"
-    ESSMForCausalLM.from_pretrained(run / "model").save_pretrained(sharded, max_shard_size="60KB")
-    repository.commit("by hand", repository.files | {"notes.txt": pointer("0" * 64, 4)})
-    push(hub, sharded.parent)
-    weights = {name for name in repository.files if name.endswith(".safetensors")}
-    assert "notes.txt" in repository.files and weights == {path.name for path in sharded.glob("model-*.safetensors")}
+def spoil(model: Path, name: str, value: float) -> None:
+    tensors = {key: tensor.bfloat16() for key, tensor in load_file(model / "model.safetensors").items()}
+    tensors[name][3] = value
+    save_file(tensors, model / "model.safetensors")
 
 
-# --- Interruptions
+def link(model: Path, name: str) -> None:
+    (model / name).symlink_to((model / name).rename(model.parent / name))
 
 
-@pytest.mark.slow
-def test_a_push_killed_anywhere_leaves_the_old_revision_and_can_be_repeated(hub, run):
-    first = push(hub, run)
-    change_weights(run)
-    for method, where in (("PUT", "/store/"), ("POST", "/commit/")):
-        fault = Fault(method, where, "hang")
-        hub.faults.append(fault)
-        child = start(hub, run)
-        assert fault.reached.wait(60)
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        assert hub.repositories[REPO].sha == first
-    uploads = hub.count("PUT", "/store/")
-    second = push(hub, run)
-    assert shas(hub)[1:] == [first, second] and hub.content(REPO, "model.safetensors") != b""
-    assert hub.count("PUT", "/store/") == uploads  # the second child had sent the weights, only the commit was missing
+def refer(model: Path, reference: str) -> None:
+    (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": reference}}))
 
 
-def test_a_failing_server_leaves_the_old_revision(hub, run):
-    hub.faults += [Fault("PUT", "/store/", 400), Fault("POST", "/commit/", 500), Fault("POST", "/commit/", "drop")]
-    for _ in range(3):
-        message = push_fails(hub, run)
-        assert "run the same command again" in message and hub.url in message
-        assert len(shas(hub)) == 1
-    push(hub, run)
-    assert len(shas(hub)) == 2 and not hub.faults
+DAMAGES = {
+    "no-config": (lambda model: (model / "config.json").unlink(), "config.json"),
+    "broken-config": (lambda model: (model / "config.json").write_text("{"), "config.json cannot be read"),
+    "no-auto-map": (lambda model: (model / "config.json").write_text("{}"), "no auto_map"),
+    "foreign-code": (lambda model: refer(model, "../id_rsa.x"), "No such file"),
+    "no-weights": (lambda model: (model / "model.safetensors").unlink(), "lacks model.safetensors"),
+    "no-code": (lambda model: (model / "spectral_ops.py").unlink(), "No such file.*spectral_ops.py"),
+    "linked-code": (lambda model: link(model, "spectral_ops.py"), "lacks spectral_ops.py.* no link is published"),
+    "linked-weights": (lambda model: link(model, "model.safetensors"), "lacks model.safetensors.* no link is"),
+    "truncated": (lambda model: os.truncate(model / "model.safetensors", 5000), "truncated"),
+    "nan": (lambda model: spoil(model, "model.norm.weight", float("nan")), "model.norm.weight in .* hold NaN"),
+    "infinite": (lambda model: spoil(model, "model.norm.bias", float("-inf")), "model.norm.bias in .* infinite"),
+    "lost-shard": (
+        lambda model: (model / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-1.safetensors"}}'
+        ),
+        "lacks model-1.safetensors",
+    ),
+}
 
 
-def test_a_short_outage_is_sat_out_by_the_client(hub, run):
-    hub.faults.append(Fault("PUT", "/store/", 503))
-    push(hub, run)
-    assert hub.count("PUT", "/store/") == 3  # the weights, the picture, and one of them again
+@pytest.mark.parametrize("damage, says", DAMAGES.values(), ids=DAMAGES.keys())
+def test_folders_that_would_not_load(api, run, damage, says):
+    damage(run / "model")
+    with pytest.raises((ValueError, OSError), match=says):
+        push(run)
+    assert not api.mock_calls
 
 
-def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub, run):
-    hub.faults.append(Fault("POST", "/commit/", "drop-after"))
-    assert "run the same command again" in push_fails(hub, run)
-    assert push(hub, run) == shas(hub)[-1]
-    assert len(shas(hub)) == 2
+def test_what_the_hub_would_not_let_in_is_refused_before_uploading(api, run, monkeypatch):
+    with pytest.raises(ValueError, match="hub_model_id is needed"):
+        push(run, hub_model_id=None)
+    api.model_info.return_value.private = False
+    with pytest.raises(ValueError, match="is public, but private was asked for"):
+        push(run, private=True)
+    refused = HfHubHTTPError("403: you may not write there", response=MagicMock())
+    for error, says in ((refused, "403: you may not"), (HTTPError("no route"), "huggingface.co: no route; it shows")):
+        api.auth_check.side_effect = error
+        with pytest.raises(OSError, match=says):
+            push(run)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(run / "none"))
+    with pytest.raises(PermissionError, match="run `hf auth login`, or set HF_TOKEN"):
+        push(run)
+    assert not api.create_commit.called and not (run / "model" / "README.md").exists()
+
+
+def test_a_push_that_breaks_off_is_repeated(api, run):
+    """Until the one commit is made the repository shows its old revision."""
+    api.create_commit.side_effect = HTTPError("connection reset"), api.create_commit.return_value
+    with pytest.raises(ConnectionError, match="connection reset; it shows the last complete revision"):
+        push(run)
+    before = (run / "model" / "README.md").read_bytes()
+    assert push(run) == "0" * 40 and (run / "model" / "README.md").read_bytes() == before
+
+
+def test_a_finished_runs_card_is_written_anew_until_its_user_edits_it(api, run, capsys):
+    args, card = RunArguments(output_dir=str(run)), run / "model" / "README.md"
+    pushing = RunArguments(output_dir=str(run), push_to_hub=True, hub_model_id="org/name")
+    write_card_and_push(args)
+    first = card.read_text()
+    api.create_commit.side_effect = KeyboardInterrupt  # killed: our card stays ours
+    (run / "training.json").write_text('{"updates": 1}')
+    with pytest.raises(KeyboardInterrupt):
+        write_card_and_push(pushing)
+    assert card.read_text() != first and "kept" not in capsys.readouterr().out
+    write_card_and_push(args)
+    assert "kept" not in capsys.readouterr().out
+    api.create_commit.reset_mock(side_effect=True)
+    card.write_text("mine")
+    write_card_and_push(args)
+    assert card.read_text() == "mine" and "was edited" in capsys.readouterr().out and not api.create_commit.called
+    write_card_and_push(pushing)
+    assert sent(api)["README.md"] == b"mine"
+    card.unlink()  # with the model it described
+    write_card_and_push(args)
+    assert "## Training" in card.read_text()

@@ -161,3 +161,9 @@ class PushArguments:
     card_only: bool = arg(False, "Write model/README.md and stop.")
     keep_card: bool = arg(False, "Push model/README.md as it is, edited by hand.")
     dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
+
+    def __post_init__(self) -> None:
+        if self.card_only and self.keep_card:
+            raise ValueError("card_only writes the card and keep_card does not: give one of them")
+        if not (self.card_only or self.dry_run or self.hub_model_id):
+            raise ValueError("hub_model_id is needed to push: --hub_model_id org/name")

@@ -1,11 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The model card of a saved folder: what the model is, its quality at every budget, how it was made, how to load it.
 
-model_card.md.jinja writes it, by huggingface_hub's `ModelCard.from_template`, from config.json, the budget sweep and
-training.json. A user's card is Markdown with a YAML head and five markers, `<!-- model -->`, `<!-- results -->`,
-`<!-- training -->`, `<!-- loading -->` and `<!-- limits -->`, each replaced by that section; it is not read as Jinja.
-hub_configs/*/README.md are such cards; without one a plain card is written. The same inputs give the same bytes, so
-that pushing twice makes one commit.
+A card is Markdown with a YAML head and five markers, `<!-- model -->`, `<!-- results -->`, `<!-- training -->`,
+`<!-- loading -->` and `<!-- limits -->`, each replaced by that section. hub_configs/*/README.md are such cards; without
+one a plain card is written. The same inputs give the same bytes, so that pushing twice makes one commit.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import json
 import math
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,11 +24,29 @@ from essm_train.measure.budget_sweep import read_sweep
 from essm_train.publish.hub import read_json
 from modeling_essm.budgets.curve import BudgetCurve
 
-TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 SECTIONS = ("model", "results", "training", "loading", "limits")
 PICTURE = "budget_sweep.png"
-_ADVICE = "a saved model folder has one"
-TAGS = ["essm", "state-space-model", "spectral-filtering", "elastic-inference"]
+TAGS = ("essm", "state-space-model", "spectral-filtering", "elastic-inference")
+_PLAIN = (
+    "An elastic spectral state-space model (ES-SSM): trained once, it runs with any number of its spectral channels, "
+    "chosen per call with `spectral_budget`. Method: [Song et al.](https://arxiv.org/abs/2601.22488)."
+)
+
+_ON_THE_HUB = """\
+The model's code is part of this repository and runs on your machine, which is what `trust_remote_code=True` allows.
+A branch can change after you have read it: load a commit, not a branch. The newest one is
+
+```python
+from huggingface_hub import model_info
+
+print(model_info("{}").sha)
+```
+
+Read its `*.py` files, then pin it:"""
+_IN_A_CLONE = (
+    "The model's code is the package's, to which `code` in this folder is a link: `trust_remote_code=True` allows it "
+    "to run on\nyour machine, so read it first. From the root of a clone:"
+)
 
 
 def write_model_card(
@@ -55,48 +72,45 @@ def write_model_card(
     Returns:
         The path of the card.
     Raises:
-        ValueError: no config.json, a template without its markers or with a broken head, or a damaged sweep.
+        ValueError, OSError: no config.json, a template without its markers or with a broken head, or a damaged sweep.
     """
-    config = read_json(folder / "config.json", _ADVICE)
-    curve = None if sweep is None else read_sweep(sweep)
+    config, curve = read_json(folder / "config.json"), None if sweep is None else read_sweep(sweep)
     sweep, training = sweep or {}, training or {}
     place = folder.resolve()
     title = (hub_model_id or (place.parent.name if place.name == "model" else place.name)).split("/")[-1]
-    user = None if template is None else _open_template(template)
-    data = _metadata({} if user is None else user.data.to_dict(), folder, config, title, curve, sweep, training)
-    causal, tokens = "CausalLM" in _architecture(config), config.get("num_input_features") is None
-    extractor = folder / "preprocessor_config.json"
-    ran_on = sweep.get("hardware") or training.get("hardware")
-    machine = {"{}": ran_on, "{} CPU threads": sweep.get("threads"), "torch {}": sweep.get("torch")}
-    card = ModelCard.from_template(
-        ModelCardData(**data),
-        template_path=str(TEMPLATE),
-        body=None if user is None else user.text,
-        title=title,
-        repository=hub_model_id or "org/name",
-        local=local,
-        config=config,
-        architecture=_architecture(config),
-        causal=causal,
-        tokens=tokens,
-        pairs=_reads_pairs(config),
-        auto="AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification",
-        sampling_rate=read_json(extractor, _ADVICE)["sampling_rate"] if not tokens and extractor.exists() else None,
-        example=json.dumps(data["widget"][0]["text"] if data.get("widget") else "def main(", ensure_ascii=False),
-        budget=max(1, min(6, config["num_spectral_channels"] - 1)),
-        parameters=_num_parameters(folder),
-        calibrated=(folder / "budget_profile.json").exists(),
-        curve=curve,
-        sweep=sweep,
-        machine=[words.format(value) for words, value in machine.items() if value],
-        picture=PICTURE,
-        pictured=curve is not None and _place_picture(folder, picture),
-        facts=_training_facts(training),
-        arguments=_public_arguments(training),
+    own, text = {}, "\n\n".join([f"\n# {title}", _PLAIN, *(f"<!-- {name} -->" for name in SECTIONS)])
+    if template is not None:
+        user = check_template(template.read_text(encoding="utf-8"), str(template))
+        own, text = user.data.to_dict(), user.text
+    data = _metadata(own, folder, config, title, curve, sweep, training)
+    source, target = picture or place.parent / PICTURE, folder / PICTURE
+    if source.is_file():
+        shutil.copyfile(source, target)
+    widget = data.get("widget")
+    example = json.dumps(widget[0]["text"] if widget else "def main(", ensure_ascii=False)
+    sections = (
+        _model(folder, config),
+        _results(curve, sweep, training, target.is_file()),
+        _training(training),
+        _loading(folder, config, example, hub_model_id or "org/name", local),
+        _limits(config),
     )
+    for name, section in zip(SECTIONS, sections):
+        text = text.replace(f"<!-- {name} -->", section)
     path = folder / "README.md"
-    write_text(path, str(card).rstrip() + "\n")
+    write_text(path, f"---\n{ModelCardData(**data).to_yaml()}\n---\n{text.rstrip()}\n")
     return path
+
+
+def check_template(text: str, name: str = "template") -> ModelCard:
+    """The template as a card. Raises ValueError if its head is no YAML or one of the five markers is missing."""
+    try:
+        card = ModelCard(text)
+    except Exception as error:  # yaml's own errors have no common base with huggingface_hub's
+        raise ValueError(f"{name}: the YAML head of a model card cannot be read: {error}") from error
+    if missing := [section for section in SECTIONS if f"<!-- {section} -->" not in text]:
+        raise ValueError(f"{name}: a card template needs the markers {SECTIONS}, it lacks {missing}")
+    return card
 
 
 def _metadata(
@@ -109,40 +123,37 @@ def _metadata(
     training: dict[str, Any],
 ) -> dict[str, Any]:
     """Fields of ModelCardData: those of the user's card, and what the folder tells besides."""
-    task = data.get("pipeline_tag") or _pipeline_tag(folder, config)
-    data = {"license": "apache-2.0", "library_name": "transformers"} | data
+    kind = _architecture(config)
+    task = data.get("pipeline_tag")
+    if task is None and "CausalLM" in kind:
+        task = "text-generation"
+    elif task is None and "Classification" in kind and config.get("num_input_features") is None:
+        task = "text-classification"
+    elif task is None and "Classification" in kind and (folder / "preprocessor_config.json").exists():
+        task = "audio-classification"
+    dataset = (training.get("arguments") or {}).get("dataset_name")
+    if not (isinstance(dataset, str) and re.fullmatch(r"[\w-]+(/[\w.-]+)?", dataset) and not Path(dataset).exists()):
+        dataset = None  # a path, which no other machine has
+    found = {"pipeline_tag": task, "datasets": dataset and [dataset], "language": training.get("language")}
+    data = {"license": "apache-2.0", "library_name": "transformers", **found} | data
     data["tags"] = list(dict.fromkeys([*(data.get("tags") or []), *TAGS]))
-    if task:
-        data["pipeline_tag"] = task
-    dataset = _hub_dataset(training)
-    if dataset:
-        data.setdefault("datasets", [dataset])
-    if training.get("language"):
-        data.setdefault("language", training["language"])
-    if curve is not None:
-        data["metrics"] = [curve.metric]
-        data["model_name"] = title
-        data["eval_results"] = _eval_results(curve, task, dataset, _summary(training), sweep.get("split"))
-    return data
-
-
-def check_template(text: str, name: str = "template") -> ModelCard:
-    """The template as a card. Raises ValueError if its head is no YAML or one of the five markers is missing."""
-    try:
-        card = ModelCard(text)
-    except Exception as error:  # yaml's own errors have no common base with huggingface_hub's
-        raise ValueError(f"{name}: the YAML head of a model card cannot be read: {error}") from error
-    missing = [section for section in SECTIONS if f"<!-- {section} -->" not in text]
-    if missing:
-        raise ValueError(f"{name}: a card template needs the markers {SECTIONS}, it lacks {missing}")
-    return card
-
-
-def _open_template(path: Path) -> ModelCard:
-    try:
-        return check_template(path.read_text(encoding="utf-8"), str(path))
-    except OSError as error:
-        raise ValueError(f"card template {str(path)!r} cannot be read: {error.strerror}") from error
+    if curve is None:
+        return data
+    summary = str(training.get("data") or "not stated")
+    results = [
+        EvalResult(
+            task_type=task or "other",
+            dataset_type=dataset or "custom",
+            dataset_name=summary if len(summary) <= 100 else summary[:97] + "...",
+            dataset_split=sweep.get("split"),
+            metric_type=curve.metric,
+            metric_name=f"{curve.title} (K = {K})",
+            metric_value=round(value, 6),
+            metric_args={"spectral_budget": K},
+        )
+        for K, value in zip(curve.budgets, curve.values)
+    ]
+    return data | {"metrics": [curve.metric], "model_name": title, "eval_results": results}
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -153,85 +164,83 @@ def _reads_pairs(config: dict[str, Any]) -> bool:
     return "PairClassification" in _architecture(config)
 
 
-def _pipeline_tag(folder: Path, config: dict[str, Any]) -> str | None:
-    """The Hub's name of the task, where the folder tells."""
-    if "CausalLM" in _architecture(config):
-        return "text-generation"
-    if not ("SequenceClassification" in _architecture(config) or _reads_pairs(config)):
-        return None
-    if config.get("num_input_features") is None:
-        return "text-classification"
-    return "audio-classification" if (folder / "preprocessor_config.json").exists() else None
+def _table(*rows: Iterable[Any]) -> str:
+    """A Markdown table, its head first."""
+    head, *body = ([str(cell).replace("|", "\\|") for cell in row] for row in rows)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body))
 
 
-def _summary(training: dict[str, Any]) -> str:
-    return str(training.get("data") or "not stated")
+def _facts(facts: Mapping[str, Any]) -> str:
+    """Names and values, but for those that are None."""
+    values = {name: f"{value:,}" if isinstance(value, (int, float)) else value for name, value in facts.items()}
+    return _table(("", ""), *((name, value) for name, value in values.items() if value is not None))
 
 
-def _hub_dataset(training: dict[str, Any]) -> str | None:
-    """The data set's id on the Hub, if the run was given one rather than a path."""
-    name = (training.get("arguments") or {}).get("dataset_name")
-    if isinstance(name, str) and re.fullmatch(r"[\w-]+(/[\w.-]+)?", name) and not Path(name).exists():
-        return name
-    return None
-
-
-def _eval_results(
-    curve: BudgetCurve, task: str | None, dataset: str | None, data: str, split: str | None
-) -> list[EvalResult]:
-    return [
-        EvalResult(
-            task_type=task or "other",
-            dataset_type=dataset or "custom",
-            dataset_name=data if len(data) <= 100 else data[:97] + "...",
-            dataset_split=split,
-            metric_type=curve.metric,
-            metric_name=f"{curve.title} (K = {K})",
-            metric_value=round(value, 6),
-            metric_args={"spectral_budget": K},
-        )
-        for K, value in zip(curve.budgets, curve.values)
-    ]
-
-
-def _place_picture(folder: Path, picture: Path | None) -> bool:
-    """Copy the picture into the folder; whether there is one."""
-    target, source = folder / PICTURE, picture or folder.resolve().parent / PICTURE
-    if source.is_file() and (not target.is_file() or source.read_bytes() != target.read_bytes()):
-        shutil.copyfile(source, target)
-    return target.is_file()
-
-
-def _num_parameters(folder: Path) -> int:
-    """Numbers stored in the folder's safetensors files; 0 if there are none."""
-    total = 0
+def _model(folder: Path, config: dict[str, Any]) -> str:
+    kind, features, parameters = _architecture(config), config.get("num_input_features"), 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "np") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
+            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    reads = "token ids" if features is None else f"`input_features` of shape (batch, length, {features})"
+    facts = {
+        "class": f"`{kind}`" if kind else "not stated",
+        "parameters": parameters or None,
+        "reads": "token ids of two documents, shape (batch, 2, length)" if _reads_pairs(config) else reads,
+        "width, blocks": f"{config['hidden_size']}, {config['num_hidden_layers']}",
+        "spectral channels (the largest budget)": config["num_spectral_channels"],
+        "longest sequence (`filter_length`)": config["filter_length"],
+        "budgets seen in training": ", ".join(map(str, config.get("trained_budgets") or ())) or None,
+    }
+    return f"## Model\n\n{_facts(facts)}"
 
 
-def _training_facts(training: dict[str, Any]) -> dict[str, Any]:
-    """Rows of the table, by name."""
-    facts: dict[str, Any] = {"data": _summary(training)}
+def _results(curve: BudgetCurve | None, sweep: dict[str, Any], training: dict[str, Any], pictured: bool) -> str:
+    text = "## Quality at every budget\n\n"
+    if curve is None:
+        return text + "Not measured."
+    if pictured:
+        text += f"![{curve.title} against the spectral budget]({PICTURE})\n\n"
+    better = "higher" if curve.higher_is_better else "lower"
+    said = [f"One set of weights; K is the `spectral_budget`. {curve.title.capitalize()}: {better} is better."]
+    if curve.metric == "bits_per_byte":
+        blocks = f"{sweep['blocks']} blocks" if sweep.get("blocks") else "blocks"
+        blocks += f" of {sweep['block_size']} tokens" if sweep.get("block_size") else ""
+        said += [f"Held-out text in {blocks}; every token is predicted from those before it in its own block."]
+    elif sweep.get("samples"):
+        said += [f"Measured on {sweep['samples']:,} samples of the {sweep.get('split', 'held-out')} data."]
+    if curve.speeds:
+        ran_on = {"{}": sweep.get("hardware") or training.get("hardware")}
+        ran_on |= {"{} CPU threads": sweep.get("threads"), "torch {}": sweep.get("torch")}
+        machine = ", ".join(words.format(value) for words, value in ran_on.items() if value)
+        said += [f"Speed is that of forward passes without a cache{' on ' if machine else ''}{machine}."]
+    said += ["Sweet spot: the smallest K within 2% of the full budget."]
+    if "collapse boundary" in curve.marks:
+        said += ["Collapse boundary: the smallest K that keeps 90% of its quality."]
+    rows, full = [("K", curve.title, f"against K = {curve.budgets[-1]}", "tokens/s", "")], curve.values[-1]
+    for i, (K, value) in enumerate(zip(curve.budgets, curve.values)):
+        change = f"{value / full - 1:+.1%}" if full else "n/a"
+        speed = f"{curve.speeds[i]:,.0f}" if curve.speeds else ""
+        marks = ", ".join(mark for mark, at in curve.marks.items() if at == K)
+        rows.append((str(K), f"{value:.4f}", change, speed, marks))
+    return f"{text}{' '.join(said)}\n\n{_table(*rows)}"
+
+
+def _training(training: dict[str, Any]) -> str:
     updates = training.get("updates")
-    if updates is not None:
-        facts["updates"] = updates
+    facts: dict[str, Any] = {"data": str(training.get("data") or "not stated"), "updates": updates}
     for unit in ("tokens", "samples"):
         count = training.get(f"{unit}_per_update")
-        if count is not None:
-            facts[f"{unit} per update"] = count
-            if isinstance(updates, int) and isinstance(count, int):
-                facts[f"{unit} in all"] = updates * count
-        if training.get(unit) is not None:
-            facts[unit] = training[unit]
-    return facts | {name: str(training[name]) for name in ("schedule", "hardware", "script") if training.get(name)}
-
-
-def _public_arguments(training: dict[str, Any]) -> list[str]:
-    """Lines of YAML."""
+        facts[f"{unit} per update"] = count
+        if isinstance(updates, int) and isinstance(count, int):
+            facts[f"{unit} in all"] = updates * count
+        facts[unit] = training.get(unit)
+    facts |= {name: training.get(name) for name in ("schedule", "hardware", "script")}
+    text = f"## Training\n\n{_facts(facts)}"
     arguments = {name: _public(name, value) for name, value in (training.get("arguments") or {}).items()}
-    return [f"{name}: {json.dumps(value)}" for name, value in arguments.items() if value is not None]
+    if arguments:
+        lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in arguments.items() if value is not None)
+        text += f"\n\n<details><summary>Arguments</summary>\n\n```yaml\n{lines}\n```\n\n</details>"
+    return text
 
 
 def _public(name: str, value: Any) -> Any:
@@ -246,3 +255,89 @@ def _public(name: str, value: Any) -> Any:
         return None
     local = PurePath(value).is_absolute() or value.startswith(("~", "..")) or re.match(r"[A-Za-z]:\\|\\\\", value)
     return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if local else value
+
+
+def _loading(folder: Path, config: dict[str, Any], example: str, repository: str, local: str | None) -> str:
+    causal, features = "CausalLM" in _architecture(config), config.get("num_input_features")
+    auto = "AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification"
+    budget, channels = max(1, min(6, config["num_spectral_channels"] - 1)), config["num_spectral_channels"]
+    extractor = folder / "preprocessor_config.json"
+    rate = read_json(extractor)["sampling_rate"] if features is not None and extractor.exists() else None
+    if local is None:
+        intro = _ON_THE_HUB.format(repository)
+        where = f'repository = "{repository}"\nrevision = "the 40 digits of the commit you have read"'
+        remote = "repository, revision=revision, trust_remote_code=True"
+    else:
+        intro = _IN_A_CLONE
+        where, remote = f'folder = "{local}"', "folder, trust_remote_code=True"
+    imports, prepare = f"from transformers import {auto}, AutoTokenizer", ""
+    if features is not None:
+        names = f"AutoFeatureExtractor, {auto}" if rate else auto
+        imports = f"import torch\nfrom transformers import {names}"
+        shape = f"1, {config['filter_length']}, {features}"
+        prepare = f'\ninputs = {{"input_features": torch.zeros({shape})}}  # (batch, length, features): yours here'
+        if rate:
+            prepare = f"""extractor = AutoFeatureExtractor.from_pretrained({remote})
+
+waveform = torch.randn({rate}).numpy()  # one second of sound, mono: yours here
+inputs = extractor(waveform, sampling_rate={rate}, return_tensors="pt")"""
+    else:
+        inputs = f'inputs = tokenizer({example}, return_tensors="pt")'
+        if _reads_pairs(config):
+            documents = f'[{example}, "the other document: yours here"]'
+            inputs = f"""documents = tokenizer({documents}, padding=True, return_tensors="pt")
+inputs = {{name: value[None] for name, value in documents.items()}}  # (batch, 2, length)"""
+        prepare = f"tokenizer = AutoTokenizer.from_pretrained({remote})\n\n{inputs}"
+    use = f"""probabilities = model(**inputs, spectral_budget={budget}).logits.softmax(-1)
+print(model.config.id2label[probabilities.argmax().item()])"""
+    if causal:
+        use = f"""output = model.generate(**inputs, spectral_budget={budget}, max_new_tokens=40)
+print(tokenizer.decode(output[0], skip_special_tokens=True))"""
+    text = f"""## How to load it
+
+{intro}
+
+```python
+{imports}
+
+{where}
+model = {auto}.from_pretrained({remote}).eval()
+{prepare}
+{use}
+```
+
+`spectral_budget` is an integer from 1 to {channels}, one per layer as a list, or one per row of
+the batch as a tensor; without it the model runs at its full budget. `from_pretrained(..., spectral_budget={budget})`
+makes a budget the default; `from_pretrained(..., spectral_capacity={budget})` loads the first {budget} channels
+alone, a smaller model that equals this one at that budget."""
+    if presets := config.get("budget_presets"):
+        names = ", ".join(f"`{name}` ({K})" for name, K in presets.items())
+        text += f" `spectral_budget` also takes the names {names}."
+    if (folder / "budget_profile.json").exists():
+        text += (
+            " `budget_profile.json` holds quality, latency and memory as measured: `modeling_essm.budgets.choose_budget"
+            "(model, max_quality_drop=0.02)`, or `max_latency_ms=5`."
+        )
+    return text
+
+
+def _limits(config: dict[str, Any]) -> str:
+    hybrid = set(config.get("layer_types") or ()) - {"linear_attention"}
+    lines = [
+        '`cache_implementation="static"` and compiled steps: keys of the attention layers grow with the text.'
+        if hybrid
+        else 'There is no attention: `attn_implementation` other than "eager" is refused.',
+        f"Exact results beyond {config['filter_length']:,} positions (`filter_length`): the recurrence is no longer "
+        "the trained convolution there, and the model warns once.",
+        "Packed sequences with a cache; without one, and with padding, each sequence is computed as if alone.",
+        "`nn.DataParallel`, training quantised weights, and serving engines that bring their own model code.",
+        "A budget per row inside `torch.compile(fullgraph=True)`; `torch.export` in strict mode.",
+    ]
+    if "CausalLM" in _architecture(config):
+        speculation = "`modeling_essm.decoding.speculate` does without."
+        lines.insert(1, f"The library's assisted generation, which rolls states back; {speculation}")
+    if config.get("num_input_features") is not None:
+        lines.append("`pipeline`: its audio and image tasks look for other classes; load the model as shown above.")
+    elif _reads_pairs(config):
+        lines.append("`pipeline`, which reads one text; load the model as shown above.")
+    return "\n".join(["## What is not supported\n", *(f"- {line}" for line in lines)])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import constants
@@ -11,48 +10,46 @@ from huggingface_hub import constants
 from essm_train.arguments import RunArguments
 from essm_train.files import sha256_of, write_text
 from essm_train.publish.arguments import PushArguments
-from essm_train.publish.hub import check_can_push, check_folder, commit_folder, read_json, split_files
+from essm_train.publish.hub import check_can_push, check_weights, commit_folder, read_json, split_files
 from essm_train.publish.model_card import write_model_card
 
-_WRITTEN = ".card.sha256"  # in output_dir: of the card as it was written last
+_WRITTEN = ".card.sha256"  # in a run: of the plain card that was written last
 
 
-def push_run(args: PushArguments, on_card: Callable[[Path], object] = lambda card: None) -> str | None:
+def push_run(args: PushArguments) -> str | None:
     """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`.
 
-    Args:
-        on_card: called with a card that was written, before it is pushed: a push that is killed changes nothing there.
+    Raises:
+        ValueError, OSError: as the functions that it calls, before anything is uploaded.
     """
     run = Path(args.run)
     folder = run / "model" if (run / "model").is_dir() else run
-    if args.card_only and args.keep_card:
-        raise ValueError("card_only writes the card and keep_card does not: give one of them")
-    if not args.card_only and not args.dry_run and not args.hub_model_id:
-        raise ValueError("hub_model_id is needed to push: --hub_model_id org/name")
-    files = check_folder(folder)
+    files, left_out = split_files(folder)
+    check_weights(folder)
     if args.dry_run:
         print(f"to be published from {folder}: {', '.join(files)}")
-        print(f"to be left out: {', '.join(split_files(folder)[1]) or 'nothing'}")
-        if not args.keep_card:
-            print("README.md would be written anew, with the curve of the sweep beside it")
+        print(f"to be left out: {', '.join(left_out) or 'nothing'}")
         return None
-    sweep, training = (
-        read_json(run / name, "") if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
-    )
     repository = args.hub_model_id
-    if not args.card_only and repository is not None:
-        repository = check_can_push(repository, private=args.private)
+    if not args.card_only:
+        repository = check_can_push(str(repository), private=args.private)
     if not args.keep_card:
+        sweep, training = (
+            read_json(run / name) if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
+        )
         template = None if args.template is None else Path(args.template)
         picture = run / "budget_sweep.png"
         card = write_model_card(
             folder, sweep=sweep, training=training, hub_model_id=repository, template=template, picture=picture
         )
-        on_card(card)
+        if template is None and folder != run:
+            write_text(run / _WRITTEN, sha256_of(card))
         print(f"wrote {card}")
-    if args.card_only or repository is None:
+    if args.card_only:
         return None
-    commit = commit_folder(folder, repository, args.commit_message)
+    files, left_out = split_files(folder)  # with the card and its picture
+    print(f"not published, because it is no part of a model: {', '.join(left_out) or 'nothing'}", flush=True)
+    commit = commit_folder(folder, files, str(repository), args.commit_message)
     print(f"pushed {constants.ENDPOINT}/{repository} at revision {commit}")
     return commit
 
@@ -66,11 +63,12 @@ def write_card_and_push(args: RunArguments) -> None:
         print(f"kept {card}, which was edited; `essm-push --run {output_dir} --card_only` replaces it")
         if not args.push_to_hub:
             return
-    push = PushArguments(
-        args.output_dir,
-        args.hub_model_id,
-        args.hub_private_repo,
-        card_only=not args.push_to_hub,
-        keep_card=edited,
+    push_run(
+        PushArguments(
+            args.output_dir,
+            args.hub_model_id,
+            args.hub_private_repo,
+            card_only=not args.push_to_hub,
+            keep_card=edited,
+        )
     )
-    push_run(push, on_card=lambda card: write_text(written, sha256_of(card)))
