@@ -160,7 +160,7 @@ def error_on_two_ranks(group):
     model = RecurrentModel(RecurrentConfig())
     truncation = InTrainingTruncation((1,), tau=0.1)
     if group.rank() == 0:
-        truncation.min_reduction = 2.0
+        truncation.tau = 2.0
     try:
         truncation.after_step(model, torch.optim.AdamW(model.parameters()), 1)
     except ValueError as error:

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from .pruning.masks import kept_modes
 from .pruning.scores import exact_energy
-from .systems import StateLayer, adapter_of, check_stable
+from .systems import StateLayer, adapter_of
 
 _TOOLS = {
     "diagonal": ("prune", "balanced_truncate", "BalancedTruncationCallback"),
@@ -43,13 +42,6 @@ class LayerReport:
     slowest: float | None = None
     tools: tuple[str, ...] = _TOOLS["diagonal"]
 
-    def cells(self) -> tuple[str, ...]:
-        """The layer as a row of the table."""
-        energy = "-" if self.energy is None else f"{self.energy:.4g}"
-        slowest = "-" if self.slowest is None else f"{self.slowest:.6f}"
-        counts = (str(number) for number in (self.size, self.modes, self.masked, self.states))
-        return (self.name, self.kind, *counts, energy, slowest, ", ".join(self.tools))
-
 
 @dataclass(frozen=True)
 class Report:
@@ -61,17 +53,19 @@ class Report:
     def __str__(self) -> str:
         if not self.layers:
             return f"{self.model}: no layer that these tools make smaller"
-        head = ("layer", "kind", "size", "modes", "masked", "states", "energy", "max |lam|", "tools")
-        rows = [head, *(layer.cells() for layer in self.layers)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-        left = (0, 1, len(head) - 1)
+        row = "{:<{}}  {:<9}  {:>5}  {:>6}  {:>6}  {:>8}  {:>10}  {:>9}  {}"
+        width = max(5, *(len(layer.name) for layer in self.layers))
         lines = [
-            "  ".join(cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths)))
-            for row in rows
+            row.format("layer", width, "kind", "size", "modes", "masked", "states", "energy", "max |lam|", "tools")
         ]
+        for each in self.layers:
+            energy = "-" if each.energy is None else f"{each.energy:.4g}"
+            slowest = "-" if each.slowest is None else f"{each.slowest:.6f}"
+            counts = (each.size, each.modes, each.masked, each.states)
+            lines.append(row.format(each.name, width, each.kind, *counts, energy, slowest, ", ".join(each.tools)))
         modes, masked = (sum(getattr(layer, name) for layer in self.layers) for name in ("modes", "masked"))
         last = f"{len(self.layers)} layers, {modes} modes" + (f", {masked} of them masked" if masked else "")
-        return "\n".join([self.model, *(line.rstrip() for line in lines), last])
+        return "\n".join([self.model, *lines, last])
 
 
 def describe(model: nn.Module) -> Report:
@@ -91,21 +85,16 @@ def describe(model: nn.Module) -> Report:
 
 
 def _describe(layer: StateLayer) -> LayerReport:
-    adapter: Any = layer.adapter
-    keep = kept_modes(layer.module)
-    if adapter.selective:
-        n = adapter.shape(layer.module)[-1]
+    keep, module = kept_modes(layer.module), layer.module
+    if layer.adapter.selective:
+        n = layer.adapter.shape(module)[-1]
         masked = 0 if keep is None else int((~keep).sum())
-        states = n * adapter.channels(layer.module)
+        states = n * int(module.intermediate_size)  # type: ignore[arg-type]
         return LayerReport(layer.name, layer.kind, n, n, masked, states, tools=_TOOLS["selective"])
     system = layer.read()
-    there = system.lam.abs() > -1 if system.present is None else system.present
-    masked = 0 if keep is None else int((~keep & there).sum())
-    r = system.lam.abs()[there]
-    try:
-        check_stable(system)
-        energy = float(exact_energy(system).where(there, 0).sum())
-    except ValueError:
-        energy = float("inf")
+    masked = 0 if keep is None else int((~keep & system.there).sum())
+    r = system.lam.abs()[system.there]
+    stable = bool((r < 1).all())
+    energy = float(exact_energy(system).where(system.there, 0).sum()) if stable else float("inf")
     slowest = float(r.max()) if r.numel() else None
     return LayerReport(layer.name, layer.kind, system.lam.shape[-1], len(r), masked, 2 * len(r), energy, slowest)

@@ -5,9 +5,8 @@
 
 The skip D u_t has no modes and is not part of it. All arithmetic on systems is done in complex128.
 
-An adapter reads a layer's modes as a `DiagonalSystem`, says which tensors to mask so that a mode is silent, and takes
-modes out of the tensors. These layers are known: those with `lti()` and `set_lti()`, such as the diagonal SSMs here and
-their remote copies, and the library's MambaMixer and Mamba2Mixer. `register` adds a layer class of your own.
+These layers are known: those with `lti()` and `set_lti()`, such as the diagonal SSMs here and their remote copies, and
+the library's MambaMixer and Mamba2Mixer. `register` adds a layer class of your own.
 Letters: n modes, p inputs, q outputs, H channels.
 """
 
@@ -59,9 +58,8 @@ class DiagonalSystem:
                 "lam, B and C must be (n,), (n, p) and (q, n) or (2, q, n), or (H, n), (H, n) and (H, n) or (2, H, n), "
                 f"and present as lam, got {lam}, {B}, {C} and {None if self.present is None else self.present.shape}"
             )
-        for name in ("lam", "B", "C"):
-            if getattr(self, name).dtype != torch.complex128:
-                raise ValueError(f"{name} must be complex128, got {getattr(self, name).dtype}")
+        if {self.lam.dtype, self.B.dtype, self.C.dtype} != {torch.complex128}:
+            raise ValueError(f"lam, B and C must be complex128, got {self.lam.dtype}, {self.B.dtype}, {self.C.dtype}")
 
     @property
     def siso(self) -> bool:
@@ -78,14 +76,26 @@ class DiagonalSystem:
         return list(self.C) if self.bidirectional else [self.C]
 
     @property
+    def there(self) -> Tensor:
+        """bool like lam, False for padding."""
+        return torch.ones_like(self.lam, dtype=torch.bool) if self.present is None else self.present
+
+    @property
     def modes(self) -> int:
         """Stored modes, without padding."""
-        return self.lam.numel() if self.present is None else int(self.present.sum())
+        return int(self.there.sum())
+
+    def without_padding(self) -> DiagonalSystem:
+        """Padding as modes of zeros, which no input reaches and no output shows."""
+        if (there := self.present) is None:
+            return self
+        lam, C = (torch.where(there, x, 0) for x in (self.lam, self.C))
+        return DiagonalSystem(lam, torch.where(there if self.siso else there[:, None], self.B, 0), C, self.output)
 
 
 def check_stable(system: DiagonalSystem, where: str = "system") -> None:
     """Raises ValueError for modes on or outside of the unit circle, where sums over all lags do not exist."""
-    r = system.lam.abs() if system.present is None else system.lam.abs()[system.present]
+    r = system.lam.abs()[system.there]
     if unstable := int((~(r < 1)).sum()):
         largest = f"{float(r.max()):.9g} and {unstable} such modes of {r.numel()}"
         raise ValueError(f"{where}: |lam| must be below 1, got {largest}")
@@ -137,15 +147,13 @@ class Adapter:
 
     def masks(self, layer: nn.Module, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
         """What silences the modes that are not kept: (module, parameter name, bool mask that broadcasts to it)."""
-        names = self.output_names(layer)
-        if not names:
-            raise ValueError(f"{type(self).__name__} must have output_names or masks of its own, to mask {type(layer)}")
         found = []
-        for name in names:
+        for name in self.output_names(layer):
             module, attribute = owner(layer, name)
             value = getattr(module, attribute)
-            mask = _spread(keep, value.ndim, self.mode_dims(layer)[name]).to(value.device)
-            found.append((module, attribute, mask))
+            found.append((module, attribute, _spread(keep, value.ndim, self.mode_dims(layer)[name]).to(value.device)))
+        if not found:
+            raise ValueError(f"{type(self).__name__} must have output_names or masks of its own, to mask {type(layer)}")
         return found
 
     def shrink(self, layer: nn.Module, keep: Tensor, size: int) -> None:
@@ -158,7 +166,10 @@ class Adapter:
         index, real = padded_index(keep, size)
         dims = self.mode_dims(layer)
         if not dims:
-            return self.write(layer, _select(self.read(layer), index, real))
+            system = self.read(layer)
+            lam, C = _take(system.lam, index, -1), _take(system.C, index, -1) * real
+            B = _take(system.B, index, -1 if system.siso else 0)
+            return self.write(layer, DiagonalSystem(lam, B, C, system.output, None if bool(real.all()) else real))
         for name, dim in dims.items():
             module, attribute = owner(layer, name)
             value = getattr(module, attribute).detach()
@@ -190,15 +201,7 @@ _LIBRARY = {  # by the class's name, since importing it takes seconds: the adapt
 
 
 def register(layer_class: type[nn.Module], adapter: Adapter) -> None:
-    """Make every tool work on a layer class and its subclasses.
-
-    Raises:
-        TypeError: not a module class, or not an adapter.
-    """
-    if not (isinstance(layer_class, type) and issubclass(layer_class, nn.Module)):
-        raise TypeError(f"layer_class must be a subclass of torch.nn.Module, got {layer_class!r}")
-    if not isinstance(adapter, Adapter):
-        raise TypeError(f"adapter must be an Adapter, got {type(adapter).__name__}")
+    """Make every tool work on a layer class and its subclasses."""
     _REGISTERED[layer_class] = adapter
 
 
@@ -270,13 +273,14 @@ def record_sizes(model: nn.Module, layers: Sequence[StateLayer], sizes: Sequence
         if config is None or id(config) in seen:
             continue
         seen.add(id(config))
-        own = [i for i, layer in enumerate(layers) if layer.name.startswith(f"{name}." if name else "")]
-        selective = [sizes[i] for i in own if layers[i].adapter.selective]
-        diagonal = [sizes[i] for i in own if not layers[i].adapter.selective]
-        if diagonal and getattr(config, "state_sizes", None) is not None:
-            config.state_sizes = diagonal
-        if selective and hasattr(config, "state_size"):
-            config.state_size = selective[0]
+        sizes_of: dict[bool, list[int]] = {True: [], False: []}  # of selective layers, and of the others
+        for layer, size in zip(layers, sizes):
+            if layer.name.startswith(f"{name}." if name else ""):
+                sizes_of[layer.adapter.selective].append(size)
+        if sizes_of[False] and getattr(config, "state_sizes", None) is not None:
+            config.state_sizes = sizes_of[False]
+        if sizes_of[True] and hasattr(config, "state_size"):
+            config.state_size = sizes_of[True][0]
 
 
 def owner(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -285,15 +289,14 @@ def owner(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
     return layer.get_submodule(path), attribute
 
 
-def check_plain(layer: StateLayer, tensors: Sequence[tuple[nn.Module, str]]) -> None:
+def check_plain(layer: StateLayer, module: nn.Module, name: str) -> None:
     """Raises ValueError for a tensor that is not the module's own, as where PEFT has wrapped a projection."""
-    for module, name in tensors:
-        own = name in module._parameters or name in module._buffers
-        if not own and not parametrize.is_parametrized(module, name):
-            raise ValueError(
-                f"{layer.name}: {name} must be a tensor of a plain module, but {type(module).__name__} wraps it: merge "
-                "adapters into the model first (PEFT: merge_and_unload)"
-            )
+    own = name in module._parameters or name in module._buffers
+    if not own and not parametrize.is_parametrized(module, name):
+        raise ValueError(
+            f"{layer.name}: {name} must be a tensor of a plain module, but {type(module).__name__} wraps it: merge "
+            "adapters into the model first (PEFT: merge_and_unload)"
+        )
 
 
 def put(module: nn.Module, name: str, value: Tensor) -> None:
@@ -327,11 +330,3 @@ def _spread(modes: Tensor, ndim: int, dim: int) -> Tensor:
     if modes.ndim == 2:
         shape[dim - 1] = modes.shape[0]
     return modes.reshape(shape)
-
-
-def _select(system: DiagonalSystem, index: Tensor, real: Tensor) -> DiagonalSystem:
-    """The modes `index` of a system, (m,) or (H, m), silent where `real` is False."""
-    lam, C = _take(system.lam, index, -1), _take(system.C, index, -1)
-    B = _take(system.B, index, -1 if system.siso else 0)
-    C = C.masked_fill(~_spread(real, C.ndim, -1), 0)
-    return DiagonalSystem(lam, B, C, system.output, None if bool(real.all()) else real)

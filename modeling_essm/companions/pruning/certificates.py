@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,8 @@ def certificate(system: DiagonalSystem, keep: Tensor, where: str = "system") -> 
     """
     if keep.dtype != torch.bool or keep.shape != system.lam.shape:
         raise ValueError(f"{where}: keep must be bool {tuple(system.lam.shape)}, got {keep.dtype} {tuple(keep.shape)}")
-    pruned = ~keep.to(system.lam.device) & (True if system.present is None else system.present)
-    check_stable(DiagonalSystem(system.lam, system.B, system.C, system.output, pruned), where)
+    pruned = ~keep.to(system.lam.device) & system.there
+    check_stable(replace(system, present=pruned), where)
     found = dict.fromkeys(BOUNDS, 0.0)
     for lam, B, Cs in _blocks(system, pruned):
         for name, bound in _block_bounds(lam, B, Cs).items():
@@ -107,9 +108,7 @@ def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int =
         points: of the uniform grid. Around every pole and its conjugate 65 more lie between 1e-3 and 1e3 half-widths
             1 - |lam| of its resonance, on both sides, and on it.
     """
-    wanted = torch.ones_like(system.lam, dtype=torch.bool) if modes is None else modes
-    if system.present is not None:
-        wanted = wanted & system.present
+    wanted = system.there if modes is None else modes & system.there
     largest = 0.0
     for lam, B, Cs in _blocks(system, wanted):
         for omega in _grid(lam, points).split(1024):

@@ -18,7 +18,7 @@ for all channels or stays, and its energy is the sum over channels. A head of Ma
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,10 +66,6 @@ class SelectiveAdapter(Adapter):
         """How many of the layer's channels have the same delta and A."""
         return 1
 
-    def channels(self, layer: Any) -> int:
-        """Channels that have the states."""
-        return layer.intermediate_size
-
 
 class MambaAdapter(SelectiveAdapter):
     """transformers' MambaMixer: A_log (D, N); x_proj gives delta's factor, B and C, in this order."""
@@ -89,21 +85,18 @@ class MambaAdapter(SelectiveAdapter):
         return [(layer.x_proj, "weight"), (layer, "A_log")]
 
     def masks(self, layer: Any, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
-        first = layer.time_step_rank + layer.ssm_state_size
         rows = torch.ones(layer.x_proj.weight.shape[0], 1, dtype=torch.bool)
-        rows[first:, 0] = keep
+        rows[-len(keep) :, 0] = keep
         return [(layer.x_proj, "weight", rows)]
 
     def shrink(self, layer: Any, keep: Tensor, size: int) -> None:
         index, real = padded_index(keep, size)
         R, N = layer.time_step_rank, layer.ssm_state_size
-        rows = torch.cat([torch.arange(R), R + index, R + N + index])
-        weight = _rows(layer.x_proj.weight, rows)
-        weight[R + size :][~real] = 0
+        weight = _take(layer.x_proj.weight, _rows(R + 2 * N, [R, R + N], N, index))
+        weight[-size:][~real] = 0
         put(layer.x_proj, "weight", weight)
         put(layer, "A_log", layer.A_log.detach()[:, index.to(layer.A_log.device)])
-        layer.x_proj.out_features = len(rows)
-        layer.ssm_state_size = size
+        layer.x_proj.out_features, layer.ssm_state_size = len(weight), size
 
 
 class Mamba2Adapter(SelectiveAdapter):
@@ -122,9 +115,8 @@ class Mamba2Adapter(SelectiveAdapter):
         x = _masked(_convolved(layer, x), mask)
         _, B, C = x.split([layer.intermediate_size, G * N, G * N], dim=-1)
         delta = F.softplus(delta.double() + layer.dt_bias.double()).clamp(*layer.time_step_limit)
-        return _steps(
-            delta, -layer.A_log.double().exp()[:, None], B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N)), mask
-        )
+        A = -layer.A_log.double().exp()[:, None]
+        return _steps(delta, A, B.unflatten(-1, (G, N)), C.unflatten(-1, (G, N)), mask)
 
     def channel_width(self, layer: Any) -> int:
         return layer.head_dim
@@ -134,37 +126,37 @@ class Mamba2Adapter(SelectiveAdapter):
         return [(m, name) for m in modules for name in ("weight", "bias") if getattr(m, name) is not None]
 
     def masks(self, layer: Any, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
-        # C_t = act(conv(...)): without the filter's weight and bias it is act(0) = 0.
-        if float(layer.act(torch.zeros(1))) != 0:
-            raise ValueError(f"hidden_act must be 0 at 0 to silence a state, got {layer.activation!r}")
+        """C_t = act(conv(..)): without the filter's weight and bias it is act(0) = 0."""
         rows = torch.ones(layer.conv_dim, dtype=torch.bool)
-        rows[layer.intermediate_size + layer.n_groups * layer.ssm_state_size :] = keep.repeat(layer.n_groups)
+        rows[-layer.n_groups * len(keep) :] = keep.repeat(layer.n_groups)
         weight = (layer.conv1d, "weight", rows[:, None, None])
         return [weight] if layer.conv1d.bias is None else [weight, (layer.conv1d, "bias", rows)]
 
     def shrink(self, layer: Any, keep: Tensor, size: int) -> None:
         index, real = padded_index(keep, size)
-        E, G, N = layer.intermediate_size, layer.n_groups, layer.ssm_state_size
-        states = (torch.arange(G)[:, None] * N + index).flatten()  # of B, and of C after it
-        channels = torch.cat([torch.arange(E), E + states, E + G * N + states])  # of conv1d
-        silent = E + G * size + (~real).repeat(G).nonzero()[:, 0]
-        conv = layer.conv1d
-        for name in ("weight", "bias"):
-            if getattr(conv, name) is not None:
-                value = _rows(getattr(conv, name), channels)
-                value[silent] = 0
-                put(conv, name, value)
-        heads = E + layer.conv_dim + torch.arange(layer.num_heads)
-        rows = torch.cat([torch.arange(E), E + channels, heads])
-        for name in ("weight", "bias"):
-            if getattr(layer.in_proj, name) is not None:
-                put(layer.in_proj, name, _rows(getattr(layer.in_proj, name), rows))
-        layer.in_proj.out_features = len(rows)
-        conv.in_channels = conv.out_channels = conv.groups = layer.conv_dim = len(channels)
+        E, G, N, conv = layer.intermediate_size, layer.n_groups, layer.ssm_state_size, layer.conv1d
+        for module, name in self.tensors(layer):
+            value = getattr(module, name)
+            first = E if module is conv else 2 * E
+            value = _take(value, _rows(len(value), range(first, first + 2 * G * N, N), N, index))
+            if module is conv:
+                value[-G * size :][~real.repeat(G)] = 0
+            put(module, name, value)
+        layer.in_proj.out_features = len(layer.in_proj.weight)
+        conv.in_channels = conv.out_channels = conv.groups = layer.conv_dim = len(conv.weight)
         layer.ssm_state_size = size
 
 
-def _rows(value: Tensor, rows: Tensor) -> Tensor:
+def _rows(count: int, starts: Sequence[int], N: int, index: Tensor) -> Tensor:
+    """All of `count` rows, but of the N states in the block that begins at each of `starts` those of `index` alone."""
+    rows, at = [], 0
+    for start in starts:
+        rows += [torch.arange(at, start), start + index]
+        at = start + N
+    return torch.cat([*rows, torch.arange(at, count)])
+
+
+def _take(value: Tensor, rows: Tensor) -> Tensor:
     return value.detach().index_select(0, rows.to(value.device))
 
 
@@ -185,109 +177,81 @@ def _steps(delta: Tensor, A: Tensor, B: Tensor, C: Tensor, mask: Tensor | None) 
     return Steps(delta.unflatten(-1, (G, -1)), A.unflatten(0, (G, -1)), B.double() * each, C.double() * each, counted)
 
 
-Sums = defaultdict[str, Any]  # of what is added up over all tokens of a calibration set, by name
+class Energies:
+    """Energies of a layer's states, "frozen" or "along", from texts that are added one by one."""
 
+    def __init__(self, how: str):
+        self.how, self.sums = how, defaultdict[str, Any](float)
 
-def add_energies(sums: Sums, steps: Steps, how: str) -> None:
-    """Take one text in, for the energies "frozen" or "along"."""
-    sums["tokens"] += float(steps.counted.sum())
-    (_add_frozen if how == "frozen" else _add_along)(sums, steps)
+    def add(self, steps: Steps) -> None:
+        sums, length = self.sums, steps.delta.shape[1]
+        sums["tokens"] += float(steps.counted.sum())
+        W: Any = 0.0
+        for t in range(length) if self.how == "frozen" else reversed(range(length)):
+            delta = steps.delta[:, t, :, :, None]
+            taken_in = (delta * steps.B[:, t, :, None]).square()
+            if self.how == "along":
+                W = steps.C[:, t, :, None].square() + W
+                sums["energy"] = sums["energy"] + (taken_in * W).sum(0)
+                W = W * torch.exp(2 * delta * steps.A)
+                continue
+            sums["input"] = sums["input"] + taken_in.sum(0)
+            sums["output"] = sums["output"] + steps.C[:, t].square().sum(0)[:, None]
+            lost = -torch.expm1(2 * delta * steps.A)  # 1 - a^2
+            memory = torch.where(lost > 0, 1 / lost, 0)  # delta = 0 takes nothing in: its infinite memory is empty
+            sums["memory"] = sums["memory"] + (memory * steps.counted[:, t, None, None, None]).sum(0)
 
-
-def _add_frozen(sums: Sums, steps: Steps) -> None:
-    for t in range(steps.delta.shape[1]):
-        delta = steps.delta[:, t, :, :, None]
-        sums["input"] = sums["input"] + (delta * steps.B[:, t, :, None]).square().sum(0)
-        sums["output"] = sums["output"] + steps.C[:, t].square().sum(0)[:, None]
-        lost = -torch.expm1(2 * delta * steps.A)  # 1 - a^2
-        memory = torch.where(lost > 0, 1 / lost, 0)  # delta = 0 takes nothing in: its infinite memory is empty
-        sums["memory"] = sums["memory"] + (memory * steps.counted[:, t, None, None, None]).sum(0)
-
-
-def _add_along(sums: Sums, steps: Steps) -> None:
-    W: Any = 0.0
-    for s in reversed(range(steps.delta.shape[1])):
-        delta = steps.delta[:, s, :, :, None]
-        W = steps.C[:, s, :, None].square() + W
-        sums["energy"] = sums["energy"] + ((delta * steps.B[:, s, :, None]).square() * W).sum(0)
-        W = W * torch.exp(2 * delta * steps.A)
-
-
-def mean_energies(sums: Sums, how: str) -> Tensor:
-    """Energy of every channel and state, float64, (G, D, N). Raises ValueError if no token was taken in."""
-    if not sums["tokens"]:
-        raise ValueError("calibration must hold at least one token, got none")
-    if how == "frozen":
-        means = [sums[name] / sums["tokens"] for name in ("input", "output", "memory")]
+    def mean(self) -> Tensor:
+        """Of every channel and state, float64, (G, D, N). Raises ValueError if no token was added."""
+        if not self.sums["tokens"]:
+            raise ValueError("calibration must hold at least one token, got none")
+        if self.how == "along":
+            return self.sums["energy"] / self.sums["tokens"]
+        means = [self.sums[name] / self.sums["tokens"] for name in ("input", "output", "memory")]
         return means[0] * means[1] * means[2]
-    return sums["energy"] / sums["tokens"]
 
 
+@torch.no_grad()
 def measure_energies(
     model: nn.Module, layers: Sequence[StateLayer], calibration: Iterable[Any], how: str
 ) -> dict[str, Tensor]:
     """Energies of the states of selective layers while a model reads calibration text.
 
     Args:
-        calibration: as of `observe_steps`. how: "frozen" or "along".
-    Returns:
-        For every layer's name the energies (N,), float64, summed over channels, on the CPU.
-    Raises:
-        ValueError: no text.
-    """
-    sums: dict[str, Sums] = {layer.name: defaultdict(float) for layer in layers}
-    observe_steps(model, layers, calibration, lambda layer, steps: add_energies(sums[layer.name], steps, how))
-    energies = {}
-    for layer in layers:
-        adapter: Any = layer.adapter
-        summed = mean_energies(sums[layer.name], how).sum((0, 1))
-        energies[layer.name] = (summed * adapter.channel_width(layer.module)).cpu()
-    return energies
-
-
-def observe_steps(
-    model: nn.Module,
-    layers: Sequence[StateLayer],
-    calibration: Iterable[Any],
-    observe: Callable[[StateLayer, Steps], None],
-) -> None:
-    """Call observe(layer, steps) for every selective layer whenever the model reads a batch of calibration text.
-
-    Args:
         calibration: batches of input_ids (B, L), or of keyword arguments of the model, or a single one; with an
             attention_mask, padding does not count. The model runs in evaluation mode, without gradients, and comes
             back in its own mode.
+        how: "frozen" or "along".
+    Returns:
+        For every layer's name the energies (N,), float64, summed over channels, on the CPU.
     Raises:
-        TypeError: a batch that is neither a tensor nor keyword arguments.
+        ValueError: no text. TypeError: a batch that is neither a tensor nor keyword arguments.
     """
-
-    def hook(layer: StateLayer) -> Any:
-        adapter: Any = layer.adapter
-
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            observe(layer, adapter.steps(module, hidden, kwargs.get("attention_mask")))
-
-        return layer.module.register_forward_pre_hook(before, with_kwargs=True)
-
-    handles = [hook(layer) for layer in layers]
+    found = {layer.name: Energies(how) for layer in layers}
     training = [module for module in model.modules() if module.training]
-    model.eval()
     device = next(model.parameters()).device
+    handles = [_observe(layer, found[layer.name]) for layer in layers]
+    model.eval()
     try:
-        with torch.no_grad():
-            for batch in [calibration] if isinstance(calibration, (Tensor, Mapping)) else calibration:
-                model(**_arguments(batch, device))
+        for batch in [calibration] if isinstance(calibration, (Tensor, Mapping)) else calibration:
+            batch = {"input_ids": batch} if isinstance(batch, Tensor) else batch
+            if not isinstance(batch, Mapping):
+                raise TypeError(f"a batch of calibration must be input_ids or a dict, got {type(batch).__name__}")
+            model(**{name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
     finally:
         for handle in handles:
             handle.remove()
         for module in training:
             module.training = True
+    width = {layer.name: layer.adapter.channel_width(layer.module) for layer in layers}  # type: ignore[attr-defined]
+    return {name: (energies.mean().sum((0, 1)) * width[name]).cpu() for name, energies in found.items()}
 
 
-def _arguments(batch: Any, device: torch.device) -> dict[str, Any]:
-    if isinstance(batch, Tensor):
-        batch = {"input_ids": batch}
-    if not isinstance(batch, Mapping):
-        raise TypeError(f"a batch of calibration must be input_ids or keyword arguments, got {type(batch).__name__}")
-    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+def _observe(layer: StateLayer, energies: Energies) -> Any:
+    adapter: Any = layer.adapter
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        energies.add(adapter.steps(module, hidden, kwargs.get("attention_mask")))
+
+    return layer.module.register_forward_pre_hook(before, with_kwargs=True)

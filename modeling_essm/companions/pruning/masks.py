@@ -19,12 +19,7 @@ from .plans import Plan
 
 
 class ModeMask(nn.Module):
-    """Zeros where a mode is pruned.
-
-    Args:
-        mask: bool, broadcasts to the tensor; True stays.
-        keep: bool, (n,) or (H, n), the layer's modes that stay.
-    """
+    """Zeros where a mode is pruned: `mask`, bool, broadcasts to the tensor; `keep`, (n,) or (H, n), is the layer's."""
 
     mask: Tensor
     keep: Tensor
@@ -41,42 +36,32 @@ class ModeMask(nn.Module):
 
 
 def matched(model: nn.Module, plan: Plan) -> list[StateLayer]:
-    """The model's layers that a plan is for, in its order.
-
-    Raises:
-        ValueError: a layer of the plan that the model does not have, or has with another number of modes.
-    """
+    """The model's layers that a plan is for, in its order. Raises ValueError where they do not fit."""
     layers = {layer.name: layer for layer in state_layers(model)}
-    found = []
     for own in plan.layers:
         if own.name not in layers:
             raise ValueError(f"the plan is for a layer {own.name!r}, the model has {', '.join(layers)}")
         layer = layers[own.name]
         if (shape := layer.adapter.shape(layer.module)) != tuple(own.keep.shape):
             raise ValueError(f"{own.name}: the plan is for modes {tuple(own.keep.shape)}, the model has {shape}")
-        found.append(layer)
-    return found
+    return [layers[own.name] for own in plan.layers]
 
 
-def masked_tensors(layer: nn.Module) -> list[tuple[nn.Module, str, ModeMask]]:
-    """The tensors of a layer that are masked: (module, parameter name, mask)."""
-    return [(module, name, step) for module in layer.modules() for name, step in _steps(module)]
-
-
-def _steps(module: nn.Module) -> list[tuple[str, ModeMask]]:
+def masks_of(module: nn.Module) -> list[tuple[str, ModeMask]]:
+    """The masked parameters of a module itself, and their masks."""
     lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()  # type: ignore[operator, union-attr]
     return [(name, step) for name, steps in lists for step in steps if isinstance(step, ModeMask)]
 
 
 def kept_modes(layer: nn.Module) -> Tensor | None:
     """The mask over a layer's modes, bool, True for those that stay; None for a layer without masks."""
-    steps = masked_tensors(layer)
-    return steps[0][2].keep.cpu() if steps else None
+    masks = (mask for module in layer.modules() for _, mask in masks_of(module))
+    return next((mask.keep.cpu() for mask in masks), None)
 
 
 def is_pruned(model: nn.Module) -> bool:
     """Whether modes of a model or layer are masked."""
-    return bool(masked_tensors(model))
+    return kept_modes(model) is not None
 
 
 def prune(model: nn.Module, plan: Plan) -> None:
@@ -95,21 +80,22 @@ def prune(model: nn.Module, plan: Plan) -> None:
         for module, name, mask in layer.adapter.masks(layer.module, own.keep):
             if parametrize.is_parametrized(module, name):
                 raise ValueError(f"{layer.name}: {name} must be a plain parameter, but it is parametrized")
-            check_plain(layer, [(module, name)])
+            check_plain(layer, module, name)
             todo.append((module, name, ModeMask(mask, own.keep)))
     for module, name, step in todo:
+        names = list(module._parameters)
+        step.followers = names[names.index(name) + 1 :]
         step.hooks = [
             module.register_state_dict_post_hook(_usual_names),
             module.register_load_state_dict_pre_hook(_own_names),
         ]
-        names = list(module._parameters)
-        step.followers = names[names.index(name) + 1 :]
         parametrize.register_parametrization(module, name, step.to(getattr(module, name).device))
 
 
 def restore(model: nn.Module) -> None:
     """Take all masks off, in place: every weight is what it was. A model without masks stays as it is."""
-    for module, name, step in masked_tensors(model):
+    found = [(module, name, step) for module in model.modules() for name, step in masks_of(module)]
+    for module, name, step in found:
         for hook in step.hooks:
             hook.remove()
         # The class is shared with deep copies of the module, which keep their masks.
@@ -140,36 +126,31 @@ def remove(model: nn.Module) -> list[int]:
     """
     layers = state_layers(model)
     masks = [kept_modes(layer.module) for layer in layers]
-    if all(keep is None for keep in masks):
-        raise ValueError(
-            f"model must be pruned before modes can be removed, got a {type(model).__name__} without masks"
-        )
-    for layer, keep in zip(layers, masks):
-        if keep is not None:
-            check_plain(layer, layer.adapter.tensors(layer.module))
+    if not is_pruned(model):
+        raise ValueError(f"model must be pruned before modes can be removed, got {type(model).__name__} without masks")
+    for layer in layers:
+        for module, name in layer.adapter.tensors(layer.module):
+            check_plain(layer, module, name)
     restore(model)
-    sizes = [
-        layer.adapter.shape(layer.module)[-1] if keep is None else int(keep.sum(-1).max()) if keep.numel() else 0
-        for layer, keep in zip(layers, masks)
-    ]
+    shapes = [layer.adapter.shape(layer.module) for layer in layers]
+    keeps = [torch.ones(shape, dtype=torch.bool) if keep is None else keep for keep, shape in zip(masks, shapes)]
+    sizes = [int(keep.sum(-1).max()) if keep.numel() else 0 for keep in keeps]
     common = max([1, *(size for layer, size in zip(layers, sizes) if layer.adapter.selective)])
     sizes = [common if layer.adapter.selective else size for layer, size in zip(layers, sizes)]
-    for layer, keep, size in zip(layers, masks, sizes):
-        if keep is not None:
-            layer.adapter.shrink(layer.module, keep, size)
+    for layer, keep, size in zip(layers, keeps, sizes):
+        layer.adapter.shrink(layer.module, keep, size)
     record_sizes(model, layers, sizes)
     return sizes
 
 
 def _usual_names(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for name, step in _steps(module):
-        key = f"{prefix}parametrizations.{name}.original"
-        if key in state:
+    for name, step in masks_of(module):
+        if (key := f"{prefix}parametrizations.{name}.original") in state:
             state[f"{prefix}{name}"] = step(state.pop(key))
 
 
 def _own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, step in _steps(module):
+    for name, step in masks_of(module):
         if (value := state.pop(f"{prefix}{name}", None)) is not None:
             own = module.parametrizations[name].original  # type: ignore[index, union-attr]
             if value.shape == own.shape:  # zeros of a masked state say nothing about the values below the mask

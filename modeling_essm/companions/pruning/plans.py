@@ -32,19 +32,9 @@ class LayerPlan:
     present: Tensor
 
     @property
-    def kept(self) -> int:
-        """Modes that stay."""
-        return int(self.keep.sum())
-
-    @property
     def modes(self) -> int:
         """Modes that there were."""
         return int(self.present.sum())
-
-    @property
-    def size(self) -> int:
-        """Modes to store per channel: the largest number of any channel."""
-        return int(self.keep.sum(-1).max()) if self.keep.numel() else 0
 
 
 @dataclass(frozen=True)
@@ -61,12 +51,12 @@ class Plan:
 
         What `remove` returns, except that all layers of a Mamba store as many as the one that needs most.
         """
-        return [layer.size for layer in self.layers]
+        return [int(keep.sum(-1).max()) if keep.numel() else 0 for keep in self.keep]
 
     @property
     def kept(self) -> list[int]:
         """Modes that stay per layer, over all channels."""
-        return [layer.kept for layer in self.layers]
+        return [int(keep.sum()) for keep in self.keep]
 
     @property
     def keep(self) -> list[Tensor]:
@@ -76,11 +66,11 @@ class Plan:
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON, in one move."""
         rows = [
-            {"name": own.name, "kind": own.kind, "keep": _to_rows(own.keep), "present": _to_rows(own.present)}
+            {"name": own.name, "kind": own.kind, "keep": own.keep.int().tolist(), "present": own.present.int().tolist()}
             for own in self.layers
         ]
         record = {"method": self.method, "scope": self.scope, "layers": rows}
-        write_text(Path(path), json.dumps(record, indent=1) + "\n")
+        write_text(Path(path), json.dumps(record) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
@@ -92,26 +82,13 @@ class Plan:
         """
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
-            rows = tuple(
-                LayerPlan(row["name"], row["kind"], _from_rows(row["keep"]), _from_rows(row["present"]))
-                for row in record["layers"]
-            )
-            return cls(rows, record["method"], record["scope"])
+            layers = []
+            for row in record["layers"]:
+                masks = (torch.tensor(row[name]).bool() for name in ("keep", "present"))
+                layers.append(LayerPlan(row["name"], row["kind"], *masks))
+            return cls(tuple(layers), record["method"], record["scope"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} must be a plan that `save` wrote: {error!r}") from error
-
-
-def _to_rows(mask: Tensor) -> str | list[str]:
-    """(n,) as text of 0 and 1, (H, n) as a list of such."""
-    rows = ["".join("01"[bit] for bit in row) for row in torch.atleast_2d(mask.int()).tolist()]
-    return rows if mask.ndim == 2 else rows[0]
-
-
-def _from_rows(rows: str | list[str]) -> Tensor:
-    """The inverse of `_to_rows`."""
-    if isinstance(rows, list):
-        return torch.stack([_from_rows(row) for row in rows])
-    return torch.tensor([("0", "1").index(bit) for bit in rows], dtype=torch.bool)
 
 
 def allocate(
@@ -184,12 +161,10 @@ def _proportional(scores: Sequence[Tensor], target: int, least: Sequence[int]) -
     counts = [len(values) for values in scores]
     quotas = [target * count / max(sum(counts), 1) for count in counts]
     sizes = [min(count, max(low, math.floor(quota))) for count, low, quota in zip(counts, least, quotas)]
-    while sum(sizes) < target:
-        i = max((i for i in range(len(sizes)) if sizes[i] < counts[i]), key=lambda i: quotas[i] - sizes[i])
-        sizes[i] += 1
-    while sum(sizes) > target:
-        i = min((i for i in range(len(sizes)) if sizes[i] > least[i]), key=lambda i: quotas[i] - sizes[i])
-        sizes[i] -= 1
+    while (short := target - sum(sizes)) != 0:
+        step = 1 if short > 0 else -1
+        free = [i for i, size in enumerate(sizes) if (size < counts[i] if step > 0 else size > least[i])]
+        sizes[max(free, key=lambda i: step * (quotas[i] - sizes[i]))] += step
     return sizes
 
 

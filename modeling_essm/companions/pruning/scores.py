@@ -148,13 +148,8 @@ def mode_values(
         ValueError: a mode whose value is infinite or not a number, an eigenvalue with |lam| >= 1 above all; with a
             horizon the energies of such modes are finite. The message starts with `where`.
     """
-    if system.present is not None:  # nothing of padding counts, whatever its numbers
-        there = system.present
-        lam, C = (torch.where(there, x, 0) for x in (system.lam, system.C))
-        B = torch.where(there if system.siso else there[:, None], system.B, 0)
-        system = DiagonalSystem(lam, B, C, system.output)
-    energies = value in ("energy", "exact_energy")
-    if value != "magnitude" and not (energies and horizon is not None):
+    system = system.without_padding()  # nothing of padding counts, whatever its numbers
+    if value != "magnitude" and not (horizon is not None and value in ("energy", "exact_energy")):
         try:
             check_stable(system, where)
         except ValueError as error:
@@ -170,8 +165,8 @@ def mode_values(
         found = both.sqrt() * _decay(system, None)
     else:
         found = r * both.sqrt()
-    if not torch.isfinite(found).all():
-        index = int((~torch.isfinite(found)).flatten().nonzero()[0])
+    if (bad := ~torch.isfinite(found)).any():
+        index = int(bad.flatten().nonzero()[0])
         raise ValueError(f"{where}: {value} of mode {index} must be finite, got {float(found.flatten()[index])}")
     return found
 
@@ -253,8 +248,7 @@ def importance(
     """Score every mode of every layer of a model that has modes.
 
     Args:
-        model: holds diagonal SSMs, MambaMixer, Mamba2Mixer or layers of a registered class.
-        method: one of METHODS.
+        model: holds diagonal SSMs, MambaMixer, Mamba2Mixer or layers of a registered class. method: one of METHODS.
         calibration: batches of input_ids (B, L), or of keyword arguments of the model. Energies of selective layers
             (Mamba) are measured on them; the others need none.
         seed: of method "random".
@@ -274,13 +268,10 @@ def importance(
         ValueError: anything out of range or unknown, no layers, calibration that is missing, a method that a selective
             layer has no formula for, eigenvalues with |lam| >= 1 where all lags are summed.
     """
-    for name, given, legal in (
-        ("method", method, METHODS),
-        ("bidirectional", bidirectional, DIRECTIONS),
-        ("granularity", granularity or "mode", GRANULARITIES),
-    ):
-        if given not in legal:
-            raise ValueError(f"{name} must be one of {', '.join(legal)}, got {given!r}")
+    legal = {"method": METHODS, "bidirectional": DIRECTIONS, "granularity": GRANULARITIES}
+    for name, given in (("method", method), ("bidirectional", bidirectional), ("granularity", granularity or "mode")):
+        if given not in legal[name]:
+            raise ValueError(f"{name} must be one of {', '.join(legal[name])}, got {given!r}")
     if horizon is not None and (type(horizon) is not int or horizon < 1):
         raise ValueError(f"horizon must be None or an integer of at least 1, got {horizon!r}")
     if not 0 <= eps < math.inf:
@@ -293,15 +284,12 @@ def importance(
     for layer in layers:
         system = None if layer.adapter.selective else layer.read()
         if value == "random":
-            shape = layer.adapter.shape(layer.module) if system is None else system.lam.shape
-            raw = torch.rand(shape, dtype=torch.float64, generator=generator)
+            raw = torch.rand(layer.adapter.shape(layer.module), dtype=torch.float64, generator=generator)
+        elif system is None:
+            raw = measured[layer.name]
         else:
-            raw = measured[layer.name] if system is None else mode_values(
-                system, value, bidirectional, horizon, layer.name
-            )  # fmt: skip
-        present = torch.ones_like(raw, dtype=torch.bool)
-        if system is not None and system.present is not None:
-            present = system.present
+            raw = mode_values(system, value, bidirectional, horizon, layer.name)
+        present = torch.ones_like(raw, dtype=torch.bool) if system is None else system.there
         own = _in_units(layer, torch.where(present, raw, 0), present, granularity)
         if prefix:
             scores = prefix_scores(own.scores.square() if method == "lamp" else own.scores, eps)

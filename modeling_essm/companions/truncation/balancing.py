@@ -39,10 +39,8 @@ def matrices(system: DiagonalSystem) -> tuple[Tensor, Tensor, Tensor]:
     Outputs of two directions that share lam and B are stacked: (2 q, n) or (H, 2, n). Padding becomes modes of zeros,
     which no input reaches and no output shows.
     """
+    system = system.without_padding()
     lam, B, C = system.lam, system.B, system.C
-    if (there := system.present) is not None:
-        lam, C = torch.where(there, lam, 0.0), torch.where(there, C, 0.0)
-        B = torch.where(there if system.siso else there[:, None], B, 0.0)
     if not system.siso:
         return lam, B, C.flatten(0, -2)
     return lam, B[..., None], C.movedim(0, 1) if system.bidirectional else C[:, None]
@@ -56,12 +54,8 @@ def gramians(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
     """
     check_stable(system)
     lam, B, C = matrices(system)
-    return cross_gramian(lam, B, lam, B), cross_gramian(lam.conj(), C.mH, lam.conj(), C.mH)
-
-
-def cross_gramian(lam: Tensor, B: Tensor, other_lam: Tensor, other_B: Tensor) -> Tensor:
-    """X_ij = (B B'^H)_ij / (1 - lam_i conj(lam'_j)), that is X = sum_k lam^k B B'^H conj(lam')^k: (..., n, n')."""
-    return B @ other_B.mH / (1.0 - lam[..., :, None] * other_lam.conj()[..., None, :])
+    lags = 1.0 - lam[..., :, None] * lam.conj()[..., None, :]
+    return B @ B.mH / lags, C.mH @ C / lags.conj()
 
 
 @dataclass(frozen=True)
@@ -80,13 +74,7 @@ class Balancing:
     rank: Tensor
 
     def transform(self, order: int) -> tuple[Tensor, Tensor]:
-        """T (..., n, r) and T^+ (..., r, n) with T^+ T = I: the reduced system is T^+ A T, T^+ B, C T.
-
-        Raises:
-            ValueError: order outside [1, rank].
-        """
-        if not 1 <= order <= int(self.rank.min()):
-            raise ValueError(f"order must be an integer in [1, {int(self.rank.min())}], got {order!r}")
+        """T (..., n, r) and T^+ (..., r, n) with T^+ T = I: the reduced system is T^+ A T, T^+ B, C T."""
         root = self.sigma[..., :order].sqrt()
         return self.lifted[..., :order] / root[..., None, :], self.reduced[..., :order, :] / root[..., None]
 

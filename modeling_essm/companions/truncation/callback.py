@@ -9,7 +9,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .training import InTrainingTruncation, attempt_steps, truncatable, unwrap
+from .models import truncatable
+from .training import InTrainingTruncation, attempt_steps, unwrap
 
 
 class BalancedTruncationCallback(TrainerCallback):

@@ -24,8 +24,8 @@ class LayerTruncation:
     """What became of a layer.
 
     Attributes:
-        name: of its module. before, after: modes, of all channels. size: modes stored now; where channels have modes
-            of their own, the largest number of any.
+        before, after: modes, of all channels. size: modes stored now; where channels have modes of their own, the
+            largest number of any.
         bound: of the error's largest singular value at any frequency, without the skip; 0 for an untouched layer.
         hankel: Hankel singular values before, as in `Truncation`; none for a layer without modes or unstable.
         refused: why it is larger than asked for; "" if it is not.
@@ -39,14 +39,14 @@ class LayerTruncation:
     hankel: Tensor = field(repr=False)
     refused: str = ""
 
+    def __str__(self) -> str:
+        kept = f" (kept: {self.refused})" if self.refused else ""
+        return f"{self.name}: {self.before} -> {self.after} modes, error <= {self.bound:.3g}{kept}"
+
 
 @dataclass(frozen=True)
 class TruncationReport:
-    """What became of a model's layers.
-
-    Attributes:
-        layers: in the order of the model. replaced: (old, new) Parameters.
-    """
+    """What became of a model's layers, in its order, and the Parameters (old, new) that were replaced."""
 
     layers: tuple[LayerTruncation, ...]
     replaced: tuple[Replaced, ...] = field(default=(), repr=False)
@@ -57,10 +57,7 @@ class TruncationReport:
         return [layer.size for layer in self.layers]
 
     def __str__(self) -> str:
-        rows = [f"{row.name}: {row.before} -> {row.after} modes, error <= {row.bound:.3g}" for row in self.layers]
-        return "\n".join(
-            text + (f" (kept: {row.refused})" if row.refused else "") for text, row in zip(rows, self.layers)
-        )
+        return "\n".join(map(str, self.layers))
 
 
 def write_layer(layer: StateLayer, system: DiagonalSystem) -> list[Replaced]:
@@ -105,32 +102,26 @@ def balanced_truncate(
     Raises:
         ValueError: no diagonal layer, not exactly one of tau and sizes, or values out of range.
     """
+    layers = truncatable(model)
+    each = list(sizes) if isinstance(sizes, Sequence) else [sizes] * len(layers)
+    if len(each) != len(layers):
+        raise ValueError(f"sizes must be one number or {len(layers)}, one for each diagonal layer, got {sizes}")
+    plan = [plan_layer(layer, tau, size, min_reduction) for layer, size in zip(layers, each)]
+    return apply_truncation(model, layers, plan)
+
+
+def truncatable(model: nn.Module) -> list[StateLayer]:
+    """The diagonal layers of a model. Raises ValueError if there are none, or this process has parts of them only."""
     layers = diagonal_layers(model)
-    results = plan_truncation(layers, tau=tau, sizes=sizes, min_reduction=min_reduction)
-    return apply_truncation(model, layers, results)
-
-
-def plan_truncation(
-    layers: Sequence[StateLayer],
-    *,
-    tau: float | None = None,
-    sizes: int | Sequence[int] | None = None,
-    min_reduction: float = 0.0,
-) -> list[Truncation]:
-    """What `balanced_truncate` would do, layer by layer. Arguments as there."""
     if not layers:
-        raise ValueError("the model has no layer with lti() and set_lti(), so nothing can be truncated")
-    if not 0.0 <= min_reduction < 1.0:
-        raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
-    if sizes is not None:
-        sizes = [sizes] * len(layers) if isinstance(sizes, int) else list(sizes)
-        if len(sizes) != len(layers):
-            raise ValueError(f"sizes must be one number or {len(layers)}, one for each diagonal layer, got {sizes}")
-    each = sizes if sizes is not None else [None] * len(layers)
-    return [_plan_layer(layer, tau, size, min_reduction) for layer, size in zip(layers, each, strict=True)]
+        raise ValueError(f"balanced truncation needs layers with lti() and set_lti(), {type(model).__name__} has none")
+    if any(hasattr(p, "placements") for layer in layers for p in layer.module.parameters()):
+        raise ValueError("balanced truncation needs whole layers on every process, got sharded ones (FSDP)")
+    return layers
 
 
-def _plan_layer(layer: StateLayer, tau: float | None, size: int | None, min_reduction: float) -> Truncation:
+def plan_layer(layer: StateLayer, tau: float | None, size: int | None, min_reduction: float) -> Truncation:
+    """What `balanced_truncate` would do to a layer."""
     system = layer.read()
     whole = Truncation(system, torch.zeros(0, dtype=torch.float64), 0.0)
     if system.modes == 0:
@@ -141,7 +132,7 @@ def _plan_layer(layer: StateLayer, tau: float | None, size: int | None, min_redu
         check_stable(system, layer.name)
     except ValueError as error:
         return replace(whole, refused=str(error))
-    result = truncate(system, tau=tau, size=min(size, system.lam.shape[-1]) if type(size) is int else size)
+    result = truncate(system, tau=tau, size=None if size is None else min(size, system.lam.shape[-1]))
     if result.system.modes < (1.0 - min_reduction) * system.modes:
         return replace(result, system=equalise(result.system))
     return replace(result, system=system, bound=0.0)
@@ -165,18 +156,12 @@ def apply_truncation(model: nn.Module, layers: Sequence[StateLayer], results: Se
 def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:
     """Give the layers fewer modes each, the first of theirs: the shapes of a checkpoint that was truncated further.
 
-    For resuming, before the optimizer is made and the checkpoint loaded. Raises ValueError for a size that is not in
-    [0, present size], or a wrong number of sizes.
+    For resuming, before the optimizer is made and the checkpoint loaded.
     """
     layers, replaced = diagonal_layers(model), []
-    if len(sizes) != len(layers):
-        raise ValueError(f"sizes must be {len(layers)}, one for each diagonal layer, got {list(sizes)}")
     for layer, size in zip(layers, sizes, strict=True):
         system = layer.read()
-        width = system.lam.shape[-1]
-        if not 0 <= size <= width:
-            raise ValueError(f"sizes must be in [0, {width}] for this layer, got {size}")
-        if size < width:
+        if size < system.lam.shape[-1]:
             present = None if system.present is None else system.present[:, :size]
             B = system.B[..., :size] if system.siso else system.B[:size]
             smaller = replace(system, lam=system.lam[..., :size], B=B, C=system.C[..., :size], present=present)

@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..systems import StateLayer, diagonal_layers
 from .balancing import Truncation
-from .models import Replaced, TruncationReport, apply_truncation, plan_truncation
+from .models import Replaced, TruncationReport, apply_truncation, plan_layer, truncatable
 
 
 def attempt_steps(attempts: int, until: str | int | float, *, max_steps: int, warmup_steps: int = 0) -> tuple[int, ...]:
@@ -40,16 +39,12 @@ def attempt_steps(attempts: int, until: str | int | float, *, max_steps: int, wa
     """
     if attempts < 1:
         raise ValueError(f"attempts must be at least 1, got {attempts}")
-    if isinstance(until, str):
-        if until != "warmup":
-            raise ValueError(f"until must be 'warmup', a step or a share of all steps in (0, 1], got {until!r}")
+    if until == "warmup":
         end, what = warmup_steps, "the warm-up's steps (until='warmup')"
-    elif isinstance(until, float):
-        if not 0.0 < until <= 1.0:
-            raise ValueError(f"until as a share of all steps must be in (0, 1], got {until}")
-        end, what = round(until * max_steps), f"the steps of until={until}"
+    elif isinstance(until, str) or (isinstance(until, float) and not 0.0 < until <= 1.0):
+        raise ValueError(f"until must be 'warmup', a step or a share of all steps in (0, 1], got {until!r}")
     else:
-        end, what = until, "until"
+        end, what = (round(until * max_steps) if isinstance(until, float) else until), f"the steps of until={until}"
     if not attempts <= end <= max_steps:
         raise ValueError(f"{what} must be in [{attempts}, {max_steps}] for {attempts} attempts, got {end}")
     return tuple(round(j * end / attempts) for j in range(1, attempts + 1))
@@ -90,19 +85,20 @@ class InTrainingTruncation:
         started = time.perf_counter()
         inner = unwrap(model)
         layers = truncatable(inner)
-        results = _from_first_process(lambda: plan_truncation(layers, tau=self.tau, min_reduction=self.min_reduction))
+        results = _from_first_process(lambda: [plan_layer(each, self.tau, None, self.min_reduction) for each in layers])
         report = apply_truncation(inner, layers, results)
         if report.replaced:
             substitute(optimizer, report.replaced)
             rebuild_wrappers(inner)
+        rows = report.layers
         self.history.append(
             {
                 "step": step,
-                "before": [layer.before for layer in report.layers],
-                "after": [layer.after for layer in report.layers],
+                "before": [layer.before for layer in rows],
+                "after": [layer.after for layer in rows],
                 "sizes": report.sizes,
-                "bounds": [layer.bound for layer in report.layers],
-                "refused": {layer.name: layer.refused for layer in report.layers if layer.refused},
+                "bounds": [layer.bound for layer in rows],
+                "refused": {layer.name: layer.refused for layer in rows if layer.refused},
                 "seconds": round(time.perf_counter() - started, 3),
             }
         )
@@ -119,16 +115,6 @@ class InTrainingTruncation:
         what = f"kept {before} modes" if before == after else f"truncated from {before} to {after} modes"
         kept = "".join(f"; {name} kept: {why}" for name, why in last["refused"].items())
         return f"update {last['step']}: {what} in {last['seconds']} s{kept}"
-
-
-def truncatable(model: nn.Module) -> list[StateLayer]:
-    """The diagonal layers of a model. Raises ValueError if there are none, or this process has parts of them only."""
-    layers = diagonal_layers(model)
-    if not layers:
-        raise ValueError(f"balanced truncation needs layers with lti() and set_lti(), {type(model).__name__} has none")
-    if any(hasattr(p, "placements") for layer in layers for p in layer.module.parameters()):
-        raise ValueError("balanced truncation needs whole layers on every process, got sharded ones (FSDP)")
-    return layers
 
 
 def _from_first_process(plan: Callable[[], list[Truncation]]) -> list[Truncation]:
@@ -160,13 +146,8 @@ def substitute(optimizer: Any, replaced: Sequence[Replaced]) -> None:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside of DistributedDataParallel and torch.compile's wrapper."""
-    while True:
-        if isinstance(model, DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
+    return unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
 def rebuild_wrappers(model: nn.Module) -> None:

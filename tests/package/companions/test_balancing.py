@@ -320,12 +320,10 @@ def test_layers_that_are_kept():
 
 def test_bad_arguments_of_models():
     model = RecurrentModel(RecurrentConfig())
-    with pytest.raises(ValueError, match="no layer with lti"):
+    with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), Linear has none"):
         balanced_truncate(torch.nn.Linear(2, 2), tau=0.1)
     with pytest.raises(ValueError, match=r"sizes must be one number or 2, .* got \[4\]"):
         balanced_truncate(model, sizes=[4])
-    with pytest.raises(ValueError, match=r"min_reduction must be in \[0, 1\), got 1"):
-        balanced_truncate(model, tau=0.1, min_reduction=1)
     with pytest.raises(ValueError, match="exactly one of tau and size"):
         balanced_truncate(model)
 
@@ -337,7 +335,3 @@ def test_shapes_of_a_checkpoint():
     assert len(replaced) == 5
     assert model.config.state_sizes == [3, 8]
     model.load_state_dict(smaller.state_dict())
-    with pytest.raises(ValueError, match=r"sizes must be in \[0, 3\] for this layer, got 4"):
-        resize_states(model, [4, 8])
-    with pytest.raises(ValueError, match="sizes must be 2"):
-        resize_states(model, [3])

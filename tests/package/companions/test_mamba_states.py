@@ -3,14 +3,13 @@
 
 import copy
 import itertools
-from collections import defaultdict
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from modeling_essm.companions import allocate, certify, importance, prune, remove, restore, state_layers
-from modeling_essm.companions.pruning.mamba import Steps, add_energies, mean_energies, measure_energies
+from modeling_essm.companions.pruning.mamba import Energies, Steps, measure_energies
 
 WORDS, LENGTH = 31, 12
 models = pytest.mark.parametrize("name", ["mamba", "mamba2", "mamba2_biases"])
@@ -43,9 +42,9 @@ def ids(length=LENGTH, seed=0):
 
 
 def energy_of_states(steps, how):
-    sums = defaultdict(float)
-    add_energies(sums, steps, how)
-    return mean_energies(sums, how)
+    energies = Energies(how)
+    energies.add(steps)
+    return energies.mean()
 
 
 def random_steps(B=2, L=7, G=2, D=3, N=4, shared=False, seed=0):
@@ -222,7 +221,7 @@ def test_what_a_selective_layer_has_no_formula_for():
         importance(model, "aire", [ids()], horizon=3)
     with pytest.raises(ValueError, match="calibration must hold at least one token, got none"):
         importance(model, "aire", [])
-    with pytest.raises(TypeError, match="a batch of calibration must be input_ids or keyword arguments, got str"):
+    with pytest.raises(TypeError, match="a batch of calibration must be input_ids or a dict, got str"):
         importance(model, "aire", ["text"])
     with pytest.raises(ValueError, match="input have no certificate"):
         certify(allocate(importance(model, "random"), amount=0.5), model)

@@ -5,10 +5,10 @@ import dataclasses
 
 import pytest
 import torch
-from companion_layers import LAGS, Recurrence, RecurrenceAdapter, Stack, impulse_responses, random_system, with_energies
+from companion_layers import LAGS, Recurrence, Stack, impulse_responses, random_system, with_energies
 from torch import nn
 
-from modeling_essm.companions import DiagonalSystem, hinf_norm, importance, register, state_layers
+from modeling_essm.companions import DiagonalSystem, hinf_norm, importance, state_layers
 from modeling_essm.companions.pruning.scores import METHODS, energy, exact_energy, mode_values, prefix_scores
 
 EXACT = dict(rtol=1e-12, atol=0.0)  # sums of some hundred positive numbers in fp64
@@ -196,7 +196,3 @@ def test_layers_are_found_by_class_and_subclass():
     assert [layer.kind for layer in state_layers(model)] == ["Derived", "Recurrence"]
     with pytest.raises(ValueError, match="got a Linear without any"):
         importance(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"layer_class must be a subclass of torch\.nn\.Module, got 3"):
-        register(3, RecurrenceAdapter())
-    with pytest.raises(TypeError, match="adapter must be an Adapter, got type"):
-        register(Derived, RecurrenceAdapter)

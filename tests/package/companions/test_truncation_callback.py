@@ -70,9 +70,9 @@ def test_schedules_that_do_not_fit():
         (0, 5, "attempts must be at least 1, got 0"),
         (4, "epoch", "until must be 'warmup', a step or a share .* got 'epoch'"),
         (4, "warmup", r"warm-up's steps \(until='warmup'\) must be in \[4, 1000\] for 4 attempts, got 3"),
-        (4, 3, r"until must be in \[4, 1000\] for 4 attempts, got 3"),
-        (4, 1001, r"until must be in \[4, 1000\] for 4 attempts, got 1001"),
-        (4, 1.5, r"must be in \(0, 1\], got 1.5"),
+        (4, 3, r"until=3 must be in \[4, 1000\] for 4 attempts, got 3"),
+        (4, 1001, r"until=1001 must be in \[4, 1000\] for 4 attempts, got 1001"),
+        (4, 1.5, r"share of all steps in \(0, 1\], got 1.5"),
         (4, 0.001, r"until=0.001 must be in \[4, 1000\] for 4 attempts, got 1"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -221,7 +221,7 @@ def test_two_ranks_choose_the_same():
 
 def test_an_error_of_the_first_rank_is_everybodys():
     said = on_ranks(2, error_on_two_ranks)
-    assert said == ["min_reduction must be in [0, 1), got 2.0"] * 2
+    assert len(said) == 2 and all("must be in [0, 1), got 2.0" in each for each in said)
 
 
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
