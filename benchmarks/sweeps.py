@@ -26,9 +26,8 @@ from torch import nn
 
 from essm_train.files import write_json
 from essm_train.models import capacity_of
-from essm_train.run.learning_rate import make_scheduler
 from essm_train.run.loop import make_schedule
-from essm_train.run.steps import adamw, fit
+from essm_train.run.steps import adamw, fit, make_scheduler
 from modeling_essm.training.budget_dropout import budget_losses
 
 from . import common

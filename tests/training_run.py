@@ -28,9 +28,9 @@ from transformers import PreTrainedTokenizerFast
 
 from essm_train.arguments import parse_arguments, sort_values
 from essm_train.data.arguments import CLMArguments
-from essm_train.run import checkpoints, language, saving
+from essm_train.run import checkpoints, language, loop, weights
 from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.finiteness import local
+from essm_train.run.weights import local
 
 TRAIN = ROOT / "train"
 BLOCK = 32
@@ -76,10 +76,10 @@ def train(arguments: list[str], whole: bool = False) -> None:
     """Run essm-train-clm, by default without what follows the training."""
     with contextlib.ExitStack() as patches:
         if not whole:
-            values = {"sweep_budgets": None, "report_sweep": None, "sample": "", "write_card_and_push": None}
-            for name, value in values.items():
-                patches.enter_context(mock.patch.object(language, name, return_value=value))
-            patches.enter_context(mock.patch.object(language, "load_saved", return_value=(None, mock.Mock())))
+            sweep = mock.Mock(**{"table.return_value": ""})
+            patches.enter_context(mock.patch.object(loop, "sweep_budgets", return_value=sweep))
+            for module, name in ((loop, "save_sweep"), (loop, "write_card_and_push"), (language, "show_samples")):
+                patches.enter_context(mock.patch.object(module, name))
         language.train_language_model(parse_arguments(CLMArguments, arguments))
 
 
@@ -216,7 +216,7 @@ def watch_samples(output_dir: Path, folder: Path) -> None:
 
 def kill_at_update(update: int) -> None:
     """The process dies when so many updates are done and the next begins."""
-    make_schedule = language.make_schedule
+    make_schedule = loop.make_schedule
 
     class Deadly(SimpleNamespace):
         def __call__(self, done):
@@ -226,7 +226,7 @@ def kill_at_update(update: int) -> None:
         schedule = make_schedule(*args)
         return Deadly(schedule=schedule, budgets=schedule.budgets)
 
-    language.make_schedule = deadly
+    loop.make_schedule = deadly
 
 
 def break_weight_at_update(update: int, rank: int) -> None:
@@ -265,19 +265,19 @@ def kill_at_rename(path: str) -> None:
 def full_disk_at(name: str) -> None:
     """While the folder of that name is written no file grows beyond 4 KiB: a real error of the operating system."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    guard = saving.complete_or_removed
+    publishing = checkpoints.publishing
 
     @contextlib.contextmanager
-    def limited(path, temporary):
-        with guard(path, temporary):
+    def limited(accelerator, path):
+        with publishing(accelerator, path) as temporary:
             if path.name == name:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             try:
-                yield
+                yield temporary
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    saving.complete_or_removed = checkpoints.complete_or_removed = limited
+    checkpoints.publishing = weights.publishing = limited
 
 
 def _apart(

@@ -179,7 +179,7 @@ def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monk
     Path("words.txt").write_text("words")
     Path("broken.parquet").write_bytes(b"no parquet")
     Path("broken.jsonl").write_text('{"pixels": [1], "label": 0}\nno json\n')
-    monkeypatch.setattr(classifier, "train_and_record", None)
+    monkeypatch.setattr(classifier, "train_and_sweep", None)
     with pytest.raises(ValueError, match=message):
         train(arguments("run", **changes))
 

@@ -13,6 +13,7 @@ import gc
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -126,10 +127,10 @@ def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monke
     values = reproduce.arguments_of(row, args, tmp_path / "run", seed=0)
     module, main, arguments = SCRIPTS[get_task(row.task).script]
 
-    def start(accelerator, args, task, schedule, **rest):
+    def start(accelerator, args, task):
         collate = task.collate
         if positions is not None:
-            task.evaluate = lambda *rest: 0.5
+            task.validation = SimpleNamespace(value=lambda *rest: 0.5)
         task.collate = lambda samples: {
             name: value if value.ndim == 1 else value[(slice(None),) * (value.ndim - rest) + (slice(positions),)]
             for name, value in collate(samples[:1]).items()
@@ -138,11 +139,13 @@ def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monke
         for mixer in task.model.modules():
             if isinstance(mixer, S4Mixer):
                 mixer.max_length = positions or mixer.max_length
-        record = loop.train(accelerator, args, task, schedule)
-        assert record["updates"] == 2 and len(list_checkpoints(tmp_path / "run")) == 0
+        run = loop._Run(accelerator, args, task)
+        run.resume()
+        run.perform_updates()
+        assert run.progress.update == 2 and len(list_checkpoints(tmp_path / "run")) == 0
         raise Started(task.model)
 
-    monkeypatch.setattr(module, "train_and_record", start)
+    monkeypatch.setattr(module, "train_and_sweep", start)
     for name in ("save_checkpoint", "save_model"):
         monkeypatch.setattr(loop, name, lambda *rest: None)
     with pytest.raises(Started) as started:

@@ -22,9 +22,8 @@ from training_run import (
 from essm_train.arguments import RunArguments
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run.accelerator import make_accelerator
-from essm_train.run.average import WeightAverage
 from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.finiteness import non_finite
+from essm_train.run.weights import WeightAverage, non_finite
 from modeling_essm import ESSMForCausalLM
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from essm_train.files import delete_folder
 from essm_train.measure.metric import Metric
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run import language
-from essm_train.run.average import WeightAverage
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.loop import Progress, eval_budgets
 from essm_train.run.steps import parameter_groups
+from essm_train.run.weights import WeightAverage
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +195,8 @@ def validations(monkeypatch):
 
         def task(*args):
             made, calls = make_task(*args), []
-            made.evaluate = lambda *_: [figures[len(calls) // 3], calls.append(1)][0]
+            value = lambda *_: [figures[len(calls) // 3], calls.append(1)][0]  # noqa: E731
+            made.validation = SimpleNamespace(value=value)
             return made
 
         monkeypatch.setattr(language, "make_task", task)
@@ -281,7 +282,7 @@ def test_trackers_get_what_the_log_gets(arguments, tmp_path, monkeypatch):
     monkeypatch.setattr(run_accelerator, "get_available_trackers", lambda: ["memory"])
     accelerator = run_accelerator.Accelerator
     monkeypatch.setattr(
-        run_accelerator, "Accelerator", lambda log_with, **rest: accelerator(log_with=[log_with[0], Memory()], **rest)
+        run_accelerator, "Accelerator", lambda log_with, **rest: accelerator(log_with=[Memory()], **rest)
     )
     train(arguments(tmp_path, report_to="memory"))
     assert Memory.logged == read_log(tmp_path) and len(Memory.logged) == 8 and Memory.finished == [True]

@@ -1,8 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The Accelerator of a run: processes, threads, trackers, sharding, and what is said from one process alone."""
+"""The Accelerator of a run that has its folder for itself: processes, threads, trackers, sharding, log.jsonl."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import uuid
@@ -10,21 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+from filelock import FileLock, Timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers.trainer_utils import enable_full_determinism
 
 from essm_train.arguments import RunArguments
-from essm_train.files import check_writable
+from essm_train.files import check_writable, write_text
 from essm_train.publish.hub import check_can_push
-from essm_train.run.lock import alone_in
-from essm_train.run.tracker import JsonlTracker
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def open_run(args: RunArguments) -> Iterator[Accelerator]:
         ValueError: as `make_accelerator`, or another run uses output_dir. Others: as `check_can_push`.
     """
     accelerator = make_accelerator(args)
-    with alone_in(accelerator, Path(args.output_dir)):
+    with _alone_in(accelerator, Path(args.output_dir)):
         if args.push_to_hub and accelerator.is_main_process:
             check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
         yield accelerator
@@ -55,12 +56,9 @@ def make_accelerator(args: RunArguments) -> Accelerator:
         enable_full_determinism(args.seed)
     for name in args.report_to or []:
         if name not in (known := [str(tracker) for tracker in get_available_trackers()]):
-            raise ValueError(
-                f"report_to must name installed trackers, {known or 'of which there are none'}, got {name!r}"
-            )
-    trackers = [JsonlTracker(output_dir / "log.jsonl"), *(args.report_to or [])]
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data, sweeps or pushes
-    accelerator = Accelerator(log_with=trackers, project_dir=args.output_dir, kwargs_handlers=[patience])
+            raise ValueError(f"report_to must name installed trackers, {known or 'there are none'}, got {name!r}")
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data or pushes
+    accelerator = Accelerator(log_with=args.report_to, project_dir=args.output_dir, kwargs_handlers=[patience])
     accelerator.sync_gradients = True  # shared by all Accelerators: a Trainer before may have left it off
     if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _shard_on_cpu(accelerator)
@@ -85,21 +83,76 @@ def _shard_on_cpu(accelerator: Accelerator) -> None:
 
 def _check_shared(accelerator: Accelerator, output_dir: Path) -> None:
     """Raises ValueError on all processes if they do not see the same output_dir: checkpoints would miss parts."""
-    token = [uuid.uuid4().hex]
-    broadcast_object_list(token)
-    proof = output_dir / f".seen-{token[0]}"
+    (token,) = broadcast_object_list([uuid.uuid4().hex])
+    proof = output_dir / f".seen-{token}"
     if accelerator.is_main_process:
         proof.touch()
     accelerator.wait_for_everyone()
-    seen = accelerator.reduce(torch.tensor(int(proof.exists()), device=accelerator.device), "sum")
-    accelerator.wait_for_everyone()
+    seen = int(accelerator.reduce(torch.tensor(int(proof.exists()), device=accelerator.device), "sum"))
     if accelerator.is_main_process:
         proof.unlink()
-    if int(seen) != accelerator.num_processes:
+    if seen != accelerator.num_processes:
         raise ValueError(
-            f"output_dir {str(output_dir)!r} is one folder for {int(seen)} of {accelerator.num_processes} processes "
-            "only: on several machines it must lie on a file system that they share"
+            f"output_dir {str(output_dir)!r} is one folder for {seen} of {accelerator.num_processes} processes only: "
+            "on several machines it must lie on a file system that they share"
         )
+
+
+@contextmanager
+def _alone_in(accelerator: Accelerator, folder: Path) -> Iterator[None]:
+    """The main process holds the folder's lock. The operating system frees it when that process ends, however it ends.
+
+    Raises:
+        ValueError: (on all processes) another run holds it.
+    """
+    lock, taken = FileLock(folder / ".lock"), [False]
+    if accelerator.is_main_process:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            taken = [True]
+        except OSError as error:  # a file system without locks
+            tqdm.write(f"{folder} cannot be locked ({error}): make sure that no other run uses it")
+    if broadcast_object_list(taken)[0]:
+        raise ValueError(
+            f"output_dir {str(folder)!r} is in use by another run, which has not ended: wait for it, end it, or choose "
+            "another output_dir"
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class RunLog:
+    """log.jsonl, one line per logged update, and the trackers of a run; one process writes.
+
+    Args:
+        settings: of the run, for the trackers.
+        last: the update that a run goes on from. Lines after it are dropped, and so are damaged ones.
+    """
+
+    def __init__(self, accelerator: Accelerator, path: Path, settings: dict[str, Any], last: int):
+        self.accelerator, self.path = accelerator, path
+        plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in settings.items()}
+        accelerator.init_trackers("essm", plain)
+        if accelerator.is_main_process:
+            lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []  # the last may be a half
+            write_text(path, "".join(f"{line}\n" for line in lines if 0 < _update_of(line) <= last))
+
+    def __call__(self, values: dict[str, Any], update: int) -> None:
+        self.accelerator.log(values, step=update)
+        if self.accelerator.is_main_process:
+            with self.path.open("a") as file:
+                file.write(json.dumps({"update": update, **values}) + "\n")
+
+
+def _update_of(line: str) -> int:
+    """The update that a line of log.jsonl is about; 0 if it is damaged."""
+    try:
+        return int(json.loads(line)["update"])
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return 0
 
 
 def say(accelerator: Accelerator, text: str) -> None:

@@ -1,10 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Checkpoints that survive a kill at any moment: filled in a temporary folder, synced to disk, then renamed into place.
+"""Checkpoints that survive a kill at any moment, and which of them a run goes on from.
 
-A folder `checkpoint-N` is therefore always complete. It holds what `Accelerator.save_state` writes (model, optimizer,
-scheduler, loss scaler, random states of every process), data.pt (the place in the data), the weights' average if one is
-kept, run_state.json (update, validation so far, budget, arguments) and manifest.json, the size and SHA-256 of each of
-those files: what a disk or a copy has damaged since is not resumed from.
+A folder is filled under a temporary name, synced to disk, then renamed, so `checkpoint-N` is always complete. It holds
+what `Accelerator.save_state` writes (model, optimizer, scheduler, loss scaler, random states of every process), data.pt
+(the place in the data), the weights' average if one is kept, run_state.json (update, validation so far, budget,
+arguments) and manifest.json, the size and SHA-256 of each of those files: what a disk or a copy has damaged since is
+not resumed from.
 """
 
 from __future__ import annotations
@@ -13,61 +14,91 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedModel
 
-from essm_train.files import TEMPORARY, delete_folder, publish, sha256_of, temporary_folder, write_json
+from essm_train.arguments import RunArguments
+from essm_train.files import (
+    TEMPORARY,
+    delete_folder,
+    delete_temporary_folders,
+    publish,
+    set_aside,
+    sha256_of,
+    temporary_folder,
+    write_json,
+)
+from essm_train.run.accelerator import say
 
 RUN_STATE = "run_state.json"
 MANIFEST = "manifest.json"
 # Before the names of checkpoints that are kept to be looked at, and not resumed from.
 DAMAGED, LATER = "damaged-", "later-"
+# Fields of a configuration that no weight depends on.
+_NOT_OF_WEIGHTS = frozenset(
+    {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "use_cache"}
+    | {"spectral_budget", "trained_budgets", "budget_presets"}
+)
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
     """All complete checkpoints, oldest first."""
     found = [path for path in output_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    return sorted(found, key=lambda path: int(path.name.split("-")[1]))
+    return sorted(found, key=_update_of)
 
 
-def last_good(output_dir: Path, update: int) -> str:
+def _update_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def last_good(output_dir: Path, update: float = float("inf")) -> str:
     """For an error at that update."""
-    before = [path for path in list_checkpoints(output_dir) if int(path.name.split("-")[1]) < update]
+    before = [path for path in list_checkpoints(output_dir) if _update_of(path) < update]
     return f"Last good checkpoint: {before[-1] if before else 'none'}"
 
 
+# --- Writing ----------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def complete_or_removed(path: Path, temporary: Path) -> Iterator[None]:
-    """While `path` is written in `temporary`: a failure frees the space and names the last good checkpoint.
+def publishing(accelerator: Accelerator, path: Path) -> Iterator[Path]:
+    """An empty folder that all processes may fill. It becomes `path` when the block ends; all must enter it.
 
     Raises:
         ConnectionError: another process of the run is gone.
-        OSError: also for the errors that torch's and safetensors' writers make of one.
+        OSError: it could not be written; its space is free again, and the message names the last good checkpoint.
     """
+    temporary = path.with_name(TEMPORARY + path.name)
     try:
-        yield
+        if accelerator.is_main_process:
+            temporary_folder(path)
+        accelerator.wait_for_everyone()
+        yield temporary
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            publish(temporary, path)
     except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors, but not of a writer
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:  # torch's writers raise all of these
         shutil.rmtree(temporary, ignore_errors=True)
-        last = next(reversed(list_checkpoints(path.parent)), "none")
+        last = last_good(path.parent)
         if is_lost_peer(error):
             raise ConnectionError(
-                f"lost another process of this run, {path} is not saved: {error}. Last good checkpoint: {last}. See "
-                "what that process said, and start the run again"
+                f"lost another process of this run, {path} is not saved: {error}. {last}. See what that process said, "
+                "and start the run again"
             ) from error
-        raise OSError(
-            f"cannot write {path}: {error}. Last good checkpoint: {last}. Make room and start the run again"
-        ) from error
+        raise OSError(f"cannot write {path}: {error}. {last}. Make room and start the run again") from error
+    accelerator.wait_for_everyone()
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -81,37 +112,25 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def save_checkpoint(
-    accelerator: Accelerator,
-    output_dir: Path,
-    run_state: dict[str, Any],
-    keep: int,
-    shared: dict[str, Any],
-    by_process: dict[str, Any],
+    accelerator: Accelerator, output_dir: Path, run_state: dict[str, Any], keep: int, states: dict[str, Any]
 ) -> None:
     """Write `checkpoint-<run_state["update"]>` and delete all but the `keep` newest. All processes must call it.
 
     Args:
-        run_state: for people, as JSON. shared: the same on all processes; one of them writes it.
-        by_process: each process writes what it has.
+        run_state: for people, as JSON. states: what this process writes, by the names of the files.
     Raises:
         OSError: nothing was published, the older checkpoints stand.
     """
-    path = output_dir / f"checkpoint-{run_state['update']:08d}"
-    temporary = path.with_name(TEMPORARY + path.name)
-    with complete_or_removed(path, temporary):
-        if accelerator.is_main_process:
-            temporary_folder(path)
-        accelerator.wait_for_everyone()
-        accelerator.save_state(str(temporary), safe_serialization=False)  # the tied head is one tensor with two names
-        for name, state in by_process.items():
-            torch.save(state, temporary / f"{name}_{accelerator.process_index}.pt")
+    with publishing(accelerator, output_dir / f"checkpoint-{run_state['update']:08d}") as folder:
+        accelerator.save_state(str(folder), safe_serialization=False)  # the tied head is one tensor with two names
+        for name, state in states.items():
+            torch.save(state, folder / name)
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            for name, state in shared.items():
-                torch.save(state, temporary / f"{name}.pt")
-            write_json(temporary / RUN_STATE, run_state)
-            write_json(temporary / MANIFEST, _manifest(temporary))
-            publish(temporary, path)
+            write_json(folder / RUN_STATE, run_state)
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            manifest = {path: {"bytes": path.stat().st_size, "sha256": sha256_of(path)} for path in files}
+            write_json(folder / MANIFEST, {str(path.relative_to(folder)): entry for path, entry in manifest.items()})
     if accelerator.is_main_process:
         prune_checkpoints(output_dir, keep)
     accelerator.wait_for_everyone()
@@ -123,55 +142,11 @@ def prune_checkpoints(output_dir: Path, keep: int) -> None:
         delete_folder(old)
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file below the folder."""
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}
+# --- Reading ----------------------------------------------------------------------------------------------------------
 
 
-def newest_sound_checkpoint(output_dir: Path) -> tuple[Path | None, dict[Path, str]]:
-    """The newest checkpoint in which nothing is damaged, and the damaged ones after it, with what is wrong.
-
-    Raises:
-        ValueError: there are checkpoints, and all are damaged.
-    """
-    damaged: dict[Path, str] = {}
-    for checkpoint in reversed(list_checkpoints(output_dir)):
-        damage = find_damage(checkpoint)
-        if damage is None:
-            return checkpoint, damaged
-        damaged[checkpoint] = damage
-    if damaged:
-        what = "; ".join(f"{path}: {damage}" for path, damage in damaged.items())
-        raise ValueError(
-            f"no checkpoint can be resumed from, {what}. Put the files back from a copy, or start afresh with "
-            "--overwrite_output_dir"
-        )
-    return None, {}
-
-
-def chosen_checkpoint(output_dir: Path, chosen: str) -> tuple[Path, dict[Path, str]]:
-    """The checkpoint that `resume_from_checkpoint` names, and those after it, with nothing wrong with them.
-
-    Raises:
-        ValueError: it is none of output_dir, or damaged.
-    """
-    checkpoints = list_checkpoints(output_dir)
-    places = [path.resolve() for path in checkpoints]
-    if (wanted := Path(chosen).resolve()) not in places:
-        known = ", ".join(map(str, checkpoints)) or "none yet"
-        raise ValueError(
-            f"resume_from_checkpoint must be a checkpoint of output_dir ({known}), got {chosen!r}; without it a run "
-            "goes on from its last checkpoint, and with --overwrite_output_dir it starts afresh"
-        )
-    index = places.index(wanted)
-    if damage := find_damage(checkpoints[index]):
-        raise ValueError(f"resume_from_checkpoint {chosen!r} is damaged: {damage}")
-    return checkpoints[index], dict.fromkeys(checkpoints[index + 1 :], "")
-
-
-def find_damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint, by the name of a file, or None."""
+def find_damage(checkpoint: Path) -> str:
+    """What is wrong with a checkpoint, by the name of a file; "" if nothing is."""
     try:
         read_run_state(checkpoint)
         manifest = json.loads((checkpoint / MANIFEST).read_text())
@@ -186,46 +161,143 @@ def find_damage(checkpoint: Path) -> str | None:
             return f"{name} has {found:,} bytes, and had {size:,} when it was written"
         if sha256_of(path) != digest:
             return f"{name} is not what was written, by its SHA-256"
-    return None
-
-
-def load_checkpoint(
-    accelerator: Accelerator, checkpoint: Path, shared: Sequence[str], by_process: Sequence[str]
-) -> dict[str, Any]:
-    """Everything that Accelerate knows goes back into place; the states of those names are returned.
-
-    Raises:
-        ValueError: files that cannot be read, or random states that Accelerate could not set.
-    """
-    rank = accelerator.process_index
-    files = {name: f"{name}.pt" for name in shared} | {name: f"{name}_{rank}.pt" for name in by_process}
-    # Data states hold NumPy arrays, hence no weights_only: a checkpoint is as trusted as the run that wrote it.
-    read = partial(torch.load, map_location="cpu", weights_only=False)
-    try:
-        states = {name: read(checkpoint / file) for name, file in files.items()}
-        random_states = read(checkpoint / f"random_states_{rank}.pkl")
-        accelerator.load_state(str(checkpoint))
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(f"cannot read {checkpoint}: {error!r}; delete it to go on from the one before it") from error
-    _check_random_states(accelerator, checkpoint, random_states)
-    return states
-
-
-def _check_random_states(accelerator: Accelerator, checkpoint: Path, states: dict[str, Any]) -> None:
-    """Raises ValueError if they are not in place: Accelerate says nothing when it cannot set them."""
-    device = accelerator.device
-    in_place = torch.equal(torch.get_rng_state(), states["torch_manual_seed"])
-    if device.type == "cuda":
-        saved = states["torch_cuda_manual_seed"]
-        index = torch.cuda.current_device() if device.index is None else device.index
-        in_place &= index < len(saved) and torch.equal(torch.cuda.get_rng_state(device), saved[index])
-    if not in_place:
-        raise ValueError(
-            f"cannot resume {checkpoint}: its random_states_{accelerator.process_index}.pkl cannot be put back here, "
-            "so the run would go on with other random numbers; use the versions and devices it was written with"
-        )
+    return ""
 
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON that `save_checkpoint` was given."""
     return json.loads((checkpoint / RUN_STATE).read_text())
+
+
+def load_checkpoint(accelerator: Accelerator, checkpoint: Path, names: Iterable[str]) -> list[Any]:
+    """Everything that Accelerate knows goes back into place; the states in the files of those names are returned.
+
+    Raises:
+        ValueError: files that cannot be read, or random states that Accelerate could not set, which it does not say.
+    """
+    device, random_states = accelerator.device, f"random_states_{accelerator.process_index}.pkl"
+    try:
+        # Data states hold NumPy arrays, hence no weights_only: a checkpoint is as trusted as the run that wrote it.
+        *states, saved = (torch.load(checkpoint / f, "cpu", weights_only=False) for f in (*names, random_states))
+        accelerator.load_state(str(checkpoint))
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(f"cannot read {checkpoint}: {error!r}; delete it to go on from the one before it") from error
+    in_place = torch.equal(torch.get_rng_state(), saved["torch_manual_seed"])
+    if device.type == "cuda":
+        kept, index = saved["torch_cuda_manual_seed"], torch.cuda.current_device()
+        in_place &= index < len(kept) and torch.equal(torch.cuda.get_rng_state(device), kept[index])
+    if not in_place:
+        raise ValueError(
+            f"cannot resume {checkpoint}: its {random_states} cannot be put back here, so the run would go on with "
+            "other random numbers; use the versions and devices it was written with"
+        )
+    return states
+
+
+# --- Which run a folder holds -----------------------------------------------------------------------------------------
+
+
+def model_identity(model: PreTrainedModel) -> dict[str, Any]:
+    """The fields of a model's configuration that its weights depend on, as JSON holds them."""
+    fields = json.loads(model.config.to_json_string(use_diff=False))
+    return {name: value for name, value in fields.items() if name not in _NOT_OF_WEIGHTS}
+
+
+def _check_same_run(checkpoint: Path, identity: dict[str, Any], args: RunArguments) -> None:
+    """Raises ValueError if the checkpoint belongs to a run that would have given other weights."""
+    reasons = {
+        "num_processes": " (the random states of every process, and shards, are part of a checkpoint)",
+        "max_steps": " (with --extend it may become larger)",
+    }
+    saved = read_run_state(checkpoint)["identity"]
+    may_change = {"model"}
+    if args.extend and identity["max_steps"] > saved["max_steps"]:
+        may_change |= {"max_steps", "num_train_epochs"}
+    changed = [
+        f"{name} was {saved.get(name)!r} and is now {new!r}{reasons.get(name, '')}"
+        for name, new in identity.items()
+        if name not in may_change and saved.get(name) != new
+    ]
+    changed += [
+        f"{name} of the model was {saved['model'].get(name)!r} and is now {new!r}"
+        for name, new in identity["model"].items()
+        if saved["model"].get(name) != new
+    ]
+    if changed:
+        raise ValueError(
+            f"cannot resume {checkpoint}: {', '.join(changed)}; go back to the old value, choose another "
+            "output_dir, or start afresh with --overwrite_output_dir"
+        )
+
+
+def _choose(output_dir: Path, chosen: str | None) -> tuple[Path | None, dict[Path, str]]:
+    """The checkpoint to go on from, and those after it with what is wrong with them, or "" where nothing is.
+
+    Raises:
+        ValueError: all are damaged, or the chosen one is; or it is none of output_dir.
+    """
+    checkpoints, passed = list_checkpoints(output_dir), dict[Path, str]()
+    wanted = None if chosen is None else Path(chosen).resolve()
+    if wanted is not None and wanted not in [path.resolve() for path in checkpoints]:
+        known = ", ".join(map(str, checkpoints)) or "none yet"
+        raise ValueError(
+            f"resume_from_checkpoint must be a checkpoint of output_dir ({known}), got {chosen!r}; without it a run "
+            "goes on from its last checkpoint, and with --overwrite_output_dir it starts afresh"
+        )
+    for checkpoint in reversed(checkpoints):
+        is_later = wanted not in (None, checkpoint.resolve())
+        damage = "" if is_later else find_damage(checkpoint)
+        if not is_later and not damage:
+            return checkpoint, passed
+        if damage and chosen is not None:
+            raise ValueError(f"resume_from_checkpoint {chosen!r} is damaged: {damage}")
+        passed[checkpoint] = damage
+    if passed:
+        what = "; ".join(f"{path}: {damage}" for path, damage in passed.items())
+        raise ValueError(
+            f"no checkpoint can be resumed from, {what}. Put the files back from a copy, or start afresh with "
+            "--overwrite_output_dir"
+        )
+    return None, {}
+
+
+def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, Any]) -> Path | None:
+    """Make output_dir ready; the checkpoint to go on from, if any.
+
+    Args:
+        identity: what defines the run, with the `model_identity` as "model".
+    Raises:
+        ValueError: (on all processes) only damaged checkpoints, those of another run, or none where `extend` or
+            `resume_from_checkpoint` needs one.
+    """
+    output_dir, found = Path(args.output_dir), list[Any]([None, {}, ""])
+    if accelerator.is_main_process:
+        delete_temporary_folders(output_dir)
+        if args.overwrite_output_dir:
+            folders = [*list_checkpoints(output_dir), output_dir / "model", output_dir / "best"]
+            folders += [path for prefix in (DAMAGED, LATER) for path in output_dir.glob(f"{prefix}checkpoint-*")]
+            for old in filter(Path.exists, folders):
+                delete_folder(old)
+            for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
+                (output_dir / name).unlink(missing_ok=True)
+        try:
+            found[:2] = _choose(output_dir, args.resume_from_checkpoint)
+        except ValueError as error:
+            found[2] = str(error)
+    checkpoint, passed, problem = broadcast_object_list(found)
+    if checkpoint is None and args.extend:
+        problem = problem or f"extend needs a run to go on with, and output_dir {args.output_dir!r} holds no checkpoint"
+    if problem:
+        raise ValueError(problem)
+    if checkpoint is not None:
+        _check_same_run(checkpoint, identity, args)
+    if accelerator.is_main_process:
+        if checkpoint is None:
+            (output_dir / "training.json").unlink(missing_ok=True)  # of a run whose checkpoints were deleted
+        for path, damage in passed.items():
+            what, name = (f"damaged: {damage}", DAMAGED + path.name) if damage else ("later", LATER + path.name)
+            say(accelerator, f"{path} is {what}; now {name}, and the run goes on from {checkpoint}")
+            set_aside(path, name)
+        prune_checkpoints(output_dir, args.save_total_limit)  # one more stays where a run was killed before it did
+    accelerator.wait_for_everyone()
+    return checkpoint

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The training loop that the scripts share: budget dropout under Accelerate, exact resume, best and last model.
+"""The training loop that the scripts share: budget dropout under Accelerate, exact resume, best and last model, sweep.
 
 A run is defined by its arguments and its data. Everything an update does is a pure function of its index (budgets),
 of the place in the data, or of state that a checkpoint holds: weights, their average, optimizer, learning rate and the
@@ -10,8 +10,8 @@ set aside, and the run goes on from the one before it: the same bits, some of th
 Selection rule: the best model is the one with the best mean of the validation metric over `eval_budgets`, the earlier
 one of equals. With `ema_decay`, the averaged weights are what is validated and saved.
 
-Left in `output_dir`: checkpoint-*, best (a loadable model with best.json), log.jsonl (a line per logged update), and
-what the script adds. `.lock` keeps a second run out.
+Left in `output_dir`: checkpoint-*, best (a loadable model with best.json), model, log.jsonl (a line per logged update),
+training.json, budget_sweep.json and budget_sweep.png. `.lock` keeps a second run out.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +33,73 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
-from essm_train.arguments import RunArguments
-from essm_train.data.samples import Prefetch, share_of
+from essm_train.arguments import ModelArguments, RunArguments
+from essm_train.data.samples import Prefetch, SampleSource, share_of
 from essm_train.files import write_json
+from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.metric import Metric
+from essm_train.measure.scoring import HeldOut
 from essm_train.models import capacity_of, run_at_budget
-from essm_train.run.accelerator import hardware, say
-from essm_train.run.average import WeightAverage
-from essm_train.run.checkpoints import last_good, load_checkpoint, read_run_state, save_checkpoint
-from essm_train.run.finiteness import non_finite
-from essm_train.run.identity import find_run, model_identity
-from essm_train.run.learning_rate import apply_plan, make_scheduler
-from essm_train.run.saving import copy_model, save_model
-from essm_train.run.steps import adamw, update
-from essm_train.run.task import Task
-from essm_train.run.truncation import make_truncation
+from essm_train.publish.run_card import write_card_and_push
+from essm_train.run.accelerator import RunLog, hardware, say
+from essm_train.run.checkpoints import (
+    find_run,
+    last_good,
+    load_checkpoint,
+    model_identity,
+    publishing,
+    read_run_state,
+    save_checkpoint,
+)
+from essm_train.run.steps import adamw, make_scheduler, update
+from essm_train.run.weights import WeightAverage, non_finite, save_model
+from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.companions.truncation.models import resize_states
+from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
 from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
+
+
+@dataclass
+class Task:
+    """What a script trains.
+
+    Attributes:
+        script: the command. description: of the data, for people.
+        model: on the CPU, initialised.
+        source: training samples.
+        collate: samples to keyword arguments of the model, labels among them, as CPU tensors.
+        figure: (outputs, batch) to the metric on a training batch, a scalar tensor.
+        metric: of training batches and validation. validation: what selects. held_out: what the final sweep scores.
+        tokens_per_sample: for the speed shown.
+        save_beside: writes tokenizer and the like into the folder of a saved model.
+        identity: what defines the data; a run found with another identity is not continued.
+        swept: what stands in budget_sweep.json beside the figures. heading: above the table.
+        show: called on one process with the saved model after the sweep.
+    """
+
+    script: str
+    description: str
+    model: PreTrainedModel
+    source: SampleSource
+    collate: Callable[[list[Any]], dict[str, Tensor]]
+    figure: Callable[[Any, dict[str, Tensor]], Tensor]
+    metric: Metric
+    validation: HeldOut
+    held_out: HeldOut
+    tokens_per_sample: int
+    save_beside: Callable[[Path], None]
+    identity: dict[str, str]
+    swept: dict[str, Any] = field(default_factory=dict)
+    heading: str = ""
+    show: Callable[[PreTrainedModel], object] = lambda model: None
 
 
 def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
     """The schedule that the arguments name, for a model of that capacity. Raises ValueError as `budget_schedule`."""
-    return budget_schedule(
-        args.budget_schedule,
-        capacity,
-        args.seed,
-        full_budget_updates=args.full_budget_updates or 0,
-        sandwich_random=args.sandwich_random,
-    )
+    full, random = args.full_budget_updates or 0, args.sandwich_random
+    return budget_schedule(args.budget_schedule, capacity, args.seed, full_budget_updates=full, sandwich_random=random)
 
 
 def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) -> tuple[int, ...]:
@@ -76,11 +115,11 @@ def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) ->
     return tuple(sorted(set(chosen)))
 
 
-def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule) -> dict[str, Any]:
-    """Train, or go on with the run found in output_dir, and leave `output_dir/model`.
+def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) -> BudgetCurve:
+    """Train, or go on with the run found in output_dir, and leave `model`; measure it at every budget, and push it.
 
-    Returns:
-        What a model card should know: updates done, samples per update, best validation, seconds.
+    training.json is what the model card reads. From there on only what was saved counts.
+
     Raises:
         ValueError: budgets, trackers or data that cannot work, or a run in output_dir with other arguments or data;
             all before the first update.
@@ -88,25 +127,33 @@ def train(accelerator: Accelerator, args: RunArguments, task: Task, schedule: Bu
         OSError: a checkpoint or model could not be written; ConnectionError if another process is gone. In all cases
             the last good checkpoint stays.
     """
-    run = _Run(accelerator, args, task, schedule)
+    output_dir, config = Path(args.output_dir), task.model.config
+    parameters = sum(p.numel() for p in task.model.parameters())
+    kind = f" ({config.block} block)" if hasattr(config, "block") else ""
+    machine = f"{accelerator.num_processes} x {accelerator.device.type}"
+    say(accelerator, f"{parameters:,} parameters{kind} on {machine}; {task.description}")
+    run = _Run(accelerator, args, task)
     finished_before = run.resume()
-    accelerator.init_trackers("essm", {**_flat(run.identity), "first_update": run.progress.update})
     run.perform_updates()
     run.keep_model(finished_before)
-    progress, shrunk = run.progress, task.truncation
-    return {
-        "updates": progress.update,
-        "samples_per_update": run.samples_per_update,
-        "tokens_per_update": run.samples_per_update * task.tokens_per_sample,
-        "best_update": progress.best_update,
-        "best_validation": progress.best,
-        "stopped_early": progress.stopped_early,
-        "seconds": round(progress.seconds, 1),
-        "processes": accelerator.num_processes,
-        "device": str(accelerator.device.type),
-        "mixed_precision": accelerator.mixed_precision,
-        **({} if shrunk is None else {"state_sizes": task.model.config.state_sizes, "truncations": shrunk.history}),
-    }
+    if accelerator.is_main_process:
+        record = run.record() | {"script": task.script, "data": task.description, "parameters": parameters}
+        record |= {"schedule": args.budget_schedule, "arguments": dataclasses.asdict(args)}
+        write_json(output_dir / "training.json", record | {"hardware": hardware(accelerator)})
+
+    folder = output_dir / "model"
+    with accelerator.local_main_process_first():
+        saved = task.held_out.auto_class.from_pretrained(folder, trust_remote_code=False)
+    saved.to(accelerator.device).eval()
+    sweep = sweep_budgets(saved, task.held_out, progress=lambda K: say(accelerator, f"sweep: K={K}"))
+    if accelerator.is_main_process:
+        say(accelerator, task.heading + sweep.table())
+        save_sweep(sweep, output_dir, model=str(folder), data=task.description, **task.swept)
+        say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
+        task.show(saved)
+        if args.architecture == "essm" and any(folder.glob("*.py")):  # others have no card
+            write_card_and_push(args)
+    return sweep
 
 
 @dataclass
@@ -136,21 +183,25 @@ class Progress:
 class _Run:
     """One run: what its updates change and its checkpoints hold.
 
-    Making it finds the run in output_dir, if any, and raises ValueError as `train`; `resume` takes its state over.
+    Making it finds the run in output_dir, if any, and raises ValueError as `train_and_sweep`; `resume` takes its state
+    over.
     """
 
-    def __init__(self, accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule):
-        self.accelerator, self.args, self.task, self.schedule = accelerator, args, task, schedule
+    def __init__(self, accelerator: Accelerator, args: ModelArguments, task: Task):
+        self.accelerator, self.args, self.task = accelerator, args, task
         self.output_dir, self.progress = Path(args.output_dir), Progress()
         self.samples_per_update = (
             args.per_device_train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
         )
-        self.validated = eval_budgets(args, schedule, capacity_of(task.model))
+        capacity = capacity_of(task.model)
+        self.schedule = make_schedule(args, capacity)
+        if not args.is_baseline:
+            task.model.config.trained_budgets = list(self.schedule.budgets)
+        self.validated = eval_budgets(args, self.schedule, capacity)
         self.max_steps = self._num_updates()
-        if args.truncation_tau is not None:
-            task.truncation = make_truncation(args, task.model, self.max_steps)
+        self.truncation = self._make_truncation()
         self.identity = self._identity()
-        self.checkpoint, self.saved_model = find_run(accelerator, args, self.identity)
+        self.checkpoint = find_run(accelerator, args, self.identity)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
         self._prepare()
 
@@ -161,6 +212,15 @@ class _Run:
         if num_samples is None:
             raise ValueError("num_train_epochs needs a data set of known length; for a stream give max_steps")
         return max(1, round(args.num_train_epochs * num_samples / self.samples_per_update))
+
+    def _make_truncation(self) -> InTrainingTruncation | None:
+        args, until = self.args, self.args.truncation_until
+        if args.truncation_tau is None:
+            return None
+        truncatable(self.task.model)
+        end: str | int | float = until if until == "warmup" else float(until) if "." in until else int(until)
+        steps = attempt_steps(args.truncation_attempts, end, max_steps=self.max_steps, warmup_steps=args.warmup_steps)
+        return InTrainingTruncation(steps, tau=args.truncation_tau)
 
     def _identity(self) -> dict[str, Any]:
         """What defines the run."""
@@ -173,13 +233,12 @@ class _Run:
             | {"distributed_type": str(accelerator.distributed_type)}
             | {"device": accelerator.device.type}  # each kind has random states of its own
             | {"model": model_identity(self.task.model)}
-            | ({} if self.task.truncation is None else {"truncation": self.task.truncation.settings()})
         )
 
     def _prepare(self) -> None:
         """Model, optimizer, learning rate and average, as they are before the first update."""
-        accelerator, args, network = self.accelerator, self.args, self.task.model
-        if sizes := self.saved.get("state_sizes"):
+        accelerator, args, network, saved = self.accelerator, self.args, self.task.model, self.saved
+        if sizes := saved.get("state_sizes"):
             resize_states(network, sizes)
         set_seed(args.seed, device_specific=True)  # equal weights exist already; other dropout masks on every process
         if args.gradient_checkpointing:
@@ -189,9 +248,8 @@ class _Run:
             allow_compiled_budgets(len(self.schedule.budgets))
             network.compile()
         optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
-        saved = self.saved
-        plan = saved.get("plan", [[0, saved["identity"]["max_steps"] if saved else self.max_steps]])
-        self.extended = self.max_steps > plan[-1][1]  # which `check_same_run` allows only if it was asked for
+        plan = saved.get("plan", [[0, self.max_steps]])
+        self.extended = self.max_steps > plan[-1][1]  # which `find_run` allows only if it was asked for
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
@@ -204,27 +262,30 @@ class _Run:
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
 
     def resume(self) -> bool:
-        """Take over the state of the checkpoint, if any; whether the run was finished with it."""
-        if self.checkpoint is None:
-            return False
-        self.progress = Progress(**{f.name: self.saved[f.name] for f in dataclasses.fields(Progress)})
-        states = load_checkpoint(self.accelerator, self.checkpoint, *self._state_names())
-        self.task.source.load_state_dict(states["data"])
-        if self.task.truncation is not None:
-            self.task.truncation.history = self.saved["truncations"]
-        if self.average is not None:
-            self.average.load_state_dict(states["average"])
-        if self.extended:
-            apply_plan(self.scheduler)
-            self.progress.stopped_early, self.progress.validations_without_best = False, 0
-        done = self.progress.update == self.max_steps or self.progress.stopped_early
-        extended = f"extended to {self.max_steps} updates" if self.extended else "resuming"
-        what = "finished already" if done else extended
-        say(self.accelerator, f"{what}: {self.checkpoint} holds update {self.progress.update}")
+        """Take over the state of the checkpoint, if any, and open the log; whether the run was finished with it."""
+        done = False
+        if self.checkpoint is not None:
+            self.progress = Progress(**{f.name: self.saved[f.name] for f in dataclasses.fields(Progress)})
+            names = ["data.pt", *([self._average_file] if self.average is not None else [])]
+            data, *average = load_checkpoint(self.accelerator, self.checkpoint, names)
+            self.task.source.load_state_dict(data)
+            if self.truncation is not None:
+                self.truncation.history = self.saved["truncations"]
+            if self.average is not None:
+                self.average.load_state_dict(average[0])
+            if self.extended:
+                self.scheduler.last_epoch -= 1
+                self.scheduler.step()  # to the rate of its own plan; that of another was loaded
+                self.progress.stopped_early, self.progress.validations_without_best = False, 0
+            done = self.progress.update == self.max_steps or self.progress.stopped_early
+            extended = f"extended to {self.max_steps} updates" if self.extended else "resuming"
+            what = "finished already" if done else extended
+            say(self.accelerator, f"{what}: {self.checkpoint} holds update {self.progress.update}")
+        self.log = RunLog(self.accelerator, self.output_dir / "log.jsonl", self.identity, self.progress.update)
         return done
 
     def perform_updates(self) -> None:
-        """All that are left, with validations, log and checkpoints. Raises as `train`."""
+        """All that are left, with validations, log and checkpoints. Raises as `train_and_sweep`."""
         args, progress = self.args, self.progress
         bar = tqdm(
             total=self.max_steps,
@@ -254,7 +315,7 @@ class _Run:
                 if self._is_due(args.eval_steps):
                     values |= self._validate()
                 if values:
-                    self.accelerator.log(values, step=progress.update)
+                    self.log(values, progress.update)
                 if self._is_due(args.save_steps):
                     self._save_checkpoint(budgets, data_state)
                 if progress.stopped_early:
@@ -270,12 +331,9 @@ class _Run:
         args, source = self.args, self.task.source
         drawn = source.draw(self.samples_per_update)
         place = self.accelerator.process_index, self.accelerator.num_processes
-        shares = [
-            share_of(drawn, *place, micro_step, args.per_device_train_batch_size)
-            for micro_step in range(args.gradient_accumulation_steps)
-        ]
-        batches = [self.task.collate(source.load(share)) for share in shares]
-        return batches, source.state_dict()
+        micro_steps = range(args.gradient_accumulation_steps)
+        shares = [share_of(drawn, *place, i, args.per_device_train_batch_size) for i in micro_steps]
+        return [self.task.collate(source.load(share)) for share in shares], source.state_dict()
 
     def _update(self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...]) -> dict[str, Any]:
         """One step of the optimizer; what log.jsonl says of it. Raises FloatingPointError, before the step."""
@@ -289,10 +347,7 @@ class _Run:
             means.extend(torch.cat([accelerator.reduce(local, "mean"), norm.to(local).view(1)]).tolist())  # waits once
             overflowed = accelerator.scaler is None and not math.isfinite(means[2])  # fp16's scaler skips such updates
             if not math.isfinite(means[0]) or overflowed:
-                raise FloatingPointError(
-                    f"update {number}: loss is {means[0]}, gradient norm {means[2]}; stopped. "
-                    f"{last_good(self.output_dir, number)}. Try a lower learning_rate or a longer warm-up"
-                )
+                self._stop(number, f"loss is {means[0]}, gradient norm {means[2]}")
 
         update(
             self.optimizer,
@@ -324,7 +379,7 @@ class _Run:
             def forward(K: int, batch: dict[str, Tensor] = batch, micro_step: int = micro_step) -> Any:
                 outputs = run_at_budget(model, batch, K)
                 if len(figures) == micro_step:
-                    figures.append(task.training_figure(outputs, batch).detach())
+                    figures.append(task.figure(outputs, batch).detach())
                 return outputs
 
             losses = budget_losses(
@@ -336,41 +391,43 @@ class _Run:
                     yield next(losses) / len(batches)
 
     def _truncate(self, update: int) -> None:
-        """Where the task has its model shrink; a smaller model's validations are not compared with those before it."""
-        truncation, progress = self.task.truncation, self.progress
-        report = None if truncation is None else truncation.after_step(self.model, self.optimizer, update)
-        if truncation is None or report is None:
+        """Shrink the model where it is due; a smaller one's validations are not compared with those before it."""
+        if (
+            self.truncation is None
+            or (report := self.truncation.after_step(self.model, self.optimizer, update)) is None
+        ):
             return
         if report.replaced:
-            progress.best, progress.best_update, progress.validations_without_best = None, 0, 0
+            self.progress.best, self.progress.best_update, self.progress.validations_without_best = None, 0, 0
             if self.average is not None:
                 self.average.replace(report.replaced)
-        say(self.accelerator, truncation.line())
-
-    def _non_finite(self) -> str:
-        average = self.average.average if self.average is not None else []
-        return " and ".join(non_finite(self.accelerator, self.model, self.optimizer, average))
+        say(self.accelerator, self.truncation.line())
 
     def _check_finite(self) -> None:
         """Raises FloatingPointError: the loss of an update, which is finite, is that before its step."""
-        update = self.progress.update
-        if found := self._non_finite():
-            raise FloatingPointError(
-                f"update {update}: {found} hold NaN or infinite values, and are not saved; stopped. "
-                f"{last_good(self.output_dir, update)}. Try a lower learning_rate or a longer warm-up"
-            )
+        average = self.average.average if self.average is not None else []
+        if found := non_finite(self.accelerator, self.model, self.optimizer, average):
+            broken = " and ".join(found)
+            self._stop(self.progress.update, f"{broken} hold NaN or infinite values, and are not saved")
+
+    def _stop(self, update: int, reason: str) -> None:
+        good = last_good(self.output_dir, update)
+        raise FloatingPointError(
+            f"update {update}: {reason}; stopped. {good}. Try a lower learning_rate or a longer warm-up"
+        )
 
     def _validate(self) -> dict[str, float]:
         """The metric at every budget of validation, for log.jsonl; saves the best model, and may stop the run."""
         progress, metric, patience = self.progress, self.task.metric, self.args.early_stopping_patience
         with self._weights():
-            figures = {K: self.task.evaluate(self.accelerator, self.model.eval(), K) for K in self.validated}
-            is_best = progress.record_validation(
-                sum(figures.values()) / len(figures), metric, self.args.early_stopping_threshold
-            )
-            if is_best:
+            module = self.accelerator.unwrap_model(self.model.eval())
+            values = torch.tensor([self.task.validation.value(module, K) for K in self.validated], dtype=torch.float64)
+            values = self.accelerator.reduce(values.to(self.accelerator.device), "mean")  # all processes go on alike
+            figures = dict(zip(self.validated, values.tolist()))
+            mean = sum(figures.values()) / len(figures)
+            if is_best := progress.record_validation(mean, metric, self.args.early_stopping_threshold):
                 record = {"update": progress.update, "metric": metric._asdict(), "validation": figures}
-                save_model(self.accelerator, self.model, self.task, self.output_dir / "best", {"best.json": record})
+                self._save_model("best", lambda folder: write_json(folder / "best.json", record))
         self.model.train()
         shown = ", ".join(f"{value:.4f} at K={K}" for K, value in figures.items())
         new = " (best mean so far)" if is_best else ""
@@ -384,11 +441,20 @@ class _Run:
         """A context in which the model has the weights that count."""
         return self.average.applied() if self.average is not None else nullcontext()
 
-    def _state_names(self) -> tuple[list[str], list[str]]:
-        """States that are the same on all processes, and those that each has for itself."""
-        names = ["average"] if self.average is not None else []
-        sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        return (["data"], names) if sharded else (["data", *names], [])
+    def _save_model(self, name: str, also: Callable[[Path], object] = lambda folder: None) -> None:
+        def beside(folder: Path) -> None:
+            self.task.save_beside(folder)
+            also(folder)
+
+        save_model(self.accelerator, self.model, self.task.model, self.output_dir / name, beside)
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.FSDP
+
+    @property
+    def _average_file(self) -> str:
+        return f"average_{self.accelerator.process_index}.pt" if self._is_sharded else "average.pt"
 
     def _save_checkpoint(self, budgets: tuple[int, ...], data_state: dict[str, Any]) -> None:
         run_state = dataclasses.asdict(self.progress) | {
@@ -396,56 +462,62 @@ class _Run:
             "budget": {"schedule": self.args.budget_schedule, "trained": self.schedule.budgets, "last": budgets},
             "samples_seen": self.progress.update * self.samples_per_update,
             "plan": self.plan,
+            **self._truncated(),
         }
-        if self.task.truncation is not None:
-            sizes = list(self.task.model.config.state_sizes)
-            run_state |= {"state_sizes": sizes, "truncations": self.task.truncation.history}
-        states = {"data": data_state, "average": self.average.state_dict() if self.average is not None else None}
-        shared, by_process = ({name: states[name] for name in names} for names in self._state_names())
-        save_checkpoint(self.accelerator, self.output_dir, run_state, self.args.save_total_limit, shared, by_process)
+        is_main = self.accelerator.is_main_process
+        states: dict[str, Any] = {"data.pt": data_state} if is_main else {}
+        if self.average is not None and (is_main or self._is_sharded):
+            states[self._average_file] = self.average.state_dict()
+        save_checkpoint(self.accelerator, self.output_dir, run_state, self.args.save_total_limit, states)
+
+    def _truncated(self) -> dict[str, Any]:
+        if self.truncation is None:
+            return {}
+        return {"state_sizes": list(self.task.model.config.state_sizes), "truncations": self.truncation.history}
 
     def keep_model(self, finished_before: bool) -> None:
         """Leave `model`. That of a run that had finished stays, with what its user has added: card, budget profile."""
-        folder, best = self.output_dir / "model", self.args.load_best_model_at_end
+        folder, is_best = self.output_dir / "model", self.args.load_best_model_at_end
         averaged = ", averaged" if self.average is not None else ""
-        what = f"saved {folder} ({'best' if best else 'last'} weights{averaged})"
-        if finished_before and self.saved_model == [self.progress.update, best]:
+        what = f"saved {folder} ({'best' if is_best else 'last'} weights{averaged})"
+        if finished_before and self._is_saved(folder):
             what = f"kept {folder} as it is"
-        elif best:
-            found = json.loads((self.output_dir / "best" / "best.json").read_text())["update"]
+        elif is_best:
+            best = self.output_dir / "best"
+            found = json.loads((best / "best.json").read_text())["update"]
             if found != self.progress.best_update:  # the run went back behind it, and has found none that is better
                 what += f", of update {found} before the run went back; its best since: {self.progress.best_update}"
-            if self.accelerator.is_main_process:
-                copy_model(self.output_dir / "best", folder)
-            self.accelerator.wait_for_everyone()
+            with publishing(self.accelerator, folder) as temporary:
+                if self.accelerator.is_main_process:
+                    shutil.copytree(best, temporary, ignore=shutil.ignore_patterns("best.json"), dirs_exist_ok=True)
         else:
             with self._weights():
-                save_model(self.accelerator, self.model, self.task, folder)
+                self._save_model("model")
         say(self.accelerator, what)
 
+    def _is_saved(self, folder: Path) -> bool:
+        """Whether the model there has seen this update, and is the best or the last one as asked for."""
+        try:
+            record = json.loads((self.output_dir / "training.json").read_text())
+            found = record["updates"], record["arguments"]["load_best_model_at_end"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+        wanted = self.progress.update, self.args.load_best_model_at_end
+        return found == wanted and any(folder.glob("*.safetensors"))
 
-def train_and_record(
-    accelerator: Accelerator, args: RunArguments, task: Task, schedule: BudgetSchedule, *, script: str, data: str
-) -> None:
-    """`train`, with a line about model and data before it, and `training.json`, which the model card reads, after it.
-
-    Args:
-        script: the command. data: what it trains on, for people.
-    """
-    parameters = sum(p.numel() for p in task.model.parameters())
-    block = getattr(task.model.config, "block", None)
-    kind = "" if block is None else f" ({block} block)"
-    say(
-        accelerator,
-        f"{parameters:,} parameters{kind} on {accelerator.num_processes} x {accelerator.device.type}; {data}",
-    )
-    record = train(accelerator, args, task, schedule)
-    record |= {"script": script, "data": data, "schedule": args.budget_schedule, "parameters": parameters}
-    record |= {"arguments": dataclasses.asdict(args), "hardware": hardware(accelerator)}
-    if accelerator.is_main_process:
-        write_json(Path(args.output_dir) / "training.json", record)
-
-
-def _flat(identity: dict[str, Any]) -> dict[str, Any]:
-    """For trackers that take numbers and text only."""
-    return {k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in identity.items()}
+    def record(self) -> dict[str, Any]:
+        """What a model card should know of the training."""
+        progress, accelerator = self.progress, self.accelerator
+        return {
+            "updates": progress.update,
+            "samples_per_update": self.samples_per_update,
+            "tokens_per_update": self.samples_per_update * self.task.tokens_per_sample,
+            "best_update": progress.best_update,
+            "best_validation": progress.best,
+            "stopped_early": progress.stopped_early,
+            "seconds": round(progress.seconds, 1),
+            "processes": accelerator.num_processes,
+            "device": str(accelerator.device.type),
+            "mixed_precision": accelerator.mixed_precision,
+            **self._truncated(),
+        }

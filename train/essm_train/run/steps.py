@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The plain pieces of training: parameter groups, AdamW, one update, and a short loop over updates.
+"""The plain pieces of training: parameter groups, AdamW, the learning rate, one update, and a short loop over updates.
 
 `update` is the one place where an optimizer steps. `essm_train.run.loop` calls it under Accelerate, with checkpoints
 and validation around it; `fit` calls it in the plain loop of the benchmarks.
@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import get_scheduler
 
 Batch = TypeVar("Batch")
 
@@ -36,6 +37,46 @@ def adamw(
     """AdamW over `parameter_groups`, fused where the device has it."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps", "xpu")
     return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=fused)
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer,
+    warmup_steps: int,
+    plan: Sequence[Sequence[int]],
+    name: str = "cosine",
+    min_lr_rate: float | None = None,
+) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule of transformers, once more for every time that a run is extended; it steps once per update.
+
+    Args:
+        plan: first update and end of the run as it was started and of each extension. name: of `get_scheduler`.
+        min_lr_rate: with "cosine_with_min_lr", the last rate over the peak.
+    """
+    own = None if min_lr_rate is None else {"min_lr_rate": min_lr_rate}
+    stand_in = torch.optim.SGD([torch.zeros(1)], optimizer.defaults["lr"])  # get_scheduler changes what it is given
+    rate: Callable[[int], float] | None = None
+    for first, end in plan:
+        schedule = get_scheduler(name, stand_in, warmup_steps, end - first, own).lr_lambdas[0]
+        rate = schedule if rate is None else _extended(rate, first, schedule, warmup_steps)
+    assert rate is not None
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+
+
+def _extended(
+    earlier: Callable[[int], float], first: int, schedule: Callable[[int], float], warmup_steps: int
+) -> Callable[[int], float]:
+    """Share of the peak rate at update n: `earlier` until `first`, a rise r + (1 - r) (n - first) / warmup_steps from
+    r, where it stands, then the schedule of n - first."""
+    start = earlier(first)
+
+    def rate(update: int) -> float:
+        if update < first:
+            return earlier(update)
+        if update < first + warmup_steps:
+            return start + (1 - start) * (update - first) / warmup_steps
+        return schedule(update - first)
+
+    return rate
 
 
 def check_finite(loss: Tensor, norm: Tensor) -> None:
