@@ -55,7 +55,7 @@ def main(args: EvaluateArguments) -> None:
     write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
     write_figure(output_dir / "evaluation.png", draw_curves({args.task: evaluation.curve}))
     if len(args.models) == 1:
-        split = {} if evaluation.metric == BITS_PER_BYTE else {"split": "test"}
+        split = {} if evaluation.curve.metric == BITS_PER_BYTE.name else {"split": "test"}
         save_sweep(evaluation.curve, Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)
     print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
 

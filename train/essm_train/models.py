@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from essm_train.arguments import AR_STU, DIAGONAL, ModelArguments
-from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
+from essm_train.pairs import ESSMPairConfig
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
@@ -146,21 +146,12 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
     for name in ("activation_dropout", "stochastic_depth"):
         if rate := getattr(config, name):
             raise ValueError(f"{name} must be 0 with architecture {args.architecture!r}, which has none, got {rate}")
-    from essm_train.baselines.models import (
-        BaselineForCausalLM,
-        BaselineForPairClassification,
-        BaselineForSequenceClassification,
-    )
+    from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
     from essm_train.baselines.sizes import count_parameters, matched_baseline
 
     if isinstance(config, ESSMPairConfig):
         fields |= {"head_hidden_size": config.head_hidden_size}
-    baselines = {
-        ESSMForCausalLM: BaselineForCausalLM,
-        ESSMForPairClassification: BaselineForPairClassification,
-        ESSMForSequenceClassification: BaselineForSequenceClassification,
-    }
-    baseline = baselines[cls]
+    baseline: Any = BaselineForCausalLM if cls is ESSMForCausalLM else BaselineForSequenceClassification
     return baseline(
         matched_baseline(
             args.architecture,

@@ -7,20 +7,16 @@
     essm-reproduce my_experiment.yaml                                       # see tasks/experiments.py
     essm-reproduce                                       # what each experiment asks
 
-Every run is one call of a training script in a process of its own, with
-the arguments in arguments.yaml, in output_dir/<task>-<scale>/<overrides>-seed<n>:
-experiments share the runs that they have in common. A run whose sweep is there is not repeated, an unfinished one goes
-on from its checkpoint. `--jobs 2` runs two at a time, each on `--cpu_threads`. At the end the figures of all runs are
-collected into <experiment>-<scale>.json, .md and .png below --results_dir. Variants ("text, AR-STU") and baselines
-("text, transformer") have as many parameters as the ES-SSM of their task, to 5%, and see the same data in the same
-order; a baseline has one budget. Rows whose data is absent are left out, and the output says what to fetch.
+Every run is one call of a training script in a process of its own, with the arguments in arguments.yaml, in
+output_dir/<task>-<scale>/<overrides>-seed<n>: experiments share the runs that they have in common. A run whose sweep is
+there is not repeated, an unfinished one goes on from its checkpoint. `--jobs 2` runs two at a time, each on
+`--cpu_threads`. At the end the figures of all runs are collected into <experiment>-<scale>.json, .md and .png below
+--results_dir. Variants and baselines have as many parameters as the ES-SSM of their task, to 5%, and see the same data
+in the same order; a baseline has one budget. Rows whose data is absent are left out, and the output says what to fetch.
 
-table1 to table6 are the paper's Tables 1 to 6; on data in the place of the paper's they have names of their own
-(table3_novels, table4_novels, table5_speech4, table6_speech4). The figures that the paper reports stand below ours
-(recipes/paper_figures.json), or those of a JSON file {"text": {"32": 0.9}, ..}: `--paper_figures`.
-
-Small scale is small: narrower models, shorter sequences and few updates, minutes per run on a CPU; medium is about half
-an hour on two cores. The Markdown lists every argument in which they depart from full scale.
+table1 to table6 are the paper's Tables 1 to 6. The figures that the paper reports stand below ours, or those of a JSON
+file {"text": {"32": 0.9}, ..}: `--paper_figures`. The Markdown lists every argument in which a reduced scale departs
+from full scale.
 """
 
 from __future__ import annotations
@@ -42,8 +38,8 @@ from essm_train.console import Failed, command
 from essm_train.files import check_writable, write_figure, write_json, write_text
 
 if TYPE_CHECKING:
-    from essm_train.measure.evaluation import Evaluation
     from essm_train.measure.paper import Figures
+    from essm_train.measure.tables import Collected
     from essm_train.tasks.experiments import Experiment, Row
 
 
@@ -72,8 +68,8 @@ def arguments_of(row: Row, args: ReproduceArguments, output_dir: Path, seed: int
     """The arguments of one run. Raises FileNotFoundError where its data is absent."""
     from essm_train.tasks.catalog import published_folder, task_arguments
 
-    overrides = {key: published_folder(value, row.task_name) for key, value in row.arguments.items()}
-    values = task_arguments(row.task, args.data_dir, args.scale) | overrides
+    values = task_arguments(row.task, args.data_dir, args.scale)
+    values |= {key: published_folder(value, row.task_name) for key, value in row.arguments.items()}
     values |= {"output_dir": str(output_dir), "seed": seed, "cpu_threads": args.cpu_threads}
     if args.max_steps:
         values["max_steps"] = args.max_steps
@@ -109,7 +105,7 @@ def perform(script: str, arguments: dict[str, Any], output_dir: Path) -> float:
     return time.perf_counter() - started
 
 
-def reproduce(args: ReproduceArguments) -> dict[str, Any]:
+def reproduce(args: ReproduceArguments) -> None:
     """Run and collect one experiment.
 
     Raises:
@@ -128,72 +124,62 @@ def reproduce(args: ReproduceArguments) -> dict[str, Any]:
     check_writable(Path(args.results_dir))
     figures = args.paper_figures or experiment.paper_figures
     paper = read_paper_figures(figures, [*experiment.rows]) if figures else figures_of(experiment)
-    folders = {row: [folder_of(experiment.rows[row], args, seed) for seed in range(args.seeds)] for row in wanted}
     jobs: list[tuple[str, dict[str, Any], Path]] = []
     absent: dict[str, str] = {}  # task to what to fetch
     for seed in range(args.seeds):  # seed by seed, so that an interrupted table has all rows
-        for name in wanted:
-            row, folder = experiment.rows[name], folders[name][seed]
+        for row in (experiment.rows[name] for name in wanted):
             if row.task_name not in absent:
+                folder = folder_of(row, args, seed)
                 try:
                     jobs.append((get_task(row.task).script, arguments_of(row, args, folder, seed), folder))
                 except FileNotFoundError as error:
                     absent[row.task_name] = str(error)
                     print(f"{row.task_name} is left out: {error}", flush=True)
-    wanted = [row for row in wanted if experiment.rows[row].task_name not in absent]
-    if not wanted:
+    if not jobs:
         raise FileNotFoundError("; ".join(absent.values()))
     with ThreadPoolExecutor(args.jobs) as pool:
         for (_, _, folder), seconds in zip(jobs, pool.map(lambda job: perform(*job), jobs)):
             print(f"{folder.name}: {seconds:.0f} s" if seconds else f"{folder.name}: done before", flush=True)
-    return write_results(experiment, args, {row: collect(folders[row]) for row in wanted}, paper, sorted(absent))
+    rows = {name: experiment.rows[name] for name in wanted if experiment.rows[name].task_name not in absent}
+    collected = {
+        name: collect([folder_of(row, args, seed) for seed in range(args.seeds)]) for name, row in rows.items()
+    }
+    write_results(experiment, args, collected, paper, sorted(absent))
 
 
 def write_results(
-    experiment: Experiment,
-    args: ReproduceArguments,
-    collected: dict[str, tuple[Evaluation, dict[str, Any]]],
-    paper: Figures,
-    absent: list[str],
-) -> dict[str, Any]:
-    """Print the table, write JSON, Markdown and picture to results_dir; the record of the JSON.
-
-    Args:
-        collected: of each row, its evaluation and how it was trained. absent: tasks that were left out.
-    """
+    experiment: Experiment, args: ReproduceArguments, collected: Collected, paper: Figures, absent: list[str]
+) -> None:
+    """Print the table; write JSON, Markdown and picture to results_dir. `absent` are tasks that were left out."""
     import torch
 
     from essm_train.measure.plots import draw_panels
     from essm_train.measure.tables import cost_tables, departures, markdown, panels_of
     from essm_train.tasks.catalog import substitute_data
 
-    evaluations = {row: evaluation for row, (evaluation, _) in collected.items()}
-    training = {row: trained for row, (_, trained) in collected.items()}
     tasks = list(dict.fromkeys(experiment.rows[row].task for row in collected))
     named = {Path(task).stem: substitute_data(task, args.scale, args.data_dir) for task in tasks}
     substitutes = {task: meaning for task, meaning in named.items() if meaning}
-    text = markdown(experiment, evaluations, training, paper, substitutes) + cost_tables(experiment, collected)
+    text = markdown(experiment, collected, paper, substitutes) + cost_tables(experiment, collected)
     print("\n" + text)
-    record = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale, "seeds": args.seeds}
-    record |= {"left out": absent, "substitute data": substitutes}
-    record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads}
-    record["rows"] = {
-        row: {"task": experiment.rows[row].task_name, "overrides": experiment.rows[row].arguments}
-        | {k: v for k, v in evaluation.record().items() if k not in ("peak_bytes", "active_parameters")}
-        | {"training": trained}
-        for row, (evaluation, trained) in collected.items()
-    }
+    record: dict[str, Any] = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale}
+    record |= {"seeds": args.seeds, "left out": absent, "substitute data": substitutes}
+    record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads, "rows": {}}
+    for name, (evaluation, training) in collected.items():
+        row = experiment.rows[name]
+        found = {k: v for k, v in evaluation.record().items() if k not in ("peak_bytes", "active_parameters")}
+        found = {"task": row.task_name, "overrides": row.arguments} | found | {"training": training}
+        record["rows"][name] = found
     stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
     write_json(stem.with_suffix(".json"), record)
-    hardware = ", ".join(sorted({trained["hardware"] for trained in training.values()}))
+    hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
     text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n"
     text += departures(tasks, args.scale, substitutes)
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
     write_text(stem.with_suffix(".md"), text)
-    panels = panels_of(experiment, evaluations, paper, substitutes)
-    write_figure(stem.with_suffix(".png"), draw_panels(*panels), dpi=120)
+    figure = draw_panels(*panels_of(experiment, collected, paper, substitutes))
+    write_figure(stem.with_suffix(".png"), figure, dpi=120)
     print(f"saved {stem}.json, .md and .png")
-    return record
 
 
 def main(args: ReproduceArguments) -> None:

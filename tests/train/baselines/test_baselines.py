@@ -5,15 +5,11 @@ import itertools
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, randomise
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from helpers import assert_close, pad, random_ids, randomise
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig, BaselinePairConfig
-from essm_train.baselines.models import (
-    BaselineForCausalLM,
-    BaselineForPairClassification,
-    BaselineForSequenceClassification,
-)
+from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
 from essm_train.baselines.sizes import count_parameters, matched_baseline
 
 F = 5  # input features
@@ -21,11 +17,10 @@ causal = pytest.mark.parametrize("architecture", CAUSAL)
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
-def tiny(architecture: str, cls=BaselineConfig, **fields) -> BaselineConfig:
+def tiny(architecture: str, **fields) -> BaselineConfig:
     defaults = {"hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3, "max_position_embeddings": 64}
-    if architecture == "mamba2":
-        defaults["state_size"] = 8
-    return cls(architecture=architecture, **(defaults | fields))
+    defaults["state_size"] = 8 if architecture == "mamba2" else None
+    return BaselineConfig(architecture=architecture, **defaults | fields)
 
 
 def language_model(architecture: str, **fields) -> BaselineForCausalLM:
@@ -46,13 +41,9 @@ def features(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, F, generator=torch.Generator().manual_seed(seed))
 
 
-def padded(length: int, lengths: tuple[int, ...]) -> torch.Tensor:
-    """(B, length) int64 mask, padded on the right."""
+def mask_of(length: int, *lengths: int) -> torch.Tensor:
+    """(B, length) int64, rows padded on the right."""
     return (torch.arange(length) < torch.tensor(lengths)[:, None]).long()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Sizes.
 
 
 @architectures
@@ -77,64 +68,57 @@ def test_the_inner_width_gives_way_first():
     asked = BaselineConfig(architecture="mamba", hidden_size=64, num_hidden_layers=3)
     state = torch.random.get_rng_state()
     target = count_parameters(asked, BaselineForCausalLM)
-    found = matched_baseline("mamba", target, hidden_size=64, num_hidden_layers=3, tolerance=0.0)
+    found = matched_baseline("mamba", target, hidden_size=64, num_hidden_layers=3)
     assert found.to_dict() == asked.to_dict() and torch.equal(state, torch.random.get_rng_state())
     assert target == BaselineForCausalLM(asked).num_parameters()
     with pytest.raises(ValueError, match=r"no such model has 1,000 parameters within 5\.0%; the closest has"):
         matched_baseline("mamba2", 1000, hidden_size=64, num_hidden_layers=2)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Functions.
-
-
 @causal
+@torch.no_grad()
 def test_language_models_are_causal_and_padding_changes_nothing(architecture):
-    model, ids, lengths = language_model(architecture), random_ids(2, 12), (7, 12)
+    model, ids = language_model(architecture), random_ids(2, 12)
     changed = ids.clone()
     changed[:, 8] = (changed[:, 8] + 1) % 256
-    with torch.no_grad():
-        logits, after = model(ids).logits, model(changed).logits
-        assert_close(after[:, :8], logits[:, :8])
-        assert (after[:, 8:] - logits[:, 8:]).abs().amax((0, 2)).min() > 1e-4  # and every later position sees it
-        right = model(ids, attention_mask=padded(12, lengths)).logits
-        left = model(ids, attention_mask=padded(12, lengths).flip(1)).logits
-        assert_close(right[0, :7], model(ids[:1, :7]).logits[0])
-        assert_close(left[0, 5:], model(ids[:1, 5:]).logits[0])
-        assert_close(torch.stack([right[1], left[1]]), logits[1:].expand(2, -1, -1))
+    logits, after = model(ids).logits, model(changed).logits
+    assert_close(after[:, :8], logits[:, :8])
+    assert (after[:, 8:] - logits[:, 8:]).abs().amax((0, 2)).min() > 1e-4  # and every later position sees it
+    for side in ("left", "right"):
+        padded, mask = pad(ids, [7, 12], side)
+        found = model(padded, attention_mask=mask).logits
+        assert_close(found[0][mask[0].bool()], model(ids[:1, :7]).logits[0])
+        assert_close(found[1], logits[1])
 
 
 @architectures
+@torch.no_grad()
 def test_padding_changes_no_classification(architecture):
     lengths, x = (9, 17, 16), features(3, 17)
     for pooling in ("mean", "last"):
         model = classifier(architecture, classifier_pooling=pooling)
-        with torch.no_grad():
-            logits = model(input_features=x, attention_mask=padded(17, lengths)).logits
-            alone = [model(input_features=x[i : i + 1, :n]).logits[0] for i, n in enumerate(lengths)]
-        assert_close(logits, torch.stack(alone))
+        logits = model(input_features=x, attention_mask=mask_of(17, *lengths)).logits
+        assert_close(logits, torch.cat([model(input_features=x[i : i + 1, :n]).logits for i, n in enumerate(lengths)]))
         assert (logits[0] - logits[1]).abs().max() > 1e-3
 
 
+@torch.no_grad()
 def test_the_encoder_sees_both_sides_and_positions():
     model, x = classifier("transformer", classifier_pooling="last"), features(1, 6)
-    with torch.no_grad():
-        logits = model(input_features=x).logits
-        swapped = model(input_features=x[:, [1, 0, 2, 3, 4, 5]]).logits
-        hidden = [model.model(None, y, None)[0] for y in (x, x + torch.eye(6)[-1][None, :, None])]
-    assert (swapped - logits).abs().max() > 1e-4  # rotary, not a bag
+    swapped = model(input_features=x[:, [1, 0, 2, 3, 4, 5]]).logits
+    assert (swapped - model(input_features=x).logits).abs().max() > 1e-4  # rotary, not a bag
+    hidden = [model.model(None, y, None)[0] for y in (x, x + torch.eye(6)[-1][None, :, None])]
     assert (hidden[0][:, 0] - hidden[1][:, 0]).abs().max() > 1e-4  # the first position sees the last
 
 
 def test_batch_statistics_leave_padding_out():
-    x, mask = features(2, 16), padded(16, (9, 16))
+    x, mask = features(2, 16), mask_of(16, 9, 16)
     found = []
     for noise in (0.0, 100.0):
         model = classifier("tc_resnet").train()
         logits = model(input_features=x + noise * (1 - mask[..., None]), attention_mask=mask).logits
         found.append([logits, *(b for b in model.buffers() if b.is_floating_point())])
-    for clean, noisy in zip(*found):
-        assert torch.equal(clean, noisy)
+    assert all(map(torch.equal, *found))
 
 
 def test_tc_resnet_is_the_papers():
@@ -144,7 +128,7 @@ def test_tc_resnet_is_the_papers():
     c = (16, 24, 32, 48)
     convolutions = 3 * 40 * 16 + sum(9 * a * b + 9 * b * b + a * b for a, b in itertools.pairwise(c))
     norms = 2 * 16 + sum(3 * 2 * b for b in c[1:])
-    assert sum(p.numel() for p in model.parameters()) == convolutions + norms + 48 * 12 == 65_168
+    assert model.num_parameters() == convolutions + norms + 48 * 12 == 65_168
     lengths = []
     for block in model.model.backbone.layers:
         block.register_forward_hook(lambda module, inputs, output: lengths.append(tuple(output.shape)))
@@ -218,7 +202,7 @@ def test_baselines_are_saved_and_loaded_bit_for_bit(architecture, tmp_path):
     for model, auto, inputs in models:
         model.save_pretrained(tmp_path)
         loaded = auto.from_pretrained(tmp_path).eval()
-        assert type(loaded) is type(model) and type(AutoConfig.from_pretrained(tmp_path)) is BaselineConfig
+        assert type(loaded) is type(model)
         assert all(map(torch.equal, model.state_dict().values(), loaded.state_dict().values()))
         with torch.no_grad():
             assert torch.equal(model(**inputs).logits, loaded(**inputs).logits)
@@ -228,46 +212,33 @@ def test_baselines_are_saved_and_loaded_bit_for_bit(architecture, tmp_path):
     assert len(blocks) == (3 if architecture == "tc_resnet" else 2)
 
 
-@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name != "tc_resnet"])
+@pytest.mark.parametrize("architecture", ["transformer", "mamba", "s4"])
+@torch.no_grad()
 def test_pairs_are_compared(architecture):
     """Both documents alone, without padding, and then the head on both codes."""
     torch.manual_seed(0)
-    model = BaselineForPairClassification(tiny(architecture, BaselinePairConfig, head_hidden_size=9)).eval()
-    first, second = random_ids(1, 5), random_ids(1, 9, seed=1)
-    ids, mask = torch.full((1, 2, 9), 256), torch.zeros(1, 2, 9, dtype=torch.int64)
-    for row, text in enumerate((first, second)):
-        ids[0, row, : text.shape[1]], mask[0, row, : text.shape[1]] = text[0], 1
-    with torch.no_grad():
-        logits = model(ids, attention_mask=mask).logits
-        a, b = (model.model(text, None, None)[0].mean(1) for text in (first, second))
-        hidden = torch.nn.functional.gelu(model.head(torch.cat([a, b, a * b, a - b], -1)))
-    assert_close(logits, model.score(hidden))
+    model = BaselineForSequenceClassification(tiny(architecture, head_hidden_size=9)).eval()
+    documents = [random_ids(1, 5), random_ids(1, 9, seed=1)]
+    ids, mask = torch.full((1, 2, 9), 256), mask_of(9, 5, 9)[None]
+    ids[mask.bool()] = torch.cat(documents, 1)[0]
+    a, b = (model.model(text, None, None)[0].mean(1) for text in documents)
+    hidden = torch.nn.functional.gelu(model.head(torch.cat([a, b, a * b, a - b], -1)))
+    assert_close(model(ids, attention_mask=mask).logits, model.score(hidden))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Refused.
-
-
-def test_unsupported_calls_are_refused():
-    model, ids = language_model("s4d"), random_ids(1, 4)
+def test_what_is_refused():
+    ids = random_ids(1, 4)
     with pytest.raises(ValueError, match="use_cache must be False or None, got True"):
-        model(ids, use_cache=True)
-    with pytest.raises(ValueError, match=r"attention_mask must be \(1, 4\), got \(1, 3\)"):
-        model(ids, attention_mask=torch.ones(1, 3))
+        language_model("s4d")(ids, use_cache=True)
     with pytest.raises(ValueError, match=r"reads input_features \(B, L, 5\) and nothing else"):
         classifier("cnn")(ids)
     with pytest.raises(ValueError, match="a language model has an architecture of"):
         BaselineForCausalLM(tiny("cnn"))
-
-
-def test_bad_configs_are_refused():
     for fields, message in (
         ({"architecture": "lstm"}, "architecture must be one of .* got 'lstm'"),
         ({"hidden_size": 15}, "hidden_size of 'transformer' must be a multiple of 2"),
         ({"architecture": "mamba2", "intermediate_size": 40, "hidden_size": 16}, "must be a multiple of 32"),
         ({"architecture": "tc_resnet"}, "needs num_input_features"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
-        ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
     ):
         with pytest.raises(ValueError, match=message):
             BaselineConfig(**fields)

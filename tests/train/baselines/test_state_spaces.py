@@ -15,8 +15,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.mamba import ChunkedMamba2Mixer, by_chunks, chunked_scan
 from essm_train.baselines.models import BaselineForCausalLM
-from essm_train.baselines.s4 import S4Mixer, hippo_legs
-from essm_train.baselines.s4d import S4DMixer
+from essm_train.baselines.state_spaces import S4DMixer, S4Mixer, hippo_legs
 from essm_train.run.steps import parameter_groups
 
 

@@ -24,7 +24,7 @@ import torch
 
 from essm_train import reproduce
 from essm_train.arguments import make_arguments_of
-from essm_train.baselines.s4 import S4Mixer
+from essm_train.baselines.state_spaces import S4Mixer
 from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
 from essm_train.run import classifier, language, loop
 from essm_train.run.checkpoints import list_checkpoints

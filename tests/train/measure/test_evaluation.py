@@ -21,10 +21,12 @@ from essm_train.measure.evaluation import Evaluation, evaluate_models, load_for,
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.scoring import HeldOut, Predictor, hold_out_samples
 from modeling_essm import ESSMForSequenceClassification
+from modeling_essm.budgets.curve import BudgetCurve
 
 
 def summary(values, metric=BITS_PER_BYTE):
-    return Evaluation(metric, (2, 4, 32), values, tuple((300.0, 200.0, 100.0) for _ in values), (1, 2, 4), (10, 20, 80))
+    curves = tuple(BudgetCurve(*metric, (2, 4, 32), seed, (300.0, 200.0, 100.0)) for seed in values)
+    return Evaluation(curves, (1, 2, 4), (10, 20, 80))
 
 
 def test_seeds_are_summarised():
@@ -50,9 +52,9 @@ def test_language_models_are_evaluated_at_every_budget(tmp_path):
     data = open_text([str(tmp_path / "text.txt")], ByteEncoder(), 64, 4)
     assert data.description == "text.txt; 4 blocks of 64 tokens"
     found = evaluate_models(folders, data, (2, 8))
-    assert found.budgets == (2, 8, 32) and found.values[0] != found.values[1]
+    assert found.budgets == (2, 8, 32) and found.curves[0].values != found.curves[1].values
     model = load_for(data, folders[0])
-    assert found.values[0] == pytest.approx([data.value(model, K) for K in found.budgets])
+    assert found.curves[0].values == pytest.approx([data.value(model, K) for K in found.budgets])
     assert found.active_parameters == tuple(model.num_active_parameters(K) for K in found.budgets)
     assert found.peak_bytes[0] < found.peak_bytes[2]
     record = json.loads(json.dumps(found.record()))
@@ -73,13 +75,17 @@ def test_classifiers_are_evaluated_on_the_test_split(tmp_path):
     data = load_classification(args)
     held_out = hold_out_samples(data.held_out, Predictor(data.collate, 4), "noise")
     found = evaluate_models([str(tmp_path / "model")], held_out, (2, 32))
-    assert found.metric == ACCURACY and held_out.length == 16 and held_out.inputs["input_features"].shape == (4, 16, 1)
+    assert (
+        found.curve.metric == ACCURACY.name
+        and held_out.length == 16
+        and held_out.inputs["input_features"].shape == (4, 16, 1)
+    )
     table = pq.read_table(tmp_path / "test.parquet")
     labels, pixels = torch.tensor(table["label"].to_pylist()), torch.tensor(table["pixels"].to_pylist()) / 127.5 - 1
     model = load_for(held_out, str(tmp_path / "model"))
     with torch.no_grad():
         hits = [model(input_features=pixels[..., None], spectral_budget=K).logits.argmax(-1) == labels for K in (2, 32)]
-    assert found.values[0] == pytest.approx([float(each.double().mean()) for each in hits])
+    assert found.curves[0].values == pytest.approx([float(each.double().mean()) for each in hits])
     random_model().save_pretrained(tmp_path / "lm")
     with pytest.raises(ValueError, match=r"lm is not a model of this task: it lacks score\.weight"):
         evaluate_models([str(tmp_path / "lm")], held_out)

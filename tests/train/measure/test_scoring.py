@@ -16,7 +16,7 @@ from essm_train.data.readers import FeatureReader, Sample
 from essm_train.data.rows import collate
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder
 from essm_train.measure.budget_sweep import read_sweep, sweep_budgets, sweep_record
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, load_metric
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.scoring import HeldOut, Predictor, block_nats, hold_out_blocks, num_scored, total_nats
 from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.budgets.curve import BudgetCurve
@@ -110,17 +110,7 @@ def test_a_record_is_read_as_it_was_written():
         assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)
 
 
-def test_metrics_need_no_network_and_refuse_what_has_no_value():
-    accuracy, bits = load_metric("accuracy"), load_metric("bits_per_byte")
-    assert accuracy.compute(predictions=[0, 2, 1, 1], references=[0, 1, 1, 2]) == {"accuracy": 0.5}
-    # Tokens of 3, 1 and 0 bytes with probabilities 1/2, 1/8 and 1/4: 1 + 3 + 2 bits over 4 bytes.
-    nats = [math.log(2), math.log(8), math.log(4)]
-    assert bits.compute(nats=nats, bytes=[3, 1, 0])["bits_per_byte"] == pytest.approx(1.5, rel=1e-15)
-    with pytest.raises(ValueError, match="at least one prediction, got none"):
-        accuracy.compute(predictions=[], references=[])
-    for nats, sizes, message in (
-        ([1.0], [0], "at least one byte"),
-        ([math.nan], [1], "finite and at least 0, got nan"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            bits.compute(nats=nats, bytes=sizes)
+def test_what_is_not_finite_is_no_figure():
+    table = torch.full((VOCAB_SIZE, VOCAB_SIZE), math.nan)
+    with pytest.raises(ValueError, match=r"bits_per_byte of a test; .* at K=4 must be finite, got nan"):
+        held_out("some text, and some more of it" * 9).value(FixedLogits(table), 4)

@@ -18,7 +18,7 @@ from modeling_essm.budgets.curve import BudgetCurve
 
 def evaluation(*seeds, metric=BITS_PER_BYTE, budgets=(2, 4, 8)) -> Evaluation:
     budgets = budgets[: len(seeds[0])]
-    return Evaluation(metric, budgets, seeds, ((1.0,) * len(budgets),) * len(seeds))
+    return Evaluation(tuple(BudgetCurve(*metric, budgets, seed, (1.0,) * len(budgets)) for seed in seeds))
 
 
 def cells(text: str) -> list[list[str]]:
@@ -34,11 +34,11 @@ def test_the_papers_figure_of_a_baseline_stands_under_ours():
     one = evaluation((0.5,), metric=ACCURACY, budgets=(1,))
     many = evaluation((0.4, 0.6), metric=ACCURACY)
     experiment, paper = get_experiment("table1"), {"text, mamba": {32: Figure(0.8, 0.01)}, "text": {2: Figure(0.7)}}
-    header, _, ours, theirs = cells(markdown(experiment, {"text, mamba": one}, {}, paper))
+    header, _, ours, theirs = cells(markdown(experiment, {"text, mamba": (one, {})}, paper))
     assert header[2] == "one budget" and ours[2] == "0.5000"
     assert theirs[:3] == ["text, mamba, the paper's", "", "0.8 ± 0.01"] and len(theirs) == len(header)
     header, _, elastic, of_elastic, ours, theirs = cells(
-        markdown(experiment, {"text": many, "text, mamba": one}, {"text": {"parameters": 7000}}, paper, {"text"})
+        markdown(experiment, {"text": (many, {"parameters": 7000}), "text, mamba": (one, {})}, paper, {"text"})
     )
     assert header[2:4] == ["K=2", "K=4"] and elastic[:4] == ["text (substitute data)", "7,000", "0.4000", "0.6000"]
     assert of_elastic[2:4] == ["0.7", ""] and ours[2:4] == ["", "0.5000"] and theirs[2:4] == ["", "0.8 ± 0.01"]
@@ -46,7 +46,7 @@ def test_the_papers_figure_of_a_baseline_stands_under_ours():
 
 def test_panels_keep_the_papers_curve_apart_from_substitute_data():
     experiment = get_experiment("table2")
-    rows = dict.fromkeys(("listops", "text"), evaluation((0.5, 0.6, 0.7), metric=ACCURACY))
+    rows = dict.fromkeys(("listops", "text"), (evaluation((0.5, 0.6, 0.7), metric=ACCURACY), {}))
     ours, theirs = panels_of(experiment, rows, figures_of(experiment), {"listops": "short trees"})
     assert list(ours) == ["listops (substitute data)", "text"] and list(theirs) == ["the paper, listops", "text"]
     assert theirs["the paper, listops"]["ES-SSM"].values[:3] == (0.5411, 0.5947, 0.6035)
@@ -57,12 +57,12 @@ def test_models_of_one_budget_each_are_a_line_together():
     experiment = get_experiment("retrained")
     rows = {"ES-SSM": evaluation((2.3, 2.2, 2.1)), "AR-STU, K=8": evaluation((4.0, 3.9, 2.2))}
     rows["AR-STU, K=2"] = evaluation((2.5,))
-    training = {name: {"parameters": 7, "seconds": [10.0 + len(name)]} for name in rows}
-    text = markdown(experiment, rows, training, figures_of(experiment))
+    rows = {name: (each, {"parameters": 7, "seconds": [10.0 + len(name)]}) for name, each in rows.items()}
+    text = markdown(experiment, rows, figures_of(experiment))
     assert "| AR-STU, K=2 | 7 | 2.5000 |  |  |  |  | 1 |" in text
     assert "| AR-STU, a model each |  | 2.5000 |  | 2.2000 |" in text
     assert "ES-SSM, the paper's on PG19 | | 1.5642 | 1.266 | 1.2" in text
-    costs = cost_tables(experiment, {name: (each, training[name]) for name, each in rows.items()})
+    costs = cost_tables(experiment, rows)
     assert costs.startswith("\nAR-STU:\n\nOne model, 'ES-SSM', against 2 fixed ones")
     assert "| seconds of training | 21 | 21 | 42 | 16 | 1/2.6 |" in costs
     ours, theirs = panels_of(experiment, rows, figures_of(experiment))
@@ -92,7 +92,7 @@ def test_costs_and_quality_by_hand():
     found, training = rows["K=2"]
     rows["K=2"] = found, training | {"seconds": [20.0, None], "tokens_per_update": None}
     assert [row[0] for row in cells(cost_tables(experiment, rows))[2:3]] == ["updates of training"]
-    for unlike in (replace(found, values=((3.0,),)), replace(found, metric=ACCURACY)):
+    for unlike in (evaluation((3.0,)), evaluation((3.0,), (3.1,), metric=ACCURACY)):
         assert cost_tables(experiment, rows | {"K=2": (unlike, training)}) == ""
     del rows["K=2"]
     assert cost_tables(experiment, rows) == ""  # a single fixed model is no family

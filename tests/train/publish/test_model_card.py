@@ -108,7 +108,7 @@ def test_card_of_a_classifier(run):
         ({"bits_per_byte": None}, "as many values"),
         ({"budgets": []}, "as many values"),
         ({"bits_per_byte": [2.0, float("nan"), 2.0]}, "finite"),
-        ({"tokens_per_second": [1.0]}, "must have 3 values"),
+        ({"tokens_per_second": [1.0]}, "as many speeds"),
     ],
 )
 def test_damaged_sweeps(sweep, changes, says):

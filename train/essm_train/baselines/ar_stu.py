@@ -19,6 +19,7 @@ from transformers import initialization as init
 from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.mixer_essm import ESSMSpectralMixer, LayerCall
+from modeling_essm.modeling_essm import ESSMPreTrainedModel
 
 _ORDER = 2  # of the autoregression: u and y of the last two steps
 
@@ -110,41 +111,29 @@ def linear_feedback(v: Tensor, mixing: Tensor) -> Tensor:
     return z[:, :, :D]
 
 
-def _with_feedback(model: Any, layers: nn.ModuleList) -> None:
-    """Gives every layer of a new model its AR-STU mixer."""
-    for layer, capacity in zip(layers, model.config.capacities):
-        layer.mixer = ARSTUMixer(model.config, capacity)
-    model.post_init()
+class _ARSTU(ESSMPreTrainedModel):
+    """Gives every layer of a new ES-SSM its AR-STU mixer."""
+
+    config_class = ARSTUConfig
+
+    def __init__(self, config: ARSTUConfig):
+        super().__init__(config)
+        encoder: Any = getattr(self, "model", self)
+        for layer, capacity in zip(encoder.layers, config.capacities):
+            layer.mixer = ARSTUMixer(config, capacity)
+        self.post_init()
 
 
-class ARSTUModel(ESSMModel):
+class ARSTUModel(_ARSTU, ESSMModel):
     """`ESSMModel` with the mixers of AR-STU."""
 
-    config_class = ARSTUConfig
 
-    def __init__(self, config: ARSTUConfig):
-        super().__init__(config)
-        _with_feedback(self, self.layers)
-
-
-class ARSTUForCausalLM(ESSMForCausalLM):
+class ARSTUForCausalLM(_ARSTU, ESSMForCausalLM):
     """`ESSMForCausalLM` with the mixers of AR-STU; it does not generate."""
 
-    config_class = ARSTUConfig
 
-    def __init__(self, config: ARSTUConfig):
-        super().__init__(config)
-        _with_feedback(self, self.model.layers)
-
-
-class ARSTUForSequenceClassification(ESSMForSequenceClassification):
+class ARSTUForSequenceClassification(_ARSTU, ESSMForSequenceClassification):
     """`ESSMForSequenceClassification` with the mixers of AR-STU."""
-
-    config_class = ARSTUConfig
-
-    def __init__(self, config: ARSTUConfig):
-        super().__init__(config)
-        _with_feedback(self, self.model.layers)
 
 
 @strict
@@ -154,14 +143,10 @@ class ARSTUPairConfig(ARSTUConfig, ESSMPairConfig):
     model_type = "ar_stu_pair"
 
 
-class ARSTUForPairClassification(ESSMForPairClassification):
+class ARSTUForPairClassification(_ARSTU, ESSMForPairClassification):
     """`ESSMForPairClassification` with the mixers of AR-STU."""
 
     config_class = ARSTUPairConfig
-
-    def __init__(self, config: ARSTUPairConfig):
-        super().__init__(config)
-        _with_feedback(self, self.model.layers)
 
 
 _HEADS = (ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassification)

@@ -1,8 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The networks between encoder and head: Transformer, Mamba and Mamba-2 are the library's, the others this package's.
-
-Letters: B batch, L sequence, D width.
-"""
+"""The networks between encoder and head: Transformer, Mamba and Mamba-2 of the library, the others of this package."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNLayer, TCResNet
 from essm_train.baselines.mamba import ChunkedMambaMixer, by_chunks
-from essm_train.baselines.s4 import S4Mixer
-from essm_train.baselines.s4d import S4DMixer, StateSpaceLayer
+from essm_train.baselines.state_spaces import S4DMixer, S4Mixer, StateSpaceLayer
 
 
 @strict  # or the base class would check the type of `expand`
@@ -36,7 +32,7 @@ class _FreeWidthMamba2Config(transformers.Mamba2Config):
 
 
 class ResidualStack(nn.Module):
-    """Layers of this package, S4DLayer or CNNLayer, and a last LayerNorm; called as the library's backbones are."""
+    """Layers of this package and a last LayerNorm; called as the library's backbones are."""
 
     def __init__(self, layers: Iterable[nn.Module], hidden_size: int, eps: float):
         super().__init__()
@@ -55,23 +51,41 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
     """The network between encoder and head.
 
     Args:
-        causal: of the transformer: whether positions see only what is before them. All others are what they are.
+        causal: whether a transformer's positions see only what is before them. All others are what they are.
     Returns:
         A module called with `inputs_embeds` (B, L, D) and `attention_mask` (B, L) or None, without parameters that
         this call does not use.
     """
-    common = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "initializer_range")}
+    D, inner, depth, eps = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.norm_eps
+    if config.architecture == "tc_resnet":
+        return TCResNet(config.num_input_features or 0, D)
+    if config.architecture in ("cnn", "s4", "s4d"):
+
+        def make_layer() -> nn.Module:
+            if config.architecture == "cnn":
+                return CNNLayer(D, inner, config.dropout, eps)
+            s4 = config.architecture == "s4"
+            size = config.state_size
+            mixer = S4Mixer(D, size, config.max_position_embeddings) if s4 else S4DMixer(D, size)
+            return StateSpaceLayer(mixer, D, inner, config.dropout, eps)
+
+        return ResidualStack([make_layer() for _ in range(depth)], D, eps)
+
+    common: dict[str, Any] = {
+        "hidden_size": D,
+        "num_hidden_layers": depth,
+        "initializer_range": config.initializer_range,
+    }
     common |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     common |= {"vocab_size": 1, "use_cache": False}  # their embedding goes, see below
-    inner, D, eps = config.intermediate_size, config.hidden_size, config.norm_eps
     backbone: transformers.PreTrainedModel
     if config.architecture == "transformer":
-        sizes = {"intermediate_size": inner, "max_position_embeddings": config.max_position_embeddings}
-        fields = common | sizes | {"num_attention_heads": D // config.head_dim, "rms_norm_eps": eps}
+        common |= {"intermediate_size": inner, "max_position_embeddings": config.max_position_embeddings}
+        common |= {"num_attention_heads": D // config.head_dim, "rms_norm_eps": eps}
         if causal:
-            backbone = transformers.LlamaModel(transformers.LlamaConfig(**fields))
+            backbone = transformers.LlamaModel(transformers.LlamaConfig(**common))
         else:  # the same blocks without the causal mask
-            backbone = transformers.EuroBertModel(transformers.EuroBertConfig(**fields, mask_token_id=0))
+            backbone = transformers.EuroBertModel(transformers.EuroBertConfig(**common, mask_token_id=0))
         sublayers = [sublayer for layer in backbone.layers for sublayer in (layer.self_attn, layer.mlp)]
     elif config.architecture == "mamba":
         mamba = transformers.MambaConfig(**common, state_size=config.state_size, layer_norm_epsilon=eps)
@@ -80,22 +94,11 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         for i, layer in enumerate(backbone.layers):
             layer.mixer = ChunkedMambaMixer(mamba, i, initialize_mixer_weights=False)
         sublayers = [layer.mixer for layer in backbone.layers]
-    elif config.architecture == "mamba2":
-        heads = {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
-        sizes = {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
-        mamba2 = _FreeWidthMamba2Config(**common, **sizes, **heads, layer_norm_epsilon=eps)
-        backbone = by_chunks(transformers.Mamba2Model(mamba2))
-        sublayers = [layer.mixer for layer in backbone.layers]
-    elif config.architecture in ("s4", "s4d"):
-        make: Any = S4DMixer
-        if config.architecture == "s4":
-            make = functools.partial(S4Mixer, max_length=config.max_position_embeddings)
-        mixers = [make(D, config.state_size) for _ in range(config.num_hidden_layers)]
-        return ResidualStack([StateSpaceLayer(mixer, D, inner, config.dropout, eps) for mixer in mixers], D, eps)
-    elif config.architecture == "cnn":
-        return ResidualStack([CNNLayer(D, inner, config.dropout, eps) for _ in range(config.num_hidden_layers)], D, eps)
     else:
-        return TCResNet(config.num_input_features or 0, D)
+        common |= {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
+        common |= {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
+        backbone = by_chunks(transformers.Mamba2Model(_FreeWidthMamba2Config(**common, layer_norm_epsilon=eps)))
+        sublayers = [layer.mixer for layer in backbone.layers]
     backbone.set_input_embeddings(nn.Identity())
     if config.dropout:
         for sublayer in sublayers:

@@ -54,11 +54,7 @@ class ChunkedMambaMixer(MambaMixer):
     """The library's mixer; without a cache and where its CUDA kernels are not installed, with `selective_scan`."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        cache_params: Any = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """(b, L, D) -> (b, L, D) in the same dtype, the scan in fp32; attention_mask (b, L), 1 for real positions."""
         if cache_params is not None or (hidden_states.is_cuda and is_mamba_ssm_available()):
@@ -112,11 +108,7 @@ class ChunkedMamba2Mixer(Mamba2Mixer):
     """The library's mixer; without a cache and where its CUDA kernels are not installed, with `chunked_scan`."""
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        cache_params: Any = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """(b, L, D) -> (b, L, D) in the same dtype, the scan in fp32; attention_mask (b, L), 1 for real positions."""
         kernels = hidden_states.is_cuda and is_mamba_2_ssm_available()
@@ -144,6 +136,3 @@ def by_chunks(model: nn.Module) -> nn.Module:
         if type(module) is Mamba2Mixer:
             module.__class__ = ChunkedMamba2Mixer
     return model
-
-
-__all__ = ["ChunkedMamba2Mixer", "ChunkedMambaMixer", "by_chunks", "chunked_scan", "selective_scan"]

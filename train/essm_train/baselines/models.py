@@ -6,8 +6,7 @@
 
 All but TC-ResNet read the same embedding or linear encoder, end in the same heads and get the same dropout after each
 sub-layer, so that what differs are the blocks, of backbones.py. They run over whole sequences: there is no cache, no
-budget and no generation.
-Letters: B batch, L sequence, D width, F input features.
+budget and no generation. Letters: B batch, L sequence, D width, F input features.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutp
 from transformers.utils.generic import can_return_tuple
 
 from essm_train.baselines.backbones import make_backbone
-from essm_train.baselines.config import CAUSAL, BaselineConfig, BaselinePairConfig
+from essm_train.baselines.config import CAUSAL, BaselineConfig
 from essm_train.baselines.convolutions import TemporalConv
-from essm_train.baselines.s4d import StateSpaceMixer
+from essm_train.baselines.state_spaces import StateSpaceMixer
 from essm_train.pairs import both_documents, compare_documents
 from modeling_essm.packing import pool
 
@@ -36,11 +35,10 @@ class BaselineEncoder(nn.Module):
     def __init__(self, config: BaselineConfig, causal: bool):
         super().__init__()
         self.config = config
-        width = config.num_input_features
-        if width is None:
+        if config.num_input_features is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         elif config.architecture != "tc_resnet":
-            self.embed_features = nn.Linear(width, config.hidden_size)
+            self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
         self.backbone = make_backbone(config, causal)
 
     def forward(
@@ -50,25 +48,21 @@ class BaselineEncoder(nn.Module):
         Args:
             attention_mask: (B, L), 1 for real positions, or None. use_cache: is refused.
         Returns:
-            (B, L, D), of "tc_resnet" (B, ceil(L / 8), D), and the mask of these, or None.
+            (B, L, D), for "tc_resnet" (B, ceil(L / 8), D), and the mask of these, or None.
         """
         if use_cache:
             raise ValueError(f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences")
-        width = self.config.num_input_features
-        given, other = (input_ids, features) if width is None else (features, input_ids)
-        shape = "input_ids (B, L)" if width is None else f"input_features (B, L, {width})"
-        if given is None or other is not None or given.ndim != (2 if width is None else 3):
-            raise ValueError(f"this model reads {shape} and nothing else")
-        if width is not None and given.shape[-1] != width:
-            raise ValueError(f"this model reads {shape}, got {tuple(given.shape)}")
-        if attention_mask is not None and attention_mask.shape != given.shape[:2]:
-            raise ValueError(f"attention_mask must be {tuple(given.shape[:2])}, got {tuple(attention_mask.shape)}")
+        inputs, other, name = input_ids, features, "input_ids (B, L)"
+        if self.config.num_input_features is not None:
+            inputs, other, name = features, input_ids, f"input_features (B, L, {self.config.num_input_features})"
+        if inputs is None or other is not None:
+            raise ValueError(f"this model reads {name} and nothing else")
         if self.config.architecture == "tc_resnet":
-            return self.backbone(given.to(next(self.backbone.parameters()).dtype), attention_mask)
-        if width is None:
-            hidden_states = self.embed_tokens(given)
+            return self.backbone(inputs.to(next(self.backbone.parameters()).dtype), attention_mask)
+        if inputs is input_ids:
+            hidden_states = self.embed_tokens(inputs)
         else:
-            hidden_states = self.embed_features(given.to(self.embed_features.weight.dtype))
+            hidden_states = self.embed_features(inputs.to(self.embed_features.weight.dtype))
         hidden_states = F.dropout(hidden_states, self.config.embedding_dropout, self.training)
         outputs = self.backbone(inputs_embeds=hidden_states, attention_mask=attention_mask)
         return outputs.last_hidden_state, attention_mask
@@ -86,9 +80,8 @@ class BaselinePreTrainedModel(PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         # What FSDP wraps; it refuses names of classes that a model does not have.
-        self._no_split_modules = {
-            type(layer).__name__ for layer in self.model.backbone.get_submodule("layers").children()
-        }
+        layers = self.model.backbone.get_submodule("layers").children()
+        self._no_split_modules = {type(layer).__name__ for layer in layers}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -106,11 +99,8 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: BaselineConfig):
-        if config.architecture not in CAUSAL or config.num_input_features is not None:
-            raise ValueError(
-                f"a language model has an architecture of {CAUSAL} and num_input_features None, "
-                f"got {config.architecture!r} and {config.num_input_features}"
-            )
+        if config.architecture not in CAUSAL:
+            raise ValueError(f"a language model has an architecture of {CAUSAL}, got {config.architecture!r}")
         super().__init__(config, causal=True)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -140,14 +130,19 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
 
 
 class BaselineForSequenceClassification(BaselinePreTrainedModel):
-    """A baseline that pools its real positions and classifies; reads token ids or, by config, continuous features."""
+    """A baseline that pools its real positions and classifies: token ids, continuous features, or pairs of documents.
+
+    `num_input_features` makes it read features; `head_hidden_size` gives it the head of `ESSMForPairClassification`.
+    """
 
     accepts_loss_kwargs = False  # the library's regression and multi-label losses ignore num_items_in_batch
 
     def __init__(self, config: BaselineConfig):
         super().__init__(config, causal=False)
-        self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.num_labels, width = config.num_labels, config.head_hidden_size
+        if width is not None:
+            self.head = nn.Linear(4 * config.hidden_size, width)
+        self.score = nn.Linear(width or config.hidden_size, config.num_labels, bias=width is not None)
         self.post_init()
 
     @can_return_tuple
@@ -161,55 +156,28 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
     ) -> SequenceClassifierOutput:
         """
         Args:
-            input_ids: (B, L) int64, or input_features: (B, L, F). attention_mask: (B, L), 1 for real positions.
+            input_ids: (B, L) int64, or (B, 2, L) of pairs; or input_features: (B, L, F).
+            attention_mask: (B, L) or (B, 2, L), 1 for real positions.
             labels: (B,) int64 classes, or floats for regression and multi-label problems.
         Returns:
             SequenceClassifierOutput with logits (B, num_labels) and, with labels, the loss.
         """
+        pairs = self.config.head_hidden_size is not None
+        if pairs and input_ids is not None:
+            input_ids, attention_mask = both_documents(input_ids, attention_mask)
         hidden_states, real = self.model(input_ids, input_features, attention_mask, use_cache)
         pooled = pool(hidden_states, real, self.config.classifier_pooling)
+        if pairs:
+            loss, logits = compare_documents(pooled, self.head, self.score, labels)
+            return SequenceClassifierOutput(loss=loss, logits=logits)
         if self.config.architecture == "tc_resnet":
             pooled = F.dropout(pooled, self.config.dropout, self.training)
-        logits = self.score(pooled)
-        loss = None
+        logits, loss = self.score(pooled), None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
-
-
-class BaselineForPairClassification(BaselinePreTrainedModel):
-    """A baseline with the head of `ESSMForPairClassification`; reads token ids."""
-
-    config_class = BaselinePairConfig
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: BaselinePairConfig):
-        if config.num_input_features is not None:
-            raise ValueError(f"pairs are token ids: num_input_features must be None, got {config.num_input_features}")
-        super().__init__(config, causal=False)
-        self.num_labels = config.num_labels
-        self.head = nn.Linear(4 * config.hidden_size, config.head_hidden_size)
-        self.score = nn.Linear(config.head_hidden_size, config.num_labels)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-    ) -> SequenceClassifierOutput:
-        """As `ESSMForPairClassification.forward`: (B, 2, L) ids and mask, labels (B,), to logits (B, num_labels)."""
-        documents, mask = both_documents(input_ids, attention_mask)
-        hidden_states, real = self.model(documents, None, mask, use_cache)
-        codes = pool(hidden_states, real, self.config.classifier_pooling)
-        loss, logits = compare_documents(codes, self.head, self.score, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 AutoConfig.register(BaselineConfig.model_type, BaselineConfig, exist_ok=True)
 AutoModelForCausalLM.register(BaselineConfig, BaselineForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(BaselineConfig, BaselineForSequenceClassification, exist_ok=True)
-AutoConfig.register(BaselinePairConfig.model_type, BaselinePairConfig, exist_ok=True)
-AutoModelForSequenceClassification.register(BaselinePairConfig, BaselineForPairClassification, exist_ok=True)

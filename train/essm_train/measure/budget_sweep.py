@@ -2,10 +2,8 @@
 """Quality and speed of one model at every spectral budget: a metric, tokens/s, a table, a curve and a JSON file.
 
 What is marked on the curve, sweet spot and collapse boundary: modeling_essm/budgets/curve.py. How a model is scored:
-scoring.py.
-
-tokens/s is the speed of forward passes over a whole batch without a cache (prefill): after a warm-up, the median over
-rounds in which every budget runs once, so that a machine that slows down hits all budgets alike.
+scoring.py. tokens/s is the speed of forward passes over a whole batch without a cache (prefill), the median over rounds
+in which every budget runs once.
 """
 
 from __future__ import annotations
@@ -44,8 +42,7 @@ def sweep_budgets(
         progress: called with each K before it is scored.
     """
     model.eval()
-    budgets = clip_budgets((*budgets, capacity_of(model)), capacity_of(model))
-    values = []
+    budgets, values = clip_budgets((*budgets, capacity_of(model)), capacity_of(model)), []
     for K in budgets:
         progress(K)
         values.append(held_out.value(model, K))
@@ -54,15 +51,14 @@ def sweep_budgets(
 
 @torch.no_grad()
 def tokens_per_second(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], budgets: Sequence[int], rounds: int = 5
+    model: PreTrainedModel, inputs: Mapping[str, Tensor], budgets: Sequence[int]
 ) -> tuple[float, ...]:
     """Median speed of forward passes over a batch at each budget; positions that are masked do not count."""
     batch = {name: value.to(model.device) for name, value in inputs.items()}
-    first = next(iter(batch.values()))
-    mask = batch.get("attention_mask")
+    first, mask = next(iter(batch.values())), batch.get("attention_mask")
     num_tokens = math.prod(first.shape[:2]) if mask is None else int(mask.sum())
     calls = {K: functools.partial(run_at_budget, model, batch, K) for K in budgets}
-    seconds = paired(calls, first.device, rounds, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
+    seconds = paired(calls, first.device, rounds=5, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
     return tuple(num_tokens / statistics.median(seconds[K]) for K in budgets)
 
 
@@ -76,23 +72,17 @@ def sweep_record(sweep: BudgetCurve) -> dict[str, Any]:
 
 
 def read_sweep(record: Mapping[str, Any]) -> BudgetCurve:
-    """From the record of budget_sweep.json.
-
-    Raises:
-        ValueError: no budgets, no metric, lists of different lengths, or values that are not finite.
-    """
+    """From the record of budget_sweep.json. Raises ValueError for lists of unlike lengths or numbers not finite."""
     metric = record.get("metric", BITS_PER_BYTE._asdict())
-    values, budgets = record.get("values", record.get("bits_per_byte")), record.get("budgets")
-    if not budgets or values is None or len(values) != len(budgets):
+    budgets, values = record.get("budgets") or (), record.get("values", record.get("bits_per_byte")) or ()
+    speeds = record.get("tokens_per_second") or ()
+    if not budgets or len(values) != len(budgets) or len(speeds) not in (0, len(budgets)):
         raise ValueError(
-            f"a budget sweep needs `budgets` and as many values of {metric['name']!r}, got {budgets!r} and {values!r}"
+            f"a budget sweep needs `budgets`, as many values of {metric['name']!r} and as many speeds, or none; "
+            f"got {budgets!r}, {values!r} and {speeds!r}"
         )
-    speeds = record.get("tokens_per_second") or []
-    if len(speeds) not in (0, len(budgets)):
-        raise ValueError(f"tokens_per_second must have {len(budgets)} values, got {len(speeds)}")
-    for value in (*values, *speeds):
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"a budget sweep must hold finite numbers, got {value!r}")
+    if not all(math.isfinite(value) for value in (*values, *speeds)):
+        raise ValueError(f"a budget sweep must hold finite numbers, got {values!r} and {speeds!r}")
     return BudgetCurve(metric["name"], metric["higher_is_better"], tuple(budgets), tuple(values), tuple(speeds))
 
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from essm_train.data.classification import load_classification
 from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, Encoder
 from essm_train.measure.budget_sweep import sweep_budgets
-from essm_train.measure.metric import Metric
 from essm_train.measure.scoring import HeldOut, Predictor, hold_out_blocks, hold_out_samples
 from essm_train.measure.timing import peak_memory
 from essm_train.models import capacity_of, load_model, run_at_budget
@@ -36,57 +34,60 @@ class Evaluation:
     """The measurements of one or more seeds.
 
     Attributes:
-        budgets: ascending, the last one full. values, tokens_per_second: one list per seed, one entry per budget.
+        curves: one per seed, of the same metric and budgets.
         peak_bytes, active_parameters: one entry per budget, of the first seed: they do not depend on the weights.
     """
 
-    metric: Metric
-    budgets: tuple[int, ...]
-    values: tuple[tuple[float, ...], ...]
-    tokens_per_second: tuple[tuple[float, ...], ...]
+    curves: tuple[BudgetCurve, ...]
     peak_bytes: tuple[int, ...] = ()
     active_parameters: tuple[int, ...] = ()
 
-    @classmethod
-    def of(cls, curves: Sequence[BudgetCurve], *costs: tuple[int, ...]) -> Evaluation:
-        """From the curve of every seed, and peak_bytes and active_parameters where they are known."""
-        metric = Metric(curves[0].metric, curves[0].higher_is_better)
-        values, speeds = (tuple(getattr(curve, name) for curve in curves) for name in ("values", "speeds"))
-        return cls(metric, curves[0].budgets, values, speeds, *costs)
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        return self.curves[0].budgets
 
     @property
     def curve(self) -> BudgetCurve:
         """The means as one curve, the standard deviations over seeds as its errors (0 for one seed)."""
-        values = tuple(statistics.fmean(column) for column in zip(*self.values))
-        speeds = tuple(statistics.fmean(column) for column in zip(*self.tokens_per_second))
-        several = len(self.values) > 1
-        deviation = tuple(statistics.stdev(column) if several else 0.0 for column in zip(*self.values))
-        return BudgetCurve(*self.metric, self.budgets, values, speeds, deviation)
+        columns = [*zip(*(curve.values for curve in self.curves))]
+        means, speeds = (tuple(map(statistics.fmean, x)) for x in (columns, zip(*(c.speeds for c in self.curves))))
+        several = len(self.curves) > 1
+        deviations = tuple(statistics.stdev(column) if several else 0.0 for column in columns)
+        return replace(self.curves[0], values=means, speeds=speeds, errors=deviations)
 
     def figures(self) -> list[str]:
         """Mean, and deviation of several seeds, of every budget."""
-        curve, several = self.curve, len(self.values) > 1
+        curve, several = self.curve, len(self.curves) > 1
         return [f"{v:.4f}" + (f" ± {e:.4f}" if several else "") for v, e in zip(curve.values, curve.errors)]
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
         curve = self.curve
-        marks = {"sweet_spot": curve.sweet_spot, "collapse_boundary": curve.collapse_boundary}
-        summary = {"mean": curve.values, "deviation": curve.errors, "retention": curve.retention}
-        return {**asdict(self), "metric": self.metric._asdict(), "seeds": len(self.values), **summary, **marks}
+        return {
+            "metric": {"name": curve.metric, "higher_is_better": curve.higher_is_better},
+            "budgets": curve.budgets,
+            "values": [each.values for each in self.curves],
+            "tokens_per_second": [each.speeds for each in self.curves],
+            "peak_bytes": self.peak_bytes,
+            "active_parameters": self.active_parameters,
+            "seeds": len(self.curves),
+            "mean": curve.values,
+            "deviation": curve.errors,
+            "retention": curve.retention,
+            "sweet_spot": curve.sweet_spot,
+            "collapse_boundary": curve.collapse_boundary,
+        }
 
     def markdown(self) -> str:
         """The table, in the form of the paper's Table 6."""
         curve, symbols = self.curve, {"sweet spot": "★", "collapse boundary": "▲"}
         lines = [f"| K | {curve.title} | retention | active parameters | tokens/s | peak memory, MiB | |"]
         lines.append("|---" * 7 + "|")
-        for i, K in enumerate(self.budgets):
+        columns = (self.budgets, self.figures(), curve.retention, self.active_parameters, curve.speeds, self.peak_bytes)
+        for K, figure, kept, active, speed, peak in zip(*columns):
             marks = " ".join(f"{symbols[mark]} {mark}" for mark, at in curve.marks.items() if at == K)
-            active = f"{self.active_parameters[i]:,} ({self.active_parameters[i] / self.active_parameters[-1]:.0%})"
-            lines.append(
-                f"| {K} | {self.figures()[i]} | {curve.retention[i]:.1%} | {active} | {curve.speeds[i]:,.0f} "
-                f"| {self.peak_bytes[i] / 2**20:.1f} | {marks} |"
-            )
+            share = f"{active:,} ({active / self.active_parameters[-1]:.0%})"
+            lines.append(f"| {K} | {figure} | {kept:.1%} | {share} | {speed:,.0f} | {peak / 2**20:.1f} | {marks} |")
         return "\n".join(lines) + "\n"
 
 
@@ -108,9 +109,8 @@ def open_task(name: str, data_dir: str, scale: str, batch_size: int | None = Non
     spec, args = get_task(name), make_arguments(name, data_dir, scale)
     title = f"{spec.title} ({scale} scale)"
     if spec.script == "train_clm":
-        encoder = ByteEncoder()
-        text = load_text(args, encoder)
-        return hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size or 8, title)
+        text = load_text(args, ByteEncoder())
+        return hold_out_blocks(text.held_out, ByteEncoder.special_ids, text.bytes_per_token, batch_size or 8, title)
     data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args)
     return hold_out_samples(data.held_out, Predictor(data.collate, batch_size or args.eval_batch_size), title)
 
@@ -121,9 +121,8 @@ def load_for(held_out: HeldOut, folder: str, trust_remote_code: bool = False) ->
     Raises:
         ValueError: it lacks weights, as the head of another task; or needs its own code without `trust_remote_code`.
     """
-    model, found = load_model(
-        held_out.auto_class, folder, trust_remote_code=trust_remote_code, output_loading_info=True
-    )
+    options = {"trust_remote_code": trust_remote_code, "output_loading_info": True}
+    model, found = load_model(held_out.auto_class, folder, **options)
     if found["missing_keys"]:
         raise ValueError(f"{folder} is not a model of this task: it lacks {', '.join(sorted(found['missing_keys']))}")
     return model.eval()
@@ -138,7 +137,7 @@ def evaluate_models(
         ValueError: models of different capacity, and as `load_for`.
     """
     sweeps: list[BudgetCurve] = []
-    costs: tuple[tuple[int, ...], ...] = ()
+    peaks, active = [], []
     for folder in folders:
         model = load_for(held_out, folder, trust_remote_code)
         if torch.accelerator.is_available():
@@ -147,21 +146,13 @@ def evaluate_models(
         wanted = clip_budgets((*budgets, capacity), capacity)
         if sweeps and wanted != sweeps[0].budgets:
             raise ValueError(f"{folder} has capacity {capacity}, and {folders[0]} {sweeps[0].budgets[-1]}")
-        if not sweeps:
-            batch = {name: value.to(model.device) for name, value in held_out.inputs.items()}
-            costs = tuple(_peak(model, batch, K) for K in wanted), tuple(_active_parameters(model, K) for K in wanted)
+        batch = {name: value.to(model.device) for name, value in held_out.inputs.items()}
+        for K in wanted if not sweeps else ():
+            with torch.no_grad():
+                call = functools.partial(run_at_budget, model, batch, K)
+                call()  # constants made once do not count
+                peaks.append(peak_memory(call, model.device))
+            elastic = hasattr(model, "num_active_parameters")
+            active.append(model.num_active_parameters(K) if elastic else model.num_parameters())
         sweeps.append(sweep_budgets(model, held_out, wanted))
-    return Evaluation.of(sweeps, *costs)
-
-
-def _active_parameters(model: PreTrainedModel, budget: int) -> int:
-    elastic = hasattr(model, "num_active_parameters")
-    return model.num_active_parameters(budget) if elastic else model.num_parameters()
-
-
-@torch.no_grad()
-def _peak(model: PreTrainedModel, batch: dict[str, Tensor], budget: int) -> int:
-    """Bytes that one forward pass over the batch needs beside the weights."""
-    call = functools.partial(run_at_budget, model, batch, budget)
-    call()  # constants made once do not count
-    return peak_memory(call, model.device)
+    return Evaluation(tuple(sweeps), tuple(peaks), tuple(active))

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Metric(NamedTuple):
@@ -17,11 +15,3 @@ class Metric(NamedTuple):
 
 BITS_PER_BYTE = Metric("bits_per_byte", higher_is_better=False)
 ACCURACY = Metric("accuracy", higher_is_better=True)
-
-
-@functools.cache
-def load_metric(name: str) -> Any:
-    """The module metrics/`name` of this folder, by the `evaluate` library: nothing is fetched."""
-    import evaluate
-
-    return evaluate.load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)

@@ -44,39 +44,37 @@ def figures_of(experiment: Experiment) -> Figures:
     """
     if not experiment.paper:
         return {}
-    tables = json.loads(PAPER_FIGURES.read_text())["tables"]
-    table = _entry(tables, [experiment.paper], f"paper of {experiment.name}")
+    table = _entry(json.loads(PAPER_FIGURES.read_text())["tables"], [experiment.paper], f"paper of {experiment.name}")
     unit = 0.01 if table["unit"] == "percent" else 1.0
+
+    def figure(value: Any) -> Figure:
+        if isinstance(value, dict):
+            return Figure(round(unit * value["mean"], 6), round(unit * value["std"], 6))
+        return Figure(math.nan if value == "FAIL" else round(unit * value, 6))
+
     found = {}
     for name, row in experiment.rows.items():
         if row.paper:
             entry = _entry(table["rows"], row.paper, f"paper of {experiment.name}: {name}")
-            if not isinstance(entry, dict) or "mean" in entry:
-                entry = {CAPACITY: entry}
-            found[name] = {int(K): _figure(value, unit) for K, value in entry.items()}
+            by_budget = entry if isinstance(entry, dict) and "mean" not in entry else {CAPACITY: entry}
+            found[name] = {int(K): figure(value) for K, value in by_budget.items()}
     return found
 
 
 def _entry(entries: Any, keys: Sequence[str], where: str) -> Any:
     for key in keys:
-        if not isinstance(entries, dict) or key not in entries:
-            known = tuple(entries) if isinstance(entries, dict) else ()
+        known = tuple(entries) if isinstance(entries, dict) else ()
+        if key not in known:
             raise ValueError(f"{where} must be among {known}, got {key!r}")
         entries = entries[key]
     return entries
 
 
-def _figure(value: Any, unit: float) -> Figure:
-    if isinstance(value, dict):
-        return Figure(round(unit * value["mean"], 6), round(unit * value["std"], 6))
-    return Figure(math.nan if value == "FAIL" else round(unit * value, 6))
-
-
 def read_paper_figures(path: str, rows: Sequence[str]) -> Figures:
-    """Row to budget to figure. Raises ValueError if the file is not so, or names a row or budget that is none."""
+    """Row to budget to figure. Raises ValueError if the file is not so, or names a row that is none."""
     try:
         figures = json.loads(Path(path).read_text())
-        figures = {row: {int(K): Figure(float(value)) for K, value in row_.items()} for row, row_ in figures.items()}
+        figures = {row: {int(K): Figure(float(value)) for K, value in of.items()} for row, of in figures.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(f'{path} must hold {{"row": {{"budget": figure}}}} as JSON: {error}') from error
     if unknown := sorted(set(figures) - set(rows)):
@@ -89,7 +87,6 @@ def paper_curve(figures: dict[int, Figure], like: BudgetCurve) -> BudgetCurve | 
     kept = {K: figure for K, figure in sorted(figures.items()) if not math.isnan(figure.mean)}
     if not kept:
         return None
-    values, errors = zip(*kept.values())
     budgets = (1,) if like.budgets == (1,) else tuple(kept)
-    values, errors = values[-len(budgets) :], errors[-len(budgets) :]
+    values, errors = zip(*[*kept.values()][-len(budgets) :])
     return BudgetCurve(like.metric, like.higher_is_better, budgets, values, errors=errors)

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""How a model is scored at a budget: nats of blocks of text, and predicted classes of samples.
+"""How a model is scored at a budget: bits of blocks of text, and predicted classes of samples.
 
 Validation, sweeps, evaluation, pruning and calibration all score here. A metric is a ratio of sums over held-out
 blocks or samples: bits over bytes, or hits over samples.
@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from essm_train.data.blocks import text_labels
 from essm_train.data.rows import Split
 from essm_train.data.samples import even_shares
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric, load_metric
+from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.models import run_at_budget
 
 
@@ -36,9 +36,8 @@ class HeldOut:
     Attributes:
         score: (model, K) to two (n,) float64 tensors, one entry per block or sample; the metric is the ratio of their
             sums.
-        inputs: one batch of the model's inputs, on the CPU.
-        length: positions of the longest block or sample. description: for people.
-        auto_class: that loads models of this kind.
+        inputs: one batch of the model's inputs, on the CPU. length: positions of the longest block or sample.
+        description: for people. auto_class: that loads models of this kind.
     """
 
     metric: Metric
@@ -49,13 +48,12 @@ class HeldOut:
     auto_class: Any
 
     def value(self, model: PreTrainedModel, budget: int) -> float:
-        """The metric at that budget, by its module of the `evaluate` library."""
+        """The metric at that budget. Raises ValueError if it is not finite."""
         totals, weights = self.score(model, budget)
-        if self.metric == BITS_PER_BYTE:
-            inputs = {"nats": totals * math.log(2), "bytes": weights}
-        else:
-            inputs = {"predictions": totals.long(), "references": weights.long()}  # hits, all of which should be
-        return float(load_metric(self.metric.name).compute(**inputs)[self.metric.name])
+        value = float(totals.sum() / weights.sum())
+        if not math.isfinite(value):
+            raise ValueError(f"{self.metric.name} of {self.description} at K={budget} must be finite, got {value}")
+        return value
 
 
 def hold_out_blocks(
@@ -84,8 +82,6 @@ def hold_out_samples(split: Split, predict: Predictor, description: str) -> Held
         hits = (predict(model, split.samples, K) == split.labels).double()
         return hits, torch.ones_like(hits)
 
-    with predict.accelerator.main_process_first():
-        load_metric(ACCURACY.name)  # copies the module's code once
     length = max(len(part) for sample in split.samples for part in sample[:-1])
     inputs = predict.batch(split.samples)
     return HeldOut(ACCURACY, score, inputs, length, f"{description}; {split.name}", AutoModelForSequenceClassification)
@@ -112,7 +108,7 @@ def block_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget
     found = []
     for ids, targets in zip(input_ids.split(batch_size), labels.split(batch_size)):
         logits = run_at_budget(model, {"input_ids": ids.to(model.device)}, budget).logits
-        # Flat: of a (B, V, L) input CUDA has no deterministic loss.
+        # Flat, because CUDA has no deterministic loss of a (B, V, L) input.
         flat = targets[:, 1:].to(logits.device).flatten()
         nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), flat, reduction="none")
         found.append(nats.view(len(ids), -1).double().sum(1).cpu())
@@ -135,8 +131,7 @@ class Predictor:
 
     def batch(self, samples: Sequence[Any], start: int = 0) -> dict[str, Tensor]:
         """One batch of inputs, without labels, on the CPU."""
-        rows = range(start, min(start + self.batch_size, len(samples)))
-        batch = self.collate([samples[row] for row in rows])
+        batch = self.collate([samples[row] for row in range(start, min(start + self.batch_size, len(samples)))])
         return {name: value for name, value in batch.items() if name != "labels"}
 
     @torch.no_grad()

@@ -25,62 +25,55 @@ from modeling_essm.budgets.curve import BudgetCurve
 _NO_DIFFERENCE = frozenset({"eval_steps", "save_steps", "config_name"})
 _RECORDED = ("data", "updates", "samples_per_update", "tokens_per_update", "parameters", "hardware", "schedule")
 Collected = Mapping[str, tuple[Evaluation, Mapping[str, Any]]]  # of each row, what `collect` gives
+Panels = dict[str, dict[str, BudgetCurve]]
 
 
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     """The seeds of one row, and how they were trained."""
-    curves = [read_sweep(json.loads((folder / "budget_sweep.json").read_text())) for folder in folders]
-    here = f"{ROOT}{os.sep}"  # of files of this repository only the place in it is kept
+    curves = tuple(read_sweep(json.loads((folder / "budget_sweep.json").read_text())) for folder in folders)
+    here = f"{ROOT}{os.sep}"  # files of this repository keep only their place in it
     training = [json.loads((folder / "training.json").read_text().replace(here, "")) for folder in folders]
-    given = {name: value for name, value in training[0]["arguments"].items() if value is not None}
-    return Evaluation.of(curves), {name: training[0].get(name) for name in _RECORDED} | {
+    arguments = training[0]["arguments"].items()
+    return Evaluation(curves), {name: training[0].get(name) for name in _RECORDED} | {
         "seconds": [each.get("seconds") for each in training],
-        "arguments": {name: value for name, value in given.items() if not name.endswith(("_dir", "_file"))},
+        "arguments": {k: v for k, v in arguments if v is not None and not k.endswith(("_dir", "_file"))},
     }
 
 
-def series_of(experiment: Experiment, rows: Mapping[str, Evaluation]) -> dict[str, Evaluation]:
+def series_of(experiment: Experiment, collected: Collected) -> dict[str, Evaluation]:
     """Each series as one evaluation: at every K the model that was trained at K alone, seed by seed."""
-    found: dict[str, dict[int, Evaluation]] = {}
-    for name, evaluation in rows.items():
+    found: dict[str, list[Evaluation]] = {}
+    for name, (evaluation, _) in collected.items():
         if series := experiment.rows[name].series:
-            found.setdefault(series, {})[evaluation.budgets[-1]] = evaluation
+            found.setdefault(f"{series}, a model each", []).append(evaluation)
     lines = {}
-    for series, models in found.items():
-        ordered = [models[K] for K in sorted(models)]
-        values, speeds = (
-            tuple(zip(*([seed[-1] for seed in getattr(model, name)] for model in ordered)))
-            for name in ("values", "tokens_per_second")
-        )
-        lines[f"{series}, a model each"] = Evaluation(ordered[0].metric, tuple(sorted(models)), values, speeds)
+    for name, models in found.items():
+        models.sort(key=lambda model: model.budgets[-1])
+        curves = []
+        for seed in zip(*(model.curves for model in models)):
+            budgets, values, speeds = zip(*((c.budgets[-1], c.values[-1], c.speeds[-1]) for c in seed))
+            curves.append(dataclasses.replace(seed[0], budgets=budgets, values=values, speeds=speeds))
+        lines[name] = Evaluation(tuple(curves))
     return lines
 
 
-def _is_elastic(evaluation: Evaluation) -> bool:
-    """Whether the model has budgets; a baseline has the single one that is called 1."""
-    return evaluation.budgets != (1,)
-
-
-def markdown(
-    experiment: Experiment,
-    rows: Mapping[str, Evaluation],
-    training: Mapping[str, Mapping[str, Any]],
-    paper: Figures,
-    substitutes: Collection[str] = (),
-) -> str:
+def markdown(experiment: Experiment, collected: Collected, paper: Figures, substitutes: Collection[str] = ()) -> str:
     """Rows by budgets, mean ± deviation over seeds; the paper's figures below ours. A baseline's stands at the end.
 
     Args:
-        training: of each row; its parameters are shown. substitutes: tasks whose data is in the place of the official.
+        substitutes: tasks whose data is in the place of the official.
     """
-    budgets = sorted({K for evaluation in rows.values() if _is_elastic(evaluation) for K in evaluation.budgets})
+    one = (1,)  # the budgets of a baseline
+    budgets = sorted(
+        {K for evaluation, _ in collected.values() if evaluation.budgets != one for K in evaluation.budgets}
+    )
     columns = [f"K={K}" for K in budgets] or ["one budget"]
     lines = ["| | parameters | " + " | ".join(columns) + " | sweet spot | collapse | seeds |"]
     lines.append("|---" * (len(columns) + 5) + "|")
     theirs = "the paper's" + (f" on {experiment.paper_data}" if experiment.paper_data else "")
 
-    def cells(figures: Mapping[int, Any], elastic: bool) -> str:
-        if not elastic:  # its one figure, whatever the budget it was written down under
+    def cells(figures: Mapping[int, Any], evaluation: Evaluation) -> str:
+        if evaluation.budgets == one:  # its one figure, whatever the budget it was written down under
             return " | ".join([""] * (len(columns) - 1) + [str(figures[max(figures)])])
         return " | ".join(str(figures.get(K, "")) for K in budgets)
 
@@ -89,14 +82,14 @@ def markdown(
         found = evaluation.curve.marks if len(figures) > 1 else {}
         marks = " | ".join(str(found.get(mark, "")) for mark in ("sweet spot", "collapse boundary"))
         size = f"{parameters:,}" if parameters else ""
-        return f"| {name} | {size} | {cells(figures, _is_elastic(evaluation))} | {marks} | {len(evaluation.values)} |"
+        return f"| {name} | {size} | {cells(figures, evaluation)} | {marks} | {len(evaluation.curves)} |"
 
-    for name, evaluation in rows.items():
+    for name, (evaluation, training) in collected.items():
         label = f"{name} (substitute data)" if experiment.rows[name].task_name in substitutes else name
-        lines.append(line(label, training.get(name, {}).get("parameters"), evaluation))
+        lines.append(line(label, training.get("parameters"), evaluation))
         if figures := paper.get(name):
-            lines.append(f"| {name}, {theirs} | | {cells(figures, _is_elastic(evaluation))} | | | |")
-    lines += [line(name, None, evaluation) for name, evaluation in series_of(experiment, rows).items()]
+            lines.append(f"| {name}, {theirs} | | {cells(figures, evaluation)} | | | |")
+    lines += [line(name, None, evaluation) for name, evaluation in series_of(experiment, collected).items()]
     heading = f"# {experiment.title}\n\n" if experiment.title else ""
     return f"{heading}{experiment.question}\n\n" + "\n".join(lines) + "\n"
 
@@ -124,7 +117,8 @@ def cost_tables(experiment: Experiment, collected: Collected) -> str:
             for name, (evaluation, training) in collected.items()
             if experiment.rows[name].series in ("", series) and name not in names.values()
             if training.get("schedule") != "full" and {*models} <= {*evaluation.budgets}
-            if {(e.metric, len(e.values)) for e, _ in models.values()} == {(evaluation.metric, len(evaluation.values))}
+            if {(e.curve.metric, len(e.curves)) for e, _ in (*models.values(), (evaluation, {}))}
+            == {(evaluation.curve.metric, len(evaluation.curves))}
         }
         if len(models) > 1 and elastic:
             text += f"\n{series}:\n" if series else ""
@@ -137,8 +131,8 @@ def _cost_table(name: str, row: tuple[Evaluation, Mapping[str, Any]], models: Ma
     lines = [f"\nOne model, {name!r}, against {len(models)} fixed ones (Appendix B says about 1/9 of nine):\n"]
     lines.append("| | " + " | ".join(f"K={K}" for K in models) + " | all fixed | elastic | elastic / all fixed |")
     lines.append("|---" * (len(models) + 4) + "|")
-    for what, cost in (("seconds", _seconds), ("tokens", _tokens), ("updates", lambda t: t.get("updates") or 0)):
-        costs = [cost(training) for training in trainings]
+    for what in ("seconds", "tokens", "updates"):
+        costs = [_cost(training, what) for training in trainings]
         if all(costs):
             total = sum(costs[:-1])
             shown = " | ".join(f"{value:,.0f}" for value in (*costs[:-1], total, costs[-1]))
@@ -156,30 +150,26 @@ def _cost_table(name: str, row: tuple[Evaluation, Mapping[str, Any]], models: Ma
     return "\n".join(lines) + "\n"
 
 
+def _cost(training: Mapping[str, Any], what: str) -> float:
+    """What a row's training took, seconds as their mean over seeds; 0 where it was not recorded."""
+    if what == "seconds":
+        seconds = training.get("seconds") or [0.0]
+        return statistics.fmean(seconds) if all(seconds) else 0.0
+    return (training.get("updates") or 0) * (1 if what == "updates" else training.get("tokens_per_update") or 0)
+
+
 def _at(evaluation: Evaluation, K: int) -> list[float]:
     """The figure of every seed at K, or at the largest budget below it."""
     place = max((i for i, budget in enumerate(evaluation.budgets) if budget <= K), default=0)
-    return [values[place] for values in evaluation.values]
-
-
-def _seconds(training: Mapping[str, Any]) -> float:
-    """Mean over seeds; 0 where one did not record them."""
-    seconds = training.get("seconds") or [0.0]
-    return statistics.fmean(seconds) if all(seconds) else 0.0
-
-
-def _tokens(training: Mapping[str, Any]) -> float:
-    return (training.get("updates") or 0) * (training.get("tokens_per_update") or 0)
+    return [curve.values[place] for curve in evaluation.curves]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Panels, and what a reduced run leaves out.
 
-Panels = dict[str, dict[str, BudgetCurve]]
-
 
 def panels_of(
-    experiment: Experiment, rows: Mapping[str, Evaluation], paper: Figures, substitutes: Collection[str] = ()
+    experiment: Experiment, collected: Collected, paper: Figures, substitutes: Collection[str] = ()
 ) -> tuple[Panels, Panels]:
     """Curves of a panel a task, ours and the paper's of the same names; the paper's on other data in a panel alone.
 
@@ -188,10 +178,9 @@ def panels_of(
     """
     ours: Panels = {}
     theirs: Panels = {}
-    lines = {name: rows[name] for name in rows if not experiment.rows[name].series} | series_of(experiment, rows)
-    for name, evaluation in lines.items():
-        row = experiment.rows[name] if name in rows else next(iter(experiment.rows.values()))  # a series has one task
-        task = row.task_name
+    lines = {name: evaluation for name, (evaluation, _) in collected.items() if not experiment.rows[name].series}
+    for name, evaluation in (lines | series_of(experiment, collected)).items():
+        task = experiment.rows.get(name, next(iter(experiment.rows.values()))).task_name  # a series has one task
         label = "ES-SSM" if name == task else name.removeprefix(f"{task}, ")
         panel = f"{task} (substitute data)" if task in substitutes else task
         ours.setdefault(panel, {})[label] = evaluation.curve
@@ -206,7 +195,7 @@ def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str] 
     """In what a run of each task at that scale departs from the official one, as a Markdown list.
 
     Args:
-        substitutes: of tasks, by name, what the data in the place of the official is.
+        substitutes: what the data in the place of the official is, by the task's name.
     """
     lines = []
     for spec in map(get_task, tasks):
@@ -220,13 +209,12 @@ def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str] 
 
 def _changes(spec: TaskSpec, reduced: Mapping[str, Any]) -> Iterator[str]:
     """ "name value for official value" of every argument that one of the two has and the other has not so."""
-    defaults = {field.name: field.default for field in dataclasses.fields(arguments_class(spec.script))}
     sizes = config_fields("essm")
-    defaults = dict.fromkeys(sizes) | defaults
+    fields = dataclasses.fields(arguments_class(spec.script))
+    defaults = dict.fromkeys(sizes) | {field.name: field.default for field in fields} | spec.arguments
     configured = str(spec.full.get("config_name", "")).rpartition("/")[2]
     for name in dict.fromkeys((*reduced, *spec.full)):
-        ours, official = (values.get(name, spec.arguments.get(name)) for values in (reduced, spec.full))
-        ours, official = (defaults.get(name) if value is None else value for value in (ours, official))
+        ours, official = (values.get(name, defaults.get(name)) for values in (reduced, spec.full))
         if ours == official or name in _NO_DIFFERENCE:
             continue
         if official is None and configured and name == "block":
