@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 
 ROOT = Path(__file__).parents[1]
 CAPACITY = 32
@@ -65,6 +65,11 @@ def random_model(cls=ESSMForCausalLM, seed: int = 0, **fields):
     return randomise(cls(tiny_config(cls.config_class, **fields)), seed).eval()
 
 
+def level_model(seed: int = 2, **fields) -> ESSMForCausalLM:
+    """With so small an exponent late channels count as much as early ones, and decoding differs at K = 1, 3, 8, 32."""
+    return random_model(seed=seed, **{"scaling_exponent": 0.02, **fields})
+
+
 def random_ids(*shape: int, seed: int = 0) -> torch.Tensor:
     """Byte ids (B, L), int64."""
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
@@ -75,16 +80,12 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, atol: float = 2e-
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=atol)
 
 
-def truncate(model: ESSMForCausalLM, budget: int) -> ESSMForCausalLM:
-    """A model of capacity `budget` whose weights are the leading channels of `model`'s."""
-    config = tiny_config(**{**model.config.to_diff_dict(), "num_spectral_channels": budget})
-    small = type(model)(config).eval()
-    state = {}
-    for name, tensor in model.state_dict().items():
-        per_channel = "channel_mixing" in name or "gate_out" in name
-        state[name] = tensor[:budget].clone() if per_channel else tensor.clone()
-    small.load_state_dict(state)
-    return small
+@torch.no_grad()
+def filled(model, ids, K=None, cache=None) -> ESSMCache:
+    """A cache, by default a new one, that has read ids at budget K."""
+    cache = ESSMCache(model.config) if cache is None else cache
+    model(ids, past_key_values=cache, spectral_budget=K)
+    return cache
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-4, torch.bfloat16: 2e-2}
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (actual.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp(min=1e-12))
+    difference = (actual.detach().double() - expected.detach().double()).norm()
+    return float(difference / expected.detach().double().norm().clamp(min=1e-12))
 
 
 def make_inputs(B, L, K, D=12, E=8, dtype=torch.float64, capacity=None, seed=0):

@@ -11,7 +11,7 @@ from helpers import captured_warnings, random_ids, random_model, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache
 
-from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
 REFUSAL = (ValueError, TypeError, KeyError, StrictDataclassError)  # the third is that of the library for "yarn"
 L_, S_, F_ = "linear_attention", "sliding_attention", "full_attention"
@@ -110,22 +110,18 @@ def test_attention_fields_belong_to_hybrids_and_follow_sizes():
 def test_sizes_that_follow_from_others_are_derived_anew_beside_a_file(given, fields, sizes):
     config = ESSMConfig.from_dict(tiny_config(**fields).to_dict(), **given)
     assert (config.inner_size, config.num_heads, config.conv_kernel_size, config.scaling_exponent) == sizes
-    deeper = ESSMConfig.from_dict(tiny_config().to_dict(), num_hidden_layers=3)
-    assert deeper.layer_types == [L_] * 3
+    assert ESSMConfig.from_dict(config.to_dict(), num_hidden_layers=3).layer_types == [L_] * 3
 
 
-def test_a_field_set_later_is_checked(tmp_path):
+def test_a_field_set_later_or_in_a_file_is_checked(tmp_path):
     config = tiny_config()
+    config.save_pretrained(tmp_path)
     for name, value in (("spectral_budget", torch.tensor([4, 8])), ("dropout", 1.5), ("gating", "nope")):
         with pytest.raises(REFUSAL, match=name):
             setattr(config, name, value)
     config.spectral_budget = 33
     with pytest.raises(REFUSAL, match="spectral_budget"):
         config.save_pretrained(tmp_path)
-
-
-def test_a_config_file_with_a_bad_field(tmp_path):
-    tiny_config().save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"gating": "hard"}))
     with pytest.raises(REFUSAL, match="gating"):
@@ -135,7 +131,6 @@ def test_a_config_file_with_a_bad_field(tmp_path):
 # --- Inputs
 
 IDS = random_ids(2, 6)
-FEATURES = {"num_input_features": 5}
 BAD_CALLS = {
     "ids-too-large": ({"input_ids": torch.tensor([[0, 259]])}, r"input_ids must be in \[0, 258\], got .*0 to 259"),
     "ids-negative": ({"input_ids": torch.tensor([[-1, 3]])}, r"input_ids must be in \[0, 258\], got .*-1 to 3"),
@@ -154,13 +149,6 @@ BAD_CALLS = {
     "misspelt": ({"input_ids": IDS, "spectral_bugdet": 3}, "unknown argument 'spectral_bugdet'"),
     "packing": ({"input_ids": IDS, "seq_lengths": [1, 3]}, "unknown argument 'seq_lengths'; packed sequences are"),
 }
-BAD_FEATURES = {
-    "width": ({"input_features": torch.zeros(2, 6, 4)}, r"shape \(B, L, 5\), got \(2, 6, 4\)"),
-    "2d": ({"input_features": torch.zeros(6, 5)}, r"shape \(B, L, 5\), got \(6, 5\)"),
-    "empty": ({"input_features": torch.zeros(2, 0, 5)}, "at least one position"),
-    "none": ({}, "exactly one of"),
-    "ids": ({"input_ids": IDS}, r"reads input_features of shape \(B, L, 5\), got input_ids"),
-}
 
 
 @pytest.mark.parametrize("kwargs, message", BAD_CALLS.values(), ids=BAD_CALLS)
@@ -169,30 +157,37 @@ def test_inputs(kwargs, message):
         random_model()(**kwargs)
 
 
-@pytest.mark.parametrize("kwargs, message", BAD_FEATURES.values(), ids=BAD_FEATURES)
-def test_features(kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        random_model(ESSMForSequenceClassification, **FEATURES)(**kwargs)
-
-
-def test_a_language_model_reads_no_features_and_generates_from_no_empty_prompt():
+def test_features():
+    model = random_model(ESSMForSequenceClassification, num_input_features=5)
+    for kwargs, message in (
+        ({"input_features": torch.zeros(2, 6, 4)}, r"shape \(B, L, 5\), got \(2, 6, 4\)"),
+        ({"input_features": torch.zeros(6, 5)}, r"shape \(B, L, 5\), got \(6, 5\)"),
+        ({"input_features": torch.zeros(2, 0, 5)}, "at least one position"),
+        ({}, "exactly one of"),
+        ({"input_ids": IDS}, r"reads input_features of shape \(B, L, 5\), got input_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(**kwargs)
     with pytest.raises(ValueError, match="num_input_features must be None, got 5"):
-        ESSMForCausalLM(tiny_config(**FEATURES))
+        ESSMForCausalLM(tiny_config(num_input_features=5))
     with pytest.raises(ValueError, match=r"reads input_ids; input_features need config.num_input_features"):
         random_model(ESSMForSequenceClassification)(input_features=torch.zeros(2, 6, 5))
-    with pytest.raises(ValueError, match="at least one position"):
-        random_model().generate(IDS[:1, :0], max_new_tokens=2)
 
 
-def test_caches_of_another_batch_or_model():
-    model = random_model()
-    cache = model(IDS, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="holds 2 rows, but the input has 1"):
-        model(IDS[:1], past_key_values=cache)
-    with pytest.raises(ValueError, match="of a model of num_hidden_layers 2, but this one has 3"):
-        random_model(num_hidden_layers=3)(IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="of a model of hidden_size 16, but this one has 24"):
-        random_model(hidden_size=24)(IDS, past_key_values=cache)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "holds 2 rows, but the input has 1"),
+        ({"num_hidden_layers": 3}, "of a model of num_hidden_layers 2, but this one has 3"),
+        ({"hidden_size": 24}, "of a model of hidden_size 16, but this one has 24"),
+        ({"layer_types": [L_, F_]}, "layer_types"),
+    ],
+    ids=["rows", "layers", "width", "types"],
+)
+def test_caches_of_another_batch_or_model(fields, message):
+    cache = random_model()(IDS, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=message):
+        random_model(**fields)(IDS if fields else IDS[:1], past_key_values=cache)
     with pytest.raises(ValueError, match="spectral_budget"):
         ESSMCache(tiny_config(), state_budget=33)
 
@@ -213,15 +208,14 @@ def test_passing_the_filter_length_warns_exactly_once():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 def test_a_checkpoint_with_nonfinite_weights(value, tmp_path):
-    model = random_model()
+    model, load = random_model(), ESSMForCausalLM.from_pretrained
     with torch.no_grad():
         model.model.layers[1].mixer.channel_mixing[31, 0, 0] = value
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"model.layers.1.mixer.channel_mixing of checkpoint .* contains NaN"):
-        ESSMForCausalLM.from_pretrained(tmp_path)
-    ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=31)  # the damage is behind them
-    with pytest.raises(ValueError, match=r"channel_mixing .* contains NaN"):
-        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=32)
+    for options in ({}, {"spectral_capacity": 32}):
+        with pytest.raises(ValueError, match=r"model.layers.1.mixer.channel_mixing of checkpoint .* contains NaN"):
+            load(tmp_path, **options)
+    load(tmp_path, spectral_capacity=31)  # the damage is behind them
 
 
 @pytest.mark.parametrize("options", [{}, {"spectral_capacity": 6}], ids=["whole", "prefix"])
@@ -240,18 +234,11 @@ def test_damaged_weights(shards, options, tmp_path):
         ESSMForCausalLM.from_pretrained(tmp_path, **options)
 
 
-def test_a_shape_that_does_not_fit(tmp_path):
-    random_model().save_pretrained(tmp_path)
-    with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes"):
-        ESSMForCausalLM.from_pretrained(tmp_path, num_spectral_channels=16)
-
-
-@pytest.mark.parametrize("cls", [ESSMModel, ESSMForCausalLM, ESSMForSequenceClassification])
-def test_places_where_nothing_can_be_saved(cls, tmp_path):
+def test_places_where_nothing_can_be_saved(tmp_path):
     """Permission bits do not bind root, so the folder lies below a regular file; transformers alone would only log."""
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(OSError, match="file/model"):
-        random_model(cls).save_pretrained(tmp_path / "file" / "model")
+        random_model().save_pretrained(tmp_path / "file" / "model")
     with pytest.raises(NotADirectoryError, match=r"must be a folder, got the file .*file"):
-        random_model(cls).save_pretrained(tmp_path / "file")
+        random_model().save_pretrained(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "in the way"

@@ -1,56 +1,50 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What a server does with states: take rows out, put rows together, give room back."""
+"""States between calls: what they cost, which budgets they serve, rows taken out and put together, room given back."""
 
 import copy
 
 import pytest
 import torch
-from helpers import assert_close, blocks, random_ids, random_model, variants
+from helpers import HYBRID, assert_close, blocks, filled, random_ids, random_model, variants
 
 from modeling_essm import ESSMCache
 
 
 @torch.no_grad()
-def filled(model, ids, K=None):
-    cache = ESSMCache(model.config)
-    model(ids, past_key_values=cache, use_cache=True, spectral_budget=K)
-    return cache
-
-
-@torch.no_grad()
-def step(model, cache, token, K):
+def step(model, cache, token, K=None):
     """(B, V) logits after one token of every row."""
     return model(token, past_key_values=cache, use_cache=True, spectral_budget=K).logits[:, 0]
 
 
 def states(cache):
-    return [tensor for layer in cache.layers for tensor in layer.tensors.values()]
+    return list(cache.states.values())
+
+
+# --- Rows
+
+
+def decode_as(model, merged, solo, budgets, seed):
+    """Each row of a merged cache decodes as the cache that it came from."""
+    tokens = random_ids(len(solo), 5, seed=seed)
+    for t in range(5):
+        together = step(model, merged, tokens[:, t : t + 1], torch.tensor(budgets))
+        for i, K in enumerate(budgets):
+            assert_close(together[i : i + 1], step(model, solo[i], tokens[i : i + 1, t : t + 1], K))
 
 
 @variants
 def test_merged_rows_equal_solo_runs(variant):
     """Rows of several budgets and lengths, decoded together and taken apart again."""
-    model, budgets, lengths = random_model(**variant), [2, 32, 7], [5, 19, 12]
-    prompts = [random_ids(1, n, seed=n) for n in lengths]
-    solo = [filled(model, ids, K) for ids, K in zip(prompts, budgets)]
-    merged = ESSMCache.merge([filled(model, ids, K) for ids, K in zip(prompts, budgets)])
+    model, late = random_model(**variant), random_ids(1, 7, seed=3)
+    prompts = [(random_ids(1, n, seed=n), K) for n, K in ((5, 2), (19, 32), (12, 7))]
+    solo, parts = ([filled(model, ids, K) for ids, K in prompts] for _ in range(2))
+    merged = ESSMCache.merge(parts)
     assert merged.batch_size == 3 and merged.get_seq_length() == 19
-    tokens = random_ids(3, 10, seed=1)
-    for t in range(5):
-        together = step(model, merged, tokens[:, t : t + 1], torch.tensor(budgets))
-        for i, K in enumerate(budgets):
-            assert_close(together[i : i + 1], step(model, solo[i], tokens[i : i + 1, t : t + 1], K))
-    # The middle row, which alone needed the room, leaves; another comes
-    merged = merged.select([2, 0])
+    decode_as(model, merged, solo, [2, 32, 7], seed=1)
+    merged = merged.select([2, 0])  # the middle row, which alone needed the room, leaves; another comes
     assert merged.layers[0].num_states == solo[2].layers[0].num_states
-    late = random_ids(1, 7, seed=3)
     merged = ESSMCache.merge([merged, filled(model, late, 4)])
-    solo, budgets = [solo[2], solo[0], filled(model, late, 4)], [7, 2, 4]
-    tokens = tokens[[2, 0, 1]]
-    for t in range(5, 10):
-        together = step(model, merged, tokens[:, t : t + 1], torch.tensor(budgets))
-        for i, K in enumerate(budgets):
-            assert_close(together[i : i + 1], step(model, solo[i], tokens[i : i + 1, t : t + 1], K))
+    decode_as(model, merged, [solo[2], solo[0], filled(model, late, 4)], [7, 2, 4], seed=2)
 
 
 def test_select_leaves_the_original_alone():
@@ -59,34 +53,88 @@ def test_select_leaves_the_original_alone():
     before = [t.clone() for t in states(cache)]
     part = cache.select(torch.tensor([2, 0]))
     assert part.batch_size == 2 and part.get_seq_length() == 9
-    expected = filled(model, ids[[2, 0]], 8)
-    for actual, wanted in zip(states(part), states(expected)):
+    for actual, wanted in zip(states(part), states(filled(model, ids[[2, 0]], 8))):
         assert_close(actual, wanted)
     for mask in ([True, False, True], torch.tensor([[True], [False], [True]])):
         assert all(map(torch.equal, states(cache.select(mask)), states(cache.select([0, 2]))))
     step(model, part, ids[:2, :1], 8)
-    assert all(torch.equal(a, b) for a, b in zip(states(cache), before)) and cache.get_seq_length() == 9
+    assert all(map(torch.equal, states(cache), before)) and cache.get_seq_length() == 9
+
+
+@variants
+def test_reorder_select_and_repeat(variant):
+    model, ids = random_model(**variant), random_ids(4, 9)
+    for name, argument, rows in (
+        ("reorder_cache", torch.tensor([2, 0, 0, 3]), [2, 0, 0, 3]),
+        ("batch_select_indices", torch.tensor([3, 1]), [3, 1]),
+        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2, 3, 3]),
+    ):
+        cache, expected, token = filled(model, ids), filled(model, ids[rows]), random_ids(len(rows), 1, seed=2)
+        getattr(cache, name)(argument)
+        assert cache.states.keys() == expected.states.keys()
+        for actual, wanted in zip(states(cache), states(expected)):
+            assert_close(actual, wanted)
+        assert_close(step(model, cache, token), step(model, expected, token))  # and decodes on
 
 
 def test_every_row_keeps_its_own_stamp():
-    model = random_model()
+    model, token = random_model(), random_ids(3, 1)
     merged = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 5), 20)])
-    token, before = random_ids(3, 1), [t.clone() for t in states(merged)]
     for budget, row, K in ((torch.tensor([4, 20, 20]), 0, 4), (torch.tensor([3, 20, 21]), 2, 21), (4, 0, 4)):
         with pytest.raises(ValueError, match=rf"spectral_budget {K} needs .* in row {row} of layer 0"):
             step(model, merged, token, budget)
-    assert all(torch.equal(a, b) for a, b in zip(states(merged), before))
-    step(model, copy.deepcopy(merged), token, torch.tensor([3, 20, 2]))
-    step(model, copy.deepcopy(merged), token, 3)
-    # Stamps travel with the rows.
-    merged.reorder_cache(torch.tensor([2, 2, 0]))
+    for budget in (torch.tensor([3, 20, 2]), 3):
+        step(model, copy.deepcopy(merged), token, budget)
+    merged.reorder_cache(torch.tensor([2, 2, 0]))  # stamps travel with the rows
     with pytest.raises(ValueError, match="in row 2 of layer 0"):
         step(model, merged, token, torch.tensor([20, 20, 4]))
     merged.batch_repeat_interleave(2)
     with pytest.raises(ValueError, match="in row 4 of layer 0"):
         step(model, merged, random_ids(6, 1), 4)
-    merged.reset()
-    model(random_ids(2, 5), past_key_values=merged, use_cache=True)  # as new
+
+
+# --- Room
+
+
+@variants
+def test_the_size_falls_with_the_budget_and_is_constant_in_context(variant):
+    model = random_model(**variant)
+    sizes = [[filled(model, random_ids(2, n), K).num_bytes for K in (1, 8, 32)] for n in (60, 300)]
+    assert sizes[0] == sorted(set(sizes[0]))
+    assert variant is HYBRID or sizes[0] == sizes[1]
+    greedy = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+    generated = model.generate(random_ids(2, 60 - 7), **greedy, spectral_budget=8)
+    assert generated.past_key_values.num_bytes == sizes[0][1]
+    if not variant:
+        assert sizes[0][1] == 2 * 2 * (8 + 16) * 16 * 4  # layers, rows, states, width, bytes of fp32
+
+
+@variants
+def test_the_budget_of_a_running_cache(variant):
+    """Features do not depend on the budget above them: in a last layer, a new budget is as if it had always run."""
+    one = {"num_hidden_layers": 2, "layer_types": variant["layer_types"][1:3]} if variant is HYBRID else {}
+    model, ids = random_model(**variant | ({"num_hidden_layers": 1} | one)), random_ids(2, 30)
+    cache = ESSMCache(model.config, state_budget=20)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache, spectral_budget=4)
+        for K, t in ((20, 20), (3, 21), (9, 22), (20, 23)):
+            expected = model(ids[:, : t + 1], spectral_budget=K).logits[:, -1]
+            assert_close(step(model, cache, ids[:, t : t + 1], K), expected)
+        with pytest.raises(ValueError, match="state_budget=21"):
+            step(model, cache, ids[:, :1], 21)
+
+
+def test_a_budget_beyond_the_states_says_how_and_touches_nothing():
+    model, ids = random_model(), random_ids(2, 9)
+    cache = filled(model, ids, 4)
+    before = [t.clone() for t in states(cache)]
+    hint = r"spectral_budget 20 needs 36 states in layer {}.*holds 16.*ESSMCache\(config, state_budget=20\)"
+    for budget, layer in ((20, 0), ([20, 4], 0), (torch.tensor([4, 20]), 0), ([4, 20], 1)):
+        with pytest.raises(ValueError, match=hint.format(layer)):
+            step(model, cache, ids[:, :1], budget)
+    with pytest.raises(ValueError, match=hint.format(0)):
+        model.generate(random_ids(2, 10), past_key_values=cache, spectral_budget=20)
+    assert cache.get_seq_length() == 9 and all(map(torch.equal, states(cache), before))
 
 
 @blocks
@@ -100,10 +148,8 @@ def test_shrinking_a_running_cache(block):
         assert_close(step(model, small, ids[:, t : t + 1], 5), step(model, whole, ids[:, t : t + 1], 5))
     with pytest.raises(ValueError, match="spectral_budget 6 needs 22 states in layer 0, but this cache holds 19"):
         step(model, small, ids[:, :1], 6)
-    small.shrink([4, 2])
-    assert [layer.num_states for layer in small.layers] == [16, 10]
-    small.shrink(32)  # nothing to give back
-    assert [layer.num_states for layer in small.layers] == [16, 10]
+    for budget in ([4, 2], 32):  # the second has nothing to give back
+        assert [layer.num_states for layer in small.shrink(budget).layers] == [16, 10]
     merged = ESSMCache.merge([filled(model, ids, 3), whole]).shrink(8)
     step(model, merged, random_ids(4, 1), torch.tensor([3, 3, 8, 8]))
     with pytest.raises(ValueError, match="in row 1"):
@@ -113,6 +159,19 @@ def test_shrinking_a_running_cache(block):
         step(model, merged, random_ids(4, 1), 3)
     with pytest.raises(ValueError, match=r"\[1, 32\], got 33"):
         whole.shrink(33)
+
+
+def test_shrinking_makes_nothing_larger():
+    """A budget above the room that a cache has, or has been asked to make, changes nothing; nor after a reset."""
+    model, ids = random_model(), random_ids(2, 9)
+    fresh, ran = ESSMCache(model.config, state_budget=4).shrink(8), filled(model, ids, 4).shrink(8)
+    ran.reset()
+    for cache in (fresh, ran, ESSMCache(model.config).shrink(8)):
+        assert filled(model, ids, 4, cache).num_bytes == filled(model, ids, 4).num_bytes
+    merged = ESSMCache.merge([filled(model, ids, 4), filled(model, ids, 8)]).shrink(20)
+    step(model, merged, random_ids(4, 1), torch.tensor([4, 4, 8, 8]))
+    roomy = ESSMCache(model.config, state_budget=20).shrink(8)
+    assert filled(model, ids, 4, roomy).num_bytes == filled(model, ids, 8).num_bytes
 
 
 @blocks
@@ -126,54 +185,37 @@ def test_states_of_one_row_lie_as_their_shapes_say(block, length):
         step(model, held, random_ids(1, 1), 5)
 
 
-def test_shrinking_makes_nothing_larger():
-    """A budget above the room that a cache has, or has been asked to make, changes nothing; nor after a reset."""
+# --- As a whole
+
+
+def test_reset_forgets_everything():
     model, ids = random_model(), random_ids(2, 9)
-    fresh = ESSMCache(model.config, state_budget=4).shrink(8)
-    ran, plain = filled(model, ids, 4).shrink(8), ESSMCache(model.config).shrink(8)
-    merged = ESSMCache.merge([filled(model, ids, 4), filled(model, ids, 8)]).shrink(20)
-    step(model, merged, random_ids(4, 1), torch.tensor([4, 4, 8, 8]))
-    ran.reset()
-    for cache in (fresh, ran, plain):
-        with torch.no_grad():
-            model(ids, past_key_values=cache, spectral_budget=4)
-        assert cache.num_bytes == filled(model, ids, 4).num_bytes
-    roomy = ESSMCache(model.config, state_budget=20).shrink(8)
-    step(model, roomy, ids[:, :1], 4)
-    assert roomy.num_bytes == filled(model, ids, 8).num_bytes
+    cache = filled(model, random_ids(3, 7, seed=5), 4)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.num_bytes == 0 and not cache.has_previous_state()
+    with torch.no_grad():  # other rows and a larger budget are welcome
+        assert torch.equal(model(ids, past_key_values=cache).logits, model(ids).logits)
+
+
+def test_a_copy_is_a_checkpoint_and_crop_says_so():
+    model, ids = random_model(), random_ids(1, 9)
+    cache = model(ids, use_cache=True).past_key_values
+    assert not any(tensor.requires_grad for tensor in states(cache))  # nor does it hold the graph
+    kept = copy.deepcopy(cache)
+    assert torch.equal(step(model, cache, ids[:, :1]), step(model, kept, ids[:, :1]))
+    with pytest.raises(ValueError, match=r"cannot be cropped to 4.*deepcopy"):
+        cache.crop(4)
+    assert cache.to("meta") is cache and all(t.is_meta for t in states(cache))
 
 
 @blocks
 def test_the_step_of_named_states_is_that_of_a_cache(block):
     model, token = random_model(**block), random_ids(2, 1)
-    cache = filled(model, random_ids(2, 9), 5)
-    held, other = cache.states, ESSMCache(model.config)
+    held, other = filled(model, random_ids(2, 9), 5).states, ESSMCache(model.config)
     other.set_states(held)
     logits, after = model.step(token, (5, 5), held)
     assert torch.equal(logits, step(model, other, token, 5))
     assert after.keys() == held.keys() and all(torch.equal(after[name], other.states[name]) for name in after)
-
-
-def test_moving_between_devices():
-    cache = filled(random_model(), random_ids(2, 9), 4)
-    assert cache.to("meta") is cache and all(t.is_meta for t in states(cache))
-
-
-def test_bad_rows_and_caches():
-    model = random_model()
-    cache = filled(model, random_ids(2, 9), 5)
-    for rows in ([2], [-1], [], [0.5, 1.0], [True], [True, False, True], torch.tensor([False, False])):
-        with pytest.raises(ValueError, match=r"rows must be integers in \[0, 1\], at least one, or a mask of 2"):
-            cache.select(rows)
-    empty = ESSMCache(model.config)
-    with pytest.raises(ValueError, match="cannot select rows of an empty cache"):
-        empty.select([0])
-    with pytest.raises(ValueError, match="cannot merge an empty cache"):
-        ESSMCache.merge([cache, empty])
-    with pytest.raises(ValueError, match="merge needs at least one cache"):
-        ESSMCache.merge([])
-    with pytest.raises(ValueError, match="caches of different models"):
-        ESSMCache.merge([cache, filled(random_model(num_hidden_layers=1), random_ids(1, 3))])
 
 
 @blocks
@@ -181,9 +223,25 @@ def test_a_decoding_step_reads_no_value_of_a_tensor(block):
     """On the meta device there is none to read."""
     model, ids = random_model(**block), random_ids(2, 9)
     budget = model.config.resolve_budget(torch.tensor([3, 8]), batch_size=2)
-    with torch.no_grad():
-        cache = model(ids, spectral_budget=budget).past_key_values
-        model.to("meta")
-        cache.to("meta")
-        for K in (budget, 4):
-            assert model(ids[:, :1].to("meta"), past_key_values=cache, spectral_budget=K).logits.shape == (2, 1, 259)
+    cache = filled(model, ids, budget).to("meta")
+    model.to("meta")
+    for K in (budget, 4):
+        assert step(model, cache, ids[:, :1].to("meta"), K).shape == (2, 259)
+
+
+def test_bad_rows_and_caches():
+    model = random_model()
+    cache, empty = filled(model, random_ids(2, 9), 5), ESSMCache(model.config)
+    for rows in ([2], [-1], [], [0.5, 1.0], [True], [True, False, True], torch.tensor([False, False])):
+        with pytest.raises(ValueError, match=r"rows must be integers in \[0, 1\], at least one, or a mask of 2"):
+            cache.select(rows)
+    with pytest.raises(ValueError, match="cannot select rows of an empty cache"):
+        empty.select([0])
+    other = filled(random_model(num_hidden_layers=1), random_ids(1, 3))
+    for caches, message in (
+        ([cache, empty], "cannot merge an empty cache"),
+        ([], "merge needs at least one cache"),
+        ([cache, other], "caches of different models"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ESSMCache.merge(caches)

@@ -13,28 +13,25 @@ from helpers import HYBRID, assert_close, blocks, random_ids, random_masks, rand
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
-from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
-from modeling_essm.decoding import compile_decoding
+from modeling_essm import ESSMForCausalLM
+from modeling_essm.decoding import ContinuousBatch, compile_decoding
 from modeling_essm.export import export_programs
 
 L_, S_, F_ = "linear_attention", "sliding_attention", "full_attention"
-GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 256}
 
 
-def hybrid(cls=ESSMForCausalLM, types=HYBRID["layer_types"], **fields):
+def hybrid(types=HYBRID["layer_types"], **fields):
     """Four query heads for two of keys, a window of 5."""
-    return random_model(cls, **HYBRID | {"num_hidden_layers": len(types), "layer_types": types} | fields)
+    return random_model(**HYBRID | {"num_hidden_layers": len(types), "layer_types": types} | fields)
 
 
 @torch.no_grad()
-def in_pieces(model, ids, sizes, mask=None, **options):
+def in_pieces(model, ids, sizes, mask=None):
     """Logits of all positions, read in calls of these sizes with one cache, and the cache."""
-    cache, parts, start = None, [], 0
-    for n in sizes:
-        here = slice(start, start + n)
-        call = {} if mask is None else {"attention_mask": mask[:, here].long()}
-        output = model(ids[:, here], past_key_values=cache, use_cache=True, **call, **options)
-        cache, start = output.past_key_values, start + n
+    cache, parts, masks = None, [], [None] * len(sizes) if mask is None else mask.long().split(sizes, 1)
+    for part, own in zip(ids.split(sizes, 1), masks):
+        output = model(part, past_key_values=cache, use_cache=True, attention_mask=own)
+        cache = output.past_key_values
         parts.append(output.logits)
     return torch.cat(parts, 1), cache
 
@@ -43,7 +40,7 @@ def in_pieces(model, ids, sizes, mask=None, **options):
 @pytest.mark.parametrize("kind", [S_, F_])
 def test_attention_is_what_it_says(kind):
     """Query by query and head by head in fp64, from the definition: causal, within the window, rotated by position."""
-    model = hybrid(types=[L_, kind]).double()
+    model = hybrid([L_, kind]).double()
     x, seen = torch.randn(2, 11, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
     layer = model.model.layers[1]
     layer.self_attn.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
@@ -154,21 +151,19 @@ def test_rotary_variants(rope, tmp_path):
 
 def test_a_window_keeps_what_it_needs():
     """All but the position that comes next, however the text was cut; full attention keeps all."""
-    model, ids = hybrid(types=[S_, L_, F_]), random_ids(2, 19)
     for sizes in ([19], [1] * 19, [3, 16]):
-        cache = in_pieces(model, ids, sizes)[1]
-        assert cache.states["0.keys"].shape == (2, 2, 4, 4) and cache.states["2.keys"].shape == (2, 2, 19, 4)
+        states = in_pieces(hybrid([S_, L_, F_]), random_ids(2, 19), sizes)[1].states
+        assert states["0.keys"].shape == (2, 2, 4, 4) and states["2.keys"].shape == (2, 2, 19, 4)
 
 
 @torch.no_grad()
 def test_far_positions_keep_their_precision():
     """Rotary angles depend on differences alone: a text that begins late reads as it does at the beginning."""
-    model = hybrid(types=[L_, F_])
-    ids = random_ids(1, 12)
+    model, ids = hybrid([L_, F_]), random_ids(1, 12)
     cache = model(ids[:, :1]).past_key_values
     near = model(ids[:, 1:], past_key_values=copy.deepcopy(cache)).logits
-    cache.layers[1].tensors["keys"] = cache.layers[1].tensors["keys"][:, :, :0]  # nothing to attend to, far away
-    cache.layers[1].tensors["values"] = cache.layers[1].tensors["values"][:, :, :0]
+    for name in ("keys", "values"):  # nothing to attend to, far away
+        cache.layers[1].tensors[name] = cache.layers[1].tensors[name][:, :, :0]
     far = copy.deepcopy(cache)
     far.layers[1].tensors["lengths"] = cache.layers[1].tensors["lengths"] + 1000
     a, b = (model(ids[:, 1:], past_key_values=c).logits for c in (cache, far))
@@ -176,51 +171,29 @@ def test_far_positions_keep_their_precision():
     assert (a - near).abs().max() > 1e-3
 
 
-def test_a_cache_of_other_layers_is_refused():
-    model, ids = hybrid(), random_ids(1, 5)
-    cache = hybrid(types=[L_, F_, L_, S_])(ids).past_key_values
-    with pytest.raises(ValueError, match="layer_types"):
-        model(ids, past_key_values=cache)
-
-
 def test_what_needs_a_constant_size_is_refused():
     model, ids = hybrid(), random_ids(1, 5)
-    with pytest.raises(ValueError, match="layer 1 is 'sliding_attention', whose keys grow"):
-        model.generate(ids, cache_implementation="static", **GREEDY)
-    with pytest.raises(ValueError, match=r"hybrid is not compiled ahead.*decodes eagerly"):
-        compile_decoding(model)
-    with pytest.raises(ValueError, match="hybrid language model cannot be exported"):
-        export_programs(model)
-    with pytest.raises(ValueError, match="cannot be cropped"):
-        model(ids).past_key_values.crop(-1)
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_classifier_is_exported():
-    model = hybrid(ESSMForSequenceClassification, num_labels=3)
-    program = export_programs(model, 6)["classify"].module()
-    for shape in ((3, 9), (2, 26)):
-        ids = random_ids(*shape)
-        mask = random_masks(*shape, torch.Generator().manual_seed(0)) if shape[0] > 2 else torch.ones(shape)
-        expected = model(ids, attention_mask=mask.long(), spectral_budget=6).logits
-        assert_close(program(ids, mask.long()), expected)
+    for call, message in (
+        (lambda: model.generate(ids, cache_implementation="static"), "layer 1 is 'sliding_attention', whose keys grow"),
+        (lambda: compile_decoding(model), r"hybrid is not compiled ahead.*decodes eagerly"),
+        (lambda: export_programs(model), "hybrid language model cannot be exported"),
+        (lambda: ContinuousBatch(model, 1 << 24), "has attention layers, whose keys grow"),
+        (lambda: model(ids).past_key_values.crop(-1), "cannot be cropped"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @torch.no_grad()
 def test_budgets_act_on_spectral_layers():
     """One for each of them, in order; an attention layer is the same at all, and holds the same."""
-    model, ids = hybrid(), random_ids(2, 13)
-    seen = []
-    for layer in (model.model.layers[1], model.model.layers[3]):
-        layer.self_attn.register_forward_hook(lambda module, args, output: seen.append(output))
-    caches = {}
-    for K in ([32, 32], [32, 4], [4, 32]):
+    model, ids, seen, caches = hybrid(), random_ids(2, 13), [], {}
+    model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: seen.append(output))
+    for K in ((32, 32), (32, 4), (4, 32)):
         output = model(ids, spectral_budget=K, use_cache=True)
-        assert output.spectral_budget == tuple(K)
-        caches[tuple(K)] = output.past_key_values
-    first = seen[::2]
-    assert torch.equal(first[0], first[1]) and not torch.equal(first[0], first[2])  # the layer before it decides
+        assert output.spectral_budget == K
+        caches[K] = output.past_key_values
+    assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])  # the layer before it decides
     sizes = [[tuple(t.shape) for t in layer.tensors.values()] for layer in caches[4, 32].layers]
     assert sizes[0][0][1] < sizes[2][0][1]
     assert sizes[1] == [tuple(t.shape) for t in caches[32, 32].layers[1].tensors.values()]

@@ -6,21 +6,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import VARIANTS, assert_close, blocks, pad, random_ids, random_model, tiny_config, variants
+from helpers import VARIANTS, assert_close, blocks, pad, random_ids, random_model, variants
 
-from modeling_essm import ESSMForSequenceClassification, ESSMModel
-from modeling_essm.spectral_basis import spectral_basis
+from modeling_essm import ESSMForSequenceClassification
 
 # --- Heads
 
 
 def test_loss_is_next_token_cross_entropy():
     model, ids = random_model(), random_ids(2, 20)
-    labels = ids.clone()
-    labels[0, :5] = -100
+    labels = ids.masked_fill(torch.arange(20) < 5, -100)
     outputs = model(ids, labels=labels)
-    expected = F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    assert_close(outputs.loss, expected, atol=1e-6)
+    assert_close(outputs.loss, F.cross_entropy(outputs.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()), atol=1e-6)
 
 
 def test_logits_to_keep_hidden_states_and_tuples():
@@ -34,12 +31,6 @@ def test_logits_to_keep_hidden_states_and_tuples():
     assert len(full.hidden_states) == 3 and full.past_key_values is None
     assert_close(model.lm_head(full.hidden_states[-1]), full.logits, atol=1e-6)
     assert torch.equal(full.hidden_states[0], model.model.embed_tokens(ids))
-
-
-def test_embeddings_instead_of_ids():
-    model, ids = random_model(), random_ids(2, 20)
-    with torch.no_grad():
-        assert torch.equal(model(inputs_embeds=model.model.embed_tokens(ids)).logits, model(ids).logits)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "last"])
@@ -64,12 +55,10 @@ def test_classifier_ignores_padding(pooling, features, side, block):
             assert_close(logits[i : i + 1], run(ids[i : i + 1, :n], spectral_budget=9))
 
 
-def test_pooling_modes_are_the_mean_and_the_last_position():
-    ids = random_ids(2, 20)
-    for pooling, pool in [("mean", lambda h: h.mean(1)), ("last", lambda h: h[:, -1])]:
-        model = random_model(ESSMForSequenceClassification, classifier_pooling=pooling)
-        hidden = model.model(ids).last_hidden_state
-        assert_close(model(ids).logits, model.score(pool(hidden)), atol=1e-6)
+@pytest.mark.parametrize("pooling, pool", [("mean", lambda h: h.mean(1)), ("last", lambda h: h[:, -1])], ids=str)
+def test_pooling_modes_are_the_mean_and_the_last_position(pooling, pool):
+    model, ids = random_model(ESSMForSequenceClassification, classifier_pooling=pooling), random_ids(2, 20)
+    assert_close(model(ids).logits, model.score(pool(model.model(ids).last_hidden_state)), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -109,23 +98,17 @@ def test_every_parameter_gets_a_gradient(variant):
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_gradient_checkpointing_changes_nothing(variant, reentrant):
     model, ids = random_model(**variant).train(), random_ids(2, 20)
-    calls = []
+    calls, gradients = [], []
     model.model.layers[0].mixer.register_forward_hook(lambda *_: calls.append(1))
-
-    def gradients():
+    for expected in (1, 2):  # the second time it recomputes
         model.zero_grad()
         calls.clear()
         model(ids, labels=ids, spectral_budget=7).loss.backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    plain = gradients()
-    assert len(calls) == 1
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    checkpointed = gradients()
-    assert len(calls) == 2  # it did recompute
-    assert plain.keys() == checkpointed.keys()
-    for name in plain:
-        assert_close(checkpointed[name], plain[name], atol=1e-6)
+        assert len(calls) == expected
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert_close(checkpointed, plain, atol=1e-6)
 
 
 def test_gradient_checkpointing_refuses_a_cache():
@@ -145,8 +128,7 @@ def test_gradient_checkpointing_refuses_a_cache():
 def test_dropout_and_stochastic_depth_act_in_training_only(name, block):
     model, ids = random_model(**block, **{name: 0.5}), random_ids(2, 20)
     assert torch.equal(model(ids).logits, random_model(**block)(ids).logits)
-    model.train()
-    assert not torch.equal(model(ids).logits, model(ids).logits)
+    assert not torch.equal(model.train()(ids).logits, model(ids).logits)
 
 
 @torch.no_grad()
@@ -164,16 +146,13 @@ def test_dropout_is_where_its_name_says(block):
 
 
 def test_stochastic_depth_may_rise_over_the_blocks():
-    for depth, expected in ((3, [0.0, 0.1, 0.2]), (1, [0.0])):
-        model = random_model(num_hidden_layers=depth, stochastic_depth=0.2, stochastic_depth_ramp=True)
-        assert [layer.stochastic_depth for layer in model.model.layers] == pytest.approx(expected)
-    assert [layer.stochastic_depth for layer in random_model(stochastic_depth=0.2).model.layers] == [0.2, 0.2]
-
-
-@blocks
-def test_the_gate_starts_at_its_bias(block):
-    mixer = ESSMModel(tiny_config(**block, gate_bias=-2.0)).layers[0].mixer
-    assert bool((mixer.gate_out.bias == -2.0).all())
+    for fields, expected in (
+        ({"num_hidden_layers": 3, "stochastic_depth_ramp": True}, [0.0, 0.1, 0.2]),
+        ({"num_hidden_layers": 1, "stochastic_depth_ramp": True}, [0.0]),
+        ({}, [0.2, 0.2]),
+    ):
+        layers = random_model(stochastic_depth=0.2, **fields).model.layers
+        assert [layer.stochastic_depth for layer in layers] == pytest.approx(expected)
 
 
 # --- Precision
@@ -182,19 +161,16 @@ def test_the_gate_starts_at_its_bias(block):
 @pytest.mark.parametrize("K", [2, 32])
 def test_bf16_follows_fp32(K):
     """bf16 keeps 8 bits: an error of a few times 2^-8 of the logits' size. States stay in fp32."""
-    model, ids = random_model(), random_ids(2, 100)
+    model, ids = random_model(), random_ids(2, 101)
     half = copy.deepcopy(model).to(torch.bfloat16)
     with torch.no_grad():
         expected = model(ids, spectral_budget=K).logits
-        outputs = half(ids, spectral_budget=K, use_cache=True)
-        assert outputs.logits.dtype == torch.bfloat16
-        assert (outputs.logits.float() - expected).norm() / expected.norm() < 0.03
-        # decoding goes on from the same state
-        more = half(ids[:, :1], past_key_values=outputs.past_key_values, spectral_budget=K).logits.float()
-        longer = model(torch.cat([ids, ids[:, :1]], 1), spectral_budget=K).logits[:, -1:]
-        assert (more - longer).norm() / longer.norm() < 0.03
-    for layer in outputs.past_key_values.layers:
-        assert layer.tensors["features"].dtype == torch.float32
+        outputs = half(ids[:, :100], spectral_budget=K, use_cache=True)
+        more = half(ids[:, 100:], past_key_values=outputs.past_key_values, spectral_budget=K).logits
+    assert outputs.logits.dtype == torch.bfloat16
+    for actual, exact in ((outputs.logits, expected[:, :100]), (more, expected[:, 100:])):
+        assert (actual.float() - exact).norm() / exact.norm() < 0.03
+    assert {t.dtype for t in outputs.past_key_values.states.values()} == {torch.float32}
 
 
 def test_a_gate_in_bf16_is_computed_in_fp32():
@@ -217,43 +193,3 @@ def test_autocast_trains():
     loss.backward()
     assert abs(loss - expected) < 0.02 * expected  # bf16 rounding
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
-
-
-# --- Stability: Appendix C
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("gating, floor", [("softmax", 0.75), ("none", 0.45)])
-def test_outputs_stay_within_the_bound_and_come_near_it(gating, floor):
-    """|u(t)|_2 <= 1 implies |y(t)|_2 <= ||D|| + sum_k alpha_k sigma_k^{1/4} ||M_k|| ||phi_k||_1, at every K.
-
-    One channel is strong, the skip term is aligned with it, and inputs are noise or drive a channel hardest at the last
-    step. softmax puts between 0.88 (K=2) and all (K=1) of its weight on one channel: the bound is its largest value.
-    none: alpha is 1 for every channel, so the bound is the sum, of which the strong channel is a part.
-    """
-    L, basis = 512, spectral_basis(512)
-    for K in (1, 2, 7, 16, 32):
-        model, seen = random_model(ESSMModel, gating=gating, num_hidden_layers=1), []
-        layer = model.layers[0]
-        mixer = layer.mixer
-        mixer.channel_mixing[K - 1] *= 20.0
-        mixer.skip.weight.copy_(0.5 * mixer.channel_mixing[K - 1].T)
-        if gating == "softmax":
-            mixer.gate_out.weight.zero_()
-            mixer.gate_out.bias.fill_(-1.0 if K == 2 else 0.0)
-            mixer.gate_out.bias[K - 1] = 1.0
-        phi = torch.from_numpy(basis.filters(K))
-        signs = torch.where(phi.float().flip(0) >= 0, 1.0, -1.0).T  # (K, L)
-        top = torch.linalg.svd(mixer.channel_mixing[:K])[0][:, :, 0]  # y = f M: the left singular vector
-        drive = signs[..., None] * top[:, None]
-        noise = torch.randn(4, L, 16, generator=torch.Generator().manual_seed(1))
-        u = F.normalize(torch.cat([drive, -drive, noise]), dim=-1)
-        layer.input_norm.forward = lambda x: x
-        mixer.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
-        model(inputs_embeds=u, spectral_budget=K)
-        gain = torch.linalg.matrix_norm(mixer.channel_mixing[:K].double(), 2)
-        gain = torch.from_numpy(basis.sigma[:K] ** 0.25) * gain * phi.abs().sum(0)
-        bound = torch.linalg.matrix_norm(mixer.skip.weight.double(), 2)
-        bound = bound + (gain.max() if gating == "softmax" else gain.sum())
-        ratio = float(seen[0].double().norm(dim=-1).max() / bound)
-        assert floor < ratio <= 1 + 1e-5, (K, ratio)

@@ -1,14 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Models: the checkpoint's format, first values, budgets, causality and masks, for everything that differs in code."""
 
-import copy
 import re
 
 import pytest
 import torch
 from accelerate.utils import send_to_device
 from helpers import (
-    BUDGETS,
     HYBRID,
     VARIANTS,
     assert_close,
@@ -17,75 +15,38 @@ from helpers import (
     random_masks,
     random_model,
     tiny_config,
-    truncate,
     variants,
 )
+from safetensors.torch import load_file, save_file
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.mixer_essm import LayerCall
 
-LAYER = {
-    "input_norm.weight": (16,),
-    "input_norm.bias": (16,),
-    "mixer.gate_in.weight": (8, 16),
-    "mixer.gate_in.bias": (8,),
-    "mixer.gate_out.weight": (32, 8),
-    "mixer.gate_out.bias": (32,),
-    "mixer.channel_mixing": (32, 16, 16),
-    "mixer.skip.weight": (16, 16),
-    "ffn_norm.weight": (16,),
-    "ffn_norm.bias": (16,),
-    "ffn.up.weight": (64, 16),
-    "ffn.up.bias": (64,),
-    "ffn.down.weight": (16, 64),
-    "ffn.down.bias": (16,),
-}
-BODY = {
-    **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()},
-    "norm.weight": (16,),
-    "norm.bias": (16,),
-}
-IN_MODEL = {f"model.{name}": shape for name, shape in BODY.items()}
-GATED_LAYER = {
-    "input_norm.weight": (16,),
-    "in_proj.weight": (48, 16),
-    "mixer.gate_in.weight": (8, 24),
-    "mixer.gate_in.bias": (8,),
-    "mixer.gate_out.weight": (32, 4, 8),
-    "mixer.gate_out.bias": (32, 4),
-    "mixer.channel_mixing": (32, 24, 1),
-    "mixer.convolution": (3, 24),
-    "mixer.skip.weight": (24,),
-    "mixer_norm.weight": (24,),
-    "out_proj.weight": (16, 24),
-    "ffn_norm.weight": (16,),
-    "ffn.up.weight": (48, 16),
-    "ffn.down.weight": (16, 24),
+# Names and sizes, of layers and of what stands around them
+LAYERS = {
+    "paper": "input_norm.weight 16, input_norm.bias 16, mixer.gate_in.weight 8 16, mixer.gate_in.bias 8, "
+    "mixer.gate_out.weight 32 8, mixer.gate_out.bias 32, mixer.channel_mixing 32 16 16, mixer.skip.weight 16 16, "
+    "ffn_norm.weight 16, ffn_norm.bias 16, ffn.up.weight 64 16, ffn.up.bias 64, ffn.down.weight 16 64, "
+    "ffn.down.bias 16",
+    "gated": "input_norm.weight 16, in_proj.weight 48 16, mixer.gate_in.weight 8 24, mixer.gate_in.bias 8, "
+    "mixer.gate_out.weight 32 4 8, mixer.gate_out.bias 32 4, mixer.channel_mixing 32 24 1, mixer.convolution 3 24, "
+    "mixer.skip.weight 24, mixer_norm.weight 24, out_proj.weight 16 24, ffn_norm.weight 16, ffn.up.weight 48 16, "
+    "ffn.down.weight 16 24",
 }
 FORMATS = {
-    "gated": (
-        ESSMModel,
-        VARIANTS["gated"],
-        {
-            "embed_tokens.weight": (259, 16),
-            **{f"layers.{i}.{name}": shape for i in range(2) for name, shape in GATED_LAYER.items()},
-            "norm.weight": (16,),
-        },
-    ),
-    "causal-lm": (
+    "gated": (ESSMModel, {}, "", "embed_tokens.weight 259 16, norm.weight 16"),
+    "paper": (
         ESSMForCausalLM,
         {},
-        {"model.embed_tokens.weight": (259, 16), **IN_MODEL, "lm_head.weight": (259, 16)},
+        "model.",
+        "model.embed_tokens.weight 259 16, model.norm.weight 16, model.norm.bias 16, lm_head.weight 259 16",
     ),
     "features": (
         ESSMForSequenceClassification,
         {"num_labels": 3, "num_input_features": 5},
-        {
-            "model.embed_features.weight": (16, 5),
-            "model.embed_features.bias": (16,),
-            **IN_MODEL,
-            "score.weight": (3, 16),
-        },
+        "model.",
+        "model.embed_features.weight 16 5, model.embed_features.bias 16, model.norm.weight 16, model.norm.bias 16, "
+        "score.weight 3 16",
     ),
 }
 
@@ -93,9 +54,13 @@ FORMATS = {
 # --- Checkpoint format and initialisation
 
 
-@pytest.mark.parametrize("cls, fields, expected", FORMATS.values(), ids=FORMATS)
-def test_checkpoint_names_and_shapes_are_the_documented_format(cls, fields, expected):
-    model = cls(tiny_config(**fields))
+@pytest.mark.parametrize("name", FORMATS)
+def test_checkpoint_names_and_shapes_are_the_documented_format(name):
+    cls, fields, prefix, around = FORMATS[name]
+    block = "gated" if name == "gated" else "paper"
+    inside = [f"{prefix}layers.{i}.{text}" for i in range(2) for text in LAYERS[block].split(", ")]
+    expected = {name: tuple(map(int, sizes)) for name, *sizes in map(str.split, [*inside, *around.split(", ")])}
+    model = cls(tiny_config(**VARIANTS[block], **fields))
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == expected
     assert list(model.buffers()) == []  # the basis is no part of it
 
@@ -109,14 +74,17 @@ def test_initial_values(variant, embeddings):
     """
     torch.manual_seed(0)
     tied, own = embeddings is None, {} if embeddings is None else {"embedding_initializer_range": embeddings}
-    config = tiny_config(hidden_size=32, initializer_range=0.02, tie_word_embeddings=tied, **own, **variant)
+    fields = {"hidden_size": 32, "initializer_range": 0.02, "gate_bias": -2.0, "tie_word_embeddings": tied}
+    config = tiny_config(**fields, **own, **variant)
     for name, tensor in ESSMForCausalLM(config).state_dict().items():
         if "channel_mixing" in name:
             std = 1e-3 if config.block == "paper" else config.mixing_size**-0.5
             assert 0.9 * std < tensor.std() < 1.1 * std, name  # at least 768 draws: the standard error is below 3%
         elif name.endswith("convolution"):
             assert 0.4 < tensor.abs().max() * config.conv_kernel_size**0.5 <= 1.0, name
-        elif name.endswith("gate_out.bias") or "norm.weight" in name or (config.block == "gated" and "skip" in name):
+        elif name.endswith("gate_out.bias"):
+            assert (tensor == -2.0).all(), name
+        elif "norm.weight" in name or (config.block == "gated" and "skip" in name):
             assert (tensor == 1.0).all(), name
         elif name.endswith("bias"):
             assert (tensor == 0.0).all(), name
@@ -145,24 +113,18 @@ def test_a_single_feature_keeps_its_size_from_the_start(block):
 )
 def test_every_missing_weight_is_initialised(cls, variant, tmp_path):
     """What transformers' own test_can_init_all_missing_weights asks: load a checkpoint that holds next to nothing."""
-    from safetensors.torch import load_file, save_file
-
     config = tiny_config(**variant)
     cls(config).save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = next(name for name in weights if name.endswith("norm.weight"))
     save_file({kept: torch.full_like(weights[kept], 7.0)}, tmp_path / "model.safetensors", {"format": "pt"})
-
-    def load(seed):
-        torch.manual_seed(seed)
-        return cls.from_pretrained(tmp_path).state_dict()
-
-    first, again = load(0), load(0)
-    torch.manual_seed(0)
-    fresh = cls(config).state_dict()
+    found = []
+    for make in (cls.from_pretrained, cls.from_pretrained, lambda path: cls(config)):
+        torch.manual_seed(0)
+        found.append(make(tmp_path).state_dict())
+    first, again, fresh = found
     for name in first:
         assert torch.equal(first[name], again[name]), name
-        assert first[name].isfinite().all() and first[name].abs().max() < 8.0, name
         if name == kept:
             assert (first[name] == 7.0).all()
         elif fresh[name].std() == 0:
@@ -172,26 +134,6 @@ def test_every_missing_weight_is_initialised(cls, variant, tmp_path):
 
 
 # --- Budgets
-
-
-def test_budgets_change_the_logits():
-    model, ids = random_model(), random_ids(2, 50)
-    with torch.no_grad():
-        logits = [model(ids, spectral_budget=K).logits for K in BUDGETS]
-    for i, a in enumerate(logits):
-        for b in logits[:i]:
-            assert (a - b).abs().max() > 1e-3  # 50 times the rounding tolerance
-
-
-@pytest.mark.parametrize("K", [1, 8, 32])
-@variants
-def test_a_budget_is_a_truncated_model(K, variant):
-    model, ids = random_model(**variant), random_ids(2, 50)
-    with torch.no_grad():
-        small = truncate(model, K)
-        assert_close(model(ids, spectral_budget=K).logits, small(ids).logits, atol=1e-6)
-    assert model.num_active_parameters(K) == small.num_parameters()
-    assert model.num_active_parameters([K, 32]) > small.num_parameters() or K == 32
 
 
 @pytest.mark.parametrize("budget", [5, torch.tensor([5, 3])], ids=["int", "rows"])
@@ -210,20 +152,6 @@ def test_channels_beyond_the_budget_are_not_read_and_get_zero_gradient(variant, 
         assert (parameter.grad[5:] == 0).all()
         assert all((channel != 0).any() for channel in parameter.grad[:5])
     assert model(ids, spectral_budget=6).logits.isnan().any()
-
-
-def test_layer_budgets_reach_their_layers():
-    """[a, b] runs a in the first spectral layer and b in the second, as with weights zeroed by hand."""
-    model, ids = random_model(gating="none"), random_ids(2, 50)
-    with torch.no_grad():
-        for budget in ([3, 20], [20, 3]):
-            by_hand = copy.deepcopy(model)
-            for layer, K in zip(by_hand.model.layers, budget):
-                layer.mixer.channel_mixing[K:] = 0.0
-            assert_close(model(ids, spectral_budget=budget).logits, by_hand(ids).logits)
-        expected = model(ids, spectral_budget=6).logits
-        assert torch.equal(model(ids, spectral_budget=[6, 6]).logits, expected)
-        assert torch.equal(model(ids, spectral_budget=torch.tensor([6, 6])).logits, expected)
 
 
 def test_outputs_report_the_budget_that_ran():
@@ -344,13 +272,16 @@ def test_the_gated_block_is_what_it_says():
 
 
 @blocks
-@torch.no_grad()
-def test_an_empty_batch_may_step(block):
-    model, ids = random_model(**block), random_ids(2, 9)
-    cache = model(ids).past_key_values
-    for layer in cache.layers:
-        layer.apply(lambda t: t[:0])
-    assert model(ids[:0, :1], past_key_values=cache).logits.shape == (0, 1, 259)
+def test_an_empty_batch(block):
+    model, none = random_model(**block), torch.zeros(0, 5, dtype=torch.long)
+    for budget in (None, 4, torch.tensor([], dtype=torch.int32)):
+        cache = ESSMCache(model.config)
+        for L in (5, 5, 1):
+            logits = model(none[:, :L], past_key_values=cache, spectral_budget=budget).logits
+            assert logits.shape == (0, L, 259)
+        assert cache.get_seq_length() == 11
+    with pytest.raises(ValueError, match=r"shape \(0,\), got \(2,\)"):
+        model(none, spectral_budget=torch.tensor([4, 4]))
 
 
 def test_what_a_layer_is_told_moves_with_it():

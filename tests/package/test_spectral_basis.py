@@ -1,13 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The basis is exact: properties that a noisy eigendecomposition cannot have, and a 60-digit oracle."""
 
-import subprocess
-import sys
-
 import mpmath
 import numpy as np
 import pytest
-from helpers import ROOT
 
 from modeling_essm.spectral_basis import chunk_operators, max_spectral_channels, num_states, spectral_basis
 
@@ -27,18 +23,13 @@ def unroll(A: np.ndarray, phi0: np.ndarray, length: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("H", LENGTHS)
-def test_oscillation_theorem_and_signs(H):
+def test_filters_are_orthonormal_eigenvectors_that_oscillate(H):
     """Z is totally positive, so phi_k has exactly k-1 sign changes, and noise adds some. Signs are the format's."""
-    phi = spectral_basis(H).filters(32)
+    basis = spectral_basis(H)
+    phi = basis.filters(32)
     assert np.array_equal(sign_changes(phi), np.arange(32))
     assert np.array_equal(np.sign(phi[-1]), (-1.0) ** np.arange(32))
     assert (phi[0] > 0).all()  # follows from k-1 sign changes, where phi_k(0) is as small as 1e-8
-
-
-@pytest.mark.parametrize("H", LENGTHS)
-def test_filters_are_orthonormal_eigenvectors(H):
-    basis = spectral_basis(H)
-    phi = basis.filters(32)
     assert np.abs(phi.T @ phi - np.eye(32)).max() < 1e-11  # fp64 rounding over H terms
     # Z phi_k = sigma_k phi_k, Z applied as a convolution so that H = 65536 needs no H x H matrix. fp64 products of Z
     # carry an absolute error near 1e-16, so only channels with sigma_k well above it can be checked in relative terms.
@@ -71,35 +62,12 @@ def test_against_60_digits(H):
     assert np.abs(basis.filters(8) - phi[:, :8]).max() < 1e-12
 
 
-@pytest.mark.parametrize(("H", "capacity"), [(16, 15), (64, 22), (512, 32), (1024, 35), (4096, 41)])
+@pytest.mark.parametrize(("H", "capacity"), [(1, 1), (2, 2), (16, 15), (64, 22), (512, 32), (1024, 35), (4096, 41)])
 def test_capacity_is_what_fp64_resolves(H, capacity):
     assert max_spectral_channels(H) == capacity
-    phi = spectral_basis(H).filters(capacity)
-    assert np.array_equal(sign_changes(phi), np.arange(capacity))
-
-
-@pytest.mark.parametrize("H", [1, 2, 7, 37, 79])
-def test_any_short_filter_length_works(H):
     basis = spectral_basis(H)
-    assert 1 <= basis.num_resolved <= H
+    assert np.array_equal(sign_changes(basis.filters(capacity)), np.arange(capacity))
     assert np.abs(np.linalg.eigvals(basis.A)).max() < 1.0
-
-
-@pytest.mark.slow
-def test_same_basis_on_another_thread_count():
-    """Another thread count is another order of sums in BLAS, the nearest to another BLAS that one machine offers."""
-    code = (
-        "import numpy as np; from modeling_essm.spectral_basis import spectral_basis as b;"
-        "x = b(4096);"
-        "print(x.filters(32, np.arange(0, 4096, 37)).tobytes().hex(), x.A[:48, :48].tobytes().hex())"
-    )
-    runs = []
-    for threads in ("1", "2"):
-        env = {"OPENBLAS_NUM_THREADS": threads, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-        run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-        runs.append([np.frombuffer(bytes.fromhex(part)) for part in run.stdout.split()])
-    for one, two in zip(*runs):
-        assert np.abs(one - two).max() < 1e-6
 
 
 @pytest.mark.parametrize("H", [512, 4096, 65536])
@@ -114,13 +82,6 @@ def test_prefix_of_A_reproduces_the_filters(H, K):
     error = np.linalg.norm(unroll(A_T.T, phi0, H)[:, :K] - phi, axis=0)
     assert error.max() < 4e-6, f"relative l2 error {error.max():.1e}"
     assert np.abs(np.linalg.eigvals(A_T)).max() < 1.0
-
-
-def test_fewer_states_than_needed_do_not_reproduce():
-    basis = spectral_basis(4096)
-    A, phi0 = basis.A[:10, :10], basis.filters(10)[0]
-    error = np.linalg.norm(unroll(A, phi0, 4096)[:, :8] - basis.filters(8), axis=0)
-    assert error.max() > 1e-3
 
 
 def test_readout_is_the_recurrence_unrolled():
@@ -147,14 +108,11 @@ def test_longest_filter_length():
     np.testing.assert_allclose((row @ A)[0, :32], basis.filters(32, np.array([500_001]))[0], rtol=0, atol=1e-8)
 
 
-def test_the_cache_returns_the_same_read_only_object():
+def test_one_read_only_object_of_a_legal_length():
     basis = spectral_basis(1024)
     assert spectral_basis(1024) is basis
     with pytest.raises(ValueError, match="read-only"):
         basis.A[0, 0] = 1.0
-
-
-@pytest.mark.parametrize("H", [0, -1, 2**24 + 1, 512.0, True, None])
-def test_bad_filter_length(H):
-    with pytest.raises(ValueError, match=r"filter_length must be an integer in \[1, 16777216\], got"):
-        spectral_basis(H)
+    for H in (0, -1, 2**24 + 1, 512.0, True, None):
+        with pytest.raises(ValueError, match=r"filter_length must be an integer in \[1, 16777216\], got"):
+            spectral_basis(H)

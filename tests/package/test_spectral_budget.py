@@ -6,10 +6,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import captured_warnings, random_ids, random_model, tiny_config
-from huggingface_hub.errors import StrictDataclassError
+from helpers import captured_warnings, random_ids, random_model
 
-from modeling_essm import ESSMCache
+from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.spectral_budget import resolve_budget
 
 PRESETS = {"phone": 4, "laptop": [8, 16]}
@@ -46,23 +45,14 @@ def test_row_budgets(dtype):
     assert resolve(torch.tensor([4, 4], dtype=dtype), batch_size=2).rows is None
 
 
-def test_budgets_of_an_empty_batch():
-    model, none = random_model(), torch.zeros(0, 5, dtype=torch.long)
-    for budget in (None, 4, torch.tensor([], dtype=torch.int32)):
-        cache = ESSMCache(model.config)
-        assert model(none, past_key_values=cache, spectral_budget=budget).logits.shape == (0, 5, 259)
-        model(none, past_key_values=cache, spectral_budget=budget)
-        assert cache.get_seq_length() == 10
-    with pytest.raises(ValueError, match=r"shape \(0,\), got \(2,\)"):
-        model(none, spectral_budget=torch.tensor([4, 4]))
-
-
-@pytest.mark.parametrize(
-    "default, layers", [(None, (32, 32)), (6, (6, 6)), ([2, 3], (2, 3)), ("phone", (4, 4))], ids=str
-)
-def test_none_means_the_default_then_the_capacity(default, layers):
-    assert resolve(None, default=default).layers == layers
-    assert resolve(5, default=default).layers == (5, 5)
+def test_none_means_the_default_then_the_capacity(tmp_path):
+    assert resolve(None, default=6).layers == (6, 6) and resolve(5, default=6).layers == (5, 5)
+    random_model(budget_presets=PRESETS).save_pretrained(tmp_path)
+    loaded = ESSMForCausalLM.from_pretrained(tmp_path, spectral_budget="laptop")
+    loaded.save_pretrained(tmp_path / "again")
+    for model in (loaded, ESSMForCausalLM.from_pretrained(tmp_path / "again")):
+        assert model(random_ids(1, 4)).spectral_budget == (8, 16)
+    assert ESSMConfig.from_pretrained(tmp_path).spectral_budget is None
 
 
 REFUSED = {
@@ -70,7 +60,6 @@ REFUSED = {
     "beyond-capacity": (33, r"integer in \[1, 32\], got 33"),
     "whole-float": (2.0, r"integer in \[1, 32\], got 2\.0"),
     "true": (True, r"integer in \[1, 32\], got True"),
-    "numpy-true": (np.True_, r"integer in \[1, 32\], got .*True"),
     "nan": (math.nan, r"integer in \[1, 32\], got nan"),
     "dict": ({"a": 1}, r"integer in \[1, 32\], got \{'a': 1\}"),
     "numpy-array": (np.array([1, 2]), r"integer in \[1, 32\], got array\(\[1, 2\]\)"),
@@ -79,7 +68,6 @@ REFUSED = {
     "empty-list": ([], r"each of the 2 spectral layers, got 0: \[\]"),
     "list-out-of-range": ([4, 33], r"integer in \[1, 32\], got 33"),
     "list-with-true": ([4, True], r"integer in \[1, 32\], got True"),
-    "list-with-none": ([4, None], r"integer in \[1, 32\], got None"),
     "list-with-str": ([4, "phone"], r"integer in \[1, 32\], got 'phone'"),
     "list-with-tensor": ([4, torch.tensor([4, 4])], r"integer in \[1, 32\], got tensor\(\[4, 4\]\)"),
     "tensor-too-long": (torch.tensor([1, 2, 3, 4]), r"shape \(3,\), got \(4,\)"),
@@ -88,7 +76,6 @@ REFUSED = {
     "tensor-bool": (torch.tensor([True, True, False]), r"integers in \[1, 32\], got dtype torch.bool"),
     "tensor-low": (torch.tensor([0, 2, 3]), r"integers in \[1, 32\], got values from 0 to 3"),
     "tensor-high": (torch.tensor([1, 2, 33]), r"integers in \[1, 32\], got values from 1 to 33"),
-    "tensor-0d-float": (torch.tensor(2.0), r"integer in \[1, 32\], got tensor\(2"),
     "tensor-0d-high": (torch.tensor(33), r"integer in \[1, 32\], got 33"),
 }
 
@@ -103,33 +90,6 @@ def test_the_model_refuses_other_forms_before_any_compute(value, message):
     model.model.layers[0].register_forward_pre_hook(never)
     with pytest.raises(ValueError, match=message):
         model(random_ids(3, 4), spectral_budget=value)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"spectral_budget": 33}, r"integer in \[1, 32\], got 33"),
-        ({"spectral_budget": "phone"}, "unknown spectral_budget preset 'phone'"),
-        ({"spectral_budget": [4]}, "each of the 2 spectral layers, got 1"),
-        ({"budget_presets": {"phone": 40}}, r"integer in \[1, 32\], got 40"),
-        ({"budget_presets": {"phone": "laptop", "laptop": 4}}, "budget_presets"),
-        ({"trained_budgets": [0, 4]}, r"trained_budgets(.|\n)*integer in \[1, 64\], got 0"),
-        ({"trained_budgets": [4, 40]}, r"trained_budgets must be integers in \[1, 32\], got \[4, 40\]"),
-    ],
-    ids=str,
-)
-def test_the_config_refuses_bad_budgets(fields, message):
-    with pytest.raises(StrictDataclassError, match=message):
-        tiny_config(**fields)
-
-
-def test_presets_run_and_survive_saving(tmp_path):
-    model, ids = random_model(budget_presets=PRESETS), random_ids(2, 9)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, spectral_budget="laptop")
-    with torch.no_grad():
-        assert torch.equal(loaded(ids, spectral_budget="phone").logits, model(ids, spectral_budget=4).logits)
-        assert torch.equal(loaded(ids).logits, model(ids, spectral_budget=[8, 16]).logits)
 
 
 @pytest.mark.parametrize("budget", [5, [4, 5], torch.tensor([5, 8])], ids=["int", "list", "rows"])

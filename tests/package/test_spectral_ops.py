@@ -55,8 +55,8 @@ def test_diagonal_matrices_are_dense_ones_with_a_gate_for_each_part(algorithm):
 @MIXING
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
 def test_agrees_with_the_definition(dtype, algorithm, make):
-    for B, L, K in ((2, 63, 3), (3, 200, 32)):
-        assert_agrees(SpectralOperator(H), algorithm, *make(B, L, K, dtype=dtype))
+    for B, L, K, C in ((2, 63, 3, 7), (3, 200, 32, 64), (2, 21, 6, 1)):
+        assert_agrees(SpectralOperator(H, chunk_size=C), algorithm, *make(B, L, K, dtype=dtype))
 
 
 @FAST
@@ -81,25 +81,18 @@ def test_what_an_accelerator_runs_agrees_with_the_definition(dtype, make, monkey
     assert_agrees(SpectralOperator(H), "chunked", *make(3, 200, 32, dtype=dtype))
 
 
-@pytest.mark.parametrize("C", [1, 7, 100])
-def test_any_chunk_size(C):
-    assert_agrees(SpectralOperator(H, chunk_size=C), "chunked", *make_inputs(2, 150, 6))
-
-
 @pytest.mark.parametrize("filter_length, chunk_size, covered", [(64, 8192, 64), (2**16, 2**16, 512)], ids=str)
 def test_a_chunk_is_no_longer_than_the_filters_and_512(filter_length, chunk_size, covered):
     """Its cost grows with the square of C: chunks of 8192 steps took 22 GiB at filters of 512."""
     assert SpectralOperator(filter_length, chunk_size=chunk_size) == SpectralOperator(filter_length, chunk_size=covered)
 
 
-@pytest.mark.parametrize("L", [64, 130])
 @FAST
-def test_inputs_of_any_strides(algorithm, L):
+def test_inputs_of_any_strides(algorithm):
     """Gates may be one row expanded, and inputs and matrices transposed."""
-    operator, K = SpectralOperator(H), 4
+    operator, L, K, results = SpectralOperator(H), 130, 4, []
     u, gates, M = make_inputs(2, L, K)
     strange = [u.mT.contiguous().mT, gates[:1, :1].expand(2, L, K), M.mT.contiguous().mT]
-    results = []
     for tensors in ([t.contiguous() for t in strange], strange):
         leaves = [t.detach().requires_grad_() for t in tensors]
         y, state = operator(*leaves, algorithm=algorithm)
@@ -143,26 +136,10 @@ def test_rows_of_padding_only_keep_their_state(algorithm):
     operator = SpectralOperator(H)
     u, gates, M = make_inputs(2, 20, 4)
     u[0] = 0
-    x0 = reachable_state(operator, 4, u.shape[-1], 2, u.dtype)
-    _, state = operator(u, gates, M, x0, torch.tensor([0, 20]), algorithm=algorithm)
+    x0, lengths = reachable_state(operator, 4, u.shape[-1], 2, u.dtype), torch.tensor([0, 20])
+    _, state = operator(u, gates, M, x0, lengths, algorithm=algorithm)
     assert torch.equal(state[0], x0[0]) and not torch.equal(state[1], x0[1])
-    _, state = operator(u, gates, M, None, torch.tensor([0, 20]), algorithm=algorithm)
-    assert (state[0] == 0).all()
-
-
-@algorithms
-def test_causality(algorithm):
-    operator = SpectralOperator(H)
-    u, gates, M = make_inputs(1, 100, 8)
-    y, _ = operator(u, gates, M, algorithm=algorithm)
-    changed = u.clone()
-    changed[:, 60:] += 1.0
-    y_changed, _ = operator(changed, gates, M, algorithm=algorithm)
-    if algorithm == "fft":  # a transform mixes all times: equal up to rounding only
-        torch.testing.assert_close(y_changed[:, :60], y[:, :60], rtol=1e-10, atol=1e-12)
-    else:
-        assert torch.equal(y_changed[:, :60], y[:, :60])
-    assert (y_changed[:, 60] != y[:, 60]).any()
+    assert (operator(u, gates, M, None, lengths, algorithm=algorithm)[1][0] == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -245,28 +222,22 @@ def test_a_second_derivative_in_reverse_mode_says_what_to_do():
 
 
 def test_autocast_runs_products_in_low_precision_and_state_in_fp32():
-    operator = SpectralOperator(H)
-    u, gates, M = make_inputs(1, 70, 8, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y, state = operator(u, gates, M)
-    assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
-    assert relative_error(y, operator(u, gates, M)[0]) < TOLERANCE[torch.bfloat16]
-
-
-def test_a_backward_pass_inside_autocast_keeps_the_state_in_fp32():
-    operator = SpectralOperator(4096)
+    """Also where the backward pass runs inside."""
+    operator, gradients = SpectralOperator(4096), []
     u, gates, M = make_inputs(1, 1024, 32, dtype=torch.float32)
     gates[:, :, :31] = 0  # the channel that low precision loses
-    gradients = []
     for inside in (False, True):
         leaf = u.clone().requires_grad_()
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = operator(leaf, gates, M)[0].float().square().mean()
+            y, state = operator(leaf, gates, M)
+            loss = y.float().square().mean()
             if inside:
                 loss.backward()
         if not inside:
             loss.backward()
         gradients.append(leaf.grad)
+    assert y.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert relative_error(y, operator(u, gates, M)[0]) < TOLERANCE[torch.bfloat16]
     assert relative_error(gradients[1], gradients[0]) < 1e-6
 
 
@@ -348,21 +319,16 @@ def test_agrees_with_the_definition_on_cuda(dtype, algorithm, make):
 def test_a_step_that_waits_for_memory(dtype, batch, threads, monkeypatch):
     """Large matrices and few rows are read another way without gradients, with the result of the product."""
     monkeypatch.setattr(spectral_ops, "_num_threads", lambda: threads)
-    generator = torch.Generator().manual_seed(0)
-    op, D, K = SpectralOperator(512), 128, 12
-    u = torch.randn(batch, 1, D, generator=generator).to(dtype)
-    gates = torch.rand(batch, 1, K, generator=generator).to(dtype)
-    M, state = torch.randn(K + 2, D, D, generator=generator).to(dtype), torch.randn(batch, 40, D, generator=generator)
+    operator = SpectralOperator(512)
+    u, gates, M = make_inputs(batch, 1, 12, D=128, E=128, capacity=14, dtype=dtype)
+    state = torch.randn(batch, 40, 128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        y, _ = op(u, gates, M, state, num_states=40)
-    with torch.enable_grad():
-        expected, _ = op(u, gates, M.clone().requires_grad_(), state, num_states=40)
-    error = (y.double() - expected.detach().double()).norm() / expected.detach().double().norm()
-    assert error < (1e-5 if dtype == torch.float32 else 1e-2)
+        y, _ = operator(u, gates, M, state, num_states=40)
+    expected, _ = operator(u, gates, M.clone().requires_grad_(), state, num_states=40)
+    assert relative_error(y, expected.detach()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_fewer_states_than_a_budget_needs_are_not_carried():
-    operator = SpectralOperator(filter_length=512)
-    u, gates, M = torch.randn(2, 40, 3), torch.rand(2, 40, 8), torch.randn(8, 3, 3)
-    (y, state), (expected, whole) = operator(u, gates, M, num_states=8), operator(u, gates, M)
-    assert torch.equal(y, expected) and torch.equal(state, whole)
+    inputs = make_inputs(2, 40, 8)
+    for asked, found in zip(SpectralOperator(512)(*inputs, num_states=8), SpectralOperator(512)(*inputs)):
+        assert torch.equal(asked, found)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, VARIANTS, captured_warnings, random_model, truncate
+from helpers import ROOT, VARIANTS, captured_warnings, random_model
 from huggingface_hub import constants
 from profiles import BUDGETS, HERE, THERE, as_here, device, of, profile, quality, trained_further
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -216,7 +216,7 @@ def test_no_file(tmp_path):
 def test_casts_and_truncations_leave_a_model_what_it_is(block):
     model = random_model(seed=3, **VARIANTS[block])
     weights = weights_checksum(model)
-    for change in (torch.nn.Module.bfloat16, torch.nn.Module.double, lambda m: m.truncate(5), lambda m: truncate(m, 5)):
+    for change in (torch.nn.Module.bfloat16, torch.nn.Module.double, lambda m: m.truncate(5)):
         assert weights_checksum(change(copy.deepcopy(model))) == weights
     assert weights_checksum(copy.deepcopy(model).to("meta")) is None
 
@@ -248,13 +248,13 @@ def test_the_released_model_knows_its_profile():
 def test_a_truncated_model_has_no_larger_budgets(tmp_path):
     model = random_model(seed=3)
     of(model).save(tmp_path)
-    found = read_profile(tmp_path, truncate(model, 9))
+    found = read_profile(tmp_path, copy.deepcopy(model).truncate(9))
     assert found.quality.budgets == (2, 4, 8) and found.quality.values == (2.4, 2.1, 2.03)
     assert len(found.quality.drop_errors) == len(found.quality.errors) == 3
     assert {row.budget for row in found.devices[HERE].rows} == {2, 4, 8} and len(found.devices[HERE].rows) == 12
     assert found.choose(max_latency_ms=100.0) == found.presets()["full"] == 8
     with pytest.raises(ValueError, match=r"this model runs none of its budgets \[2, 4, 8, 16, 32\]"):
-        read_profile(tmp_path, truncate(model, 1))
+        read_profile(tmp_path, copy.deepcopy(model).truncate(1))
     small = profile(**{HERE: device(HERE), THERE: replace(device(THERE), rows=device(THERE).rows[3:])}).up_to(8)
     assert list(small.devices) == [HERE]  # nothing is left of the other
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from helpers import HYBRID, VARIANTS, random_ids, random_model
+from helpers import HYBRID, VARIANTS, filled, random_ids, random_model
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache
@@ -16,18 +16,10 @@ from modeling_essm.decoding.states_on_disk import _FORMAT
 MODELS = {"paper": {}, "gated": VARIANTS["gated"], "bf16": {"dtype": torch.bfloat16}, "hybrid": HYBRID}
 
 
-def make(fields, **others):
-    fields = {**fields, **others}
-    return random_model(**{name: value for name, value in fields.items() if name != "dtype"}).to(
-        fields.get("dtype", torch.float32)
-    )
-
-
-@torch.no_grad()
-def filled(model, ids, budget):
-    cache = ESSMCache(model.config)
-    model(ids, past_key_values=cache, spectral_budget=budget)
-    return cache
+def make(fields):
+    fields = dict(fields)
+    dtype = fields.pop("dtype", torch.float32)
+    return random_model(**fields).to(dtype)
 
 
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
@@ -65,8 +57,7 @@ def test_any_flipped_bit_is_found(tmp_path):
     model, path = random_model(num_hidden_layers=1), tmp_path / "cache"
     save_cache(filled(model, random_ids(1, 9), 2), path, model)
     whole = path.read_bytes()
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(0, 8 * len(whole), (100,), generator=generator).tolist()
+    bits = torch.randint(0, 8 * len(whole), (60,), generator=torch.Generator().manual_seed(0)).tolist()
     for word in (b"essm-cache", b"seen_tokens", b"sha256"):
         bits += range(8 * whole.index(word), 8 * (whole.index(word) + len(word) + 6), 3)
     for bit in bits:
@@ -75,23 +66,20 @@ def test_any_flipped_bit_is_found(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=str(path)):
             load_cache(path, model)
-    path.write_bytes(whole)
-    load_cache(path, model)
 
 
 def test_files_that_are_no_caches(tmp_path):
     model, path = random_model(), tmp_path / "cache"
     with pytest.raises(FileNotFoundError):
         load_cache(path, model)
-    save_cache(filled(model, random_ids(2, 9), 5), path, model)
-    whole = path.read_bytes()
-    for damaged in (whole[:-100], whole[:50], b""):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="truncated or corrupt"):
-            load_cache(path, model)
     for metadata, message in ((None, "is not a cache of this version"), ({"format": _FORMAT}, "match its checksum")):
         save_file({"a": torch.zeros(2)}, path, metadata=metadata)
         with pytest.raises(ValueError, match=message):
+            load_cache(path, model)
+    whole = path.read_bytes()
+    for damaged in (whole[:-1], whole[:50], b""):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="truncated or corrupt"):
             load_cache(path, model)
 
 
