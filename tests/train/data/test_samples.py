@@ -28,42 +28,17 @@ class Numbers:
         self.position = state["position"]
 
 
-class Pairs:
+def pair(item: dict, rest: int | None) -> tuple[list, int | None]:
     """Two items make a sample; the last one of an odd number waits, and is forgotten at the end of an epoch."""
-
-    def __init__(self):
-        self.rest = []
-
-    def __call__(self, item: dict) -> list:
-        self.rest.append(item["x"])
-        if len(self.rest) < 2:
-            return []
-        pair, self.rest = tuple(self.rest), []
-        return [pair]
-
-    def state_dict(self) -> dict:
-        return {"rest": list(self.rest)}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.rest = list(state["rest"])
-
-    def end_epoch(self) -> None:
-        self.rest = []
+    return ([], item["x"]) if rest is None else ([(rest, item["x"])], None)
 
 
-class Values(Pairs):
-    """Every item is a sample, and nothing is kept between them."""
-
-    def __call__(self, item: dict) -> list:
-        return [item["x"]]
-
-
-def numbers(count: int = 50, buffer_size: int = 8, seed: int = 0) -> StreamSamples:
-    return StreamSamples(lambda: Numbers(count), Values(), buffer_size, seed)
+def numbers(count: int = 50, buffer_size: int = 8, seed: int = 0, broken_at: int | None = None) -> StreamSamples:
+    return StreamSamples(lambda: Numbers(count, broken_at), lambda item, rest: ([item["x"]], rest), buffer_size, seed)
 
 
 def pairs(count: int = 51, buffer_size: int = 8, seed: int = 0) -> StreamSamples:
-    return StreamSamples(lambda: Numbers(count), Pairs(), buffer_size, seed)
+    return StreamSamples(lambda: Numbers(count), pair, buffer_size, seed)
 
 
 SOURCES = {
@@ -112,9 +87,9 @@ def test_a_stream_without_samples_or_with_a_broken_item_is_an_error():
         numbers(0).draw(1)
     with pytest.raises(ValueError, match="holds no sample"):
         pairs(1).draw(1)
-    broken = StreamSamples(lambda: Numbers(50, broken_at=20), Values(), 5, seed=0)
+    broken = numbers(buffer_size=5, broken_at=20)
     assert len(broken.draw(15)) == 15
-    with pytest.raises(ValueError, match="cannot read on in the training stream: 'utf-8' codec can't decode byte 0xff"):
+    with pytest.raises(ValueError, match="cannot read the training stream: 'utf-8' codec can't decode byte 0xff"):
         broken.draw(10)
 
 

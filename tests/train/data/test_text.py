@@ -14,8 +14,8 @@ from training_run import bpe_tokenizer, documents, write_tables
 from transformers import PreTrainedTokenizerFast
 
 from essm_train.data import documents as document_files
-from essm_train.data.blocks import Blocks, PackBlocks, evaluation_blocks, text_labels, to_mapped_stream, to_stream
-from essm_train.data.documents import open_texts, read_files
+from essm_train.data.blocks import Blocks, evaluation_blocks, pack_text, text_labels, to_mapped_stream, to_stream
+from essm_train.data.documents import open_files, read_files
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, choose_tokenizer, open_tokenizer, with_end_token
 from modeling_essm import ESSMConfig, build_byte_tokenizer
@@ -153,19 +153,19 @@ def test_files_of_all_kinds_are_read_in_order(tmp_path):
     paths = [str(tmp_path / name) for name in ("d.parquet", "a.txt", "c.csv", "b.jsonl")]
     texts = ["x", "y", "a whole\nfile", "drei", "vier", "eins", "zwölf"]
     assert list(read_files(paths, "body")) == texts
-    streamed = [item["body"] for item in open_texts(paths, "body", streaming=True)]
+    streamed = [item["body"] for item in open_files(paths, streaming=True, column="body")]
     assert [text for text in streamed if text] == texts
 
 
 BROKEN = {
-    "empty.jsonl": (b"", "empty.jsonl is empty"),
+    "empty.jsonl": (b"", "cannot read empty.jsonl: no file with anything in it"),
     "latin.txt": (b"caf\xe9" * 99, "cannot read .*can't decode byte 0xe9"),
     "missing.parquet": (None, "cannot read missing.parquet"),
     "garbage.parquet": (b"no table" * 99, "cannot read garbage.parquet: Parquet magic bytes not found"),
     "garbage.jsonl": (b'{"text": "good"}\nbad', "cannot read garbage.jsonl.*JSON parse error"),
-    "column.jsonl": (b'{"body": "x"}\n', r"text_column must be one of \['body'\] of column.jsonl, got 'text'"),
-    "numbers.jsonl": (b'{"text": 1}\n{"text": 2}\n', "column 'text' must hold text, got int"),
-    "nothing.csv": (b'id,text\n1,""\n2,\n', "(holds no text in column 'text'|stream holds no sample: it is empty)"),
+    "column.jsonl": (b'{"body": "x"}\n', r"cannot read column.jsonl: Column name \['text'\] not in .*\['body'\]"),
+    "numbers.jsonl": (b'{"text": 1}\n{"text": 2}\n', "column 'text' of .* must hold text, got int"),
+    "nothing.csv": (b'id,text\n1,""\n2,\n', "shorter than one block"),
     "short.jsonl": (b'{"text": "brief"}\n', "shorter than one block"),
 }
 
@@ -185,7 +185,7 @@ def test_broken_files_are_named(name, tmp_path):
 
 def test_text_that_is_not_there(tmp_path):
     (tmp_path / "books").mkdir()
-    with pytest.raises(ValueError, match=r"folder '.*books' holds no file with text"):
+    with pytest.raises(ValueError, match=r"cannot read books .*: no file with anything in it"):
         load_text(arguments(train_file=[str(tmp_path / "books")]), BYTES)
     with pytest.raises(ValueError, match="streaming needs validation_file"):
         load_text(arguments(train_file=write_tables(tmp_path), streaming=True), BYTES)
@@ -222,7 +222,7 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     monkeypatch.setattr("essm_train.data.blocks._TEXTS_AT_ONCE", 3)
     encode = BYTES if encoder == "bytes" else TokenizerEncoder(bpe_tokenizer(documents()), "mine")
     paths = write_tables(tmp_path)
-    rows = open_texts(paths, "text", streaming=False)
+    rows = open_files(paths, streaming=False, column="text")
     stream, density = to_stream(filter(None, documents()), encode)
     mapped, mapped_density = to_mapped_stream(rows, "text", "a test", encode)
     assert mapped.num_chunks > 3 and np.array_equal(mapped, stream) and mapped_density == density
@@ -231,7 +231,7 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     assert torch.equal(evaluation_blocks(mapped, 16, 5), evaluation_blocks(stream, 16, 5))
     made = sorted((tmp_path / "cache").rglob("*.arrow"))
     before = pa.total_allocated_bytes()
-    again, _ = to_mapped_stream(open_texts(paths, "text", streaming=False), "text", "a test", encode)
+    again, _ = to_mapped_stream(open_files(paths, streaming=False, column="text"), "text", "a test", encode)
     assert again.equals(mapped) and pa.total_allocated_bytes() - before < stream.nbytes  # it lies in the file
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == made
     other = TokenizerEncoder(bpe_tokenizer(["ab" * 9]), "mine")
@@ -265,19 +265,11 @@ def test_training_blocks_are_those_windows_but_for_the_incomplete_end():
 
 
 def test_rows_are_packed_into_the_blocks_of_their_whole_text():
-    rows = documents()
-    expected = Blocks(stream_of(*(row for row in rows if row)), 16)
-    pack, blocks = PackBlocks(BYTES, 16, "text"), []
-    for row in rows:
-        state = pack.state_dict()
-        new = pack({"text": row})
-        resumed = PackBlocks(BYTES, 16, "text")
-        resumed.load_state_dict(state)
-        assert np.array_equal(resumed({"text": row}), new)
+    rest, blocks = None, []
+    for row in documents():
+        new, rest = pack_text(BYTES, 16, "text", {"text": row}, rest)
         blocks += new
-    assert np.array_equal(blocks, expected)
-    pack.end_epoch()
-    assert np.array_equal(pack({"text": "x" * 20})[0], np.full(16, ord("x")))  # nothing left over from before
+    assert np.array_equal(blocks, Blocks(stream_of(*filter(None, documents())), 16))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,7 +321,7 @@ def test_data_sets_are_read_from_a_local_folder(tmp_path):
         assert sorted(all_blocks(text, len(expected))) == sorted(block.tobytes() for block in expected)
         assert torch.equal(text.held_out, evaluation_blocks(stream_of(*rows["validation"]), 16, 100))
         named.text_column = "text"
-        with pytest.raises(ValueError, match=r"text_column must be one of \['content'\].*got 'text'"):
+        with pytest.raises(ValueError, match=r"Column name \['text'\] not in .*\['content'\]"):
             load_text(named, BYTES)
 
 

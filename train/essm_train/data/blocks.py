@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from essm_train.data.documents import texts_in
+from essm_train.data.documents import texts_of
 from essm_train.data.tokens import ByteEncoder, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
@@ -31,7 +30,7 @@ _FORMAT = 2  # raised whenever the same texts and encoder give other tokens
 
 def to_stream(texts: Iterable[str], encoder: Encoder) -> tuple[np.ndarray, float]:
     """(n,) token ids of every text followed by <eos>, and bytes per token that is not <eos>."""
-    rows = [encoder(text) for text in texts]
+    rows = [encoder(text) for text in texts] or [encoder()]
     stream = np.concatenate([ids for ids, _ in rows])
     return stream, sum(size for _, size in rows) / max(1, len(stream) - len(rows))
 
@@ -42,13 +41,11 @@ def to_mapped_stream(
     """As `to_stream`, in Arrow files of the cache of `datasets`: made once, mapped by every process that asks again.
 
     Raises:
-        ValueError: the column holds something else than text, or none.
+        ValueError: the column holds something else than text.
     """
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        texts = list(texts_in(({column: text} for text in batch[column]), column, source))
-        if not texts:
-            return {"ids": [], "texts": [], "bytes": []}
+        texts = list(texts_of(batch[column], f"column {column!r} of {source}"))
         ids, size = encoder(*texts)
         return {"ids": [ids], "texts": [len(texts)], "bytes": [size]}
 
@@ -63,12 +60,8 @@ def to_mapped_stream(
         features=datasets.Features({"ids": ids, "texts": count, "bytes": count}),
         new_fingerprint=Hasher.hash([_FORMAT, rows._fingerprint, column, encoder]),
     )
-    if not len(made):
-        raise ValueError(f"{source} holds no text in column {column!r}")
-    table = made.data.table
-    stream = pa.chunked_array([chunk.flatten() for chunk in table["ids"].chunks])
-    num_texts, num_bytes = (pc.sum(table[name]).as_py() for name in ("texts", "bytes"))
-    return stream, num_bytes / max(1, len(stream) - num_texts)
+    stream = pa.chunked_array([chunk.flatten() for chunk in made.data.table["ids"].chunks])
+    return stream, sum(made["bytes"]) / max(1, len(stream) - sum(made["texts"]))
 
 
 class Blocks(Sequence[np.ndarray]):
@@ -118,30 +111,15 @@ def text_labels(input_ids: Tensor, special_ids: Sequence[int] = ByteEncoder.spec
     return input_ids.masked_fill(special, -100)
 
 
-class PackBlocks:
-    """Blocks out of a stream of rows; see `samples.Expand`. What a row leaves over begins the next block.
+def pack_text(
+    encoder: Encoder, block_size: int, column: str, item: dict[str, Any], rest: np.ndarray | None
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Blocks out of a row of a stream, and the tokens left over, which begin the next block; see `samples.Expand`.
 
     Packing of `datasets` or TRL drops or pads the rest of a batch; here every token of the stream is seen once.
     """
-
-    def __init__(self, encoder: Encoder, block_size: int, column: str):
-        self.encoder, self.block_size, self.column = encoder, block_size, column
-        self._rest = np.empty(0, encoder.dtype)
-
-    def __call__(self, item: dict[str, Any]) -> list[np.ndarray]:
-        for text in texts_in([item], self.column, "the training stream"):
-            tokens = np.concatenate([self._rest, self.encoder(text)[0]])
-            step = self.block_size - 1
-            count = (len(tokens) - 1) // step
-            self._rest = tokens[count * step :].copy()
-            return [tokens[i * step : i * step + self.block_size].copy() for i in range(count)]
-        return []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rest": self._rest}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._rest = state["rest"]
-
-    def end_epoch(self) -> None:
-        self._rest = np.empty(0, self.encoder.dtype)
+    tokens = encoder(*texts_of([item[column]], f"column {column!r} of the training stream"))[0]
+    tokens = tokens if rest is None else np.concatenate([rest, tokens])
+    step = block_size - 1
+    count = max(0, len(tokens) - 1) // step
+    return [tokens[i * step :][:block_size].copy() for i in range(count)], tokens[count * step :].copy()

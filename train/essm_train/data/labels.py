@@ -25,7 +25,7 @@ def check_weights(
             f"{config.num_input_features} (None reads token ids)"
         )
     if isinstance(reader, TextReader):
-        check_vocabulary(args, config, reader.name, fields["vocab_size"], reader.tokenizer is None)
+        check_vocabulary(args, config, reader.name, fields["vocab_size"], reader.is_bytes)
     if not holds_head(config, ESSMForSequenceClassification):
         return
     if config.num_labels != num_labels:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from essm_train.data.sound import decode_wav, is_sound
 from modeling_essm import build_byte_tokenizer
-from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
 FEATURES = "features.json"  # beside a model of features
 _RECORD = {"multiplier": float, "offset": float, "max_length": int, "frame_length": int, "sampling_rate": int}
@@ -36,11 +35,11 @@ class TextReader:
     """Text to token ids: its UTF-8 bytes, or what a tokenizer of transformers makes of it."""
 
     def __init__(self, column: str, max_length: int, tokenizer: Any = None):
-        self.column, self.max_length, self.tokenizer = column, max_length, tokenizer
-        self.pad_id = PAD_ID
-        if tokenizer is not None:
-            ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)  # any id will do: padding is masked
-            self.pad_id = next(i for i in ids if i is not None)
+        self.column, self.max_length, self.is_bytes = column, max_length, tokenizer is None
+        self.tokenizer = tokenizer or build_byte_tokenizer()
+        self.name = "bytes" if self.is_bytes else f"tokens of {self.tokenizer.name_or_path}"
+        ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)  # any id will do: padding is masked
+        self.pad_id = next(i for i in ids if i is not None)
 
     def check(self, value: Any, where: str) -> bytes:
         """The row's text. Raises ValueError if it is empty or no text."""
@@ -53,7 +52,7 @@ class TextReader:
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L,) at most max_length token ids. Raises ValueError as `check`, or if there is no token."""
         text = self.check(value, where)
-        if self.tokenizer is None:
+        if self.is_bytes:  # faster than by the tokenizer
             return np.frombuffer(text[: self.max_length], np.uint8)
         ids = self.tokenizer(value, truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
         if not ids:
@@ -69,21 +68,13 @@ class TextReader:
     @property
     def config_fields(self) -> dict[str, Any]:
         """What the model's config must say."""
-        if self.tokenizer is None:
-            ids = {"pad_token_id": PAD_ID, "bos_token_id": EOS_ID - 1, "eos_token_id": EOS_ID}
-            return {"vocab_size": VOCAB_SIZE, **ids}
         special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
         return {"vocab_size": len(self.tokenizer), "pad_token_id": self.pad_id, **special}
 
-    @property
-    def name(self) -> str:
-        return "bytes" if self.tokenizer is None else f"tokens of {self.tokenizer.name_or_path}"
-
     def save_pretrained(self, folder: Path) -> None:
         """The tokenizer, which pads and cuts as it was done here."""
-        tokenizer = build_byte_tokenizer() if self.tokenizer is None else self.tokenizer
-        tokenizer.padding_side, tokenizer.model_max_length = "right", self.max_length
-        tokenizer.save_pretrained(folder)
+        self.tokenizer.padding_side, self.tokenizer.model_max_length = "right", self.max_length
+        self.tokenizer.save_pretrained(folder)
 
 
 class FeatureReader:
@@ -109,9 +100,9 @@ class FeatureReader:
         frame_length: int | None = None,
         sampling_rate: int | None = None,
     ):
-        self.column, self.max_length, self.num_features = column, max_length, num_features
+        self.column, self.max_length, self.num_features = column, max_length, num_features or 1
         self.frame_length, self.sampling_rate = frame_length or 1, sampling_rate
-        self.width = (num_features or 1) * self.frame_length
+        self.width = self.num_features * self.frame_length
         self.is_uint8 = scale == "uint8" or (scale == "auto" and dtype == "uint8")
         self.multiplier = 1 / 127.5 if self.is_uint8 else 1.0 if scale == "auto" else float(scale)
         self.offset = -1.0 if self.is_uint8 else 0.0
@@ -119,36 +110,26 @@ class FeatureReader:
     def check(self, value: Any, where: str) -> np.ndarray:
         """(L, F * frame_length). Raises ValueError for anything but finite numbers of that shape, or such a sound."""
         where = f"{where}: features_column {self.column!r}"
-        array = as_array(value, where) if self.sampling_rate is None else self._decode(value, where)
-        if array.size == 0:
-            raise ValueError(f"{where} holds an empty sequence")
-        if self.num_features is None and array.ndim == 1:
-            array = array[:, None]
-        width = 1 if self.num_features is None else self.num_features
-        if array.ndim != 2 or array.shape[1] != width:
-            wanted = "a flat sequence of numbers" if self.num_features is None else f"frames of {width} numbers"
-            raise ValueError(f"{where} must hold {wanted}, as in the first row, got an array of shape {array.shape}")
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{where} must hold finite numbers, got {array[~np.isfinite(array)][0]}")
-        if self.is_uint8 and array.dtype != np.uint8 and not ((array >= 0) & (array <= 255)).all():
-            worst = array[(array < 0) | (array > 255)][0]
-            raise ValueError(f"{where} must hold numbers in [0, 255] for feature_scale uint8, got {worst}")
-        frames = len(array) // self.frame_length
-        if frames == 0:
-            raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
-        return array[: frames * self.frame_length].reshape(frames, self.width)
-
-    def _decode(self, value: Any, where: str) -> np.ndarray:
-        if not is_sound(value):
-            raise ValueError(f"{where} must hold sound, got {type(value).__name__}")
-        samples, rate = decode_wav(value, where)
+        array, rate = as_array(value, where)
         if rate != self.sampling_rate:
             raise ValueError(
-                f"{where}, {value['path']}: sound must have {self.sampling_rate} samples a second, as in the first row "
-                f"(or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav -ar {self.sampling_rate} "
-                "out.wav`"
+                f"{where}{', ' + str(value['path']) if rate else ''}: sound must have {self.sampling_rate} samples a "
+                f"second, as in the first row (or the model), got {rate}: convert it, for example by `ffmpeg -i in.wav "
+                f"-ar {self.sampling_rate} out.wav`"
             )
-        return samples
+        array = array[:, None] if array.ndim == 1 else array
+        if array.ndim != 2 or array.shape[1] != self.num_features:
+            raise ValueError(
+                f"{where} must hold frames of {self.num_features} numbers, as in the first row, got an array of shape "
+                f"{array.shape}"
+            )
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise ValueError(f"{where} must hold finite numbers, got {array[~np.isfinite(array)][0]}")
+        if self.is_uint8 and (wrong := (array < 0) | (array > 255)).any():
+            raise ValueError(f"{where} must hold numbers in [0, 255] for feature_scale uint8, got {array[wrong][0]}")
+        if (frames := len(array) // self.frame_length) == 0:
+            raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
+        return array[: frames * self.frame_length].reshape(frames, self.width)
 
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
@@ -187,24 +168,25 @@ class FeatureReader:
 Reader = TextReader | FeatureReader
 
 
-def as_array(value: Any, where: str) -> np.ndarray:
-    """Numbers of a row, from Arrow or from Python lists. Raises ValueError if they are none, or ragged."""
+def as_array(value: Any, where: str) -> tuple[np.ndarray, int | None]:
+    """Numbers of a row, from Arrow, Python lists or a sound, and the sampling rate of that.
+
+    Raises:
+        ValueError: no numbers, or ragged ones; or see `decode_wav`.
+    """
+    if is_sound(value):
+        return decode_wav(value, where)
     if isinstance(value, pa.Array):
         value = value.to_numpy(zero_copy_only=False)
-    if value is None or isinstance(value, (str, bytes, dict)):
-        raise ValueError(f"{where} must hold a sequence of numbers, got {type(value).__name__}")
     try:
         array = np.asarray(value)
         if array.dtype == object and array.size and not np.isscalar(array.flat[0]):  # lists inside of Arrow's lists
             array = np.stack([np.asarray(frame) for frame in array])
-    except ValueError as error:
-        widths = sorted({len(frame) for frame in value if hasattr(frame, "__len__")})
-        raise ValueError(f"{where} holds a ragged list: frames of {widths} numbers, not of one width") from error
-    if array.dtype == bool:
-        array = array.astype(np.uint8)
-    if array.size and array.dtype.kind not in "uif":
-        raise ValueError(f"{where} must hold numbers, got {array.dtype} such as {array.flat[0]!r}")
-    return array
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} must hold numbers, or frames of one width: {error}") from error
+    if array.ndim == 0 or (array.size and array.dtype.kind not in "buif"):
+        raise ValueError(f"{where} must hold numbers, got {array.ravel()[:1].tolist()}")
+    return array, None
 
 
 def read_record(folder: Path) -> dict[str, Any]:

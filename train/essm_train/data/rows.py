@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Rows of a data set as samples: checked, read from Arrow files when they are drawn, or encoded as they stream by."""
+"""Rows of a data set as samples: read from Arrow files when they are drawn, or encoded as they stream by."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -62,7 +62,11 @@ class LabelledData:
 
 
 class TableSamples(Sequence[Sample]):
-    """Samples of a map-style data set, read from its Arrow files."""
+    """Samples of a map-style data set, read from its Arrow files.
+
+    Args:
+        rows: with a label in `label_column`. source: what errors call them.
+    """
 
     def __init__(self, rows: datasets.Dataset, reader: Reader, label_column: str, source: str):
         self.rows = rows.select_columns([reader.column, label_column]).with_format("arrow")
@@ -72,54 +76,58 @@ class TableSamples(Sequence[Sample]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
-        table = self.rows[int(index)]
-        values = self.reader.read(cell_value(table.column(self.reader.column)[0]), f"row {index} of {self.source}")
-        return Sample(values, int(table.column(self.label_column)[0].as_py()))
+        (value,), (label,) = self._columns(self.rows[int(index)])
+        return Sample(self.reader.read(value, f"row {index} of {self.source}"), label)
+
+    def _columns(self, table: pa.Table) -> tuple[list[Any], list[Any]]:
+        """Values, lists among them without going through Python's numbers, and labels."""
+        cells = table.column(self.reader.column)
+        values = [cell.values if isinstance(cell, pa.ListScalar) else cell.as_py() for cell in cells]
+        return values, table.column(self.label_column).to_pylist()
 
     def select(self, rows: np.ndarray) -> TableSamples:
         """The samples of those rows."""
         return TableSamples(self.rows.select(rows), self.reader, self.label_column, self.source)
 
+    def check(self, num_labels: int) -> tuple[np.ndarray, np.ndarray, str]:
+        """Every row's class, its length before it is cut (in bytes of text), and the SHA-256 of all.
 
-def cell_value(scalar: Any) -> Any:
-    """A cell of an Arrow table: lists as arrays, without going through Python's numbers."""
-    return scalar.values if isinstance(scalar, pa.ListScalar) else scalar.as_py()
+        Raises:
+            ValueError: a row that cannot be; names the first one.
+        """
+        labels: list[int] = []
+        lengths: list[int] = []
+        digest = hashlib.sha256()
+        for table in self.rows.iter(_ROWS_AT_ONCE):
+            for value, label in zip(*self._columns(table)):
+                where = f"row {len(labels)} of {self.source}"
+                raw = self.reader.check(value, where)
+                labels.append(read_label(label, num_labels, self.label_column, where))
+                lengths.append(len(raw))
+                data = raw if isinstance(raw, bytes) else raw.tobytes()
+                digest.update(f"{labels[-1]} {len(data)} ".encode() + data)
+        return np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest()
 
 
-def read_label(value: Any, num_labels: int | None, column: str, where: str) -> int:
-    """An integer below num_labels, where that is known. Raises ValueError for anything else."""
-    if not isinstance(value, (bool, int, np.integer)):
+def read_label(value: Any, num_labels: int, column: str, where: str) -> int:
+    """An integer below num_labels. Raises ValueError for anything else."""
+    if not isinstance(value, int):
         raise ValueError(
             f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; text is numbered where all of "
             "the data is text and read whole, without --streaming (else by `datasets.Dataset.class_encode_column`)"
         )
-    if num_labels is not None and not 0 <= value < num_labels:
+    if not 0 <= value < num_labels:
         raise ValueError(f"{where}: labels must be in [0, {num_labels - 1}], got {value}")
     return int(value)
 
 
-class EncodeRows:
-    """The `Expand` of labelled streams: a row is a sample. It counts rows, so that errors can name them."""
-
-    def __init__(self, reader: Reader, label_column: str, num_labels: int, source: str):
-        self.reader, self.label_column, self.num_labels, self.source = reader, label_column, num_labels, source
-        self.row = 0
-
-    def __call__(self, item: dict[str, Any]) -> list[Sample]:
-        where = f"row {self.row} of {self.source}"
-        label = read_label(item[self.label_column], self.num_labels, self.label_column, where)
-        values = self.reader.read(item[self.reader.column], where)
-        self.row += 1
-        return [Sample(values, label)]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"row": self.row}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.row = state["row"]
-
-    def end_epoch(self) -> None:
-        self.row = 0
+def encode_row(
+    reader: Reader, label_column: str, num_labels: int, source: str, item: dict[str, Any], row: int | None
+) -> tuple[list[Sample], int]:
+    """The sample of a row of a stream, and the number of the next one, for errors; see `samples.Expand`."""
+    where = f"row {row or 0} of {source}"
+    label = read_label(item[label_column], num_labels, label_column, where)
+    return [Sample(reader.read(item[reader.column], where), label)], (row or 0) + 1
 
 
 def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None) -> dict[str, Tensor]:
@@ -134,28 +142,3 @@ def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None
     if int(lengths.min()) < longest:
         batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
     return batch | {"labels": torch.tensor([sample.label for sample in samples])}
-
-
-class CheckedRows(NamedTuple):
-    """For every row: its class, and its length before it is cut, an upper bound of a tokenizer's tokens."""
-
-    labels: np.ndarray
-    lengths: np.ndarray
-    sha256: str
-
-
-def check_rows(samples: TableSamples, num_labels: int | None) -> CheckedRows:
-    """Check every row. Raises ValueError naming the first bad one."""
-    reader, digest = samples.reader, hashlib.sha256()
-    labels: list[int] = []
-    lengths: list[int] = []
-    for table in samples.rows.iter(_ROWS_AT_ONCE):
-        for value, label in zip(table.column(reader.column), table.column(samples.label_column).to_pylist()):
-            where = f"row {len(labels)} of {samples.source}"
-            raw = reader.check(cell_value(value), where)
-            labels.append(read_label(label, num_labels, samples.label_column, where))
-            lengths.append(len(raw))
-            data = raw if isinstance(raw, bytes) else np.ascontiguousarray(raw).tobytes()
-            digest.update(f"{labels[-1]} {len(data)} ".encode())
-            digest.update(data)
-    return CheckedRows(np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest())

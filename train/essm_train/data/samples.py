@@ -14,13 +14,17 @@ it has read, so this is our own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from essm_train.data.documents import items_of
+
+Expand: TypeAlias = Callable[[dict[str, Any], Any], tuple[list[Any], Any]]
 HELD_OUT_FRACTION = 0.1  # of data that comes without a validation part
+_BEGIN = {"epoch": 0, "drawn": 0, "ended": False, "buffer": [], "rest": None, "stream": None}
 
 
 class MapSamples:
@@ -58,18 +62,6 @@ class MapSamples:
         self.position = state["position"]
 
 
-class Expand(Protocol):
-    """Turns stream items into samples, with a memory between items, such as the end of a text that fills no block."""
-
-    def __call__(self, item: dict[str, Any]) -> list[Any]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-    def end_epoch(self) -> None: ...
-
-
 class StreamSamples:
     """Samples of a `datasets.IterableDataset`, shuffled in a buffer that is part of the state.
 
@@ -79,7 +71,8 @@ class StreamSamples:
     Args:
         open_stream: makes the stream anew, for every epoch: an IterableDataset that resumed once begins every later
             pass at that place.
-        expand: from stream items to samples.
+        expand: (item, rest) to samples and the rest for the next item, such as text that fills no block; the rest is
+            None where an epoch begins.
         buffer_size: samples to choose among; 1 keeps the stream's order.
     Raises:
         ValueError: (draw) a whole pass over the stream gave no sample, or it cannot be read.
@@ -89,65 +82,48 @@ class StreamSamples:
 
     def __init__(self, open_stream: Callable[[], Any], expand: Expand, buffer_size: int, seed: int):
         self.open_stream, self.expand, self.buffer_size, self.seed = open_stream, expand, buffer_size, seed
-        self.epoch, self.drawn = 0, 0
-        self.buffer: list[Any] = []
-        self._ended = False
-        self._open(None)
+        self.load_state_dict(_BEGIN)
 
-    def _open(self, state: dict[str, Any] | None) -> None:
-        self.stream = self.open_stream()
-        if state is not None:
-            self.stream.load_state_dict(state)
-        self._items: Iterator[dict[str, Any]] = iter(self.stream)
-        self._started = state is not None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.drawn, self._ended = state["epoch"], state["drawn"], state["ended"]
+        self.buffer, self._rest = list(state["buffer"]), state["rest"]
+        self._stream, self._started = self.open_stream(), state["stream"] is not None
+        if self._started:
+            self._stream.load_state_dict(state["stream"])
+        self._items = items_of(self._stream, "the training stream")
 
     def _fill(self) -> None:
         while not self._ended and len(self.buffer) < self.buffer_size:
-            try:
-                item = next(self._items, None)
-            except ValueError as error:  # Arrow's and UTF-8's
-                raise ValueError(f"cannot read on in the training stream: {error}") from error
+            item = next(self._items, None)
             if item is None:
                 self._ended = True
             else:
                 self._started = True
-                self.buffer += self.expand(item)
+                samples, self._rest = self.expand(item, self._rest)
+                self.buffer += samples
 
     def draw(self, count: int) -> list[Any]:
         samples: list[Any] = []
         while len(samples) < count:
             self._fill()
-            if not self.buffer:  # the end of an epoch
-                if self.drawn == 0:
-                    raise ValueError("the training stream holds no sample: it is empty, or shorter than one block")
-                self.expand.end_epoch()
-                self.epoch, self.drawn, self._ended = self.epoch + 1, 0, False
-                self._open(None)
-                continue
-            chosen = int(np.random.default_rng([self.seed, self.epoch, self.drawn]).integers(len(self.buffer)))
-            self.buffer[chosen], self.buffer[-1] = self.buffer[-1], self.buffer[chosen]
-            samples.append(self.buffer.pop())
-            self.drawn += 1
+            if self.buffer:
+                chosen = int(np.random.default_rng([self.seed, self.epoch, self.drawn]).integers(len(self.buffer)))
+                self.buffer[chosen], self.buffer[-1] = self.buffer[-1], self.buffer[chosen]
+                samples.append(self.buffer.pop())
+                self.drawn += 1
+            elif self.drawn:
+                self.load_state_dict(_BEGIN | {"epoch": self.epoch + 1})
+            else:
+                raise ValueError("the training stream holds no sample: it is empty, or shorter than one block")
         return samples
 
     def load(self, handles: Sequence[Any]) -> list[Any]:
         return list(handles)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self.epoch,
-            "drawn": self.drawn,
-            "ended": self._ended,
-            "buffer": list(self.buffer),
-            "expand": self.expand.state_dict(),
-            "stream": copy.deepcopy(self.stream.state_dict()) if self._started else None,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.drawn, self._ended = state["epoch"], state["drawn"], state["ended"]
-        self.buffer = list(state["buffer"])
-        self.expand.load_state_dict(state["expand"])
-        self._open(state["stream"])
+        stream = copy.deepcopy(self._stream.state_dict()) if self._started else None
+        place = {"epoch": self.epoch, "drawn": self.drawn, "ended": self._ended, "stream": stream}
+        return place | {"buffer": list(self.buffer), "rest": self._rest}
 
 
 def hold_out(count: int, seed: int, source: str, unit: str = "rows") -> tuple[np.ndarray, np.ndarray]:

@@ -14,8 +14,8 @@ import numpy as np
 _CONVERT = "convert it, for example by `ffmpeg -i in.wav -c:a pcm_s16le out.wav`"
 
 
-def sound_splits(folder: str, streaming: bool) -> dict[str, Any] | None:
-    """Splits of a local folder of sound as `datasets` finds them, columns audio and label; None if it holds no sound.
+def sound_splits(builder: Any, streaming: bool) -> dict[str, Any]:
+    """Splits of a local folder of sound as `datasets` finds them, columns audio and label.
 
     Label is the name of the folder that a file lies in, as text. (`datasets` itself cannot even list sound without
     torchcodec, so it says which files there are, and `decode_wav` reads them.)
@@ -23,30 +23,15 @@ def sound_splits(folder: str, streaming: bool) -> dict[str, Any] | None:
     Raises:
         ValueError: sound in another format than WAV.
     """
-    builder = datasets.load_dataset_builder(folder)
-    if builder.name != "audiofolder":
-        return None
     splits: dict[str, Any] = {}
     for split, files in builder.config.data_files.items():
-        sounds = [Path(file) for file in files if Path(file).suffix.lower() in (".wav", *builder.EXTENSIONS)]
-        for path in sounds:
-            if path.suffix.lower() != ".wav":
-                raise ValueError(f"sound must be WAV files, got {str(path)!r}: {_CONVERT}")
-        columns = {
-            "audio": [{"bytes": None, "path": str(path)} for path in sounds],
-            "label": [path.parent.name for path in sounds],
-        }
-        rows = datasets.Dataset.from_dict(columns)
+        paths = [path for path in map(Path, files) if path.suffix.lower() in builder.EXTENSIONS]
+        if other := [str(path) for path in paths if path.suffix.lower() != ".wav"]:
+            raise ValueError(f"sound must be WAV files, got {other[0]!r}: {_CONVERT}")
+        sounds = [{"bytes": None, "path": str(path)} for path in paths]
+        rows = datasets.Dataset.from_dict({"audio": sounds, "label": [path.parent.name for path in paths]})
         splits[str(split)] = rows.to_iterable_dataset() if streaming else rows
     return splits
-
-
-def undecoded(rows: Any, column: str | None) -> Any:
-    """The rows, a column of sound as {"bytes", "path"}: `datasets` decodes with a package that is not needed here."""
-    features = rows.features or {}
-    if column in features and isinstance(features[column], datasets.Audio):
-        return rows.cast_column(column, datasets.Audio(decode=False))
-    return rows
 
 
 def is_sound(value: Any) -> bool:

@@ -27,7 +27,7 @@ class ByteEncoder:
         """Token ids of all texts, <eos> at the end of each, and the number of bytes they stand for."""
         raw = [text.encode() for text in texts]
         ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in raw]
-        return np.concatenate(ids, dtype=np.uint16), sum(map(len, raw))
+        return np.concatenate([np.empty(0, self.dtype), *ids]), sum(map(len, raw))
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
@@ -46,9 +46,9 @@ class TokenizerEncoder:
 
     def __call__(self, *texts: str) -> tuple[np.ndarray, int]:
         """As `ByteEncoder`; a fast tokenizer has a thread for each of several texts."""
-        rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+        rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
-        return np.concatenate(ids), sum(len(text.encode()) for text in texts)
+        return np.concatenate([np.empty(0, self.dtype), *ids]), sum(len(text.encode()) for text in texts)
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         self.tokenizer.save_pretrained(folder)
@@ -84,8 +84,8 @@ def choose_tokenizer(args: Any) -> Any:
     if weights and any(cached_file(weights, f, **quietly) for f in ("tokenizer.json", "tokenizer_config.json")):
         learned = open_tokenizer(weights)
     if args.tokenizer_name is None:
-        known = learned is None or learned.get_vocab() == build_byte_tokenizer().get_vocab()
-        return None if known else learned
+        is_bytes = learned is None or learned.get_vocab() == build_byte_tokenizer().get_vocab()
+        return None if is_bytes else learned
     tokenizer = open_tokenizer(args.tokenizer_name)
     if learned is not None and learned.get_vocab() != tokenizer.get_vocab() and not args.replace_tokenizer:
         raise ValueError(
