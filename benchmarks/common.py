@@ -17,7 +17,6 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from essm_train.files import write_json
-from essm_train.measure.timing import check_peak_memory as check_peak_memory
 from essm_train.measure.timing import machine as machine
 from essm_train.measure.timing import paired as paired
 from essm_train.measure.timing import peak_memory as peak_memory

@@ -264,7 +264,6 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     device, report = begin("decoding_prompt", config, args, budget=K, chunk=chunk, threads=torch.get_num_threads())
     model = make_model(config, device)
     ids = torch.randint(0, 256, (1, lengths[-1]), generator=torch.Generator().manual_seed(0)).to(device)
-    common.check_peak_memory(device)
     read_prompt(model, ids[:, : 2 * chunk], K, chunk)  # constants of the basis
     report["results"] = []
     for length, size in [(lengths[0], None), *((length, chunk) for length in lengths)]:

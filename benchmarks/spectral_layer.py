@@ -168,7 +168,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("spectral_layer", args, filter_length=FILTER_LENGTH, rounds=args.rounds)
     counts = args.threads or ([1] if args.quick or device.type == "cuda" else [1, 2])
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
-    common.check_peak_memory(device)
     report["results"] = []
     for count, D, mixing, B, L, K in itertools.product(counts, widths, args.mixing, batches, lengths, budgets):
         with common.threads(count):

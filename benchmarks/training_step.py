@@ -127,7 +127,6 @@ def begin(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.d
     settings |= {"length": args.length, "batch": args.batch, "rounds": args.rounds}
     settings |= common.model_settings(args, essm_config(args.length, args))
     settings |= {"dtype": "bfloat16 autocast" if gpu else "float32", "threads": torch.get_num_threads()}
-    common.check_peak_memory(common.pick_device(args.device))
     return common.start(name, args, **settings)
 
 

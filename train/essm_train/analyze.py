@@ -63,18 +63,18 @@ def main(args: AnalyzeArguments) -> None:
     record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
     record["seconds_per_layer"] = measured
     write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
-    if config.model_type != "ar_stu":
-        record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
-        for K in (budgets[0], budgets[-1]):
-            shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])
-            print(f"stability bound by layer at K={K}: {shown}")
+    record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
+    for K in (budgets[0], budgets[-1]):
+        shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])
+        print(f"stability bound by layer at K={K}: {shown}")
     if config.gating == "softmax":
-        full = gate_statistics(model, {"input_ids": input_ids}, budgets[-1])
-        record["gates"] = {"budget": full.budget, "mean": full.mean.tolist(), "entropy": full.entropy.tolist()}
-        write_figure(output_dir / "gates.png", draw_gates(full))
-        for name, mean, entropy in rows_of(full):
+        means, entropies = gate_statistics(model, input_ids, budgets[-1])
+        record["gates"] = {"budget": budgets[-1], "mean": means.tolist(), "entropy": entropies.tolist()}
+        rows = rows_of(means, entropies)
+        write_figure(output_dir / "gates.png", draw_gates(rows))
+        for name, mean, entropy in rows:
             most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
-            print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(full.budget):.3f}")
+            print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(budgets[-1]):.3f}")
     write_json(output_dir / "analysis.json", record)
     print(f"saved {output_dir / 'analysis.json'}, gates.png and cost.png")
 

@@ -2,56 +2,32 @@
 """essm-analyze: gate statistics, stability bounds and the cost model."""
 
 import json
-import math
 import sys
 
 import pytest
 import torch
-from helpers import VARIANTS, random_ids, random_model, variants
+from helpers import VARIANTS, blocks, random_ids, random_model, variants
 from torch.utils.flop_counter import FlopCounterMode
 
 from essm_train import analyze
-from essm_train.baselines.ar_stu import ARSTUModel
-from essm_train.measure.analysis import (
-    gate_statistics,
-    layer_cost,
-    measured_cost,
-    parts_of,
-    stability_bounds,
-)
-from modeling_essm import ESSMModel, build_byte_tokenizer
+from essm_train.measure.analysis import gate_statistics, layer_cost, measured_cost, parts_of, stability_bounds
+from modeling_essm import ESSMModel
 from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@blocks
+@torch.no_grad()
 def test_gate_statistics_are_those_of_the_gates(block):
-    model, ids = random_model(ESSMModel, **VARIANTS[block]), random_ids(2, 20)
-    heads = () if block == "paper" else (4,)
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, 12:] = 0  # right padding does not count
-    found = gate_statistics(model, {"input_ids": ids, "attention_mask": mask}, 6)
-    torch.testing.assert_close(found.mean.sum(-1), torch.ones(2, *heads, dtype=torch.float64))
-    assert ((found.entropy > 0) & (found.entropy <= math.log(6) + 1e-6)).all()
-    inputs = []
-    hook = spectral_mixers(model)[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
-    rows = [ids[:1], ids[1:, :12]]
-    with torch.no_grad():
-        for row in rows:
-            model(row, spectral_budget=6)
-    hook.remove()
-    mixer = spectral_mixers(model)[1]
-    sigma = mixer.operator.sigma(6, mixer.scaling_exponent, inputs[0])
-    with torch.no_grad():
-        gates = torch.cat(
-            [mixer.gates(mixer.convolve(u, None, None)[0] if mixer.taps else u, 6)[0] for u in inputs]
-        )  # (20 + 12, 6), or (.., 4)
-    alpha = gates.movedim(1, -1) / sigma
-    torch.testing.assert_close(found.mean[1], alpha.double().mean(0), atol=1e-5, rtol=1e-4)
-    entropy = -(alpha * alpha.log()).sum(-1).double().mean(0)
-    torch.testing.assert_close(found.entropy[1], entropy, atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="gating='softmax'"):
-        gate_statistics(random_model(ESSMModel, gating="none"), {"input_ids": ids}, 6)
+    model, ids = random_model(ESSMModel, **block), random_ids(2, 20)
+    mixer, inputs = spectral_mixers(model)[1], []
+    mixer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    means, entropies = gate_statistics(model, ids, 6)
+    torch.testing.assert_close(means.sum(-1), torch.ones_like(entropies))
+    u = mixer.convolve(inputs[0], None, None)[0] if mixer.taps else inputs[0]
+    alpha = mixer.gates(u, 6).movedim(2, -1).double() / mixer.operator.sigma(6, mixer.scaling_exponent, u).double()
+    torch.testing.assert_close(means[1], alpha.flatten(0, 1).mean(0), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(entropies[1], -(alpha * alpha.log()).sum(-1).flatten(0, 1).mean(0), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["paper", "no-gate", "gated"])
@@ -68,8 +44,6 @@ def test_no_layer_amplifies_beyond_its_bound(name):
     for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, 1), strict=True):
         with torch.no_grad():  # the spectral part alone; of one channel random inputs reach a part of the bound
             assert 0.003 * bound < mixer(u, LayerCall(1)).norm(dim=-1).max() <= bound * (1 + 1e-5)
-    with pytest.raises(ValueError, match="AR-STU"):
-        stability_bounds(random_model(ARSTUModel, gating="none"), 4)
 
 
 def test_the_cost_model_counts_the_products():
@@ -110,17 +84,6 @@ def test_the_cost_model_counts_what_a_layer_computes(variant, algorithm, length,
         assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
 
 
-def test_what_ar_stu_costs():
-    """Written out for D = 16, L = 64, K = 5, step by step: negative filters are as much again, the shift is free."""
-
-    def cost(cls, **fields):
-        return layer_cost(spectral_mixers(random_model(cls, gating="none", **fields))[0], 5, 64)["step"]
-
-    plain, released = cost(ESSMModel), cost(ARSTUModel, ar_negative_filters=False, ar_feature_shift=2)
-    assert released == plain + 2 * 16**2 + 7 * (32**2 * 65 + 32**3) / 64
-    assert cost(ARSTUModel) == cost(ARSTUModel, ar_feature_shift=2) == released + plain - 16**2
-
-
 @variants
 def test_measuring_leaves_the_layer_as_it_was(variant):
     model = random_model(ESSMModel, spectral_algorithm="step", **variant)
@@ -129,17 +92,16 @@ def test_measuring_leaves_the_layer_as_it_was(variant):
     assert [len(values) for values in seconds.values()] == [2, 2] and spectral_mixers(model)[1].algorithm == "step"
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@blocks
 def test_script(block, tmp_path, monkeypatch, capsys):
     model = tmp_path / "model"
-    random_model(**VARIANTS[block]).save_pretrained(model)
-    build_byte_tokenizer().save_pretrained(model)
+    random_model(**block).save_pretrained(model)
     (tmp_path / "text.txt").write_text("spectral " * 200)
     argv = ["analyze.py", "--model", str(model), "--text_files", str(tmp_path / "text.txt"), "--block_size", "128"]
     monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(tmp_path / "out")])
     analyze.run()
     record = json.loads((tmp_path / "out" / "analysis.json").read_text())
-    assert torch.tensor(record["gates"]["mean"]).shape == ((2, 32) if block == "paper" else (2, 4, 32))
+    assert torch.tensor(record["gates"]["mean"]).shape == ((2, 4, 32) if block else (2, 32))
     assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
     assert "largest mean gates" in capsys.readouterr().out
@@ -150,5 +112,5 @@ def test_layers_of_different_capacity():
     bounds = [stability_bounds(model, K)[i] for i, K in enumerate((8, 3))]
     model.truncate([8, 3])
     assert stability_bounds(model, 8) == bounds
-    mean = gate_statistics(model, {"input_ids": ids}, 8).mean
+    mean, _ = gate_statistics(model, ids, 8)
     assert mean.shape == (2, 8) and (mean[1, 3:] == 0).all() and (mean[1, :3] > 0).all()

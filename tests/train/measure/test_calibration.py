@@ -12,6 +12,7 @@ from essm_train.measure import calibration
 from essm_train.measure.calibration import measure_device, measure_quality
 from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.scoring import HeldOut
+from essm_train.measure.timing import peak_memory
 from modeling_essm import ESSMForSequenceClassification
 
 
@@ -55,3 +56,17 @@ def test_classifiers_are_timed(fields, shape):
     assert next(iter(calibration.random_inputs(model, 2, 9).values())).shape == shape
     rows = measure_device(model, (4,), (2,), 9, 1, 1).rows
     assert [(row.phase, row.batch_size, row.budget) for row in rows] == [("prefill", 2, 4)]
+
+
+def test_peak_memory_is_what_was_held_at_once():
+    MB = 2**20
+
+    def call():  # holds 8, 32, 24, 40 (the peak), 16 MB
+        a = torch.empty(8 * MB, dtype=torch.uint8)
+        b = torch.empty(24 * MB, dtype=torch.uint8)
+        del a
+        c = torch.empty(16 * MB, dtype=torch.uint8)
+        del b
+        return c
+
+    assert peak_memory(call, torch.device("cpu")) == pytest.approx(40 * MB, rel=0.02)

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from essm_train.measure.scoring import HeldOut
-from essm_train.measure.timing import check_peak_memory, decoder, paired, peak_memory
+from essm_train.measure.timing import decoder, paired, peak_memory
 from essm_train.pairs import ESSMPairConfig
 from modeling_essm.budgets.profile import DeviceProfile, Measurement, Quality, device_name
 
@@ -31,26 +31,25 @@ def measure_quality(model: PreTrainedModel, held_out: HeldOut, budgets: Sequence
     for K in budgets:
         print(f"quality: K={K}", flush=True)
         totals, weights = held_out.score(model, K)
-        value = float(totals.sum() / weights.sum())
-        values.append(value)
-        influences.append((totals - value * weights) / weights.sum())
+        values.append(float(totals.sum() / weights.sum()))
+        influences.append((totals - values[-1] * weights) / weights.sum())
     n, full = len(influences[0]), values[-1]
+    of_drops = [(i - v / full * influences[-1]) / full if full else i for i, v in zip(influences, values)]
 
     def error(influence: Tensor) -> float:
         return float((influence.square().sum() * n / max(1, n - 1)).sqrt())
 
-    of_drops = [(i - v / full * influences[-1]) / full if full else i for i, v in zip(influences, values)]
     return Quality(
         *held_out.metric,
+        budgets=tuple(budgets),
+        values=tuple(values),
+        errors=tuple(map(error, influences)),
+        drop_errors=tuple(map(error, of_drops)),
         data=held_out.description,
         samples=n,
         length=held_out.length,
         date=_today(),
         dtype=str(model.dtype)[6:],
-        budgets=tuple(budgets),
-        values=tuple(values),
-        errors=tuple(map(error, influences)),
-        drop_errors=tuple(map(error, of_drops)),
     )
 
 
@@ -66,18 +65,16 @@ def measure_device(
     """Prefill and, with a language model, decoding at every budget and batch size on the model's device."""
     causal, device = hasattr(model, "lm_head"), model.device
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or the profiler tells of its every start and stop
-    check_peak_memory(device)
     inputs = {size: random_inputs(model, size, prompt_length) for size in batch_sizes}
     keep = {"use_cache": True, "logits_to_keep": 1} if causal else {}
     cases = [(size, K) for size in batch_sizes for K in budgets]
     calls: dict[Any, Any] = {(s, K): functools.partial(model, **inputs[s], **keep, spectral_budget=K) for s, K in cases}
-    caches = {case: calls[case]().past_key_values for case in cases} if causal else {}
     positions = prompt_length * (2 if isinstance(model.config, ESSMPairConfig) else 1)  # of a sample
     phases = [("prefill", positions, 1, calls, calls)]
+    caches = {case: calls[case]().past_key_values for case in cases} if causal else {}
     if causal:
-        tokens = {size: inputs[size]["input_ids"][:, -1:] for size in batch_sizes}
         many, one = (
-            {(s, K): decoder(model, caches[s, K], tokens[s], K, steps) for s, K in cases}
+            {(s, K): decoder(model, caches[s, K], inputs[s]["input_ids"][:, -1:], K, steps) for s, K in cases}
             for steps in (decode_tokens, 1)
         )
         phases.append(("decode", 1, decode_tokens, many, one))
@@ -88,8 +85,8 @@ def measure_device(
             ms = [1e3 * seconds / steps for seconds in samples]
             median = statistics.median(ms)
             speed = size * positions / median * 1e3
-            peak = max(0, peak_memory(measured[size, K], device))
             held = caches[size, K].num_bytes if caches else 0
+            peak = max(0, peak_memory(measured[size, K], device))
             rows.append(Measurement(phase, size, K, median, min(ms), max(ms), speed, peak, held))
     return DeviceProfile(
         device_name(device),

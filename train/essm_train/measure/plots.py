@@ -6,7 +6,7 @@ Axes end at what is possible: the budget's at the capacity, a metric's at 0 and,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -21,16 +21,6 @@ from modeling_essm.budgets.profile import BudgetProfile
 
 SHAPES = {"collapse boundary": ("^", 12, "triangle"), "sweet spot": ("*", 15, "star")}  # the star is drawn on top
 Panels = Mapping[str, Mapping[str, BudgetCurve]]
-
-
-def budget_axis(axes: Axes, budgets: Iterable[int]) -> None:
-    """x is the budget, from the smallest to the full one; log scale."""
-    ticks = sorted(set(budgets))
-    axes.set_xscale("log")
-    axes.set_xticks(ticks, [str(K) for K in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
-    if len(ticks) > 1:
-        axes.set_xlim(ticks[0], ticks[-1])
 
 
 def metric_axis(axes: Axes, metric: str) -> None:
@@ -53,13 +43,12 @@ def draw_panels(ours: Panels, theirs: Panels) -> Figure:
         theirs: the paper's, thin and dotted beside ours, and as ours in a panel that has none of ours.
     """
     panels = {title: (ours.get(title, {}), theirs.get(title, {})) for title in (*ours, *theirs)}
-    curves = [curve for part in (ours, theirs) for panel in part.values() for curve in panel.values()]
-    names = list(dict.fromkeys(name for part in (ours, theirs) for panel in part.values() for name in panel))
-    colors = {name: f"C{i}" for i, name in enumerate(names)}
+    curves = [pair for part in (ours, theirs) for panel in part.values() for pair in panel.items()]
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in curves))}
     across, down = min(len(panels), 3), -(-len(panels) // 3)
     figure = Figure(figsize=(7, 4.5) if len(panels) == 1 else (4.6 * across, 3.4 * down + 0.8), layout="constrained")
     grid = figure.subplots(down, across, squeeze=False).flatten()
-    marks = {mark for curve in curves if len(curve.budgets) > 1 for mark in curve.marks}
+    marks = {mark for _, curve in curves if len(curve.budgets) > 1 for mark in curve.marks}
     legend = [f"{SHAPES[mark][2]}: {mark}" for mark in reversed(SHAPES) if mark in marks]
     label = "spectral budget K" + (f" ({', '.join(legend)})" if legend else "")
     for axes, (title, (mine, papers)) in zip(grid, panels.items()):
@@ -68,7 +57,12 @@ def draw_panels(ours: Panels, theirs: Panels) -> Figure:
             _draw_curve(axes, curve, name, colors[name], "black", marker="o", markersize=4)
         for name, curve in papers.items() if mine else ():
             _draw_curve(axes, curve, "the paper's", colors[name], "white", linestyle=":", linewidth=1.2)
-        budget_axis(axes, (K for curve in shown.values() if len(curve.budgets) > 1 for K in curve.budgets))
+        axes.set_xscale("log")
+        ticks = sorted({K for curve in shown.values() if len(curve.budgets) > 1 for K in curve.budgets})
+        axes.set_xticks(ticks, [str(K) for K in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        if len(ticks) > 1:
+            axes.set_xlim(ticks[0], ticks[-1])
         first = next(iter(shown.values()))
         metric_axis(axes, first.metric)
         axes.set(title=title, xlabel=label if len(panels) == 1 else "", ylabel=first.title)
@@ -96,15 +90,16 @@ def _draw_curve(axes: Axes, curve: BudgetCurve, label: str, color: str, edge: st
         axes.fill_between(curve.budgets, low, high, color=color, alpha=0.15)
     face, edge = (color, edge) if edge == "black" else (edge, color)
     value = dict(zip(curve.budgets, curve.values))
-    draw_marks(axes, {mark: [(K, value[K])] for mark, K in curve.marks.items()}, face, edge)
+    for mark in SHAPES:
+        if K := curve.marks.get(mark):
+            _draw_mark(axes, mark, [(K, value[K])], face, edge)
 
 
-def draw_marks(axes: Axes, points: Mapping[str, list[tuple[float, float]]], face: str, edge: str) -> None:
-    """The star and the triangle at points (x, y)."""
-    for mark, (marker, size, _) in SHAPES.items():
-        if mark in points:
-            style: dict[str, Any] = {"color": face, "markeredgecolor": edge, "markersize": size, "zorder": 3}
-            axes.plot(*zip(*points[mark]), marker, clip_on=False, linestyle="none", **style)
+def _draw_mark(axes: Axes, mark: str, points: list[tuple[float, float]], face: str, edge: str, label: str = "") -> None:
+    """The star or the triangle at points (x, y)."""
+    marker, size, _ = SHAPES[mark]
+    style: dict[str, Any] = {"color": face, "markeredgecolor": edge, "markersize": size, "zorder": 3}
+    axes.plot(*zip(*points), marker, clip_on=False, linestyle="none", label=label or None, **style)
 
 
 def draw_profile(profile: BudgetProfile) -> Figure:
@@ -127,8 +122,8 @@ def draw_profile(profile: BudgetProfile) -> Figure:
                 axes.annotate(str(row.budget), point, (0, 7), zorder=4, **style)
         for mark, K in quality.marks.items():
             at = [(row.median_ms, value[K]) for row in entry.rows if (row.phase, row.budget) == (phase, K)]
-            draw_marks(axes, {mark: at}, "gold" if mark == "sweet spot" else "none", "tab:red")
-            axes.get_lines()[-1].set_label(f"K = {K}: {mark}")
+            face = "gold" if mark == "sweet spot" else "none"
+            _draw_mark(axes, mark, at, face, "tab:red", f"K = {K}: {mark}")
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,10 @@ class PruningCurve:
     kept: tuple[tuple[int, ...], ...]
 
     @property
+    def title(self) -> str:
+        return self.metric.replace("_", " ")
+
+    @property
     def losses(self) -> tuple[float, ...]:
         """What each ratio loses against the whole model; negative where it gains."""
         sign = -1.0 if self.higher_is_better else 1.0
@@ -43,12 +48,8 @@ class PruningCurve:
 
     def largest_within(self, most: float) -> float:
         """The largest ratio that, like every smaller one measured, loses at most so much."""
-        found = 0.0
-        for ratio, loss in zip(self.ratios, self.losses):
-            if not loss <= most:
-                break
-            found = ratio
-        return found
+        within = itertools.takewhile(lambda row: row[1] <= most, zip(self.ratios, self.losses))
+        return max((ratio for ratio, _ in within), default=0.0)
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -60,10 +61,6 @@ class PruningCurve:
         for ratio, value, loss, kept in zip(self.ratios, self.values, self.losses, self.kept):
             lines.append(f"| {ratio:.1%} | {value:.4f} | {loss:+.4f} | {' '.join(map(str, kept))} |")
         return "\n".join(lines) + "\n"
-
-    @property
-    def title(self) -> str:
-        return self.metric.replace("_", " ")
 
     def draw(self, chosen: float, label: str) -> Figure:
         """Quality over the ratio above, modes kept by layer below; a line at the chosen ratio."""
@@ -101,15 +98,14 @@ def measure_ratios(
     partial: dict[str, Any] = {"identity": json.loads(json.dumps(identity)), "values": {}}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        if found["identity"] == partial["identity"]:
-            partial["values"].update(found["values"])
-    except (OSError, ValueError, KeyError, TypeError):
+        partial = found if found["identity"] == partial["identity"] else partial
+    except (OSError, ValueError):
         pass  # nothing, or something damaged: all is measured
     values, kept = partial["values"], []
     for ratio in (bar := tqdm(ratios, unit="ratio", disable=None)):
-        chosen = plan(ratio)
+        chosen, key = plan(ratio), f"{ratio:.6f}"
         kept.append(tuple(chosen.kept))
-        if (key := f"{ratio:.6f}") not in values:
+        if key not in values:
             prune(model, chosen)
             try:
                 values[key] = held_out.value(model, capacity_of(model))

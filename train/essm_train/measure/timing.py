@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import platform
 import statistics
@@ -55,12 +56,12 @@ def timed(function: Callable[[], Any], device: torch.device, repeats: int = 1) -
         stop.record()
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3 / repeats
-    _synchronize(device)
-    start_time = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(repeats):
         function()
-    _synchronize(device)
-    return (time.perf_counter() - start_time) / repeats
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return (time.perf_counter() - started) / repeats
 
 
 def paired(
@@ -81,8 +82,8 @@ def paired(
     """
     repeats = {}
     for name, function in functions.items():
-        seconds = [timed(function, device) for _ in range(max(1, warmup))]
-        repeats[name] = max(1, round(sample_seconds / max(min(seconds), 1e-7)))
+        fastest = min(timed(function, device) for _ in range(max(1, warmup)))
+        repeats[name] = max(1, round(sample_seconds / max(fastest, 1e-7)))
     samples: dict[Name, list[float]] = {name: [] for name in functions}
     start = time.perf_counter()
     for i in range(rounds):
@@ -133,33 +134,12 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         torch.cuda.synchronize(device)
         del result
         return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = function()
     del result
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-def check_peak_memory(device: torch.device) -> None:
-    """Raises RuntimeError unless `peak_memory` finds the answer of a case where it is known."""
-    MB = 2**20
-
-    def function() -> torch.Tensor:  # holds 8, 32, 24, 40 (the peak), 16 MB
-        a = torch.empty(8 * MB, dtype=torch.uint8, device=device)
-        b = torch.empty(24 * MB, dtype=torch.uint8, device=device)
-        del a
-        c = torch.empty(16 * MB, dtype=torch.uint8, device=device)
-        del b
-        return c
-
-    measured = peak_memory(function, device)
-    if abs(measured - 40 * MB) > 0.02 * 40 * MB:
-        raise RuntimeError(f"peak_memory measures {measured / MB:.2f} MB where the answer is 40 MB: do not trust it")
+    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max([0, *held])
 
 
 @torch.inference_mode()
@@ -174,8 +154,3 @@ def decode(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, budget: int,
 def decoder(model: ESSMForCausalLM, cache: ESSMCache, token: Tensor, K: int, steps: int) -> Callable[[], Tensor]:
     """A call that decodes from its own copy of the cache, so that every round starts at the stated context."""
     return lambda: decode(model, copy.deepcopy(cache), token, K, steps)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
