@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedTokenizerFast
 
-from essm_train.arguments import parse_arguments, sort_values
+from essm_train.arguments import as_words, parse_arguments
 from essm_train.data.arguments import CLMArguments
 from essm_train.run import checkpoints, language, loop, weights
 from essm_train.run.checkpoints import list_checkpoints
@@ -63,13 +63,7 @@ def command_line(output_dir: Path, **changes) -> list[str]:
 
 def options(cls: type, values: dict) -> list[str]:
     """Values as options of a command, fields of the configuration among its overrides; None leaves one out."""
-    values = sort_values(cls, {name: value for name, value in values.items() if value is not None}, "the test")
-    if overrides := values.pop("config_overrides", None):
-        values["config_overrides"] = json.dumps(overrides)
-    parts = []
-    for name, value in values.items():
-        parts += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return parts
+    return as_words(cls, {name: value for name, value in values.items() if value is not None})
 
 
 def train(arguments: list[str], whole: bool = False) -> None:

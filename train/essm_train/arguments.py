@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-import math
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,13 +36,30 @@ def arg(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def check_at_least(arguments: Any, least: float, *names: str) -> None:
-    """Raises ValueError if one of these fields, or a number of a list there, is less; None is not."""
+def refuse(rules: Mapping[str, object]) -> None:
+    """Raises ValueError with the first message whose condition holds."""
+    for message, broken in rules.items():
+        if broken:
+            raise ValueError(message)
+
+
+def check_within(arguments: Any, interval: str, *names: str) -> None:
+    """Raises ValueError if one of these fields, or a number of a list there, is outside of "[0, 1)" or the like.
+
+    None is legal."""
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    ends = [end for end, closed in ((low, interval[0] == "["), (high, interval[-1] == "]")) if closed]
     for name in names:
         value = getattr(arguments, name)
         for number in value if isinstance(value, list) else [value]:
-            if number is not None and not number >= least:
-                raise ValueError(f"{name} must be at least {least}, got {number}")
+            if number is not None and not (low < number < high or number in ends):
+                legal = f"at least {low:g}" if interval.endswith(" inf)") and low in ends else f"in {interval}"
+                raise ValueError(f"{name} must be {legal}, got {number}")
+
+
+def check_at_least(arguments: Any, least: float, *names: str) -> None:
+    """As `check_within`, without an upper end."""
+    check_within(arguments, f"[{least}, inf)", *names)
 
 
 # Those of transformers.get_scheduler that are functions of the update alone.
@@ -59,11 +76,8 @@ class RunArguments:
 
     output_dir: str = arg("runs/essm", "Where everything goes; a run found there is continued.")
     overwrite_output_dir: bool = arg(False, "Delete the run found in output_dir and start afresh.")
-
     resume_from_checkpoint: str | None = arg(
-        None,
-        "A checkpoint of output_dir to go back to, such as runs/essm/checkpoint-00000100; later ones are renamed "
-        "later-checkpoint-*. Without it a run goes on from its last checkpoint.",
+        None, "A checkpoint of output_dir to go back to, instead of the last; later ones are renamed."
     )
 
     budget_schedule: str = arg(
@@ -71,29 +85,17 @@ class RunArguments:
         "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
         "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update) or 'full'.",
     )
-    full_budget_updates: int | None = arg(
-        0,
-        "With any schedule: updates at the full budget before all others.",
-    )
+    full_budget_updates: int | None = arg(0, "With any schedule: updates at the full budget before all others.")
     sandwich_random: int = arg(2, "With the 'sandwich' schedule: random budgets beside the largest and the smallest.")
-    distillation_weight: float = arg(
-        0.0, "With the 'sandwich' schedule: weight in [0, 1] of imitating the full budget instead of the labels."
-    )
+    distillation_weight: float = arg(0.0, "With 'sandwich': weight in [0, 1] of imitating the full budget.")
 
     max_steps: int = arg(600, "Updates.")
     num_train_epochs: float | None = arg(None, "Instead of max_steps: passes over the training samples.")
-    extend: bool = arg(
-        False,
-        "Let the run in output_dir go on to a larger max_steps or num_train_epochs than it was started with; the "
-        "learning rate rises again over warmup_steps, from where it stands, and takes its course to the new end.",
-    )
+    extend: bool = arg(False, "Let the run in output_dir go on to a larger max_steps or num_train_epochs.")
     per_device_train_batch_size: int = arg(4, "Samples per process and forward pass.")
     gradient_accumulation_steps: int = arg(1, "Forward and backward passes per update.")
     learning_rate: float = arg(5e-3, "Peak of the learning rate.")
-    lr_scheduler_type: str = arg(
-        "cosine",
-        f"Course of the learning rate after its peak, as of transformers.get_scheduler: {', '.join(SCHEDULES)}.",
-    )
+    lr_scheduler_type: str = arg("cosine", f"Learning rate after its peak, as in transformers: {', '.join(SCHEDULES)}.")
     min_lr_rate: float | None = arg(None, f"With '{_WITH_FLOOR}': where it ends, as a share of the peak.")
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
     weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
@@ -106,31 +108,21 @@ class RunArguments:
     full_determinism: bool = arg(False, "Only deterministic kernels, so that GPU runs repeat bit for bit; slower.")
 
     truncation_tau: float | None = arg(
-        None,
-        "For a diagonal_ssm: balanced truncation during training. An attempt discards at most this share of the Hankel "
-        "singular values of each layer. Shares compound.",
+        None, "For a diagonal_ssm: the share of a layer's Hankel singular values that an attempt may discard."
     )
     truncation_attempts: int = arg(4, "With truncation_tau: how often, at equal distances.")
-    truncation_until: str = arg(
-        "warmup", "With truncation_tau: the last attempt, 'warmup', an update, or with a point a share of all (0.5)."
-    )
+    truncation_until: str = arg("warmup", "The last attempt: 'warmup', an update, or with a point a share of all.")
 
     eval_steps: int = arg(100, "Updates between validations.")
-    eval_budgets: list[int] | None = arg(
-        None, "Budgets to validate at; by default the smallest, a middle and the largest."
-    )
+    eval_budgets: list[int] | None = arg(None, "Budgets to validate at; by default smallest, middle and largest.")
     early_stopping_patience: int = arg(0, "Stop after so many validations without a new best; 0 never does.")
     early_stopping_threshold: float = arg(0.0, "A new best counts against that patience if it is better by more.")
-    load_best_model_at_end: bool = arg(
-        False, "The weights of the best validation become the saved model, not the last ones."
-    )
+    load_best_model_at_end: bool = arg(False, "Save the weights of the best validation instead of the last ones.")
     save_steps: int = arg(100, "Updates between checkpoints; the last update always has one.")
     save_total_limit: int = arg(2, "How many of the newest checkpoints to keep.")
     logging_steps: int = arg(10, "Updates between lines of log.jsonl and of the trackers.")
     report_to: list[str] | None = arg(None, "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ...")
-    cpu_threads: int | None = arg(
-        None, "CPU threads per process (`accelerate launch` sets 1); by default the cores, at most 8."
-    )
+    cpu_threads: int | None = arg(None, "CPU threads per process; by default the cores, at most 8.")
 
     push_to_hub: bool = arg(False, "Push the finished model, with its card, to hub_model_id.")
     hub_model_id: str | None = arg(None, "owner/name on the Hub.")
@@ -144,48 +136,32 @@ class RunArguments:
     )
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps")
-        check_at_least(self, 1, "eval_steps", "save_steps", "save_total_limit", "logging_steps")
+        check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_steps")
+        check_at_least(self, 1, "save_steps", "save_total_limit", "logging_steps")
         check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
-        limits = {"ema_decay": 1, "adam_beta2": 1, "learning_rate": math.inf, "weight_decay": math.inf}
-        limits |= {"early_stopping_threshold": math.inf}
-        for name, limit in limits.items():
-            if not 0 <= getattr(self, name) < limit:
-                raise ValueError(f"{name} must be in [0, {limit}), got {getattr(self, name)}")
-        if not 0 <= self.distillation_weight <= 1:
-            raise ValueError(f"distillation_weight must be in [0, 1], got {self.distillation_weight}")
-        if self.distillation_weight and self.budget_schedule != "sandwich":
-            raise ValueError(
-                f"distillation_weight needs budget_schedule 'sandwich', which runs the full budget in every update, "
-                f"got {self.budget_schedule!r}"
-            )
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be in (0, inf], got {self.max_grad_norm}")
-        if self.num_train_epochs is not None and not 0 < self.num_train_epochs < math.inf:
-            raise ValueError(f"num_train_epochs must be positive and finite, got {self.num_train_epochs}")
-        if self.lr_scheduler_type not in SCHEDULES:
-            raise ValueError(f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {self.lr_scheduler_type!r}")
-        if (self.min_lr_rate is not None) != (self.lr_scheduler_type == _WITH_FLOOR):
-            raise ValueError(
-                f"lr_scheduler_type {_WITH_FLOOR!r} and min_lr_rate need each other, got {self.lr_scheduler_type!r} "
-                f"and {self.min_lr_rate}"
-            )
-        if self.min_lr_rate is not None and not 0 <= self.min_lr_rate <= 1:
-            raise ValueError(f"min_lr_rate must be in [0, 1], got {self.min_lr_rate}")
-        ways = ("extend", "overwrite_output_dir", "resume_from_checkpoint")
-        if len(given := [name for name in ways if getattr(self, name)]) > 1:
-            raise ValueError(f"give {' or '.join(given)}, not both")
-        if self.truncation_tau is not None and not 0 < self.truncation_tau < 1:
-            raise ValueError(f"truncation_tau must be in (0, 1), got {self.truncation_tau}")
-        if self.truncation_until != "warmup":
-            try:
-                float(self.truncation_until)
-            except ValueError:
-                raise ValueError(
-                    f"truncation_until must be 'warmup', an update or a share, got {self.truncation_until!r}"
-                ) from None
-        if self.push_to_hub and not self.hub_model_id:
-            raise ValueError("push_to_hub needs hub_model_id, such as my-name/my-essm")
+        check_at_least(self, 0, "learning_rate", "weight_decay", "early_stopping_threshold")
+        check_within(self, "[0, 1)", "ema_decay", "adam_beta2")
+        check_within(self, "[0, 1]", "distillation_weight", "min_lr_rate")
+        check_within(self, "(0, inf]", "max_grad_norm")
+        check_within(self, "(0, inf)", "num_train_epochs")
+        check_within(self, "(0, 1)", "truncation_tau")
+        schedule, course, until = self.budget_schedule, self.lr_scheduler_type, self.truncation_until
+        given = [n for n in ("extend", "overwrite_output_dir", "resume_from_checkpoint") if getattr(self, n)]
+        refuse(
+            {
+                f"distillation_weight needs budget_schedule 'sandwich', got {schedule!r}": (
+                    self.distillation_weight and schedule != "sandwich"
+                ),
+                f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {course!r}": course not in SCHEDULES,
+                f"lr_scheduler_type {_WITH_FLOOR!r} and min_lr_rate need each other, got {course!r} and "
+                f"{self.min_lr_rate}": (self.min_lr_rate is not None) != (course == _WITH_FLOOR),
+                f"give {' or '.join(given)}, not both": len(given) > 1,
+                f"truncation_until must be 'warmup', an update or a share, got {until!r}": (
+                    until != "warmup" and not until.replace(".", "", 1).isdigit()
+                ),
+                "push_to_hub needs hub_model_id, such as my-name/my-essm": self.push_to_hub and not self.hub_model_id,
+            }
+        )
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, beside its model and data."""
@@ -236,11 +212,13 @@ def config_fields(kind: str) -> Mapping[str, str]:
     }
 
 
-def read_overrides(text: str) -> dict[str, Any]:
-    """`a=1,b=2`, as `ConfigClass.update_from_string` of transformers takes it, or JSON for values that are lists."""
-    if text.lstrip().startswith("{"):
-        return yaml.safe_load(text)
-    pairs = [part.partition("=") for part in text.split(",")]
+def read_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    """A table, its JSON, or `a=1,b=2`, as `ConfigClass.update_from_string` of transformers takes it."""
+    if not isinstance(given, str):
+        return dict(given)
+    if given.lstrip().startswith("{"):
+        return yaml.safe_load(given)
+    pairs = [part.partition("=") for part in given.split(",")]
     if bad := [part for part in pairs if not (part[0].strip() and part[1])]:
         raise ValueError(f"config_overrides must be like hidden_size=256,num_hidden_layers=8, got {''.join(bad[0])!r}")
     return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
@@ -260,35 +238,21 @@ class ModelArguments(RunArguments):
 
     architecture: str = arg(
         "essm",
-        "'essm', or a baseline of essm_train/baselines with as many parameters as an ES-SSM of these sizes: "
-        "'transformer', 'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features; or "
-        "'diagonal_ssm', the companion, which all have one budget, 1; or 'ar_stu', with budgets.",
+        "'essm' or 'ar_stu'; or with one budget 'diagonal_ssm' or a baseline of as many parameters: 'transformer', "
+        "'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features.",
     )
-    config_name: str | None = arg(
-        None, "Folder or Hub name of a configuration, whose fields take the place of the script's own."
-    )
+    config_name: str | None = arg(None, "Folder or Hub name of a configuration, instead of the script's own sizes.")
     config_overrides: dict[str, Any] | str | None = arg(
         None,
-        "Fields of the configuration, such as hidden_size=256,num_hidden_layers=8: of ESSMConfig, or of "
-        "DiagonalSSMConfig. Without config_name a new model has "
-        + "; with block=paper ".join(
-            ",".join(f"{field}={value}" for field, value in fields.items()) for fields in NEW_MODEL.values()
-        )
-        + ".",
+        "Fields of the configuration, such as hidden_size=256,num_hidden_layers=8. Without config_name a new model has "
+        + "; with block=paper ".join(",".join(f"{k}={v}" for k, v in new.items()) for new in NEW_MODEL.values()),
     )
-    attention_every: int | None = arg(
-        None, "One in so many layers attends, in a window if sliding_window is configured; else layer_types says which."
-    )
+    attention_every: int | None = arg(None, "One in so many layers attends; else layer_types says which.")
     model_name_or_path: str | None = arg(None, "Weights to start from, instead of a new model.")
     match_parameters: bool = arg(
-        False,
-        "Choose the width: as many parameters, to 3 percent, as an ES-SSM of these sizes has, with its gate and "
-        "without AR-STU's terms and attention layers. For variants that lack weights or have more; a baseline always "
-        "has as many.",
+        False, "Choose the width at which a variant has as many parameters, to 3%, as an ES-SSM of these sizes."
     )
-    match_block: str | None = arg(
-        None, "With match_parameters: the block of that ES-SSM, 'paper' or 'gated', by default the model's own."
-    )
+    match_block: str | None = arg(None, "With match_parameters: the block of that ES-SSM, by default the model's own.")
 
     # Fields that this script's new models have otherwise, and the configuration they are fields of.
     NEW: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -297,35 +261,33 @@ class ModelArguments(RunArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.config_overrides = self._checked(self.config_overrides or {})
-        if self.is_diagonal and (self.config_name or self.match_parameters):
-            raise ValueError("architecture 'diagonal_ssm' has the sizes given: no config_name, no match_parameters")
-        if self.architecture != "essm" and (self.push_to_hub or self.model_name_or_path):
-            raise ValueError(
-                f"architecture {self.architecture!r} is there to compare with: it takes its size from an ES-SSM's, not "
-                "from model_name_or_path, and cannot be pushed"
-            )
-        if self.match_parameters and (self.is_baseline or self.model_name_or_path):
-            raise ValueError("match_parameters is for a new ES-SSM: leave it out with a baseline or model_name_or_path")
-        if self.match_block not in (None, *NEW_MODEL):
-            raise ValueError(f"match_block must be one of {', '.join(NEW_MODEL)}, got {self.match_block!r}")
-        if self.match_block is not None and not self.match_parameters:
-            raise ValueError(f"match_block is for match_parameters, got match_block={self.match_block!r} without")
-        if self.config_name and self.model_name_or_path:
-            raise ValueError("give config_name or model_name_or_path, not both")
-        if self.model_name_or_path and (kept := sorted(set(self.config_overrides) - set(RATES))):
-            raise ValueError(f"{kept[0]} is part of model_name_or_path: leave it out of config_overrides")
-        if self.attention_every is not None:
-            if self.source is not None or "layer_types" in self.config_overrides:
-                raise ValueError(
-                    "attention_every is for a model of the sizes given here: beside a configuration give layer_types, "
-                    f"and not both, got attention_every={self.attention_every}"
-                )
-            self.fields()  # raises
+        name, weights, every = self.architecture, self.model_name_or_path, self.attention_every
+        kept = sorted(set(self.config_overrides) - set(RATES))
+        refuse(
+            {
+                "architecture 'diagonal_ssm' has the sizes given: no config_name, no match_parameters": (
+                    self.is_diagonal and (self.config_name or self.match_parameters)
+                ),
+                f"architecture {name!r} is there to compare with: it takes its size from an ES-SSM's, not from "
+                "model_name_or_path, and cannot be pushed": name != "essm" and (self.push_to_hub or weights),
+                "match_parameters is for a new ES-SSM: leave it out with a baseline or model_name_or_path": (
+                    self.match_parameters and (self.is_baseline or weights)
+                ),
+                f"match_block is for match_parameters, and one of {', '.join(NEW_MODEL)}, got {self.match_block!r}": (
+                    self.match_block and not (self.match_parameters and self.match_block in NEW_MODEL)
+                ),
+                "give config_name or model_name_or_path, not both": self.config_name and weights,
+                f"{', '.join(kept)} is part of model_name_or_path: leave it out of config_overrides": weights and kept,
+                f"beside a configuration give layer_types, and not attention_every, got attention_every={every}": (
+                    every is not None and (self.source is not None or "layer_types" in self.config_overrides)
+                ),
+            }
+        )
+        self.fields()  # raises
 
     def _checked(self, overrides: dict[str, Any] | str) -> dict[str, Any]:
         """Overrides as a table. Raises ValueError for what is no field of the configuration."""
-        values = read_overrides(overrides) if isinstance(overrides, str) else dict(overrides)
-        kinds = self.kinds_of(self.architecture)
+        values, kinds = read_overrides(overrides), self.kinds_of(self.architecture)
         for name, value in values.items():
             if name not in kinds:
                 meant = nearest(name, kinds)
@@ -392,6 +354,10 @@ def hybrid_layers(num_layers: int, attention_every: int, kind: str = "full_atten
 Arguments = TypeVar("Arguments")
 
 
+def _names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
+
+
 def _hint(meant: str) -> str:
     return f"; nearest: {meant}" if meant else "; see --help"
 
@@ -402,18 +368,16 @@ def sort_values(cls: type, values: Mapping[str, Any], where: str) -> dict[str, A
     Raises:
         ValueError, opened by `where`: a name that is neither; the nearest legal one is named.
     """
-    names = [f.name for f in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    fields: Mapping[str, str] = {}
+    names, fields = _names(cls), {}
     if issubclass(cls, ModelArguments):
         fields = cls.kinds_of(str(values.get("architecture", "essm")))
-    sorted_ = {name: value for name, value in values.items() if name in names}
-    overrides = sorted_.get("config_overrides") or {}
-    overrides = read_overrides(overrides) if isinstance(overrides, str) else dict(overrides)
-    for name in values.keys() - sorted_.keys():
-        if name not in fields:
+    for name in values:
+        if name not in names and name not in fields:
             raise ValueError(f"{where}: unknown argument {name}{_hint(nearest(str(name), [*names, *fields]))}")
-    overrides |= {name: value for name, value in values.items() if name in fields and name not in names}
-    return sorted_ | ({"config_overrides": overrides} if overrides else {})
+    found = {name: value for name, value in values.items() if name in names}
+    overrides = read_overrides(found.get("config_overrides") or {})
+    overrides |= {name: value for name, value in values.items() if name not in names}
+    return found | ({"config_overrides": overrides} if overrides else {})
 
 
 def make_arguments_of(cls: type[Arguments], values: Mapping[str, Any], where: str = "arguments") -> Arguments:
@@ -421,9 +385,17 @@ def make_arguments_of(cls: type[Arguments], values: Mapping[str, Any], where: st
     return cls(**sort_values(cls, values, where))
 
 
-def read_arguments(cls: type, path: Path) -> dict[str, Any]:
-    """The arguments of a YAML or JSON file, in which null is the default. Raises ValueError as `sort_values`, and for a
-    file that holds no table."""
+def as_words(cls: type, values: Mapping[str, Any]) -> list[str]:
+    """A flat table of values as words of the command line. Raises ValueError as `sort_values`."""
+    words: list[str] = []
+    for name, value in sort_values(cls, values, "arguments").items():
+        value = json.dumps(value, default=str) if isinstance(value, dict) else value
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def _read_file(cls: type, path: Path) -> dict[str, Any]:
+    """`sort_values` of a YAML or JSON file, in which null is the default. Raises ValueError also if it is no table."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
     except yaml.YAMLError as error:
@@ -451,35 +423,27 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None, pos
     argv = list(sys.argv[1:] if argv is None else argv)
     if positional and argv and not argv[0].startswith("-"):
         argv = [f"--{positional}", *argv]
-    parser = Parser(cls, allow_abbrev=False, description=_described(cls))  # type: ignore[arg-type]
-    values = read_arguments(cls, Path(argv.pop(0))) if argv and argv[0].endswith(FILES) else {}
-    overrides = values.pop("config_overrides", {})
-    kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for name, value in values.items():
-        if "list" in kinds[name]:
-            values[name] = value if isinstance(value, list) else [value]
-        else:  # as on the command line: the parser converts it and checks it
-            values[name] = str(value)
-    parser.set_defaults(**values)
+    parser = Parser(cls, allow_abbrev=False, description=" ".join((cls.__doc__ or "").split()))  # type: ignore[arg-type]
+    overrides: dict[str, Any] = {}
+    if argv and argv[0].endswith(FILES):
+        values = _read_file(cls, Path(argv[0]))
+        overrides = values.pop("config_overrides", {})
+        argv[:1] = as_words(cls, values)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        _refuse(cls, unknown[0], list(kinds))
+        _refuse(cls, unknown[0])
     given = vars(namespace)
     if overrides:
-        given["config_overrides"] = overrides | read_overrides(given["config_overrides"] or "{}")
+        given["config_overrides"] = overrides | read_overrides(given["config_overrides"] or {})
     return cls(**given)
 
 
-def _described(cls: type) -> str:
-    return " ".join((cls.__doc__ or "").split())
-
-
-def _refuse(cls: type, word: str, names: Sequence[str]) -> NoReturn:
+def _refuse(cls: type, word: str) -> NoReturn:
     """Raises ValueError for a word of the command line that is no argument, and names the one that may be meant."""
     name = word.lstrip("-").partition("=")[0].replace("-", "_")
     if not word.startswith("--"):
         raise ValueError(f"unexpected {word!r}; arguments are like --name value")
     if issubclass(cls, ModelArguments) and name in {**cls.kinds_of(AR_STU), **config_fields(DIAGONAL)}:
         raise ValueError(f"unknown argument --{name}, a field of the configuration: --config_overrides {name}=...")
-    meant = nearest(name, names)
+    meant = nearest(name, _names(cls))
     raise ValueError(f"unknown argument --{name}" + _hint(meant and f"--{meant}"))
