@@ -250,7 +250,7 @@ class ModelArguments(RunArguments):
     attention_every: int | None = arg(None, "One in so many layers attends; else layer_types says which.")
     model_name_or_path: str | None = arg(None, "Weights to start from, instead of a new model.")
     match_parameters: bool = arg(
-        False, "Choose the width at which a variant has as many parameters, to 3%, as an ES-SSM of these sizes."
+        False, "Choose the width at which a variant has as many parameters as an ES-SSM of these sizes."
     )
     match_block: str | None = arg(None, "With match_parameters: the block of that ES-SSM, by default the model's own.")
 
@@ -368,9 +368,9 @@ def sort_values(cls: type, values: Mapping[str, Any], where: str) -> dict[str, A
     Raises:
         ValueError, opened by `where`: a name that is neither; the nearest legal one is named.
     """
-    names, fields = _names(cls), {}
-    if issubclass(cls, ModelArguments):
-        fields = cls.kinds_of(str(values.get("architecture", "essm")))
+    names = _names(cls)
+    architecture = str(values.get("architecture", "essm"))
+    fields = cls.kinds_of(architecture) if issubclass(cls, ModelArguments) else {}
     for name in values:
         if name not in names and name not in fields:
             raise ValueError(f"{where}: unknown argument {name}{_hint(nearest(str(name), [*names, *fields]))}")

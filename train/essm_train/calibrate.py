@@ -23,16 +23,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.publish.arguments import CalibrateArguments
 
-
-def main(args: CalibrateArguments) -> None:
-    """Measure, and write the profile, the presets and the picture."""
-    from essm_train.publish.profile import calibrate
-
-    calibrate(args)
-
-
-run = command(main, CalibrateArguments)
-
+run = command("essm_train.publish.profile:calibrate", CalibrateArguments)
 
 if __name__ == "__main__":
     run()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,22 +19,30 @@ class Failed(RuntimeError):
     """What was asked for did not succeed, and its message says all: no traceback."""
 
 
-def command(main: Callable[..., object], arguments: type | None = None, positional: str = "") -> Callable[..., None]:
+def command(
+    main: Callable[..., object] | str, arguments: type | None = None, positional: str = ""
+) -> Callable[..., None]:
     """What a console script calls: `main` with the parsed arguments, if it has any, and its errors as one line.
 
     Args:
+        main: or "module:function", which is imported once the arguments are right.
         positional: as of `parse_arguments`.
     """
 
     def run(argv: Sequence[str] | None = None) -> None:
-        def parsed() -> object:
-            if arguments is None:
-                return main(argv)
-            from essm_train.arguments import parse_arguments
+        def call() -> None:
+            given: Any = argv
+            target: Any = main
+            if arguments is not None:
+                from essm_train.arguments import parse_arguments
 
-            return main(parse_arguments(arguments, argv, positional))
+                given = parse_arguments(arguments, argv, positional)
+            if isinstance(target, str):
+                module, _, name = target.partition(":")
+                target = getattr(importlib.import_module(module), name)
+            target(given)
 
-        run_script(parsed)
+        run_script(call)
 
     return run
 
@@ -55,15 +64,7 @@ def run_script(main: Callable[[], object]) -> None:
         if sys.flags.dev_mode or (isinstance(error, RuntimeError) and not (lost or isinstance(error, Failed))):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
-        if lost and not isinstance(error, ConnectionError):
-            text = f"lost another process of this run: {text}"
-        _end(text)
-
-
-def _end(text: str) -> None:
-    if _is_first_to_say(text):
-        print(f"error: {text}", file=sys.stderr)
-    sys.exit(1)
+        _end(f"lost another process of this run: {text}" if lost and not isinstance(error, ConnectionError) else text)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -74,12 +75,16 @@ def _is_lost_peer(error: BaseException) -> bool:
     return is_lost_peer(error)
 
 
-def _is_first_to_say(text: str) -> bool:
-    """Whether no other process of this run has failed with that text."""
+def _end(text: str) -> None:
+    """Exit with 1, and say why unless another process of this run has said the same."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return int(os.environ.get("RANK", 0)) == 0  # all have the same arguments
-    try:
-        return distributed.distributed_c10d._get_default_store().add(f"error: {text}", 1) == 1
-    except (RuntimeError, ValueError):  # gone with the process that held it
-        return True
+        is_first = int(os.environ.get("RANK", 0)) == 0  # all have the same arguments
+    else:
+        try:
+            is_first = distributed.distributed_c10d._get_default_store().add(f"error: {text}", 1) == 1
+        except (RuntimeError, ValueError):  # gone with the process that held it
+            is_first = True
+    if is_first:
+        print(f"error: {text}", file=sys.stderr)
+    sys.exit(1)

@@ -17,16 +17,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.publish.arguments import ExportArguments
 
-
-def main(args: ExportArguments) -> None:
-    """Export, check, and publish the folder."""
-    from essm_train.publish.export import export
-
-    export(args)
-
-
-run = command(main, ExportArguments)
-
+run = command("essm_train.publish.export:export", ExportArguments)
 
 if __name__ == "__main__":
     run()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
@@ -21,18 +20,27 @@ from essm_train.pairs import ESSMPairConfig
 from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
-    ESSMForSequenceClassification,
 )
 
-# The head that weights of another class may lack.
-_HEADS = {ESSMForCausalLM: "lm_head.weight", ESSMForSequenceClassification: "score.weight"}
-# Heads of saved models, by model_type.
-_SAVED = MappingProxyType(
-    {
-        ESSMConfig.model_type: ("ESSMForCausalLM", "ESSMForSequenceClassification"),
-        ESSMPairConfig.model_type: ("ESSMForPairClassification",),
-    }
-)
+# Heads that weights of another class may lack, and the model_types of the classes that are saved with one.
+_HEADS = {"ESSMForCausalLM": "lm_head.weight", "ESSMForSequenceClassification": "score.weight"}
+_SAVED = {**dict.fromkeys(_HEADS, ESSMConfig.model_type), "ESSMForPairClassification": ESSMPairConfig.model_type}
+
+
+def _counterpart(args: ModelArguments, cls: type) -> Any:
+    """What AR-STU or a diagonal_ssm has for a class of ES-SSM. Raises ValueError if that has none."""
+    if args.architecture == AR_STU:
+        from essm_train.baselines import ar_stu as module
+
+        return getattr(module, cls.__name__.replace("ESSM", "ARSTU"))
+    if not args.is_diagonal:
+        return cls
+    from modeling_essm import companions
+
+    found = getattr(companions, cls.__name__.replace("ESSM", "DiagonalSSM"), None)
+    if found is None:
+        raise ValueError(f"architecture {DIAGONAL!r} writes text or classifies sequences, it has no {cls.__name__}")
+    return found
 
 
 def make_config(args: ModelArguments, cls: type[ESSMConfig] = ESSMConfig, **fields: Any) -> Any:
@@ -44,13 +52,7 @@ def make_config(args: ModelArguments, cls: type[ESSMConfig] = ESSMConfig, **fiel
     Raises:
         ValueError: sizes or rates that cannot be, or no such configuration where the arguments look for one.
     """
-    made: Any = cls
-    if args.is_diagonal:
-        from modeling_essm.companions import DiagonalSSMConfig as made
-    elif args.architecture == AR_STU:
-        from essm_train.baselines.ar_stu import ARSTUConfig, ARSTUPairConfig
-
-        made = ARSTUPairConfig if issubclass(cls, ESSMPairConfig) else ARSTUConfig
+    made = _counterpart(args, cls)
     overrides = {name: value for name, value in args.fields().items() if name not in fields}
     try:
         if args.source is None:
@@ -128,63 +130,47 @@ def make_model(args: ModelArguments, cls: type[PreTrainedModel], **fields: Any) 
         ValueError: as `make_config`; an unknown architecture; no model of as many parameters; or weights that cannot be
             read or are not all there.
     """
-    if args.is_diagonal:
-        return _make_diagonal(args, cls, fields)
-    config = make_config(args, cls.config_class, **fields)
+    if args.is_diagonal and (pooling := fields.pop("classifier_pooling", "mean")) != "mean":
+        raise ValueError(f"classifier_pooling of architecture {DIAGONAL!r} must be 'mean', got {pooling!r}")
+    made, config = _counterpart(args, cls), make_config(args, cls.config_class, **fields)
     if args.model_name_or_path:
         return _load_weights(args.model_name_or_path, cls, config)
-    if not args.is_baseline:
-        if args.architecture == AR_STU:
-            from essm_train.baselines import ar_stu
+    if args.is_baseline and not args.is_diagonal:
+        made, config = _match_baseline(args, cls, config, fields)
+    elif args.match_parameters:
+        from essm_train.baselines.sizes import matched_variant
 
-            cls = getattr(ar_stu, cls.__name__.replace("ESSM", "ARSTU"))
-        if args.match_parameters:
-            from essm_train.baselines.sizes import matched_variant
+        config = matched_variant(config, made, args.match_block)
+    return made(config).float()
 
-            config = matched_variant(config, cls, args.match_block)
-        return cls(config).float()
-    for name in ("activation_dropout", "stochastic_depth"):
-        if rate := getattr(config, name):
-            raise ValueError(f"{name} must be 0 with architecture {args.architecture!r}, which has none, got {rate}")
+
+def _match_baseline(args: ModelArguments, cls: Any, config: ESSMConfig, fields: dict[str, Any]) -> tuple[Any, Any]:
+    """The class of a baseline that does what `cls` does, and a configuration with as many parameters."""
     from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
     from essm_train.baselines.sizes import count_parameters, matched_baseline
 
+    for name in ("activation_dropout", "stochastic_depth"):
+        if rate := getattr(config, name):
+            raise ValueError(f"{name} must be 0 with architecture {args.architecture!r}, which has none, got {rate}")
     if isinstance(config, ESSMPairConfig):
         fields |= {"head_hidden_size": config.head_hidden_size}
-    baseline: Any = BaselineForCausalLM if cls is ESSMForCausalLM else BaselineForSequenceClassification
-    return baseline(
-        matched_baseline(
-            args.architecture,
-            count_parameters(config, cls),
-            model_class=baseline,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            max_position_embeddings=config.filter_length,
-            dropout=config.dropout,
-            embedding_dropout=config.embedding_dropout,
-            **fields,
-        )
-    ).float()
-
-
-def _make_diagonal(args: ModelArguments, cls: type[PreTrainedModel], fields: dict[str, Any]) -> PreTrainedModel:
-    """A new diagonal state space model. Raises ValueError for sizes or heads that it does not have."""
-    from modeling_essm.companions import DiagonalSSMForCausalLM, DiagonalSSMForSequenceClassification
-
-    classes: dict[type, Any] = {
-        ESSMForCausalLM: DiagonalSSMForCausalLM,
-        ESSMForSequenceClassification: DiagonalSSMForSequenceClassification,
-    }
-    if cls not in classes:
-        raise ValueError(f"architecture {DIAGONAL!r} writes text or classifies sequences, it has no {cls.__name__}")
-    if (pooling := fields.pop("classifier_pooling", "mean")) != "mean":
-        raise ValueError(f"classifier_pooling of architecture {DIAGONAL!r} must be 'mean', got {pooling!r}")
-    return classes[cls](make_config(args, **fields)).float()
+    made: Any = BaselineForCausalLM if cls is ESSMForCausalLM else BaselineForSequenceClassification
+    return made, matched_baseline(
+        args.architecture,
+        count_parameters(config, cls),
+        model_class=made,
+        hidden_size=config.hidden_size,
+        num_hidden_layers=config.num_hidden_layers,
+        max_position_embeddings=config.filter_length,
+        dropout=config.dropout,
+        embedding_dropout=config.embedding_dropout,
+        **fields,
+    )
 
 
 def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> PreTrainedModel:
     """Saved weights in fp32. Raises ValueError if they cannot be read, or lack more than a head of another class."""
-    may_lack = set() if holds_head(config, cls) else {_HEADS.get(cls)}
+    may_lack = set() if holds_head(config, cls) else {_HEADS.get(cls.__name__)}
     try:
         model, found = cls.from_pretrained(name, config=config, output_loading_info=True)
     except OSError as error:
@@ -218,14 +204,10 @@ def read_saved_config(folder: Path, pairs: bool = False) -> dict[str, Any]:
         raise ValueError(f"model must be the folder of a saved model, got {str(folder)!r}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
-    types = [*_SAVED] if pairs else [ESSMConfig.model_type]
-    if (model_type := config.get("model_type")) not in types:
-        legal = " or ".join(map(repr, types))
-        raise ValueError(f"{path}: model_type must be {legal}, which has budgets, got {model_type!r}")
-    architecture = (config.get("architectures") or [None])[0]
-    if architecture not in _SAVED[model_type]:
-        legal = " or ".join(_SAVED[model_type])
-        raise ValueError(f"{path}: the architecture must be {legal}, got {architecture!r}")
+    legal = _SAVED if pairs else _HEADS
+    found = (config.get("architectures") or [None])[0], config.get("model_type")
+    if found not in [(name, _SAVED[name]) for name in legal]:
+        raise ValueError(f"{path}: the architecture must be {' or '.join(legal)}, got {found[0]} of type {found[1]!r}")
     return config
 
 

@@ -19,16 +19,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.publish.arguments import PruneArguments
 
-
-def main(args: PruneArguments) -> None:
-    """Measure, prune and save."""
-    from essm_train.publish.pruned import prune_model
-
-    prune_model(args)
-
-
-run = command(main, PruneArguments)
-
+run = command("essm_train.publish.pruned:prune_model", PruneArguments)
 
 if __name__ == "__main__":
     run()

@@ -18,16 +18,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.publish.arguments import PushArguments
 
-
-def main(args: PushArguments) -> None:
-    """Write the card of a run's model and push it."""
-    from essm_train.publish.run_card import push_run
-
-    push_run(args)
-
-
-run = command(main, PushArguments)
-
+run = command("essm_train.publish.run_card:push_run", PushArguments)
 
 if __name__ == "__main__":
     run()

@@ -22,16 +22,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.data.arguments import ClassificationArguments
 
-
-def main(args: ClassificationArguments) -> None:
-    """Train, save, sweep, push."""
-    from essm_train.run.classifier import train_classifier
-
-    train_classifier(args)
-
-
-run = command(main, ClassificationArguments)
-
+run = command("essm_train.run.classifier:train_classifier", ClassificationArguments)
 
 if __name__ == "__main__":
     run()

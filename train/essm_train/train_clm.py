@@ -20,16 +20,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.data.arguments import CLMArguments
 
-
-def main(args: CLMArguments) -> None:
-    """Train, save, sweep, push."""
-    from essm_train.run.language import train_language_model
-
-    train_language_model(args)
-
-
-run = command(main, CLMArguments)
-
+run = command("essm_train.run.language:train_language_model", CLMArguments)
 
 if __name__ == "__main__":
     run()

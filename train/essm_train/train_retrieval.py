@@ -15,16 +15,7 @@ from __future__ import annotations
 from essm_train.console import command
 from essm_train.data.arguments import RetrievalArguments
 
-
-def main(args: RetrievalArguments) -> None:
-    """Train, save, sweep, push."""
-    from essm_train.run.classifier import train_pair_classifier
-
-    train_pair_classifier(args)
-
-
-run = command(main, RetrievalArguments)
-
+run = command("essm_train.run.classifier:train_pair_classifier", RetrievalArguments)
 
 if __name__ == "__main__":
     run()

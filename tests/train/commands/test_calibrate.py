@@ -335,8 +335,8 @@ def test_bad_models(saved, tmp_path, monkeypatch):
     config = tmp_path / "config.json"
     for content, message in (
         ("{", "config.json is not valid JSON"),
-        ('{"model_type": "gpt2"}', "model_type must be 'essm' or 'essm_two_tower', which has budgets, got 'gpt2'"),
-        ('{"model_type": "essm", "architectures": ["ESSMModel"]}', "architecture must be .*, got 'ESSMModel'"),
+        ('{"model_type": "gpt2"}', "architecture must be ESSMForCausalLM or .*, got None of type 'gpt2'"),
+        ('{"model_type": "essm", "architectures": ["ESSMModel"]}', "architecture must be .*, got ESSMModel of"),
     ):
         config.write_text(content)
         with pytest.raises(ValueError, match=message):
