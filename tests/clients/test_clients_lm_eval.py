@@ -24,7 +24,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM
 
 from essm_train.data.blocks import evaluation_blocks
-from essm_train.measure.scoring import total_nats
+from essm_train.measure.scoring import block_nats
 from modeling_essm import build_byte_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -144,7 +144,7 @@ def bits_per_byte(model, folder, budget: int, prefix: int) -> float:
     for line in (folder / "texts.jsonl").read_text().splitlines():
         document = json.loads(line)["text"].encode()
         blocks = evaluation_blocks(np.array([prefix, *document]), min(FILTER_LENGTH, len(document)) + 1, 10)
-        nats += total_nats(model, blocks, blocks, budget, 4)
+        nats += float(block_nats(model, blocks, blocks, budget, 4).sum())
         count += len(document)
     return nats / math.log(2) / count
 
@@ -157,7 +157,7 @@ def test_log_likelihood(evaluate, model, folder, budget):
             ids = torch.tensor([list((question["question"] + choice).encode())])
             labels = ids.clone()
             labels[:, : len(question["question"].encode())] = -100
-            assert float(likelihood) == pytest.approx(-total_nats(model, ids, labels, budget, 1), abs=1e-3)
+            assert float(likelihood) == pytest.approx(-float(block_nats(model, ids, labels, budget, 1)), abs=1e-3)
 
 
 @pytest.mark.parametrize("budget", [2, 32])

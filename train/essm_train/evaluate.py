@@ -40,8 +40,8 @@ def main(args: EvaluateArguments) -> None:
 
     from essm_train.measure.budget_sweep import save_sweep
     from essm_train.measure.evaluation import evaluate_models, open_task
-    from essm_train.measure.metric import BITS_PER_BYTE
     from essm_train.measure.plots import draw_curves
+    from essm_train.measure.scoring import BITS_PER_BYTE
     from modeling_essm.training.budget_dropout import BUDGETS
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")

@@ -10,8 +10,7 @@ from helpers import random_model
 
 from essm_train.measure import calibration
 from essm_train.measure.calibration import measure_device, measure_quality
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
-from essm_train.measure.scoring import HeldOut
+from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE, HeldOut
 from essm_train.measure.timing import peak_memory
 from modeling_essm import ESSMForSequenceClassification
 

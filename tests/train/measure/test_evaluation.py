@@ -18,8 +18,7 @@ from essm_train.data.classification import load_classification
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure import pruning
 from essm_train.measure.evaluation import Evaluation, evaluate_models, load_for, open_task, open_text
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
-from essm_train.measure.scoring import HeldOut, Predictor, hold_out_samples
+from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE, HeldOut, hold_out_samples
 from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.budgets.curve import BudgetCurve
 
@@ -73,7 +72,7 @@ def test_classifiers_are_evaluated_on_the_test_split(tmp_path):
     files = {f"{split}_file": [str(tmp_path / f"{split}.parquet")] for split in ("train", "test")}
     args = ClassificationArguments(**files, features_column="pixels", num_labels=3, max_length=16)
     data = load_classification(args)
-    held_out = hold_out_samples(data.held_out, Predictor(data.collate, 4), "noise")
+    held_out = hold_out_samples(data.held_out, data.collate, 4, "noise")
     found = evaluate_models([str(tmp_path / "model")], held_out, (2, 32))
     assert (
         found.curve.metric == ACCURACY.name

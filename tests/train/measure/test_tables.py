@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from essm_train.measure.evaluation import Evaluation
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.paper import PAPER_FIGURES, Figure, figures_of, paper_curve, read_paper_figures
+from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.tables import cost_tables, departures, markdown, panels_of
 from essm_train.tasks.catalog import TASKS
 from essm_train.tasks.experiments import EXPERIMENTS, Experiment, Row, get_experiment

@@ -21,7 +21,7 @@ from training_run import (
 
 from essm_train.arguments import RunArguments
 from essm_train.files import delete_folder
-from essm_train.measure.metric import Metric
+from essm_train.measure.scoring import Metric
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run import language
 from essm_train.run.checkpoints import list_checkpoints

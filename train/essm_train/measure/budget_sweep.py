@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from essm_train.files import write_figure, write_json
-from essm_train.measure.metric import BITS_PER_BYTE, Metric
 from essm_train.measure.plots import draw_curves
-from essm_train.measure.scoring import HeldOut
+from essm_train.measure.scoring import BITS_PER_BYTE, HeldOut, Metric
 from essm_train.measure.timing import paired
 from essm_train.models import capacity_of, run_at_budget
 from modeling_essm.budgets.curve import BudgetCurve

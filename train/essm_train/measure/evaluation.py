@@ -20,7 +20,7 @@ from essm_train.data.classification import load_classification
 from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, Encoder
 from essm_train.measure.budget_sweep import sweep_budgets
-from essm_train.measure.scoring import HeldOut, Predictor, hold_out_blocks, hold_out_samples
+from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
 from essm_train.measure.timing import peak_memory
 from essm_train.models import capacity_of, load_model, run_at_budget
 from essm_train.tasks.catalog import get_task, make_arguments
@@ -112,7 +112,7 @@ def open_task(name: str, data_dir: str, scale: str, batch_size: int | None = Non
         text = load_text(args, ByteEncoder())
         return hold_out_blocks(text.held_out, ByteEncoder.special_ids, text.bytes_per_token, batch_size or 8, title)
     data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args)
-    return hold_out_samples(data.held_out, Predictor(data.collate, batch_size or args.eval_batch_size), title)
+    return hold_out_samples(data.held_out, data.collate, batch_size or args.eval_batch_size, title)
 
 
 def load_for(held_out: HeldOut, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -15,7 +15,6 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullLocator
 
-from essm_train.measure.metric import ACCURACY
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.budgets.profile import BudgetProfile
 
@@ -27,7 +26,7 @@ def metric_axis(axes: Axes, metric: str) -> None:
     """y is the metric: nothing below 0, and no accuracy above 1."""
     axes.margins(y=0.12)
     low, high = axes.get_ylim()
-    axes.set_ylim(max(low, 0.0), min(high, 1.0) if metric == ACCURACY.name else high)
+    axes.set_ylim(max(low, 0.0), min(high, 1.0) if metric == "accuracy" else high)
 
 
 def draw_curves(curves: Mapping[str, BudgetCurve]) -> Figure:

@@ -15,9 +15,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from essm_train.files import write_json
-from essm_train.measure.metric import ACCURACY
 from essm_train.measure.plots import metric_axis
-from essm_train.measure.scoring import HeldOut
+from essm_train.measure.scoring import ACCURACY, HeldOut
 from essm_train.models import capacity_of
 from modeling_essm.companions import Plan, prune, restore
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +25,18 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from essm_train.data.blocks import text_labels
 from essm_train.data.rows import Split
 from essm_train.data.samples import even_shares
-from essm_train.measure.metric import ACCURACY, BITS_PER_BYTE, Metric
 from essm_train.models import run_at_budget
+
+
+class Metric(NamedTuple):
+    """What models are judged by."""
+
+    name: str
+    higher_is_better: bool
+
+
+BITS_PER_BYTE = Metric("bits_per_byte", higher_is_better=False)
+ACCURACY = Metric("accuracy", higher_is_better=True)
 
 
 @dataclass(frozen=True)
@@ -75,26 +85,42 @@ def hold_out_blocks(
     return HeldOut(BITS_PER_BYTE, score, inputs, input_ids.shape[1], description, AutoModelForCausalLM)
 
 
-def hold_out_samples(split: Split, predict: Predictor, description: str) -> HeldOut:
-    """Hits among samples, for classifiers. All processes that share a Predictor must score."""
+def hold_out_samples(
+    split: Split,
+    collate: Callable[[list[Any]], dict[str, Tensor]],
+    batch_size: int,
+    description: str,
+    accelerator: Accelerator | None = None,
+) -> HeldOut:
+    """Hits among samples, for classifiers.
 
+    Args:
+        collate: samples to the model's inputs and labels, as CPU tensors. batch_size: samples per forward pass.
+        accelerator: shares the samples out among its processes, by default all there are. Every process must score: it
+            makes the same number of forward passes, as sharded weights need, and gets all hits.
+    """
+    shared, samples = accelerator or Accelerator(), split.samples
+    starts = range(0, len(samples), batch_size)
+
+    def inputs(start: int) -> dict[str, Tensor]:
+        batch = collate([samples[row] for row in range(start, min(start + batch_size, len(samples)))])
+        return {name: value for name, value in batch.items() if name != "labels"}
+
+    @torch.no_grad()
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
-        hits = (predict(model, split.samples, K) == split.labels).double()
+        hits = torch.zeros(len(samples), dtype=torch.int64, device=model.device)
+        for i in even_shares(len(starts), shared.process_index, shared.num_processes):
+            start = starts[i or 0]
+            batch = {name: value.to(model.device) for name, value in inputs(start).items()}
+            found = run_at_budget(model, batch, K).logits.argmax(-1)
+            if i is not None:  # else it only keeps step with the other processes
+                hits[start : start + len(found)] = found == split.labels[start : start + len(found)].to(found.device)
+        hits = shared.reduce(hits, "sum").cpu().double()
         return hits, torch.ones_like(hits)
 
-    length = max(len(part) for sample in split.samples for part in sample[:-1])
-    inputs = predict.batch(split.samples)
-    return HeldOut(ACCURACY, score, inputs, length, f"{description}; {split.name}", AutoModelForSequenceClassification)
-
-
-def num_scored(labels: Tensor) -> int:
-    """How many targets `total_nats` sums over."""
-    return int((labels[:, 1:] != -100).sum())
-
-
-def total_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget: int, batch_size: int) -> float:
-    """Summed cross-entropy of all scored targets; arguments as in `block_nats`."""
-    return float(block_nats(model, input_ids, labels, budget, batch_size).sum())
+    length = max(len(part) for sample in samples for part in sample[:-1])
+    description = f"{description}; {split.name}"
+    return HeldOut(ACCURACY, score, inputs(0), length, description, AutoModelForSequenceClassification)
 
 
 @torch.no_grad()
@@ -113,36 +139,3 @@ def block_nats(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, budget
         nats = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), flat, reduction="none")
         found.append(nats.view(len(ids), -1).double().sum(1).cpu())
     return torch.cat(found)
-
-
-class Predictor:
-    """Predicted classes of held-out samples.
-
-    Args:
-        collate: samples to the model's inputs and labels, as CPU tensors. batch_size: samples per forward pass.
-        accelerator: shares the samples out among its processes, by default all there are. Every process makes the same
-            number of forward passes, as sharded weights need, and gets all predictions.
-    """
-
-    def __init__(
-        self, collate: Callable[[list[Any]], dict[str, Tensor]], batch_size: int, accelerator: Accelerator | None = None
-    ):
-        self.accelerator, self.collate, self.batch_size = accelerator or Accelerator(), collate, batch_size
-
-    def batch(self, samples: Sequence[Any], start: int = 0) -> dict[str, Tensor]:
-        """One batch of inputs, without labels, on the CPU."""
-        batch = self.collate([samples[row] for row in range(start, min(start + self.batch_size, len(samples)))])
-        return {name: value for name, value in batch.items() if name != "labels"}
-
-    @torch.no_grad()
-    def __call__(self, model: PreTrainedModel, samples: Sequence[Any], budget: int) -> Tensor:
-        """(n,) int64 classes, on the CPU."""
-        starts = range(0, len(samples), self.batch_size)
-        found = torch.zeros(len(samples), dtype=torch.int64, device=model.device)
-        for i in even_shares(len(starts), self.accelerator.process_index, self.accelerator.num_processes):
-            start = starts[i or 0]
-            batch = {name: value.to(model.device) for name, value in self.batch(samples, start).items()}
-            logits = run_at_budget(model, batch, budget).logits
-            if i is not None:
-                found[start : start + len(logits)] = logits.argmax(-1) + 1  # 0 where another process predicts
-        return self.accelerator.reduce(found, "sum").cpu() - 1

@@ -22,7 +22,7 @@ from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.calibration import measure_device, measure_quality
 from essm_train.measure.evaluation import open_task, open_text
 from essm_train.measure.plots import draw_profile
-from essm_train.measure.scoring import HeldOut, Predictor, hold_out_samples
+from essm_train.measure.scoring import HeldOut, hold_out_samples
 from essm_train.measure.timing import pick_device, threads
 from essm_train.models import is_causal, is_pairs, load_model, read_saved_config
 from essm_train.publish.arguments import CalibrateArguments
@@ -56,7 +56,7 @@ def open_samples(args: CalibrateArguments) -> HeldOut:
     reader, split, names = load_test(arguments, class_names(config), record)
     check_weights(arguments, config, reader, len(names or config.id2label), names)
     title = args.dataset_name or ", ".join(Path(path).name for path in args.test_file or [])
-    return hold_out_samples(split, Predictor(functools.partial(collate, reader), args.eval_batch_size), title)
+    return hold_out_samples(split, functools.partial(collate, reader), args.eval_batch_size, title)
 
 
 def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from accelerate import Accelerator
@@ -13,8 +14,7 @@ from essm_train.data.arguments import ClassificationArguments, RetrievalArgument
 from essm_train.data.classification import ClassificationData, load_classification
 from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
 from essm_train.data.rows import LabelledData
-from essm_train.measure.metric import ACCURACY
-from essm_train.measure.scoring import Predictor, hold_out_samples
+from essm_train.measure.scoring import ACCURACY, hold_out_samples
 from essm_train.models import make_config, make_model
 from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from essm_train.run.accelerator import open_run
@@ -98,17 +98,24 @@ def make_task(
         what: is held out, for people.
     """
     length = args.max_length if args.torch_compile else None  # where the model is compiled, batches have one length
-    predict = Predictor(lambda samples: data.collate(samples, length), args.eval_batch_size, accelerator)
+    collate = functools.partial(data.collate, length=length)
+    hold_out = functools.partial(
+        hold_out_samples,
+        collate=collate,
+        batch_size=args.eval_batch_size,
+        description=data.description,
+        accelerator=accelerator,
+    )
     return Task(
         script=script,
         description=data.description,
         model=model,
         source=data.source,
-        collate=predict.collate,
+        collate=collate,
         figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
         metric=ACCURACY,
-        validation=hold_out_samples(data.validation, predict, data.description),
-        held_out=hold_out_samples(data.held_out, predict, data.description),
+        validation=hold_out(data.validation),
+        held_out=hold_out(data.held_out),
         tokens_per_sample=data.tokens_per_sample,
         save_beside=data.save_beside,
         identity=data.digests,

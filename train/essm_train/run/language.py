@@ -16,8 +16,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, Encoder, TokenizerEncoder, choose_tokenizer, with_end_token
-from essm_train.measure.metric import Metric
-from essm_train.measure.scoring import hold_out_blocks
+from essm_train.measure.scoring import Metric, hold_out_blocks
 from essm_train.models import capacity_of, check_vocabulary, make_config, make_model
 from essm_train.run.accelerator import open_run
 from essm_train.run.loop import Task, train_and_sweep

@@ -39,8 +39,7 @@ from essm_train.arguments import ModelArguments, RunArguments
 from essm_train.data.samples import Prefetch, SampleSource, share_of
 from essm_train.files import write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
-from essm_train.measure.metric import Metric
-from essm_train.measure.scoring import HeldOut
+from essm_train.measure.scoring import HeldOut, Metric
 from essm_train.models import capacity_of, run_at_budget
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import RunLog, hardware, say
