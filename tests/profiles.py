@@ -3,9 +3,6 @@
 
 from dataclasses import replace
 
-import torch
-from helpers import random_ids
-
 from essm_train.measure import calibration
 from modeling_essm.budgets import profile as profile_module
 from modeling_essm.budgets.profile import BudgetProfile, DeviceProfile, Measurement, Quality
@@ -48,13 +45,3 @@ def as_here(monkeypatch) -> None:
     """The tests run HERE."""
     monkeypatch.setattr(profile_module, "device_name", lambda device=None: HERE)
     monkeypatch.setattr(calibration, "device_name", lambda device=None: HERE)
-
-
-def trained_further(model):
-    """One gentle step."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    ids = random_ids(2, 32)
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-    return model.eval()
