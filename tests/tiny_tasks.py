@@ -13,10 +13,10 @@ from essm_train.tasks.shards import generate
 ROWS_OF = {"train": 60, "validation": 10, "test": 50}
 
 
-class Tones:
+class Tones(SpeechFrames):
     """Clips whose word is their pitch."""
 
-    words, sampling_rate, sizes, fingerprint = SPEECH4_WORDS, 8000, ROWS_OF, "tones"
+    name, words, sampling_rate, sizes, source = "speech4", SPEECH4_WORDS, 8000, ROWS_OF, "tones"
 
     def read(self, split, rows):
         t = np.arange(2000) / 8000
@@ -37,6 +37,6 @@ def write_tiny_tasks(folder: Path) -> None:
         texts = ["ab"[label % 2] * int(rng.integers(20, 200)) for label in labels]
         table = datasets.Dataset.from_dict({"text": texts, "label": labels % 2})
         table.to_parquet(folder / f"imdb-{split}.parquet")
-    generate(SpeechFrames.of("speech4", Tones()), folder / "speech4", progress=False)
+    generate(Tones(), folder / "speech4")
     sizes = {f"{split}_size": count for split, count in ROWS_OF.items()}
-    generate(ListOps(min_length=10, max_length=100, max_depth=4, **sizes), folder / "listops", progress=False)
+    generate(ListOps(min_length=10, max_length=100, max_depth=4, **sizes), folder / "listops")

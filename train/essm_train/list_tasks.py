@@ -25,8 +25,7 @@ from essm_train.console import command
 
 def table(data_dir: str | None = None) -> str:
     """All tasks with what is there, and what to do about the rest."""
-    from essm_train.tasks.catalog import SCALES, TASKS, find_data, get_task
-    from essm_train.tasks.sources import data_folders
+    from essm_train.tasks.catalog import SCALES, TASKS, data_folders, find_data, get_task
 
     lines = [f"data folders: {', '.join(map(str, data_folders(data_dir)))}", ""]
     lines.append(f"{'task':<11} {'full':<5} {'medium':<6} {'small':<6} {'metric':<10} {'command':<25} title")

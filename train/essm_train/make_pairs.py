@@ -20,7 +20,6 @@ from essm_train.console import command
 from essm_train.files import write_text
 
 _PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of every book
-SPLITS = tuple(_PARTS)
 
 
 def pairs(books: Sequence[bytes], split: str, count: int, length: int, seed: int) -> Iterator[str]:
@@ -34,7 +33,7 @@ def pairs(books: Sequence[bytes], split: str, count: int, length: int, seed: int
     parts = {i: (first, last) for i, (first, last) in parts.items() if last - first >= 2 * length}
     if len(parts) < 2:
         raise ValueError(f"{split} needs two books with two passages of length {length}, got {len(parts)}")
-    rng, names = np.random.default_rng([seed, SPLITS.index(split)]), list(parts)
+    rng, names = np.random.default_rng([seed, list(_PARTS).index(split)]), list(parts)
     for _ in range(count):
         label, (a, other) = int(rng.integers(2)), rng.choice(names, 2, replace=False)
         b = a if label else other
@@ -65,7 +64,7 @@ def main(args: PairsArguments) -> None:
     books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
     folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    for split in SPLITS:
+    for split in _PARTS:
         lines = pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)
         write_text(folder / f"{split}.tsv", "\n".join(lines) + "\n")
     print(f"{folder}: complete; train with essm-train-retrieval --train_file {folder / 'train.tsv'}")

@@ -8,87 +8,54 @@
         --test_size 500 --min_length 50 --max_length 250 --max_depth 6          # a reduced set
     essm-make-task-data pathx --help                                 # every parameter
 
-The same command continues an interrupted generation: finished shards are verified by checksum and kept. The data
-depends on the parameters only, not on the number of processes. Rows go to parquet files that
-`load_dataset("parquet", data_files=...)` reads, e.g. with the files that `shard_files` of tasks/shards.py returns.
+The same command continues an interrupted generation: finished shards are kept. The data depends on the parameters only,
+not on the number of processes. `datasets.load_dataset("data/listops")` reads it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
-import time
-import types
-import typing
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
+from essm_train.arguments import arg, parse_arguments
 from essm_train.console import command
 
-if TYPE_CHECKING:
-    from essm_train.tasks.shards import RowGenerator
+
+@dataclass
+class _Where:
+    output_dir: str | None = arg(None, "Where the shards go; by default data/ and the name of the task.")
+    num_workers: int | None = arg(None, "Processes; all cores by default.")
 
 
-def generators() -> dict[str, tuple[type, Mapping[str, Any]]]:
-    """Each task's generator, and the values that it has in place of the generator's defaults."""
+def parse(argv: Sequence[str]) -> tuple[Any, Path, int]:
+    """The generator, the folder and the number of processes. Raises ValueError for parameters that cannot work."""
     from essm_train.tasks.listops import ListOps
-    from essm_train.tasks.pathfinder import PATHX, Pathfinder
+    from essm_train.tasks.pathfinder import Pathfinder, PathX
 
-    return {"listops": (ListOps, {}), "pathfinder32": (Pathfinder, {}), "pathx": (Pathfinder, PATHX)}
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RowGenerator, Path, int]:
-    """The generator, the folder and the number of processes.
-
-    Raises:
-        ValueError: parameters that cannot work.
-    """
-    known = generators()
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tasks = parser.add_subparsers(dest="task", required=True, metavar="{" + ",".join(known) + "}")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for name, (cls, preset) in known.items():
-        task = tasks.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        task.add_argument("--output_dir", default=f"data/{name}", help="Where the shards and manifest.json go.")
-        task.add_argument("--num_workers", type=int, default=cores, help="Processes; all cores by default.")
-        kinds = typing.get_type_hints(cls)
-        for field in dataclasses.fields(cls):
-            if field.name != "name":
-                default = preset.get(field.name, field.default)
-                convert, nargs = _kind(kinds[field.name])
-                help_text = field.metadata["help"]
-                task.add_argument(f"--{field.name}", type=convert, nargs=nargs, default=default, help=help_text)
-    values = vars(parser.parse_args(argv))
-    cls, _ = known[values["task"]]
-    output_dir, num_workers = Path(values.pop("output_dir")), values.pop("num_workers")
-    values["name"] = values.pop("task")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return cls(**values), output_dir, num_workers
-
-
-def _kind(annotation: Any) -> tuple[Any, str | None]:
-    """How argparse reads a field: int, float or str; `X | None` as X; tuple[X, ...] as one or more X."""
-    if isinstance(annotation, types.UnionType):
-        annotation = next(part for part in typing.get_args(annotation) if part is not type(None))
-    if typing.get_origin(annotation) is tuple:
-        return typing.get_args(annotation)[0], "+"
-    return annotation, None
+    tasks = {task.name: task for task in (ListOps, Pathfinder, PathX)}
+    if not argv or argv[0] not in tasks:
+        raise ValueError(f"the first argument must be one of {', '.join(tasks)}, got {' '.join(argv[:1]) or 'none'}")
+    cls = tasks[argv[0]]
+    both = dataclasses.make_dataclass(cls.__name__, (), bases=(_Where, cls), namespace={"__doc__": cls.__doc__})
+    args: Any = parse_arguments(both, argv[1:])
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
+    return cls(**values), Path(args.output_dir or f"data/{cls.name}"), args.num_workers or os.cpu_count() or 1
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Make the data."""
     from essm_train.tasks.shards import generate
 
-    generator, output_dir, num_workers = parse_arguments(argv)
-    started = time.perf_counter()
-    manifest = generate(generator, output_dir, num_workers)
-    print(f"{manifest}: complete, {time.perf_counter() - started:.0f} s in this session")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    print(f"{generate(*parse(argv))}: complete")
 
 
 run = command(main)

@@ -10,7 +10,7 @@ Speech Commands V2, a task of our own. `sc10` reads the unpacked official archiv
 
 Every clip becomes (98, 40) numbers: 40 mel bands of 25 ms windows, one each 10 ms of one second. Each band is
 normalised to mean 0 and deviation 1 over the frames of the clip; frames after the end of a short clip are 0.
-An interrupted command is given again, see shards.py. A row is a function of its clip only.
+The same command continues after an interruption.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class AudioArguments:
 
 def main(args: AudioArguments) -> None:
     """Write the frames."""
-    from essm_train.tasks.audio import MuLawClips, SpeechCommands, SpeechFrames
+    from essm_train.tasks.audio import Speech4, SpeechCommands
     from essm_train.tasks.shards import generate
 
-    clips = {"speech4": MuLawClips, "sc10": SpeechCommands}[args.task](Path(args.data_dir or SOURCES[args.task]))
-    output_dir = Path(args.output_dir or f"data/{args.task}")
-    manifest = generate(SpeechFrames.of(args.task, clips), output_dir, args.num_workers or os.cpu_count() or 1)
+    folder = Path(args.data_dir or SOURCES[args.task])
+    clips = Speech4(folder) if args.task == "speech4" else SpeechCommands(folder)
+    manifest = generate(clips, args.output_dir or f"data/{args.task}", args.num_workers or os.cpu_count() or 1)
     print(f"{manifest}: complete; train with --features_column frames --label_column label")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from essm_train import make_pairs
 from essm_train.tasks.retrieval import PairFile
+from essm_train.tasks.shards import SPLITS
 
 BOOKS = [bytes([97 + i]) * 200 + "".join(f"{i}:{at:04};\tä\n" for at in range(100)).encode() for i in range(4)]
 
@@ -45,6 +46,6 @@ def test_the_files_are_those_of_retrieval(tmp_path):
     pq.write_table(pa.table({"text": [book.decode() for book in BOOKS]}), tmp_path / "books.parquet")
     sizes = ["--length", "30", "--train_size", "8", "--validation_size", "2", "--test_size", "3"]
     make_pairs.run(["--books", str(tmp_path / "books.parquet"), "--output_dir", str(tmp_path / "pairs"), *sizes])
-    assert [len(PairFile(tmp_path / "pairs" / f"{split}.tsv", 20)) for split in make_pairs.SPLITS] == [8, 2, 3]
+    assert [len(PairFile(tmp_path / "pairs" / f"{split}.tsv", 20)) for split in SPLITS] == [8, 2, 3]
     with pytest.raises(ValueError, match="train needs two books with two passages of length 5000, got 0"):
         list(make_pairs.pairs(BOOKS, "train", 1, 5000, 0))

@@ -32,9 +32,8 @@ from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
 from essm_train.tasks.catalog import TASKS, get_task
 from essm_train.tasks.experiments import EXPERIMENTS, Row, get_experiment
 from essm_train.tasks.listops import ListOps
-from essm_train.tasks.pathfinder import Pathfinder
-from essm_train.tasks.shards import SPLITS
-from essm_train.tasks.shards import generate as generate_shards
+from essm_train.tasks.pathfinder import Pathfinder, PathX
+from essm_train.tasks.shards import SPLITS, generate
 
 ROWS = {
     json.dumps(row.arguments, sort_keys=True): row  # of one task each; tasks have a test of their own
@@ -49,11 +48,14 @@ SCRIPTS = {
 POSITIONS = 128
 
 
-class Noise:
+class Noise(SpeechFrames):
     """Clips of speech that need no files."""
 
-    words, sampling_rate, fingerprint = SC10_WORDS, 8000, "none"
+    words, sampling_rate, source = SC10_WORDS, 8000, "none"
     sizes = dict.fromkeys(SPLITS, 2)
+
+    def __init__(self, name: str):
+        self.name = name
 
     def read(self, split: str, rows: range) -> list[tuple[np.ndarray, int, str]]:
         rng = np.random.default_rng(0)
@@ -65,12 +67,9 @@ def data(tmp_path_factory) -> Path:
     """A folder that has a few rows of everything, of the official shape."""
     folder = tmp_path_factory.mktemp("data")
     sizes = dict.fromkeys(("train_size", "validation_size", "test_size"), 2)
-    generate_shards(ListOps(**sizes), folder / "listops", progress=False)
-    for name, image in (("pathfinder32", {}), ("pathx", {"image_size": 128})):
-        small = {"seed_distance": 3, "contour_length": 2, "distractor_paddles": 0} | image
-        generate_shards(Pathfinder(name=name, **sizes, **small), folder / name, progress=False)
-    for name in ("sc10", "speech4"):
-        generate_shards(SpeechFrames.of(name, Noise()), folder / name, progress=False)
+    easy = sizes | {"contour_length": 2, "distractor_paddles": 0}
+    for generator in (ListOps(**sizes), Pathfinder(**easy), PathX(**easy), Noise("sc10"), Noise("speech4")):
+        generate(generator, folder / generator.name)
     books = {"text": ["It was the best of times, it was the worst of times. " * 1000] * 2}
     (folder / "pg19").mkdir()
     for stem in ("pg19/train-0", "pg19/validation-0", "english_novels-train", "english_novels-validation"):

@@ -16,26 +16,21 @@ SMALL = ListOps(min_length=10, max_length=120, max_depth=6)
 
 def stack_machine(symbols: list[str]) -> tuple[int, int, list[int]]:
     """Read from left to right with an explicit stack: the value, the deepest nesting, arguments of each operator."""
-    stack: list = []
-    deepest = nesting = 0
-    arguments = []
+    reduce = {"MIN": min, "MAX": max, "SM": lambda v: sum(v) % 10, "MED": lambda v: int(statistics.median(v))}
+    stack: list[list] = [[]]
+    deepest, arguments = 0, []
     for symbol in symbols:
         if symbol.startswith("["):
-            nesting += 1
-            deepest = max(deepest, nesting)
-            stack.append(symbol)
+            stack.append([symbol[1:]])
+            deepest = max(deepest, len(stack) - 1)
         elif symbol == "]":
-            nesting -= 1
-            values = []
-            while not isinstance(stack[-1], str):
-                values.append(stack.pop())
+            name, *values = stack.pop()
             arguments.append(len(values))
-            reduce = {"MIN": min, "MAX": max, "SM": lambda v: sum(v) % 10, "MED": lambda v: int(statistics.median(v))}
-            stack.append(reduce[stack.pop()[1:]](values))
+            stack[-1].append(reduce[name](values))
         else:
-            stack.append(int(symbol))
-    assert nesting == 0 and len(stack) == 1
-    return stack[0], deepest, arguments
+            stack[-1].append(int(symbol))
+    ((value,),) = stack
+    return value, deepest, arguments
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +43,6 @@ def test_expressions_are_evaluated(trees):
     by_hand = {"[MAX 2 9 [MIN 4 7 ] 0 ]": 9, "[MED 9 1 5 ]": 5, "[MED 1 2 ]": 1, "[SM 9 9 [SM 5 5 ] ]": 8}
     assert {text: evaluate(text.split()) for text in by_hand} == by_hand  # 1.5 is rounded down
     assert [evaluate(tree) for tree in trees] == [stack_machine(tree)[0] for tree in trees]
-    for text in ("", "[MAX 1", "] 1", "[MAX ]", "[MAX 1 2 ] 3", "[SUM 1 2 ]"):
-        with pytest.raises(ValueError, match=r"expression|expected|arguments"):
-            evaluate(text.split())
 
 
 def test_trees_keep_the_limits(trees):
@@ -71,16 +63,13 @@ def test_operators_and_digits_are_uniform(trees):
 
 
 def test_a_row_depends_on_seed_split_index_and_attempt_only():
-    table = SMALL.rows("validation", range(5, 9), {7: 2})
+    table = SMALL.rows("validation", range(5, 9), {"validation/7": 2, "train/6": 1})
     assert table["tokens"].to_pylist()[1] == " ".join(SMALL.tree("validation", 6))
     assert table["tokens"].to_pylist()[2] == " ".join(SMALL.tree("validation", 7, attempt=2))
     others = [SMALL.tree("train", 6), SMALL.tree("validation", 6, 1)]
     others.append(ListOps(seed=1, min_length=10, max_length=120, max_depth=6).tree("validation", 6))
     assert all(tree != SMALL.tree("validation", 6) for tree in others)
-
-
-def test_the_data_of_version_1_stay_what_they_are():
-    """Raise ListOps.VERSION with this line."""
+    # Raise ListOps.VERSION with this line.
     assert " ".join(ListOps(min_length=4, max_length=12).tree("train", 0)) == "[MIN 6 4 6 ]"
 
 
@@ -93,7 +82,6 @@ def test_symbols_are_those_of_the_published_tokenizer():
 def test_parameters_that_cannot_work_are_refused(monkeypatch):
     for changes, message in (
         ({"train_size": 0}, "train_size must be at least 1, got 0"),
-        ({"max_depth": 1}, "max_depth must be at least 2, got 1"),
         ({"min_length": 20, "max_length": 21}, "no tree has more than min_length 20 and fewer than max_length 21"),
         ({"max_depth": 3}, r"with max_depth 3 and max_arguments 10 there are 4 to 122"),
     ):

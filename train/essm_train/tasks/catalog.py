@@ -7,26 +7,92 @@ A task is a file of recipes/tasks/, or one of your own, given by its path. `full
 hub_configs/; `small` is a few minutes on one CPU thread: shorter sequences, fewer updates, a narrower model; `medium`
 is about half an hour on two CPU cores: the paper's block of width 128, 4 blocks and capacity 32. `note` says how the
 data differs from the official set. What is measured on other data must not be called by the official name.
+
+Data is looked for in one or several folders, separated as in PATH; by default those of the environment variable
+ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from where, and where to put it.
 """
 
-from __future__ import annotations
-
+import os
+import re
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from huggingface_hub.dataclasses import strict, type_validator
+
 from essm_train.arguments import make_arguments_of, sort_values
-from essm_train.recipes.reading import check_values, read_recipe, recipe_names, recipe_path
-from essm_train.tasks.sources import Files, Folders, Hub, Shards, data_folders
+from essm_train.recipes.reading import build, read_table, recipe_names, recipe_path
+from essm_train.tasks.shards import SPLITS, UNFINISHED
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = recipe_names("tasks")
 SCALES = ("full", "medium", "small")
 _HUB_CONFIGS = "{hub_configs}/"  # opens an argument that is a folder of the repository's hub_configs/
+Folders = str | os.PathLike | Sequence[str | os.PathLike] | None
 
 
-@dataclass(frozen=True)
+def data_folders(data_dir: Folders = None) -> list[Path]:
+    """The folders to look in: those given (a text may name several, separated as in PATH), or ESSM_DATA's, or data."""
+    if data_dir is None:
+        data_dir = os.environ.get("ESSM_DATA") or "data"
+    if isinstance(data_dir, str):
+        data_dir = [part for part in data_dir.split(os.pathsep) if part]
+    elif isinstance(data_dir, os.PathLike):
+        data_dir = [data_dir]
+    if not data_dir:
+        raise ValueError("data_dir names no folder")
+    return [Path(folder) for folder in data_dir]
+
+
+def _writable(folders: Sequence[Path]) -> Path:
+    """The first folder that can be written or made."""
+    for folder in folders:
+        exists = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+        if os.access(exists, os.W_OK):
+            return folder
+    return folders[0]
+
+
+@strict
+@dataclass
+class Files:
+    """Files of a data folder, by split: a name, or a pattern for several.
+
+    Attributes:
+        how: where they come from; with `{data}` for the folder, a command that makes them.
+        substitute: what they are where they stand in the place of the official data.
+    """
+
+    files: dict[str, str]
+    how: str
+    substitute: str = ""
+
+    def __post_init__(self) -> None:
+        if not {"train"} <= self.files.keys() <= set(SPLITS):
+            raise ValueError(f"files must be of train and others of {', '.join(SPLITS)}, got {', '.join(self.files)}")
+        if absolute := [pattern for pattern in self.files.values() if Path(pattern).is_absolute()]:
+            raise ValueError(f"files must be relative to the data folders, got {', '.join(absolute)}")
+
+    def find(self, folder: Path) -> dict[str, list[str]] | None:
+        """Paths of each split in that folder; None unless all are there, and all shards of a set of shards."""
+        found = {split: sorted(folder.glob(pattern)) for split, pattern in self.files.items()}
+        for paths in found.values():
+            shards = re.search(r"-of-(\d+)\.", paths[0].name) if paths else None
+            if not paths or (shards and len(paths) < int(shards[1])) or (paths[0].parent / UNFINISHED).exists():
+                return None
+        return {split: list(map(str, paths)) for split, paths in found.items()}
+
+    def instructions(self, folders: Sequence[Path]) -> str:
+        folder = _writable(folders)
+        if "{data}" in self.how:
+            return self.how.replace("{data}", str(folder))
+        return f"{self.how}, as {', '.join(str(folder / pattern) for pattern in self.files.values())}"
+
+
+@strict
+@dataclass
 class TaskSpec:
     """One task. The keys of its file are these fields, without the name.
 
@@ -34,7 +100,7 @@ class TaskSpec:
         name: that of the file. title: for people. script: in train/.
         note: how the data differs from the official set. origin: where the arguments of `full` come from.
         data: its places, the first that is there counts. small_data, medium_data: those of reduced data, if other.
-        hub: a data set on the Hub that has the same columns, or None.
+        hub: arguments that read a data set on the Hub which has the same columns, or none.
         arguments: of the script, at every size. full, small, medium: those of each size; a task may lack medium.
     """
 
@@ -43,14 +109,14 @@ class TaskSpec:
     script: Literal["train_clm", "train_classification", "train_retrieval"]
     note: str
     origin: str
-    data: list[Files | Shards]
+    data: list[Files]
     full: dict[str, Any]
     small: dict[str, Any]
     medium: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
-    small_data: list[Files | Shards] = field(default_factory=list)
-    medium_data: list[Files | Shards] = field(default_factory=list)
-    hub: Hub | None = None
+    small_data: list[Files] = field(default_factory=list)
+    medium_data: list[Files] = field(default_factory=list)
+    hub: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.data:
@@ -66,22 +132,32 @@ class TaskSpec:
         """The console script."""
         return f"essm-{self.script.replace('_', '-')}"
 
-    def places(self, scale: str) -> list[Files | Shards]:
+    def places(self, scale: str) -> list[Files]:
         return {"small": self.small_data, "medium": self.medium_data}.get(scale) or self.data
 
     def sizes(self, scale: str) -> dict[str, Any]:
         """The arguments of that scale. Raises ValueError for one that is none, or that the task lacks."""
         if scale not in SCALES:
             raise ValueError(f"scale must be one of {', '.join(map(repr, SCALES))}, got {scale!r}")
-        sizes = {"full": self.full, "medium": self.medium, "small": self.small}[scale]
+        sizes = getattr(self, scale)
         if scale == "medium" and not sizes:
             raise ValueError(f"task {self.name!r} has no medium scale: its file needs the key medium")
         return sizes
 
 
 def get_task(name: str) -> TaskSpec:
-    """A task of TASKS or of a .yaml file. Raises ValueError for an unknown name, and as `read_recipe`."""
-    return read_recipe(recipe_path("tasks", name), TaskSpec)
+    """A task of TASKS or of a .yaml file.
+
+    Raises:
+        ValueError: an unknown name, or a file that is no task; names the file and what is wrong. OSError: it cannot be
+            read.
+    """
+    path = recipe_path("tasks", name)
+    values = read_table(path)
+    for key in ("data", "small_data", "medium_data"):
+        if isinstance(values, dict) and isinstance(places := values.get(key), list):
+            values[key] = [build(Files, place, f"{path}: {key}[{i}]") for i, place in enumerate(places)]
+    return build(TaskSpec, values, str(path), name=path.stem)
 
 
 def arguments_class(script: str) -> type[Any]:
@@ -95,49 +171,44 @@ def arguments_class(script: str) -> type[Any]:
 def check_arguments(script: str, values: Mapping[str, Any], where: str) -> None:
     """Raises ValueError, opened by `where`, for what is no argument of the script, or a value of another type."""
     cls = arguments_class(script)
-    check_values(cls, sort_values(cls, values, where), where)
+    hints = typing.get_type_hints(cls)
+    for name, value in sort_values(cls, values, where).items():
+        if type(value) is int and float in (hints[name], *typing.get_args(hints[name])):
+            value = float(value)
+        try:
+            type_validator(name, value, hints[name])
+        except TypeError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+
+def _found(spec: TaskSpec, scale: str, data_dir: Folders) -> tuple[Files, dict[str, list[str]]] | None:
+    """The first place whose files are in any of the folders, and these."""
+    pairs = ((place, place.find(folder)) for place in spec.places(scale) for folder in data_folders(data_dir))
+    return next(((place, files) for place, files in pairs if files is not None), None)
 
 
 def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str, list[str]]:
-    """Files of each split, of the first source that is in any of the folders.
+    """Files of each split, of the first place that is in any of the folders.
 
     Raises:
         FileNotFoundError: there is none; says what to fetch, from where, and where to put it, or what to run.
-        ValueError: generated data is damaged or belongs to another task.
     """
-    folders, places = data_folders(data_dir), spec.places(scale)
-    if (found := _first_place(places, folders)) is not None:
+    if (found := _found(spec, scale, data_dir)) is not None:
         return found[1]
-    searched = ", ".join(str(folder) for folder in folders)
-    reduced = f" ({scale})" if places is not spec.data else ""
-    message = f"no data for task {spec.name!r}{reduced} in {searched}: {places[0].instructions(folders)}"
-    for place in places[1:]:
-        if place.substitute:
-            message += f"; or, in its place, {place.instructions(folders)}"
-    if spec.hub is not None:
-        again = "`use_hub=True`, `essm-list-tasks --use_hub`"
-        message += f"; or read {spec.hub.name!r} from the Hub ({again})"
+    folders, (first, *others) = data_folders(data_dir), spec.places(scale)
+    reduced = f" ({scale})" if first not in spec.data else ""
+    message = (
+        f"no data for task {spec.name!r}{reduced} in {', '.join(map(str, folders))}: {first.instructions(folders)}"
+    )
+    message += "".join(f"; or, in its place, {other.instructions(folders)}" for other in others if other.substitute)
+    if spec.hub:
+        message += f"; or read {spec.hub['dataset_name']!r} from the Hub (`use_hub=True`, `essm-list-tasks --use_hub`)"
     raise FileNotFoundError(message)
 
 
-def _first_place(
-    places: Sequence[Files | Shards], folders: Sequence[Path]
-) -> tuple[Files | Shards, dict[str, list[str]]] | None:
-    for place in places:
-        for folder in folders:
-            found = place.find(folder)
-            if found is not None:
-                return place, found
-    return None
-
-
 def substitute_data(name: str, scale: str, data_dir: Folders = None) -> str:
-    """What the data is that a task reads at that scale in the place of the official; "" if it reads the official.
-
-    Raises:
-        ValueError, FileNotFoundError: data that is there is damaged or unfinished.
-    """
-    found = _first_place(get_task(name).places(scale), data_folders(data_dir))
+    """What the data is that a task reads at that scale in the place of the official; "" if it reads the official."""
+    found = _found(get_task(name), scale, data_dir)
     return "" if found is None else found[0].substitute
 
 
@@ -148,7 +219,7 @@ def task_arguments(name: str, data_dir: Folders = None, scale: str = "full", use
         name: of TASKS, or a .yaml file. data_dir: see `data_folders`. scale: one of SCALES.
         use_hub: read the task's data set on the Hub instead of files.
     Raises:
-        ValueError: unknown name, scale or arguments, no data set on the Hub, or damaged data.
+        ValueError: unknown name, scale or arguments, or no data set on the Hub.
         FileNotFoundError: see `find_data`; or a configuration of hub_configs/ outside of a checkout.
     """
     spec = get_task(name)
@@ -157,13 +228,11 @@ def task_arguments(name: str, data_dir: Folders = None, scale: str = "full", use
     check_arguments(spec.script, arguments, str(recipe_path("tasks", name)))
     arguments = {key: published_folder(value, spec.name) for key, value in arguments.items()}
     if use_hub:
-        if spec.hub is None:
+        if not spec.hub:
             raise ValueError(f"task {spec.name!r} has no data set on the Hub with the columns that it needs")
-        return {"dataset_name": spec.hub.name, **spec.hub.arguments, **arguments}
-    found = find_data(spec, scale, data_dir)
-    if spec.script == "train_clm":
-        found.pop("test", None)  # it has no test file
+        return spec.hub | arguments
     one_file = spec.script == "train_retrieval"
+    found = find_data(spec, scale, data_dir)
     return {f"{split}_file": paths[0] if one_file else paths for split, paths in found.items()} | arguments
 
 

@@ -5,9 +5,8 @@
 
 Trees are drawn as there (Tay et al., arXiv 2011.04006; figures from its generator): a node above the depth limit is an
 operator with probability 1/4, otherwise a digit; an operator is one of four with 2 to 10 arguments, all uniform. The
-tree is kept if its length lies strictly between the limits, where a digit counts 1 and an operator 2 (itself and its
-closing bracket): the number of symbols. The operator MED is the median, rounded down, and SM the sum modulo
-10. Symbols are written without the parentheses of the original files, which its tokenizer drops as well.
+tree is kept if its number of symbols lies strictly between the limits. MED is the median, rounded down, and SM the sum
+modulo 10. Symbols are written without the parentheses of the original files, which its tokenizer drops as well.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
 from datasets import ClassLabel, Features, Value
@@ -34,10 +33,11 @@ OPERATORS = tuple(_OPERATIONS)
 CLOSE = "]"
 SYMBOLS = (*DIGITS, *OPERATORS, CLOSE)  # a symbol's id is its place; as in hub_configs/essm-lra-listops
 OPERATOR_PROBABILITY = 0.25
+_SHORTEST = 4  # an operator with two digits; a tree that is one digit is no list
 _MAX_DRAWS = 1_000_000  # of trees, for one that has the right length
 
 
-@dataclass(frozen=True)
+@dataclass
 class ListOps(RowGenerator):
     """The data set of these parameters; the defaults are Long Range Arena's.
 
@@ -47,7 +47,7 @@ class ListOps(RowGenerator):
 
     UNIQUE: ClassVar[str | None] = "tokens"
 
-    name: str = "listops"
+    name: ClassVar[str] = "listops"
     seed: int = arg(0, "Same seed, same data.")
     train_size: int = arg(96_000, "Training rows.")
     validation_size: int = arg(2_000, "Validation rows.")
@@ -65,17 +65,16 @@ class ListOps(RowGenerator):
         longest = 1
         for _ in range(self.max_depth - 1):
             longest = 2 + self.max_arguments * longest
-        shortest = 4  # an operator with two digits; a tree that is one digit is no list
-        if not max(self.min_length + 1, shortest) <= min(self.max_length - 1, longest):
+        if not max(self.min_length + 1, _SHORTEST) <= min(self.max_length - 1, longest):
             raise ValueError(
                 f"no tree has more than min_length {self.min_length} and fewer than max_length {self.max_length} "
                 f"symbols: with max_depth {self.max_depth} and max_arguments {self.max_arguments} there are "
-                f"{shortest} to {longest}"
+                f"{_SHORTEST} to {longest}"
             )
 
-    def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
+    def rows(self, split: str, indices: range, attempts: Mapping[str, int]) -> pa.Table:
         """Columns tokens (text) and label (0..9)."""
-        trees = [self.tree(split, i, attempts.get(i, 0)) for i in indices]
+        trees = [self.tree(split, i, attempts.get(f"{split}/{i}", 0)) for i in indices]
         columns = {"tokens": [" ".join(tree) for tree in trees], "label": [evaluate(tree) for tree in trees]}
         features = Features({"tokens": Value("string"), "label": ClassLabel(names=list(DIGITS))})
         return pa.table(columns, schema=features.arrow_schema)
@@ -89,17 +88,16 @@ class ListOps(RowGenerator):
         key = f"{self.seed}/{split}/{index}/{attempt}".encode()
         # random() of Python's generator gives the same numbers in every version; its other methods need not.
         draw = random.Random(int.from_bytes(hashlib.blake2b(key, digest_size=16).digest(), "big")).random
-        least = max(self.min_length + 1, 4)
         for _ in range(_MAX_DRAWS):
             symbols: list[str] = []
-            if self._grow(symbols, 1, draw) and len(symbols) >= least:
+            if self._grow(symbols, 1, draw) and len(symbols) >= max(self.min_length + 1, _SHORTEST):
                 return symbols
         raise ValueError(
             f"none of {_MAX_DRAWS:,} trees has more than min_length {self.min_length} and fewer than max_length "
             f"{self.max_length} symbols: raise max_depth or max_arguments, or allow other lengths"
         )
 
-    def _grow(self, symbols: list[str], depth: int, draw: Any) -> bool:
+    def _grow(self, symbols: list[str], depth: int, draw: Callable[[], float]) -> bool:
         """Append a subtree; False as soon as the whole can only become too long."""
         if depth >= self.max_depth or draw() > OPERATOR_PROBABILITY:
             symbols.append(DIGITS[int(draw() * 10)])
@@ -113,30 +111,13 @@ class ListOps(RowGenerator):
 
 
 def evaluate(symbols: Sequence[str]) -> int:
-    """The digit that an expression amounts to.
-
-    Raises:
-        ValueError: it is no expression.
-    """
+    """The digit that an expression amounts to."""
     remaining = iter(symbols)
-    try:
-        value = _evaluate(next(remaining), remaining)
-    except StopIteration:
-        raise ValueError("the expression ends before its brackets are closed") from None
-    if (symbol := next(remaining, None)) is not None:
-        raise ValueError(f"{symbol!r} stands after the end of the expression")
-    return value
+    return _evaluate(next(remaining), remaining)
 
 
 def _evaluate(symbol: str, remaining: Iterator[str]) -> int:
     """The value of the subtree that begins with `symbol`; reads its other symbols."""
     if symbol in DIGITS:
         return int(symbol)
-    if symbol not in OPERATORS:
-        raise ValueError(f"expected a digit or an operator, got {symbol!r}")
-    arguments: list[int] = []
-    while (inner := next(remaining)) != CLOSE:
-        arguments.append(_evaluate(inner, remaining))
-    if not arguments:
-        raise ValueError(f"{symbol!r} has no arguments")
-    return _OPERATIONS[symbol](arguments)
+    return _OPERATIONS[symbol]([_evaluate(inner, remaining) for inner in iter(lambda: next(remaining), CLOSE)])

@@ -7,22 +7,22 @@ Two snakes of dashes ("paddles") grow side by side among shorter ones. One end o
 
 A snake is a polyline of equal links: link k runs from pivot k to pivot k+1 = pivot k + (length + 2 margin) u_k, and its
 paddle is the middle `length` of it, so that gaps are 2 margin long. The turn d from u_k to u_k+1 has a density
-proportional to cos^2(min(c |d|, pi/2)), c the continuity. Links keep `clearance` (2 margin) from all links that they do
-not continue: closing the gaps joins what belongs together and nothing else.
+proportional to cos^2(min(c |d|, pi/2)), c the continuity. Links keep 2 margin from all links that they do not continue:
+closing the gaps joins what belongs together and nothing else.
 
 Coordinates are (y, x) in pixels; the centre of the first pixel is (0.5, 0.5). They are multiples of 2^-14, directions
-come from a table of such numbers, and everything computed from them is +, -, *, / and sqrt of IEEE doubles, element by
-element: an image has the same bytes on every machine, alone or in a batch.
+come from a table of such numbers, and everything computed from them is +, -, *, / and sqrt of IEEE doubles: an image
+has the same bytes on every machine.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -37,13 +37,11 @@ CONTOUR_LENGTHS = MappingProxyType({"baseline": 6, "intermediate": 9, "hard": 14
 _DIRECTIONS = 1024  # of a full circle
 _FINE = 1 << 14  # steps per pixel
 _CANDIDATES = 24  # for the next link; the first one that is free is taken
-_ROUNDS = 32  # for which random numbers are drawn at once
 _DISTRACTOR_TRIALS = 20
 _MAX_ROUNDS = 50_000  # for an image
-_BATCH = 250  # images that grow at once
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pathfinder(RowGenerator):
     """The data set of these parameters; the defaults are those of LRA's Pathfinder at 32 x 32.
 
@@ -51,7 +49,7 @@ class Pathfinder(RowGenerator):
         ValueError: parameters that no image can meet.
     """
 
-    name: str = "pathfinder32"
+    name: ClassVar[str] = "pathfinder32"
     seed: int = arg(0, "Same seed, same data.")
     train_size: int = arg(160_000, "Training images.")
     validation_size: int = arg(20_000, "Validation images.")
@@ -62,7 +60,7 @@ class Pathfinder(RowGenerator):
     distractor_paddles: int = arg(20, "All distractors together; one has a third of contour_length.")
     paddle_length: int = arg(2, "Length of a dash in pixels.")
     paddle_thickness: float = arg(0.5, "Thickness of a dash in pixels.")
-    paddle_margins: tuple[int, ...] = arg((1,), "Half of the gap between dashes, pixels; one is drawn per image.")
+    paddle_margins: list[int] = arg([1], "Half of the gap between dashes, pixels; one is drawn per image.")
     paddle_contrast: float = arg(1.5, "Brightness of a dash where it covers a pixel; 1 is white.")
     marker_radius: float = arg(1.5, "Radius of the discs in pixels.")
     seed_distance: int = arg(7, "Between the first ends of the two snakes, pixels.")
@@ -75,14 +73,12 @@ class Pathfinder(RowGenerator):
         if self.difficulty not in CONTOUR_LENGTHS:
             raise ValueError(f"difficulty must be one of {', '.join(CONTOUR_LENGTHS)}, got {self.difficulty!r}")
         check_at_least(self, 0, "seed", "distractor_paddles", "padding")
-        check_at_least(self, 1, "paddle_length", "seed_distance")
+        check_at_least(self, 1, "paddle_length", "seed_distance", "paddle_margins")
         check_at_least(self, 0.5, "marker_radius", "continuity")
         check_at_least(self, 2, "contour_length")
-        for name in ("paddle_thickness", "paddle_contrast"):
-            if not getattr(self, name) > 0:
+        for name in ("paddle_thickness", "paddle_contrast", "paddle_margins"):
+            if not (getattr(self, name) and np.all(np.asarray(getattr(self, name)) > 0)):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not self.paddle_margins or min(self.paddle_margins) < 1:
-            raise ValueError(f"paddle_margins must be integers of at least 1, got {self.paddle_margins}")
         if self.image_size - 4 * self.seed_distance < self.paddle_length:
             raise ValueError(
                 f"image_size must be at least 4 seed_distance + paddle_length = "
@@ -94,93 +90,50 @@ class Pathfinder(RowGenerator):
         """The length of a marked snake."""
         return self.contour_length or CONTOUR_LENGTHS[self.difficulty]
 
-    @property
-    def snake_lengths(self) -> tuple[int, ...]:
-        """Paddles of each snake that is tried: the two that are marked, then distractors."""
-        short = max(1, self.num_paddles // 3)
-        return (self.num_paddles,) * 2 + (short,) * (self.distractor_paddles // short)
-
-    def rows(self, split: str, indices: range, attempts: Mapping[int, int]) -> pa.Table:
+    def rows(self, split: str, indices: range, attempts: Mapping[str, int]) -> pa.Table:
         """Columns pixels (image_size^2 x uint8, row by row) and label (0 or 1)."""
-        images, labels = [], []
-        for first in range(indices.start, indices.stop, _BATCH):
-            scenes = grow_scenes(self, split, range(first, min(first + _BATCH, indices.stop)))
-            images.append(render(self, scenes))
-            labels.append(scenes.label)
-        pixels = pa.array(np.concatenate(images).reshape(-1))
+        scenes = [grow(self, split, index) for index in indices]
         area = self.image_size**2
         features = Features({"pixels": List(Value("uint8"), length=area), "label": ClassLabel(names=list(LABELS))})
-        columns = [pa.FixedSizeListArray.from_arrays(pixels, area), pa.array(np.concatenate(labels))]
+        pixels = pa.array(np.concatenate([render(self, scene).ravel() for scene in scenes]))
+        columns = [pa.FixedSizeListArray.from_arrays(pixels, area), pa.array([scene.label for scene in scenes])]
         return pa.Table.from_arrays(columns, schema=features.arrow_schema)
 
 
-PATHX: Mapping[str, Any] = MappingProxyType(
-    {
-        "name": "pathx",
-        "image_size": 128,
-        "distractor_paddles": 35,
-        "paddle_length": 5,
-        "paddle_thickness": 1.5,
-        "paddle_margins": (2, 3),
-        "paddle_contrast": 0.9,
-        "marker_radius": 3.0,
-        "seed_distance": 20,
-        "continuity": 1.8,
-        "rows_per_shard": 1_000,
-    }
-)
+@dataclass
+class PathX(Pathfinder):
+    """The data set of these parameters; the defaults are those of LRA's Path-X. Raises ValueError as `Pathfinder`."""
+
+    name: ClassVar[str] = "pathx"
+    image_size: int = arg(128, "Height and width, pixels.")
+    distractor_paddles: int = arg(35, "All distractors together; one has a third of contour_length.")
+    paddle_length: int = arg(5, "Length of a dash in pixels.")
+    paddle_thickness: float = arg(1.5, "Thickness of a dash in pixels.")
+    paddle_margins: list[int] = arg([2, 3], "Half of the gap between dashes, pixels; one is drawn per image.")
+    paddle_contrast: float = arg(0.9, "Brightness of a dash where it covers a pixel; 1 is white.")
+    marker_radius: float = arg(3.0, "Radius of the discs in pixels.")
+    seed_distance: int = arg(20, "Between the first ends of the two snakes, pixels.")
+    continuity: float = arg(1.8, "Larger is straighter: turns stay below 90 degrees over this.")
+    rows_per_shard: int = arg(1_000, "Images in a file.")
 
 
-class Scenes(NamedTuple):
-    """Geometry of n images, S links each in the order of `Layout`.
+class Scene(NamedTuple):
+    """Geometry of an image.
 
     Attributes:
-        start: (n, S, 2) pivots (y, x) where links begin. direction: (n, S, 2) unit vectors, to 2^-14.
-        placed: (n, S) bool; distractors for which there was no room are not.
-        margin: (n,) pixels. markers: (n, 2, 2) centres of the discs. label: (n,) int64.
+        snakes: (links, 4) each, pivots (y, x) where links begin and their unit vectors, to 2^-14. The first two are the
+            long ones; distractors for which there was no room are left out.
+        margin: pixels. markers: (2, 2) centres of the discs. label: 0 or 1.
     """
 
-    start: np.ndarray
-    direction: np.ndarray
-    placed: np.ndarray
-    margin: np.ndarray
+    snakes: list[np.ndarray]
+    margin: int
     markers: np.ndarray
-    label: np.ndarray
-
-
-class Layout(NamedTuple):
-    """In which order links are placed: the two long snakes in turn, then one distractor after the other.
-
-    Attributes:
-        snake: (S,) whose link it is. before: (S,) the link that it continues, or -1.
-        first: (S,) the first link of its snake. next_snake: (S,) where the next distractor begins.
-    """
-
-    snake: np.ndarray
-    before: np.ndarray
-    first: np.ndarray
-    next_snake: np.ndarray
-
-
-@lru_cache
-def layout(snake_lengths: tuple[int, ...]) -> Layout:
-    """The order of all links of snakes with so many."""
-    long = snake_lengths[0]
-    snake = [k % 2 for k in range(2 * long)]
-    before = [k - 2 if k >= 2 else -1 for k in range(2 * long)]
-    first = [k % 2 for k in range(2 * long)]
-    next_snake = [2 * long] * (2 * long)
-    for number, length in enumerate(snake_lengths[2:], 2):
-        begin = len(snake)
-        snake += [number] * length
-        before += [-1, *range(begin, begin + length - 1)]
-        first += [begin] * length
-        next_snake += [begin + length] * length
-    return Layout(np.array(snake), np.array(before), np.array(first), np.array(next_snake))
+    label: int
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Growing. One round places, or fails to place, the next link of every image that is not finished.
+# Growing.
 
 
 @lru_cache
@@ -208,240 +161,165 @@ def _turns(continuity: float) -> np.ndarray:
     return np.array(turns)
 
 
-def _distance2(offset: Iterable[np.ndarray], unit: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """(...) squared distance of points from a segment: their offset (2, ...) from its beginning, its direction."""
-    dy, dx = offset
-    along = dy * unit[0] + dx * unit[1]
-    across = dy * unit[1] - dx * unit[0]
-    beyond = np.maximum(np.maximum(-along, along - length), 0.0)
-    return across * across + beyond * beyond
+class Link(NamedTuple):
+    """Where it begins, its unit vector, and the number of that in the table of directions."""
 
+    y: float
+    x: float
+    unit_y: float
+    unit_x: float
+    direction: int
 
-class _Ground:
-    """How many links are near each place of each image: on a grid finer than the gaps, with a border for stamps.
-
-    Attributes:
-        links: (n, G, G) uint8, links within `clearance` of the centres of cells.
-    """
-
-    def __init__(self, task: Pathfinder, length: np.ndarray, clearance: np.ndarray):
-        self.length, self.clearance = length, clearance
-        self.per_pixel = max(1, 2 // min(task.paddle_margins))
-        self.reach = math.ceil((length.max() / 2 + clearance.max()) * self.per_pixel) + 1
-        side = task.image_size * self.per_pixel + 2 * self.reach
-        self.links = np.zeros((len(length), side, side), np.uint8)
-
-    def at(self, images: np.ndarray, points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Centres (2, a, C, P) of the cells that points of `images` (a,) lie in, and the links near them (a, C, P)."""
-        cell = np.floor(points * self.per_pixel)
-        rows, columns = np.clip(cell.astype(int) + self.reach, 0, self.links.shape[1] - 1)
-        return (cell + 0.5) / self.per_pixel, self.links[images[:, None, None], rows, columns]
-
-    def count(self, images: np.ndarray, pivot: np.ndarray, unit: np.ndarray, change: int) -> None:
-        """Add or take away one link of each of the images (m,), which begins at pivot (2, m)."""
-        length = self.length[images, None, None]
-        middle = np.floor((pivot + self.length[images] / 2 * unit) * self.per_pixel).astype(int)
-        rows, columns = middle[:, :, None] + np.arange(-self.reach, self.reach + 1)
-        centre = rows[:, :, None] + 0.5, columns[:, None, :] + 0.5
-        offset = (centre[axis] / self.per_pixel - pivot[axis, :, None, None] for axis in range(2))
-        near = _distance2(offset, unit[:, :, None, None], length) <= (self.clearance[images] ** 2)[:, None, None]
-        place = images[:, None, None], rows[:, :, None] + self.reach, columns[:, None, :] + self.reach
-        add = np.add if change > 0 else np.subtract
-        self.links[place] = add(self.links[place], near, dtype=np.uint8)
+    def at(self, distance: float) -> np.ndarray:
+        """The point (2, 1) so far along it."""
+        return np.array([[self.y + distance * self.unit_y], [self.x + distance * self.unit_x]])
 
 
 class _Growth:
-    """n images while their snakes grow, S links each; a images are alive, C candidates are tried for a link.
+    """The snakes of an image while they grow."""
 
-    Attributes:
-        slot: (n,) the link to be placed. trials: (n,) of the present distractor.
-        grown, failures: (n, 2) of the marked snakes. start, angle, placed: (n, S, 2), (n, S) and (n, S) of the links.
-    """
+    def __init__(self, task: Pathfinder, rng: np.random.Generator, margin: int):
+        self.task, self.rng, self.margin = task, rng, margin
+        self.length = float(task.paddle_length + 2 * margin)
+        self.snakes: list[list[Link]] = [[], []]
+        points = task.paddle_length + 2 * max(task.paddle_margins)  # on a candidate, to be tested
+        self.along = np.arange(points + 1) / points * self.length
+        self.cells_per_pixel = max(1, 2 // min(task.paddle_margins))
+        self.rounds = 0
 
-    def __init__(self, task: Pathfinder, margin: np.ndarray):
-        self.task, self.margin, self.order = task, margin, layout(task.snake_lengths)
-        self.units, self.turns = _unit_vectors(), _turns(task.continuity)
-        self.length = (task.paddle_length + 2 * margin).astype(float)
-        self.clearance = 2.0 * margin
-        self.steps = int(self.length.max()) + 1  # on a candidate, to be tested
-        self.ground = _Ground(task, self.length, self.clearance)
-        self.without_last = self.ground.links.copy()  # as it was before the present distractor
-        n, S = len(margin), len(self.order.snake)
-        self.slot, self.trials = np.zeros(n, int), np.zeros(n, int)
-        self.grown, self.failures = np.zeros((n, 2), int), np.zeros((n, 2), int)
-        self.start, self.angle, self.placed = np.zeros((n, S, 2)), np.zeros((n, S), int), np.zeros((n, S), bool)
+    def extend(self, snake: list[Link]) -> bool:
+        """Append the first of 24 random links that lies inside and clear of all others; False if none does."""
+        task, margin, units = self.task, self.margin, _unit_vectors()
+        self.rounds += 1
+        if self.rounds > _MAX_ROUNDS:
+            raise ValueError(
+                f"has no room for two snakes of {task.num_paddles} paddles at image_size {task.image_size}: choose "
+                "fewer, shorter or closer ones"
+            )
+        u = self.rng.random((_CANDIDATES, 3)).T
+        inner = 2 * task.seed_distance if snake is self.snakes[0] and not snake else task.padding + margin
+        if snake:
+            theta = (snake[-1].direction + _turns(task.continuity)[(u[0] * 4096).astype(int)]) % _DIRECTIONS
+            gap = margin * units[:, theta]
+            pivot = np.tile(snake[-1].at(self.length), _CANDIDATES)
+        else:
+            theta = (u[0] * _DIRECTIONS).astype(int)
+            gap = margin * units[:, theta]
+            pivot = inner + np.floor(u[1:] * (task.image_size - 2 * inner) * _FINE) / _FINE - gap
+            if snake is self.snakes[1]:
+                around = units[:, (u[1] * _DIRECTIONS).astype(int)]
+                pivot = self.snakes[0][0].at(margin) + task.seed_distance * around - gap
+        ends = np.stack([pivot + gap, pivot + gap + task.paddle_length * units[:, theta]])
+        inside = ((ends >= inner) & (ends <= task.image_size - inner)).all((0, 1))
+        pivot, theta = pivot[:, inside], theta[inside]
+        free = np.flatnonzero(self._clear(pivot, units[:, theta], snake[-1:]))
+        if not len(free):
+            return False
+        (y, x), direction = pivot[:, free[0]], theta[free[0]]
+        unit_y, unit_x = units[:, direction]
+        snake.append(Link(y, x, unit_y, unit_x, direction))
+        return True
 
-    def candidates(self, live: np.ndarray, u: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Links that continue a snake, or begin one, from random numbers u (3, a, C).
+    def _clear(self, pivot: np.ndarray, unit: np.ndarray, continued: list[Link]) -> np.ndarray:
+        """(C,): whether candidates (2, C) keep 2 margin from all links but the one that they continue.
 
-        Returns:
-            pivot (2, a, C), theta (a, C), and free (a, C): inside, and on free ground.
+        What is tested are the centres of the cells of a grid, finer than the gaps, that a candidate runs through.
         """
-        task, size, k = self.task, self.task.image_size, self.slot[live]
-        L, margin, start, angle, units = self.length[live, None], self.margin, self.start, self.angle, self.units
-        before = self.order.before[k]
-        begins = (before < 0)[:, None]
-        turned = angle[live, before][:, None] + self.turns[(u[0] * len(self.turns)).astype(int)]
-        theta = np.where(begins, (u[0] * _DIRECTIONS).astype(int), turned % _DIRECTIONS)
-        unit = units[:, theta]  # (2, a, C)
-        gap = margin[live, None] * unit
-        inner = np.where(k == 0, 2 * task.seed_distance, task.padding + margin[live])[:, None]
-        tail = inner + np.floor(u[1:] * (size - 2 * inner) * _FINE) / _FINE
-        seed_tail = start[live, 0].T + margin[live] * units[:, angle[live, 0]]
-        beside = seed_tail[:, :, None] + task.seed_distance * units[:, (u[1] * _DIRECTIONS).astype(int)]
-        last_start, last_unit = start[live, before].T[:, :, None], units[:, angle[live, before]][:, :, None]
-        pivot = np.where((k == 1)[:, None], beside, tail) - gap
-        pivot = np.where(begins, pivot, last_start + L * last_unit)
-        tail, head = pivot + gap, pivot + gap + task.paddle_length * unit
+        links = [link for snake in self.snakes for link in snake if not continued or link is not continued[0]]
+        if not links:
+            return np.ones(len(pivot.T), bool)
+        y, x, unit_y, unit_x, _ = np.array(links).T
+        cells = np.floor((pivot[..., None] + self.along * unit[..., None]) * self.cells_per_pixel)
+        dy, dx = ((cells + 0.5) / self.cells_per_pixel)[..., None] - np.stack([y, x])[:, None, None]
+        along, across = dy * unit_y + dx * unit_x, dy * unit_x - dx * unit_y
+        beyond = np.maximum(np.maximum(-along, along - self.length), 0.0)
+        return (across * across + beyond * beyond > (2.0 * self.margin) ** 2).all((1, 2))
 
-        free = ((tail >= inner) & (tail <= size - inner) & (head >= inner) & (head <= size - inner)).all(0)
-        along = np.arange(self.steps) / (self.steps - 1) * L  # (a, P)
-        centre, count = self.ground.at(live, pivot[..., None] + along[:, None] * unit[..., None])
-        continued = _distance2(centre - last_start[..., None], last_unit[..., None], L[..., None])
-        continued = (continued <= (self.clearance[live] ** 2)[:, None, None]) & ~begins[..., None]
-        return pivot, theta, free & (count == continued).all(2)  # the link that is continued is not counted
+    def grow_marked(self) -> None:
+        """The two long snakes, the shorter one in turn.
 
-    def place(self, won: np.ndarray, pivot: np.ndarray, theta: np.ndarray) -> None:
-        """Put links of those images (w,), pivots (2, w) and directions (w,), into their slots."""
-        order, slot = self.order, self.slot
-        new = won[order.first[slot[won]] == slot[won]]
-        self.without_last[new] = self.ground.links[new]
-        self.start[won, slot[won]], self.angle[won, slot[won]] = pivot.T, theta
-        self.placed[won, slot[won]] = True
-        self.ground.count(won, pivot, self.units[:, theta], 1)
-        k = slot[won]
-        marked = order.snake[k] < 2
-        self.grown[won[marked], order.snake[k[marked]]] += 1
-        self.trials[won[order.next_snake[k] == k + 1]] = 0  # a snake is complete
-        slot[won] += 1
-
-    def shorten_marked(self, back: np.ndarray, snake: np.ndarray) -> None:
-        """A marked snake of those images, for which there was no room, loses its newest links.
-
-        After its failure number f as many as the largest power of two in f; if these are all, both begin again.
+        At its failure number f, a snake loses as many links as the largest power of two in f; if these are all, both
+        begin again.
         """
-        grown, failures, num_paddles = self.grown, self.failures, self.task.num_paddles
-        failures[back, snake] += 1
-        keep = grown[back, snake] - (failures[back, snake] & -failures[back, snake])
-        again = back[keep < 1]
-        grown[again], failures[again], self.placed[again], self.ground.links[again] = 0, 0, False, 0
-        back, snake, keep = back[keep >= 1], snake[keep >= 1], keep[keep >= 1]
-        for link in range(keep.min(initial=num_paddles), num_paddles):
-            chosen = (keep <= link) & (link < grown[back, snake])
-            images, s = back[chosen], 2 * link + snake[chosen]
-            if not len(images):
+        failures = [0, 0]
+        while min(map(len, self.snakes)) < self.task.num_paddles:
+            s = int(len(self.snakes[1]) < len(self.snakes[0]))
+            snake = self.snakes[s]
+            if self.extend(snake):
                 continue
-            self.placed[images, s] = False
-            self.ground.count(images, self.start[images, s].T, self.units[:, self.angle[images, s]], -1)
-        grown[back, snake] = keep
+            failures[s] += 1
+            lost = failures[s] & -failures[s]
+            if lost < len(snake):
+                del snake[-lost:]
+            else:
+                self.snakes, failures = [[], []], [0, 0]
 
-    def restart_distractor(self, lost: np.ndarray) -> None:
-        """The distractor of those images, for which there was no room, begins again, but not forever."""
-        order, k = self.order, self.slot[lost]
-        begun = lost[order.first[k] != k]
-        self.ground.links[begun] = self.without_last[begun]
-        self.placed[lost[:, None], np.arange(len(order.snake))] &= order.snake != order.snake[k][:, None]
-        self.trials[lost] += 1
-        given_up = self.trials[lost] == _DISTRACTOR_TRIALS
-        self.slot[lost] = np.where(given_up, order.next_snake[k], order.first[k])
-        self.trials[lost[given_up]] = 0
-
-    def round(self, live: np.ndarray, u: np.ndarray) -> None:
-        """Place the next link of those images (a,), or fail to."""
-        pivot, theta, free = self.candidates(live, u)
-        chosen, found = free.argmax(1), free.any(1)  # the first free one is taken
-        c = chosen[found]
-        self.place(live[found], pivot[:, found, c], theta[found, c])
-        lost = live[~found]
-        snake = self.order.snake[self.slot[lost]]
-        self.shorten_marked(lost[snake < 2], snake[snake < 2])
-        self.restart_distractor(lost[snake >= 2])
-        # The shorter one of the marked snakes grows next.
-        unfinished = live[self.grown[live].min(1) < self.task.num_paddles]
-        snake = (self.grown[unfinished, 1] < self.grown[unfinished, 0]).astype(int)
-        self.slot[unfinished] = 2 * self.grown[unfinished, snake] + snake
+    def grow_distractors(self) -> None:
+        """Short snakes one after the other; each begins again where it meets no room, but not forever."""
+        length = max(1, self.task.num_paddles // 3)
+        for _ in range(self.task.distractor_paddles // length):
+            snake: list[Link] = []
+            self.snakes.append(snake)
+            trials = 0
+            while len(snake) < length and trials < _DISTRACTOR_TRIALS:
+                if not self.extend(snake):
+                    snake.clear()
+                    trials += 1
 
 
-def grow_scenes(task: Pathfinder, split: str, indices: range) -> Scenes:
-    """The geometry of these images; each is a function of (task, split, index) alone.
+def grow(task: Pathfinder, split: str, index: int) -> Scene:
+    """The geometry of an image, a function of (task, split, index) alone.
 
     Raises:
-        ValueError: an image has no room for snakes of this length.
+        ValueError: it has no room for snakes of this length.
     """
-    n, S = len(indices), len(layout(task.snake_lengths).snake)
-    streams = [np.random.Generator(np.random.PCG64([task.seed, SPLITS.index(split), i])) for i in indices]
-    coins = np.stack([stream.random(4) for stream in streams])
-    label, origin = (coins[:, 0] < 0.5).astype(np.int64), (coins[:, 1] < 0.5).astype(np.int64)
-    margin = np.array(task.paddle_margins)[(coins[:, 2] * len(task.paddle_margins)).astype(int)]
-    growth = _Growth(task, margin)
-    numbers = np.empty((n, 0, 0, 0))
-    for r in range(_MAX_ROUNDS):
-        live = np.flatnonzero(growth.slot < S)
-        if not len(live):
-            break
-        if r % _ROUNDS == 0:
-            numbers = np.empty((n, _ROUNDS, _CANDIDATES, 3))
-            for i in live:
-                numbers[i] = streams[i].random((_ROUNDS, _CANDIDATES, 3))
-        growth.round(live, np.moveaxis(numbers[live, r % _ROUNDS], -1, 0))
-    else:
-        raise ValueError(
-            f"image {indices[int(np.flatnonzero(growth.slot < S)[0])]} of {split} has no room for two snakes of "
-            f"{task.num_paddles} paddles at image_size {task.image_size}: choose fewer, shorter or closer ones"
-        )
-
+    rng = np.random.Generator(np.random.PCG64([task.seed, SPLITS.index(split), index]))
+    coins = rng.random(4)
+    label, origin = int(coins[0] < 0.5), int(coins[1] < 0.5)
+    margin = task.paddle_margins[int(coins[2] * len(task.paddle_margins))]
+    growth = _Growth(task, rng, margin)
+    try:
+        growth.grow_marked()
+        growth.grow_distractors()
+    except ValueError as error:
+        raise ValueError(f"image {index} of {split} {error}") from None
+    snakes = [np.array(snake)[:, :4] for snake in growth.snakes if snake]
     # Markers: the first end of a snake, and the last end of the same or of the other.
-    every, direction = np.arange(n), growth.units.T[growth.angle]
-    terminal = np.where(label == 1, origin, 1 - origin)
-    last = 2 * (task.num_paddles - 1) + terminal
-    to_head = (margin + task.paddle_length)[:, None] * direction[every, last]
-    first_end = growth.start[every, origin] + margin[:, None] * direction[every, origin]
-    markers = np.stack([first_end, growth.start[every, last] + to_head], axis=1)
-    return Scenes(growth.start, direction, growth.placed, margin, markers, label)
+    first, last = snakes[origin][0], snakes[origin if label else 1 - origin][-1]
+    ends = [first[:2] + margin * first[2:], last[:2] + (margin + task.paddle_length) * last[2:]]
+    return Scene(snakes, margin, np.stack(ends), label)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Drawing.
 
 
-def render(task: Pathfinder, scenes: Scenes) -> np.ndarray:
-    """(n, size, size) uint8 images: paddles, each pixel as bright as the part of it that they cover, and white discs.
+def render(task: Pathfinder, scene: Scene) -> np.ndarray:
+    """(size, size) uint8: paddles, each pixel as bright as the part of it that they cover, and white discs.
 
     Where they overlap, the brighter counts. A pixel is taken as a square that is turned like the paddle.
     """
-    n, size = len(scenes.label), task.image_size
-    half = math.ceil((task.paddle_length + task.paddle_thickness) / 2 + 0.5) + 1
-    half = max(half, math.ceil(task.marker_radius + 0.5) + 1)
-    image = np.zeros((n, size + 2 * half, size + 2 * half))
-    window, every = np.arange(-half, half + 1), np.arange(n)
+    half = math.ceil(max((task.paddle_length + task.paddle_thickness) / 2, task.marker_radius) + 0.5) + 1
+    image = np.zeros((task.image_size + 2 * half,) * 2)
 
-    def draw(images: np.ndarray, centre: np.ndarray, brightness: Any) -> None:
-        """Brighten a window around centres (m, 2) to brightness(dy, dx), distances of pixel centres from them."""
-        middle = np.floor(centre).astype(int)
-        rows, columns = middle[:, 0, None] + window, middle[:, 1, None] + window
-        dy = (rows + 0.5 - centre[:, 0, None])[:, :, None]
-        dx = (columns + 0.5 - centre[:, 1, None])[:, None, :]
-        place = images[:, None, None], rows[:, :, None] + half, columns[:, None, :] + half
-        image[place] = np.maximum(image[place], brightness(dy, dx))
+    def window(centre: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
+        """Pixels around centres (n, 2), rows (n, w, 1) and columns (n, 1, w), and how far from them theirs are."""
+        place = np.floor(centre).astype(int)[:, :, None] + np.arange(-half, half + 1)
+        dy, dx = np.moveaxis(place + 0.5 - centre[:, :, None], 1, 0)
+        return (place[:, 0, :, None] + half, place[:, 1, None] + half), [dy[:, :, None], dx[:, None]]
 
     def covered(distance: np.ndarray, width: float) -> np.ndarray:
         """Length of [distance - 1/2, distance + 1/2] inside of [-width/2, width/2]."""
         distance = np.abs(distance)
         return np.maximum(np.minimum(distance + 0.5, width / 2) - np.maximum(distance - 0.5, -width / 2), 0.0)
 
-    for s in range(scenes.start.shape[1]):
-        images = np.flatnonzero(scenes.placed[:, s])
-        unit = scenes.direction[images, s]
-        centre = scenes.start[images, s] + (scenes.margin[images] + task.paddle_length / 2)[:, None] * unit
-        uy, ux = unit[:, 0, None, None], unit[:, 1, None, None]
-
-        def paddle(dy: np.ndarray, dx: np.ndarray, uy: np.ndarray = uy, ux: np.ndarray = ux) -> np.ndarray:
-            along, across = dy * uy + dx * ux, dy * ux - dx * uy
-            area = covered(along, task.paddle_length) * covered(across, task.paddle_thickness)
-            return task.paddle_contrast * area
-
-        draw(images, centre, paddle)
-    for m in range(2):
-        draw(every, scenes.markers[:, m], lambda dy, dx: task.marker_radius + 0.5 - np.sqrt(dy * dy + dx * dx))
-    image = image[:, half : half + size, half : half + size]
+    links = np.concatenate(scene.snakes)
+    unit_y, unit_x = links[:, 2:].T[:, :, None, None]
+    place, (dy, dx) = window(links[:, :2] + (scene.margin + task.paddle_length / 2) * links[:, 2:])
+    along, across = dy * unit_y + dx * unit_x, dy * unit_x - dx * unit_y
+    area = covered(along, task.paddle_length) * covered(across, task.paddle_thickness)
+    np.maximum.at(image, place, task.paddle_contrast * area)
+    place, (dy, dx) = window(scene.markers)
+    np.maximum.at(image, place, task.marker_radius + 0.5 - np.sqrt(dy * dy + dx * dx))
+    image = image[half:-half, half:-half]
     return np.floor(np.minimum(image, 1.0) * 255 + 0.5).astype(np.uint8)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -54,33 +55,24 @@ class PairFile(Dataset[Pair]):
         self.path, self.max_length = Path(path), max_length
         if not self.path.is_file():
             raise ValueError(
-                f"{self.path} is not there: fetch lra_release.gz, linked in the README of "
+                f"{path} is not there: fetch lra_release.gz, linked in the README of "
                 "https://github.com/google-research/long-range-arena, unpack it (`tar -xvf lra_release.gz`) and name "
                 "lra_release/lra_release/tsv_data/new_aan_pairs.{train,eval,test}.tsv, or copy them there"
             )
-        self.rows = load(
-            str(self.path),
-            "csv",
-            data_files=[str(self.path.absolute())],
-            split="train",
-            sep="\t",
-            column_names=list(COLUMNS),
-            quoting=csv.QUOTE_NONE,
-            keep_default_na=False,
-            skip_blank_lines=False,
-            features=datasets.Features(dict.fromkeys(COLUMNS, datasets.Value("string"))),
-        )
+        options: dict[str, Any] = {"sep": "\t", "column_names": list(COLUMNS), "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+        options |= {"skip_blank_lines": False, "data_files": [str(self.path.absolute())], "split": "train"}
+        texts = datasets.Features(dict.fromkeys(COLUMNS, datasets.Value("string")))
+        self.rows = load(str(path), "csv", features=texts, **options)
         table = self.rows.with_format("arrow")[:]
         sizes = [pc.fill_null(pc.binary_length(table.column(name)), 0).to_numpy() for name in COLUMNS[3:]]
         self.lengths, self.sha256 = np.stack(sizes, 1), sha256_of(self.path)
         labels = table.column("label").to_pylist()
         for number, (label, lengths) in enumerate(zip(labels, self.lengths), 1):
             if label not in ("0", "1", "0.0", "1.0"):
-                raise ValueError(f"line {number} of {self.path}: label must be 0 or 1, got {label!r}")
+                raise ValueError(f"line {number} of {path}: label must be 0 or 1, got {label!r}")
             if not lengths.all():
                 raise ValueError(
-                    f"line {number} of {self.path} must hold {', '.join(COLUMNS)} between tabs, and texts that are "
-                    "not empty"
+                    f"line {number} of {path} must hold {', '.join(COLUMNS)} between tabs, and texts that are not empty"
                 )
         self.labels = torch.tensor([int(label[0]) for label in labels])
 
@@ -91,6 +83,11 @@ class PairFile(Dataset[Pair]):
         row = self.rows[int(index)]
         first, second = (np.frombuffer(row[name].encode()[: self.max_length], np.uint8) for name in COLUMNS[3:])
         return Pair(first, second, int(self.labels[index]))
+
+    def split(self, rows: np.ndarray, wanted: int | None, seed: int) -> Split:
+        """At most so many of these rows."""
+        chosen = at_most(wanted, rows, seed)
+        return Split(Subset(self, chosen.tolist()), self.labels[chosen], f"{len(chosen):,} pairs of {self.path.name}")
 
 
 def collate(pairs: Sequence[Pair], length: int | None = None) -> dict[str, Tensor]:
@@ -108,40 +105,28 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     """The pairs that the arguments name, all checked. Raises ValueError naming the file or line that is wrong."""
     assert args.train_file is not None
     pairs = PairFile(args.train_file, args.max_length)
-
-    def split(file: PairFile, rows: np.ndarray, wanted: int | None) -> Split:
-        chosen = at_most(wanted, rows, args.seed)
-        return Split(Subset(file, chosen.tolist()), file.labels[chosen], f"{len(chosen):,} pairs of {file.path.name}")
-
-    def whole(path: str, wanted: int | None) -> tuple[Split, str]:
-        file = PairFile(path, args.max_length)
-        return split(file, np.arange(len(file)), wanted), file.sha256
-
     digests = {"sha256 of the training data": pairs.sha256}
+    held, kept = pairs, np.arange(len(pairs))
     if args.validation_file is not None:
-        kept = np.arange(len(pairs))
-        validation, digests["sha256 of the validation data"] = whole(args.validation_file, args.validation_samples)
+        held = PairFile(args.validation_file, args.max_length)
+        rows, digests["sha256 of the validation data"] = np.arange(len(held)), held.sha256
     else:
-        kept, held_out = hold_out(len(pairs), args.seed, str(pairs.path), "lines")
-        validation = split(pairs, held_out, args.validation_samples)
-    test = None if args.test_file is None else whole(args.test_file, args.test_samples)[0]
+        kept, rows = hold_out(len(pairs), args.seed, str(pairs.path), "lines")
+    validation, test = held.split(rows, args.validation_samples, args.seed), None
     cut = float((pairs.lengths > args.max_length).mean())
     description = (
         f"{pairs.path.name}: {len(kept):,} pairs of bytes, {cut:.1%} of the documents cut at {args.max_length}"
         f"; validation on {len(validation.samples):,}"
     )
-    description += "" if test is None else f"; test on {len(test.samples):,}"
-    lengths = np.minimum(pairs.lengths[kept], args.max_length)
-    return LabelledData(
-        MapSamples(Subset(pairs, kept.tolist()), args.seed),
-        validation,
-        test,
-        max(1, round(float(lengths.sum(1).mean()))),
-        digests,
-        description,
-        collate,
-        lambda folder: save_tokenizer(folder, args.max_length),
-    )
+    if args.test_file is not None:
+        file = PairFile(args.test_file, args.max_length)
+        test = file.split(np.arange(len(file)), args.test_samples, args.seed)
+        description += f"; test on {len(test.samples):,}"
+    lengths = np.minimum(pairs.lengths[kept], args.max_length).sum(1)
+    tokens = max(1, round(float(lengths.mean())))
+    source = MapSamples(Subset(pairs, kept.tolist()), args.seed)
+    save = partial(save_tokenizer, max_length=args.max_length)
+    return LabelledData(source, validation, test, tokens, digests, description, collate, save)
 
 
 def save_tokenizer(folder: Path, max_length: int) -> None:
