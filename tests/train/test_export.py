@@ -13,10 +13,11 @@ import torch
 from helpers import ROOT, VARIANTS, assert_close, random_model
 
 from essm_train.arguments import parse_arguments
+from essm_train.console import Failed
 from essm_train.publish import export as export_module
 from essm_train.publish.arguments import PACKAGES, ExportArguments
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
-from modeling_essm.export import export_programs
+from modeling_essm.export import empty_states, export_programs
 
 ONE = {"num_hidden_layers": 1}
 HAS_ONNX = all(importlib.util.find_spec(name) for name in PACKAGES["onnx"])
@@ -37,34 +38,26 @@ def export(*arguments):
     return export_module.export(parse_arguments(ExportArguments, [str(argument) for argument in arguments]))
 
 
-@pytest.fixture(scope="module")
-def onnx_folder(model_folder, tmp_path_factory):
-    if not HAS_ONNX:
-        pytest.skip("needs onnx, onnxscript and onnxruntime")
-    folder = tmp_path_factory.mktemp("exported") / "onnx"
+@needs_onnx
+def test_a_language_model_decodes_without_torch_as_it_generates(model_folder, tmp_path):
+    """In a process of its own; the prompt is longer than one call of prefill may be."""
+    folder = tmp_path / "onnx"
     export("--model", model_folder, "--spectral_budget", "fast", "--max_length", 64, "--output_dir", folder)
-    return folder
-
-
-def test_the_folder_describes_itself(onnx_folder):
-    description = json.loads((onnx_folder / "export.json").read_text())
-    assert sorted(path.name for path in onnx_folder.iterdir()) == sorted([*description["files"], "export.json"])
+    description = json.loads((folder / "export.json").read_text())
     assert description["files"] == ["prefill.onnx", "step.onnx", "tokenizer.json"]
-    assert [path.name for path in onnx_folder.parent.iterdir()] == ["onnx"]  # nothing temporary is left
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*description["files"], "export.json"])
+    assert [path.name for path in tmp_path.iterdir()] == ["onnx"]  # nothing temporary is left
     assert description["spectral_budget"] == [5] and description["max_length"] == 64
     assert description["eos_token_ids"] == [258] and description["format"] == "onnx"
     import onnxruntime
 
     for program in description["programs"].values():
-        onnx = onnxruntime.InferenceSession(onnx_folder / program["file"])
+        onnx = onnxruntime.InferenceSession(folder / program["file"])
         for specs, values in ((program["inputs"], onnx.get_inputs()), (program["outputs"], onnx.get_outputs())):
             assert [(spec["name"], spec["shape"]) for spec in specs] == [(v.name, v.shape) for v in values]
             types = {"int64": "tensor(int64)", "float32": "tensor(float)"}
             assert [types[spec["dtype"]] for spec in specs] == [v.type for v in values]
 
-
-def test_decoding_without_torch_equals_generate(onnx_folder, model_folder):
-    """In a process of its own; the prompt is longer than one call of prefill may be."""
     code = (
         "import json, runpy, sys\n"
         "found = runpy.run_path(sys.argv.pop(1))\n"
@@ -72,17 +65,19 @@ def test_decoding_without_torch_equals_generate(onnx_folder, model_folder):
         "print(json.dumps(found['written']), file=sys.stderr)\n"
     )
     example, prompt = ROOT / "examples" / "decode_without_torch.py", "import math\n" * 8
-    command = [sys.executable, "-c", code, str(example), str(onnx_folder), prompt, "20"]
+    command = [sys.executable, "-c", code, str(example), str(folder), prompt, "20"]
     run = subprocess.run(command, capture_output=True, timeout=120)
     assert run.returncode == 0, run.stderr.decode()
-    model = ESSMForCausalLM.from_pretrained(model_folder)
-    tokenizer = build_byte_tokenizer()
+    model, tokenizer = ESSMForCausalLM.from_pretrained(model_folder), build_byte_tokenizer()
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     new = model.generate(ids, spectral_budget="fast", do_sample=False, max_new_tokens=20)[0, ids.shape[1] :]
     new = new[new != model.config.eos_token_id].tolist()
     assert len(set(new)) > 9  # not one token over and over
     assert json.loads(run.stderr.decode().splitlines()[-1]) == new
     assert run.stdout.decode() == tokenizer.decode(new) + "\n"
+
+
+SCALED = {"multiplier": 1 / 127.5, "offset": -1.0, "max_length": 30}
 
 
 @pytest.fixture(scope="module")
@@ -94,72 +89,9 @@ def classifier_folder(tmp_path_factory):
     return folder
 
 
-SCALED = {"multiplier": 1 / 127.5, "offset": -1.0, "max_length": 30}
-
-
-def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path):
-    arguments = ("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
-    for K in (2, 3):
-        export(*arguments, "--spectral_budget", K, "--max_length", 9)
-        description = json.loads((tmp_path / "out" / "export.json").read_text())
-        assert description["spectral_budget"] == [K] and description["max_length"] == 9
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    assert {path.name for path in before} == {"export.json", "features.json", "classify.pt2"}
-    model = ESSMForSequenceClassification.from_pretrained(classifier_folder)
-    program = torch.export.load(tmp_path / "out" / "classify.pt2")
-    assert sum(t.numel() for t in program.parameters()) == model.num_active_parameters(3)
-    (tmp_path / "out" / "thesis.tex").write_text("years of work")
-    with pytest.raises((ValueError, RuntimeError), match=r"holds 'thesis\.tex', which no export wrote"):
-        export(*arguments)
-    assert all(path.read_bytes() == content for path, content in before.items())
-
-
-def test_a_wrong_program_is_not_published(classifier_folder, tmp_path, monkeypatch):
-    def wrong(model, *arguments):
-        model = copy.deepcopy(model)
-        model.model.norm.bias.data += 0.1
-        return export_programs(model, *arguments)
-
-    monkeypatch.setattr(export_module, "export_programs", wrong)
-    with pytest.raises(
-        (ValueError, RuntimeError), match=r"exported logits differ from the model's by .*nothing was written"
-    ):
-        export("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--format", "tflite"), r"format must be one of \['onnx', 'torch', 'executorch'\], got 'tflite'"),
-        (("--format", "torch", "--spectral_budget", "9"), r"integer in \[1, 8\], got 9"),
-        (("--format", "torch", "--spectral_budget", "2", "2"), "one integer for each of the 1 spectral layers, got 2"),
-        (("--format", "torch", "--spectral_budget", "slow"), "unknown spectral_budget preset 'slow'"),
-        (("--format", "torch", "--max_length", "161"), r"max_length must be in \[2, 160\]"),
-    ],
-    ids=["format", "budget", "layers", "preset", "length"],
-)
-def test_script_refuses(arguments, message, model_folder, tmp_path):
-    with pytest.raises((ValueError, RuntimeError), match=message):
-        export("--model", model_folder, "--output_dir", tmp_path / "out", *arguments)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_script_names_missing_packages_and_models(model_folder, tmp_path, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
-    with pytest.raises((ValueError, RuntimeError), match="pip install onnx onnxscript onnxruntime"):
-        export("--model", model_folder, "--output_dir", tmp_path / "out")
-    with pytest.raises((ValueError, RuntimeError), match="must be the folder of a saved model"):
-        export("--model", tmp_path / "none", "--format", "torch", "--output_dir", tmp_path / "out")
-    with pytest.raises((ValueError, RuntimeError), match="must be a folder, got the file"):
-        export("--model", model_folder, "--format", "torch", "--output_dir", model_folder / "config.json")
-
-
 @needs_onnx
-def test_script_exports_classifiers(classifier_folder, tmp_path):
-    """What is left is enough to classify numbers as they are stored, which the model never sees."""
+def test_a_classifier_reads_numbers_as_they_are_stored(classifier_folder, tmp_path):
+    """What is left is enough to scale them; the model never sees them."""
     export("--model", classifier_folder, "--spectral_budget", 2, "--output_dir", tmp_path)  # an empty folder
     description = json.loads((tmp_path / "export.json").read_text())
     assert description["files"] == ["classify.onnx", "features.json"]
@@ -176,19 +108,67 @@ def test_script_exports_classifiers(classifier_folder, tmp_path):
     model = ESSMForSequenceClassification.from_pretrained(classifier_folder)
     inputs = {"input_features": torch.from_numpy(stored / 127.5 - 1).float(), "attention_mask": torch.from_numpy(mask)}
     with torch.no_grad():
-        expected = model(**inputs, spectral_budget=2).logits
-    assert_close(torch.from_numpy(logits), expected)
+        assert_close(torch.from_numpy(logits), model(**inputs, spectral_budget=2).logits)
 
 
-@pytest.mark.parametrize("fields", [VARIANTS["paper"], VARIANTS["gated"]], ids=str)
-def test_executorch(fields, tmp_path):
+def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path):
+    arguments = ("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
+    for K in (2, 3):
+        export(*arguments, "--spectral_budget", K, "--max_length", 9)
+        description = json.loads((tmp_path / "out" / "export.json").read_text())
+        assert description["spectral_budget"] == [K] and description["max_length"] == 9
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert {path.name for path in before} == {"export.json", "features.json", "classify.pt2"}
+    (tmp_path / "out" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=r"holds 'thesis\.tex', which no export wrote"):
+        export(*arguments)
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+@pytest.mark.parametrize("kind", ["logits", "states"])
+def test_a_wrong_program_is_not_published(kind, model_folder, tmp_path, monkeypatch):
+    """One with other weights, or that does not advance its states as the model does."""
+
+    def wrong(model, *arguments):
+        if kind == "logits":
+            model = copy.deepcopy(model)
+            model.lm_head.weight.data += 0.1
+        return export_programs(model, *arguments)
+
+    def wrong_states(*arguments):
+        return {name: state + (kind == "states") for name, state in empty_states(*arguments).items()}
+
+    monkeypatch.setattr(export_module, "export_programs", wrong)
+    monkeypatch.setattr(export_module, "empty_states", wrong_states)
+    with pytest.raises(Failed, match=r"differ from the model in .*: nothing was written"):
+        export("--model", model_folder, "--format", "torch", "--output_dir", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_exported_is_refused(model_folder, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
+    for arguments, message in (
+        (("--format", "tflite"), r"format must be one of \['onnx', 'torch', 'executorch'\], got 'tflite'"),
+        (("--format", "torch", "--spectral_budget", "2", "2"), "one integer for each of the 1 spectral layers, got 2"),
+        (("--format", "torch", "--spectral_budget", "slow"), "unknown spectral_budget preset 'slow'"),
+        (("--format", "torch", "--max_length", "161"), r"max_length must be in \[2, 160\]"),
+        ((), "pip install onnx onnxscript onnxruntime"),
+        (("--format", "torch", "--model", tmp_path / "none"), "must be the folder of a saved model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            export("--model", model_folder, "--output_dir", tmp_path / "out", *arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_executorch(tmp_path):
     """The script compares every program with the model by itself."""
     pytest.importorskip("executorch.exir")
-    random_model(**ONE, **fields, filter_length=64, num_spectral_channels=8).save_pretrained(tmp_path / "model")
-    build_byte_tokenizer().save_pretrained(tmp_path / "model")
+    sizes = ONE | {"filter_length": 64, "num_spectral_channels": 8}
+    random_model(**sizes, **VARIANTS["gated"]).save_pretrained(tmp_path / "model")
     arguments = ("--model", tmp_path / "model", "--spectral_budget", 3, "--format", "executorch")
     export(*arguments, "--output_dir", tmp_path / "out")
     description = json.loads((tmp_path / "out" / "export.json").read_text())
-    assert description["files"] == ["model.pte", "tokenizer.json"]
+    assert description["files"] == ["model.pte"]
     assert {program["file"] for program in description["programs"].values()} == {"model.pte"}
     assert description["programs"]["step"]["inputs"][0] == {"name": "input_ids", "shape": [1, 1], "dtype": "int64"}

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from essm_train.console import Failed
@@ -24,34 +25,23 @@ from essm_train.data.readers import FEATURES, read_record
 from essm_train.files import check_writable, publish, temporary_folder
 from essm_train.models import is_causal, read_saved_config
 from essm_train.publish.arguments import ExportArguments
+from essm_train.publish.hub import read_json
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.export import empty_states, export_programs, save_executorch, save_onnx, signature
 
 DESCRIPTION = "export.json"
+_SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _TOLERANCE = 1e-3  # of the largest value; fp32 rounding is 1e-5 of it at most
-Run = Callable[[str, Mapping[str, Tensor]], dict[str, Tensor]]  # program, inputs by name -> outputs by name
+Run = Callable[[Mapping[str, Tensor]], list[Any]]  # inputs by name -> outputs, both in the order of the signature
 
 
 def check_output(folder: Path) -> None:
-    """Raises ValueError unless the folder is absent, empty, or an earlier export and nothing else."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"output_dir must be a folder, got the file {str(folder)!r}")
+    """Raises ValueError or OSError unless the folder is absent, empty, or an earlier export and nothing else."""
+    check_writable(folder.parent)
     present = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    known = set()
-    if DESCRIPTION in present:
-        try:
-            known = {DESCRIPTION, *json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))["files"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / DESCRIPTION} is not of an export: {error!r}") from error
+    known = {DESCRIPTION, *read_json(folder / DESCRIPTION)["files"]} if DESCRIPTION in present else set()
     if present - known:
-        raise ValueError(
-            f"output_dir {str(folder)!r} holds {min(present - known)!r}, which no export wrote: choose a new folder"
-        )
-    check_writable(folder.absolute().parent)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Writing, and running what was written.
+        raise ValueError(f"output_dir {str(folder)!r} holds {min(present - known)!r}, which no export wrote")
 
 
 def write_programs(programs: Mapping[str, ExportedProgram], folder: Path, format_: str) -> dict[str, str]:
@@ -59,132 +49,68 @@ def write_programs(programs: Mapping[str, ExportedProgram], folder: Path, format
     if format_ == "executorch":
         save_executorch(programs, folder / "model.pte")
         return dict.fromkeys(programs, "model.pte")
-    files = {name: name + {"onnx": ".onnx", "torch": ".pt2"}[format_] for name in programs}
+    save = save_onnx if format_ == "onnx" else torch.export.save
     for name, program in programs.items():
-        if format_ == "onnx":
-            save_onnx(program, folder / files[name])
-        else:
-            torch.export.save(program, folder / files[name])
-    return files
+        save(program, folder / (name + _SUFFIXES[format_]))
+    return {name: name + _SUFFIXES[format_] for name in programs}
 
 
-def open_programs(description: Mapping[str, Any], folder: Path) -> Run:
-    """The programs of a folder under the runtime of its format."""
-    programs = description["programs"]
-    paths = {name: str(folder / program["file"]) for name, program in programs.items()}
-    names = {name: [spec["name"] for spec in program["outputs"]] for name, program in programs.items()}
-    order = {name: [spec["name"] for spec in program["inputs"]] for name, program in programs.items()}
-    if description["format"] == "onnx":
+def open_program(path: Path, name: str) -> Run:
+    """A written program under its runtime."""
+    if path.suffix == ".onnx":
         import onnxruntime
 
-        sessions = {name: onnxruntime.InferenceSession(path) for name, path in paths.items()}
-
-        def call(name: str, inputs: Mapping[str, Tensor]) -> Sequence[Any]:
-            return sessions[name].run(None, {key: value.numpy() for key, value in inputs.items()})
-
-    elif description["format"] == "torch":
-        modules = {name: torch.export.load(path).module() for name, path in paths.items()}
-
-        def call(name: str, inputs: Mapping[str, Tensor]) -> Sequence[Any]:
-            plain = [inputs[key] for key in order[name] if not key.startswith("past.")]
-            states = {key.removeprefix("past."): inputs[key] for key in order[name] if key.startswith("past.")}
-            if not states:
-                return [modules[name](*plain)]
-            logits, states = modules[name](*plain, states)
-            return [logits, *states.values()]
-
-    else:
+        session = onnxruntime.InferenceSession(path)
+        return lambda inputs: session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    if path.suffix == ".pte":
         from executorch.runtime import Runtime
 
-        methods = {name: Runtime.get().load_program(path).load_method(name) for name, path in paths.items()}
+        method = Runtime.get().load_program(path).load_method(name)
+        # Copies, because the next call writes over them.
+        return lambda inputs: [x.clone() for x in method.execute([x.contiguous() for x in inputs.values()])]
+    module = torch.export.load(path).module()
 
-        def call(name: str, inputs: Mapping[str, Tensor]) -> Sequence[Any]:
-            outputs = methods[name].execute([inputs[key].contiguous() for key in order[name]])
-            return [output.clone() for output in outputs]  # the next call writes over them
+    def run(inputs: Mapping[str, Tensor]) -> list[Any]:
+        states = {key.removeprefix("past."): value for key, value in inputs.items() if key.startswith("past.")}
+        plain = [value for key, value in inputs.items() if not key.startswith("past.")]
+        return tree_leaves(module(*plain, states) if states else module(*plain))
 
-    return lambda name, inputs: dict(zip(names[name], map(torch.as_tensor, call(name, inputs)), strict=True))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The check.
+    return run
 
 
 @torch.inference_mode()
-def largest_differences(
-    model: PreTrainedModel,
-    budget: Any,
-    programs: Mapping[str, ExportedProgram],
-    run: Run,
-    max_length: int,
-    batch_sizes: Sequence[int],
-) -> dict[str, tuple[float, float]]:
-    """The largest difference from the model in logits and in states, and the largest value there.
+def compare(
+    model: PreTrainedModel, budget: Any, run: Mapping[str, Run], past: Mapping[str, Tensor], L: int, B: int
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Random rows, padded on the left; of a language model also what is read on from the states, and two steps.
 
-    Padded rows, several lengths up to max_length, reading on from states, and two steps, with every batch size.
+    Args:
+        run: the programs. past: a language model's states before any token, by their names as inputs.
+        L: positions of the first call. B: rows.
+    Yields:
+        "logits" or "states", as exported and as the model has them.
     """
-    longest: dict[str, tuple[float, float]] = {}
-    for B in batch_sizes:
-        for L in sorted({1, min(7, max_length), min(model.config.chunk_size + 1, max_length), max_length}):
-            if "classify" in programs:
-                compared = _classify(model, budget, run, B, L)
-            else:
-                compared = _decode(model, budget, empty_states(programs["prefill"], B), run, L)
-            for kind, actual, expected in compared:
-                difference, largest = longest.get(kind, (0.0, 0.0))
-                difference = max(difference, float((actual - expected).abs().max()))
-                longest[kind] = difference, max(largest, float(expected.abs().max()))
-    return longest
-
-
-Compared = Iterator[tuple[str, Tensor, Tensor]]  # "logits" or "states", exported, eager
-
-
-def _decode(model: PreTrainedModel, budget: Any, states: Mapping[str, Tensor], run: Run, L: int) -> Compared:
-    past = {f"past.{name}": state for name, state in states.items()}
-    B, H, cache, position = len(next(iter(states.values()))), model.config.filter_length, None, 0
-    for program, length in (("prefill", L), ("prefill", min(3, L)), ("step", 1), ("step", 1)):
+    H, F, generator = model.config.filter_length, model.config.num_input_features, torch.Generator().manual_seed(L)
+    mask, position, cache = torch.arange(L) >= torch.arange(B)[:, None] * L // 3 % L, 0, None
+    pieces = [("prefill", L), ("prefill", min(3, L)), ("step", 1), ("step", 1)] if past else [("classify", L)]
+    for name, length in pieces:
         position += length
         if position > H:
             return
-        ids, mask = _random_ids(model, B, length), _left_padded(B, length)
-        if cache is not None:
-            mask = torch.ones_like(mask)
-        inputs = {"input_ids": ids, "attention_mask": mask} if program == "prefill" else {"input_ids": ids}
-        outputs = run(program, inputs | past)
-        expected = model(
-            ids, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1, spectral_budget=budget
-        )
-        cache = expected.past_key_values
-        yield "logits", outputs.pop("logits"), expected.logits[:, -1]
-        past = {name.replace("present.", "past."): state for name, state in outputs.items()}
-        if position > H // 8:  # later, rounding in fp32 fills the states beyond K, which count for little
-            continue
-        for name, state in outputs.items():
-            _, layer, tensor = name.split(".")
-            yield "states", state, cache.layers[int(layer)].tensors[tensor]
-
-
-def _classify(model: PreTrainedModel, budget: Any, run: Run, B: int, L: int) -> Compared:
-    F, mask = model.config.num_input_features, _left_padded(B, L)
-    if F is None:
-        inputs = {"input_ids": _random_ids(model, B, L)}
-    else:
-        inputs = {"input_features": torch.randn(B, L, F, generator=torch.Generator().manual_seed(L))}
-    inputs["attention_mask"] = mask
-    yield "logits", run("classify", inputs)["logits"], model(**inputs, spectral_budget=budget).logits
-
-
-def _random_ids(model: PreTrainedModel, B: int, L: int) -> Tensor:
-    return torch.randint(0, model.config.vocab_size, (B, L), generator=torch.Generator().manual_seed(L))
-
-
-def _left_padded(B: int, L: int) -> Tensor:
-    """(B, L) mask: row b lacks its first b thirds."""
-    return (torch.arange(L) >= torch.arange(B)[:, None] * L // 3 % L).long()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# All of it together.
+        inputs = {"input_ids": torch.randint(0, model.config.vocab_size, (B, length), generator=generator)}
+        if F is not None:
+            inputs = {"input_features": torch.randn(B, length, F, generator=generator)}
+        inputs["attention_mask"] = mask.long() if cache is None else torch.ones(B, length, dtype=torch.int64)
+        kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1} if past else {}
+        expected = model(**inputs, **kept, spectral_budget=budget)
+        if name == "step":
+            del inputs["attention_mask"]
+        logits, *states = map(torch.as_tensor, run[name]({**inputs, **past}))
+        yield "logits", logits, expected.logits[:, -1] if past else expected.logits
+        cache, past = expected.get("past_key_values"), dict(zip(past, states, strict=True))
+        if position <= H // 8:  # later, rounding in fp32 fills the states beyond K, which count for little
+            for key, state in past.items():
+                yield "states", state, cache.states[key.removeprefix("past.")]
 
 
 def describe(
@@ -193,11 +119,11 @@ def describe(
     """What a program that has never heard of ES-SSM needs in order to run these."""
     config, eos = model.config, getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     eos = config.eos_token_id if eos is None else eos
-    ports = {
-        name: dict(zip(("inputs", "outputs"), [[asdict(spec) for spec in specs] for specs in signature(program)]))
-        for name, program in programs.items()
-    }
     causal = "step" in programs
+    described = {}
+    for name, program in programs.items():
+        inputs, outputs = ([asdict(spec) for spec in specs] for specs in signature(program))
+        described[name] = {"file": files[name], "inputs": inputs, "outputs": outputs}
     return {
         "format": args.format,
         "spectral_budget": list(config.resolve_budget(args.budget).layers),
@@ -208,7 +134,7 @@ def describe(
         "pad_token_id": config.pad_token_id,
         "features": read_record(Path(args.model)) or None,  # x -> multiplier * x + offset, before input_features
         "labels": None if causal else [config.id2label[i] for i in range(config.num_labels)],
-        "programs": {name: {"file": files[name], **ports[name]} for name in programs},
+        "programs": described,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -217,7 +143,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
     """Export, check, and publish the folder; what export.json says.
 
     Raises:
-        ValueError: arguments or a model that cannot work, before anything is exported.
+        ValueError, OSError: arguments or a model that cannot work, before anything is exported.
         Failed: the exported programs differ from the model; nothing is published.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -225,12 +151,11 @@ def export(args: ExportArguments) -> dict[str, Any]:
     warnings.filterwarnings("ignore", category=FutureWarning, module="copyreg")  # torch's own pickling
     warnings.filterwarnings("ignore", message="No complete tensor found")  # embedding and head are one tensor
     source, folder = Path(args.model), Path(args.output_dir).absolute()
-    causal = is_causal(read_saved_config(source))
+    load = ESSMForCausalLM if is_causal(read_saved_config(source)) else ESSMForSequenceClassification
     check_output(folder)
-    load = ESSMForCausalLM if causal else ESSMForSequenceClassification
     model = load.from_pretrained(source, dtype=torch.float32).eval()
-    batch_size = 1 if args.format == "executorch" else None
-    programs = export_programs(model, args.budget, args.max_length, batch_size)
+    B = 1 if args.format == "executorch" else 3
+    programs = export_programs(model, args.budget, args.max_length, 1 if B == 1 else None)
     temporary = temporary_folder(folder)
     try:
         files = write_programs(programs, temporary, args.format)
@@ -240,22 +165,26 @@ def export(args: ExportArguments) -> dict[str, Any]:
             shutil.copyfile(source / beside, temporary / beside)
         else:
             print(f"{source} has no {beside}: none is exported")
-        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        description["files"] = list(sizes)
+        description["files"] = sorted(path.name for path in temporary.iterdir())
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-        run = open_programs(description, temporary)
-        found = largest_differences(
-            model, args.budget, programs, run, description["max_length"], [1] if batch_size == 1 else [1, 3]
-        )
-        for kind, (difference, largest) in found.items():
-            print(f"largest difference from the model in {kind}: {difference:.1e}, of values up to {largest:.1e}")
+        run = {name: open_program(temporary / file, name) for name, file in files.items()}
+        past = {f"past.{k}": v for k, v in empty_states(programs["step"], B).items()} if "step" in programs else {}
+        longest = description["max_length"]
+        compared = [
+            found
+            for L in sorted({1, min(model.config.chunk_size + 1, longest), longest})
+            for found in compare(model, args.budget, run, past, L, B)
+        ]
+        for kind in ("logits", "states") if past else ("logits",):
+            pairs = [(actual, expected) for name, actual, expected in compared if name == kind]
+            difference = max(float((actual - expected).abs().max()) for actual, expected in pairs)
+            largest = max(float(expected.abs().max()) for _, expected in pairs)
+            said = f"in {kind}: {difference:.1e}, of values up to {largest:.1e}"
+            print(f"largest difference from the model {said}")
             if not difference <= _TOLERANCE * largest:
-                raise Failed(
-                    f"the exported {kind} differ from the model's by {difference:.1e}, of values up to {largest:.1e}: "
-                    "nothing was written"
-                )
+                raise Failed(f"the exported programs differ from the model {said}: nothing was written")
         publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    print(f"saved {folder}: " + ", ".join(f"{name} ({size:,} bytes)" for name, size in sizes.items()))
+    print(f"saved {folder}: {', '.join([*description['files'], DESCRIPTION])}")
     return description
