@@ -70,6 +70,13 @@ def open_tokenizer(name: str) -> Any:
         raise ValueError(f"cannot load tokenizer {name!r}: {hint}{error}") from error
 
 
+def encoder_beside(model: str) -> Encoder:
+    """The tokenizer that lies beside a model's weights; bytes where a folder has none."""
+    if Path(model).is_dir() and not any(Path(model).glob("tokenizer*")):
+        return ByteEncoder()  # the library would make an empty tokenizer of the model's type
+    return TokenizerEncoder(open_tokenizer(model), model)
+
+
 def choose_tokenizer(args: Any) -> Any:
     """The tokenizer of a run: that of tokenizer_name, else that of the weights it starts from; None for bytes.
 

@@ -59,10 +59,9 @@ class CalibrateArguments:
         check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
         check_at_least(self, 1, "batch_sizes", "budgets")
         check_at_least(self, 2, "block_size")
-        if self.dtype not in ("auto", *DTYPES):
-            raise ValueError(f"dtype must be one of {['auto', *DTYPES]}, got {self.dtype!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be one of ['auto', 'cpu', 'cuda'], got {self.device!r}")
+        for name, legal in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda"))):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
 
 
 @dataclass
@@ -122,24 +121,19 @@ class PruneArguments:
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:
-        if (self.amount is None) == (self.max_loss is None):
-            raise ValueError(f"give amount or max_loss, got {self.amount} and {self.max_loss}")
+        for one, other in (("amount", "max_loss"), ("task", "text_files")):
+            if (getattr(self, one) is None) == (getattr(self, other) is None):
+                raise ValueError(f"give {one} or {other}, got {getattr(self, one)} and {getattr(self, other)}")
         if self.amount is not None and not 0 < self.amount < 1:
             raise ValueError(f"amount must be the share of the modes to prune, in (0, 1), got {self.amount}")
-        if self.max_loss is not None and not self.max_loss >= 0:
-            raise ValueError(f"max_loss must be at least 0, got {self.max_loss}")
         if not 0.001 <= self.step <= 0.5:
             raise ValueError(f"step must be in [0.001, 0.5], got {self.step}")
-        if (self.task is None) == (self.text_files is None):
-            raise ValueError(f"give task or text_files, got {self.task!r} and {self.text_files!r}")
         for name, legal in (("method", METHODS), ("scope", SCOPES)):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
-        if self.horizon is not None and self.horizon < 1:
-            raise ValueError(f"horizon must be at least 1, got {self.horizon}")
-        for name in ("block_size", "max_blocks"):
-            if getattr(self, name) < 2 - (name == "max_blocks"):
-                raise ValueError(f"{name} must be at least {2 - (name == 'max_blocks')}, got {getattr(self, name)}")
+        check_at_least(self, 0, "max_loss")
+        check_at_least(self, 1, "horizon", "max_blocks")
+        check_at_least(self, 2, "block_size")
 
     @property
     def ratios(self) -> tuple[float, ...]:
