@@ -5,8 +5,6 @@ difficulty. Importing this makes the Auto classes know them.
 A saved model carries those of the other files that it needs; they import nothing but each other.
 """
 
-from typing import Any
-
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from .cache_states import StateCache
@@ -27,18 +25,12 @@ from .modeling_elastic_state import (
 )
 from .objectives_elastic_state import OBJECTIVES, register_objective
 
-_MODELS: tuple[tuple[Any, dict[Any, Any]], ...] = (
-    (
-        DiagonalSSMConfig,
-        {
-            AutoModel: DiagonalSSMModel,
-            AutoModelForCausalLM: DiagonalSSMForCausalLM,
-            AutoModelForSequenceClassification: DiagonalSSMForSequenceClassification,
-        },
-    ),
-    (ElasticStateConfig, {AutoModel: ElasticStateModel}),
-)
-for config, classes in _MODELS:
+_DIAGONAL = {
+    AutoModel: DiagonalSSMModel,
+    AutoModelForCausalLM: DiagonalSSMForCausalLM,
+    AutoModelForSequenceClassification: DiagonalSSMForSequenceClassification,
+}
+for config, classes in ((DiagonalSSMConfig, _DIAGONAL), (ElasticStateConfig, {AutoModel: ElasticStateModel})):
     AutoConfig.register(config.model_type, config, exist_ok=True)
     config.register_for_auto_class()
     for auto, model in classes.items():

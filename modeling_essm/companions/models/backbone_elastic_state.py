@@ -5,8 +5,7 @@ The recurrence is diagonal and linear (LRU, Orvieto et al. 2023), and its state 
 
     z0_{t+1} = lam z_t + exp(gamma) B (W x_{t+1} + b),    lam = exp(-exp(nu) + i exp(theta))
 
-z_t is the state that was committed, after refinement, so that what was corrected once need not be corrected again.
-Complex numbers are pairs of real ones: z = [Re, Im] of shape (B, 2n).
+z_t is the state that was committed, after refinement. Complex numbers are pairs of real ones: z = [Re, Im], (B, 2n).
 
 Beside another backbone h = backbone(W_x x + W_z z), and z0 = Retract(W_p h). Refinement changes z and nothing else: the
 backbone's cache is what its inputs made it. With feedback the committed z enters the next input, and the backbone runs
@@ -27,6 +26,8 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers import initialization as init
 
+Propose = Callable[[int, Tensor], Tensor]  # (t, committed z (B, d)) -> proposal (B, d)
+
 
 class ElasticStateRecurrence(nn.Module):
     """Weights `nu_log`, `theta_log`, `gamma_log` (n,), `B` (n, H, 2), and the linear encoder `embed_features`."""
@@ -41,22 +42,14 @@ class ElasticStateRecurrence(nn.Module):
         self.nu_log, self.theta_log, self.gamma_log = (nn.Parameter(torch.empty(n)) for _ in range(3))
         self.B = nn.Parameter(torch.empty(n, config.hidden_size, 2))
 
-    def start(
-        self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any
-    ) -> Callable[[int, Tensor], Tensor]:
-        """Reads (B, L, F); returns the function (t, committed z (B, 2n)) -> proposal (B, 2n).
-
-        Args:
-            real, cache, spectral_budget: not read; the committed state is all there is.
-        """
+    def start(self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any) -> Propose:
+        """Reads (B, L, F). The committed state is all there is: the other arguments are not read."""
         dtype = torch.promote_types(self.nu_log.dtype, torch.float32)
         modulus, angle = (-self.nu_log.to(dtype).exp()).exp(), self.theta_log.to(dtype).exp()
         re, im = modulus * angle.cos(), modulus * angle.sin()
-        weight = (
-            (self.gamma_log.to(dtype).exp()[:, None, None] * self.B.to(dtype)).movedim(2, 0).flatten(0, 1)
-        )  # (2n, H)
+        weight = self.gamma_log.to(dtype).exp()[:, None, None] * self.B.to(dtype)
         u = self.embed_features(features.to(self.embed_features.weight.dtype)).to(dtype)
-        drive = u @ weight.mT  # (B, L, 2n)
+        drive = u @ weight.movedim(2, 0).flatten(0, 1).mT  # (B, L, 2n)
 
         def propose(t: int, z: Tensor) -> Tensor:
             x, y = z.chunk(2, 1)
@@ -76,25 +69,20 @@ class ElasticStateRecurrence(nn.Module):
         init.normal_(self.B, std=(2 * self.config.hidden_size) ** -0.5)
 
 
-def map_cache(cache: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """The cache with function(tensor) in the place of each tensor that it holds, in lists, dicts and layers too."""
-
-    def visit(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if isinstance(value, dict):
-            return {key: visit(held) for key, held in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(visit, value))
-        if id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-            seen.add(id(value))
-            for name, held in vars(value).items():
-                if isinstance(held, (Tensor, dict, list, tuple)):
-                    setattr(value, name, visit(held))
-        return value
-
-    seen: set[int] = set()
-    return visit(cache)
+def detach(value: Any, seen: set[int]) -> Any:
+    """A cache of any class without the graph of its tensors, in lists, dicts and layers too."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {key: detach(held, seen) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(detach(held, seen) for held in value)
+    if id(value) not in seen and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        seen.add(id(value))
+        for name, held in vars(value).items():
+            if isinstance(held, (Tensor, dict, list, tuple)):
+                setattr(value, name, detach(held, seen))
+    return value
 
 
 class ElasticStateLatent(nn.Module):
@@ -104,8 +92,6 @@ class ElasticStateLatent(nn.Module):
         super().__init__()
         self.backbone = AutoModel.from_config(config.backbone_config, dtype=torch.get_default_dtype())
         backbone = config.backbone_config = self.backbone.config  # one object: sizes that change are saved
-        if not hasattr(backbone, "hidden_size"):
-            raise ValueError(f"a backbone's configuration must have hidden_size, {type(backbone).__name__} has none")
         self.embed_features = nn.Linear(config.num_input_features, backbone.hidden_size)
         self.feedback = nn.Linear(config.latent_size, backbone.hidden_size, bias=False) if config.feedback else None
         self.proposal = nn.Linear(backbone.hidden_size, config.latent_size)
@@ -113,15 +99,11 @@ class ElasticStateLatent(nn.Module):
         self.has_spectral_budget = "spectral_budget" in arguments
         names = [name for name in ("past_key_values", "cache_params") if name in arguments]
         if not names:
-            raise ValueError(
-                f"a backbone must have past_key_values or cache_params, {type(backbone).__name__} has none"
-            )
+            raise ValueError(f"a backbone needs past_key_values or cache_params, {type(backbone).__name__} has none")
         self.cache_name = names[0]
 
-    def start(
-        self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any
-    ) -> Callable[[int, Tensor], Tensor]:
-        """Reads (B, L, F); returns the function (t, committed z (B, d)) -> proposal (B, d) before retraction.
+    def start(self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any) -> Propose:
+        """Reads (B, L, F); proposals are not retracted yet.
 
         Args:
             real: None, as all are. cache: a `StateCache`, whose backbone is replaced, or None.
@@ -135,28 +117,24 @@ class ElasticStateLatent(nn.Module):
         u = self.embed_features(features.to(self.embed_features.weight.dtype))
         past = None if cache is None else cache.backbone
 
-        def run(inputs: Tensor, past: Any, keep: bool) -> tuple[Tensor, Any]:
+        def run(inputs: Tensor, keep: bool) -> Tensor:
+            nonlocal past
             given = {self.cache_name: past, "use_cache": keep, **extra}
             outputs = self.backbone(inputs_embeds=inputs, return_dict=True, **given)
-            new = getattr(outputs, self.cache_name, None) if keep else None
-            if torch.is_grad_enabled() and new is not None:
-                new = map_cache(new, Tensor.detach)
+            past = getattr(outputs, self.cache_name, None) if keep else None
+            if torch.is_grad_enabled() and past is not None:
+                past = detach(past, set())
             if cache is not None:
-                cache.backbone = new
-            return outputs.last_hidden_state.to(self.proposal.weight.dtype), new
+                cache.backbone = past
+            return self.proposal(outputs.last_hidden_state.to(self.proposal.weight.dtype))
 
         feedback = self.feedback
         if feedback is None and (past is None or u.shape[1] == 1):
-            proposals = self.proposal(run(u, past, cache is not None)[0])
+            proposals = run(u, cache is not None)
             return lambda t, z: proposals[:, t]
 
         def propose(t: int, z: Tensor) -> Tensor:  # also of a longer piece: not every recurrence continues one
-            nonlocal past
             entered = u[:, t] if feedback is None else u[:, t] + feedback(z.to(feedback.weight.dtype))
-            hidden_states, past = run(entered[:, None], past, True)
-            return self.proposal(hidden_states[:, 0])
+            return run(entered[:, None], True)[:, 0]
 
         return propose
-
-
-__all__ = ["ElasticStateLatent", "ElasticStateRecurrence"]

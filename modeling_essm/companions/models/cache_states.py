@@ -42,7 +42,7 @@ class StateCache(DynamicCache):
     def update(self, states: Sequence[Tensor], num_tokens: int, history: Any = None) -> None:  # type: ignore[override]
         """Take over what was computed last; tensors lose their graph."""
         self.states = [state.detach() for state in states]
-        self.history = tree_map(lambda tensor: tensor.detach(), history)
+        self.history = tree_map(Tensor.detach, history)
         self._seen_tokens += num_tokens
 
     def __len__(self) -> int:
@@ -53,10 +53,6 @@ class StateCache(DynamicCache):
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self._seen_tokens > 0
-
-    @property
-    def batch_size(self) -> int | None:
-        return len(self.states[0]) if self.states else None
 
     @property
     def num_bytes(self) -> int:
@@ -82,10 +78,4 @@ class StateCache(DynamicCache):
 
     def crop(self, max_length: int) -> None:
         """Raises ValueError: a recurrent state cannot forget its last tokens."""
-        raise ValueError(
-            f"{type(self).__name__} cannot be cropped to {max_length}: a recurrent state cannot forget tokens. "
-            "Keep a copy.deepcopy of the cache to return to."
-        )
-
-
-__all__ = ["StateCache"]
+        raise ValueError(f"a recurrent state cannot be cropped to {max_length}: keep a copy.deepcopy to return to")

@@ -37,33 +37,21 @@ def number(default: float | None, low: float = 0.0, high: float = math.inf, clos
 
 
 def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Any) -> None:
-    """Raises ValueError unless exactly one input is given, of the kind, shape, dtype and range that the model reads."""
-    given = [x for x in (input_ids, inputs_embeds, features) if x is not None]
-    if len(given) != 1:
-        raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
-    if not isinstance(given[0], Tensor):
-        raise ValueError(f"inputs must be tensors, got {type(given[0]).__name__}")
-    shape, width = tuple(given[0].shape), config.num_input_features
-    if inputs_embeds is not None:
-        if len(shape) != 3 or shape[-1] != config.hidden_size:
-            raise ValueError(f"inputs_embeds must have shape (B, L, {config.hidden_size}), got {shape}")
-    elif features is not None:
-        if width is None:
-            raise ValueError("this model reads input_ids; input_features need config.num_input_features")
-        if len(shape) != 3 or shape[-1] != width:
-            raise ValueError(f"input_features must have shape (B, L, {width}), got {shape}")
-    elif width is not None:
-        raise ValueError(f"this model reads input_features of shape (B, L, {width}), got input_ids")
-    elif len(shape) != 2 or given[0].dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"input_ids must be int64 or int32 of shape (B, L), got {given[0].dtype} of shape {shape}")
-    if shape[1] == 0:
-        raise ValueError(f"a sequence needs at least one position, got shape {shape[:2]}")
-    if input_ids is not None and input_ids.device.type == "cpu" and input_ids.numel():
-        low, high = torch.aminmax(input_ids)
+    """Raises ValueError unless exactly one input is given, of the kind, shape and range that the model reads."""
+    reads = "input_ids" if config.num_input_features is None else "input_features"
+    given = {"input_ids": input_ids, "input_features": features, "inputs_embeds": inputs_embeds}
+    names = [name for name, x in given.items() if x is not None]
+    if names not in ([reads], ["inputs_embeds"]):
+        raise ValueError(f"give exactly one of {reads} and inputs_embeds, got {' and '.join(names) or 'none'}")
+    name, x = names[0], given[names[0]]
+    width = {"input_ids": (), "input_features": (config.num_input_features,), "inputs_embeds": (config.hidden_size,)}
+    if x.shape[2:] != width[name] or x.ndim < 2 or x.shape[1] == 0:
+        wanted = ", ".join(map(str, ("B", "L", *width[name])))
+        raise ValueError(f"{name} must have shape ({wanted}) with at least one position, got {tuple(x.shape)}")
+    if name == "input_ids" and x.device.type == "cpu" and x.numel():
+        low, high = torch.aminmax(x)
         if low < 0 or high >= config.vocab_size:
-            raise ValueError(
-                f"input_ids must be in [0, {config.vocab_size - 1}], got values from {int(low)} to {int(high)}"
-            )
+            raise ValueError(f"input_ids must be in [0, {config.vocab_size - 1}], got {int(low)} to {int(high)}")
 
 
 def read_mask(attention_mask: Any, B: int, L: int, past: int) -> Tensor | None:
@@ -77,11 +65,8 @@ def read_mask(attention_mask: Any, B: int, L: int, past: int) -> Tensor | None:
     if attention_mask is None:
         return None
     attention_mask = torch.as_tensor(attention_mask)
-    if tuple(attention_mask.shape) not in ((B, L), (B, past + L)):
-        raise ValueError(
-            f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with the cached positions, "
-            f"got {tuple(attention_mask.shape)}"
-        )
+    if (shape := tuple(attention_mask.shape)) not in ((B, L), (B, past + L)):
+        raise ValueError(f"attention_mask must have shape ({B}, {L}), or ({B}, {past + L}) with a cache, got {shape}")
     real = attention_mask[:, -L:].bool()
     return None if bool(real.all()) else real
 

@@ -48,8 +48,8 @@ class ElasticStateConfig(PreTrainedConfig):
         retraction (`str`, *optional*): "ball" or "none". By default "ball" with a backbone; "none" without,
             because a recurrence that is cut off is no longer linear.
         retraction_radius (`float`, *optional*): Euclidean norm; sqrt(latent_size) by default.
-        acceptance, training_acceptance (`str`): what happens to a step that raises the objective: "none" takes it,
-            "reject" keeps the state, "backtrack" halves alpha, at most twice, and then keeps the state.
+        acceptance (`str`): what happens in eval mode to a step that raises the objective: "none" takes it, "reject"
+            keeps the state, "backtrack" halves alpha, at most twice, and then keeps the state. Training takes all.
         gate_training (`str`): "straight_through", "relaxed" or "policy_gradient".
         gate_temperature (`float`): T of the gate's sigmoids in training; anneal it with `model.set_gate_temperature`.
         gate_first_threshold, gate_threshold_gap (`float`): first threshold and gaps of a new gate, in units of the
@@ -88,7 +88,6 @@ class ElasticStateConfig(PreTrainedConfig):
     retraction: Literal["ball", "none"] | None = None
     retraction_radius: float | int | None = number(None)
     acceptance: Literal["none", "reject", "backtrack"] = "reject"
-    training_acceptance: Literal["none", "reject", "backtrack"] = "none"
     gate_training: Literal["straight_through", "relaxed", "policy_gradient"] = "straight_through"
     gate_temperature: float | int = number(1.0)
     gate_first_threshold: float | int = number(-2.0, low=-math.inf)

@@ -4,18 +4,16 @@
     g = dl/dz,    v = -G^{-1} g,    kappa = g^T G^{-1} g = |v|_G^2,    v <- v min(1, rho / |v|_G)
     z' = Retract(z + alpha v + beta (z0 - z))
 
-The metric G of the natural gradient is positive definite for every value of its weights, the same for all inputs:
+The metric G is positive definite for every value of its weights, and the same for all inputs:
 
     cholesky:  G = L L^T + eps I, L lower triangular with a softplus diagonal         2 d^2 flops for each solve
     diagonal:  G = diag(softplus(delta)) + eps I                                       d
     low_rank:  G = diag(softplus(delta)) + eps I + U U^T, by Woodbury's identity       4 d r
 
-A new one is the identity, up to U U^T, whose entries are of size 1e-4, because U = 0 would get no gradient.
-
-Every row is on its own. A step is computed for the rows that take it and no others: `refine` selects them, so that the
-number of gradient calls is the sum of depths. A state is judged once: the evaluation that accepts a step is the one
-that the next gradient is taken from, and that the readout comes from in the end. Weights get no gradient from inner
-steps, and these work under no_grad and under inference_mode.
+A new one is the identity, up to U U^T, whose entries are of size 1e-4, because U = 0 would get no gradient. A step is
+computed for the rows that take it and no others, so that the number of gradient calls is the sum of depths. A state is
+judged once: the evaluation that accepts a step is the one that the next gradient is taken from, and that the readout
+comes from in the end. Weights get no gradient from inner steps, which work under no_grad and inference_mode.
 Letters: B batch, d width of the latent, r rank, K depth.
 """
 
@@ -23,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,95 +33,56 @@ LOW_RANK_STD = 0.01
 MOST_HALVINGS = 2  # of "backtrack"
 # (z (b, d), rows (b,) int64 or None for all) -> readouts (b, d_y), objective (b,)
 Evaluate = Callable[[Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
-
-
-# --- The metric -------------------------------------------------------------------------------------------------------
+Solve = Callable[[Tensor], Tensor]  # rows (B, d) -> G^{-1} of each
 
 
 def at_least_fp32(tensor: Tensor) -> Tensor:
-    """In fp32, or fp64 if that is what it is."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager:
-    """Products in the dtype of their factors: half of it is not enough for a matrix that has to stay positive."""
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
-class ElasticStateMetric(nn.Module):
-    """What the metrics share. Their weights are made by `reset_parameters`."""
-
-    def __init__(self, config: Any):
-        super().__init__()
-        self.epsilon, self.size = config.metric_epsilon, config.latent_size
-
-    @property
-    def one(self) -> float:
-        """The weight whose softplus is 1 - eps."""
-        return math.log(math.expm1(1 - self.epsilon))
-
-    def matrix(self) -> Tensor:
-        """G as a dense (d, d) matrix, for diagnostics."""
-        raise NotImplementedError
-
-    def solver(self) -> Callable[[Tensor], Tensor]:
-        """Factors G once; returns the function (B, d) -> (B, d) that applies G^{-1} to rows."""
-        raise NotImplementedError
-
-    def norm(self, v: Tensor) -> Tensor:
-        """sqrt(v^T G v) of rows: (B, d) -> (B,)."""
-        return torch.einsum("bi,ij,bj->b", v, self.matrix().to(v.dtype), v).clamp(min=0).sqrt()
-
-    def reset_parameters(self) -> None:
-        """New weights; those that were loaded stay."""
-        raise NotImplementedError
-
-
-class CholeskyMetric(ElasticStateMetric):
+class CholeskyMetric(nn.Module):
     """`lower` (d, d): below the diagonal L, on the diagonal what softplus makes L of; the rest is not read."""
 
     def __init__(self, config: Any):
-        super().__init__(config)
-        self.lower = nn.Parameter(torch.empty(self.size, self.size))
+        super().__init__()
+        self.epsilon = config.metric_epsilon
+        self.lower = nn.Parameter(torch.empty(config.latent_size, config.latent_size))
         self._kept: tuple[Tensor, Tensor] | None = None  # the weights, and the factor that they have
 
-    @property
-    def one(self) -> float:
-        return math.log(math.expm1(math.sqrt(1 - self.epsilon)))  # the diagonal of L, whose square counts
-
     def matrix(self) -> Tensor:
+        """G as a dense (d, d) matrix."""
         lower = at_least_fp32(self.lower)
         L = lower.tril(-1) + torch.diag(F.softplus(lower.diagonal()))
-        with without_autocast(L):
-            return L @ L.mT + self.epsilon * torch.eye(self.size, dtype=L.dtype, device=L.device)
+        return L @ L.mT + self.epsilon * torch.eye(len(L), dtype=L.dtype, device=L.device)
 
     def factor(self) -> Tensor:
         """The lower triangular (d, d) factor of G. Without gradients it is kept for as long as the weights stay."""
-        lower = self.lower
+        lower, kept = self.lower, self._kept
         if (torch.is_grad_enabled() and lower.requires_grad) or lower.is_inference():
             return torch.linalg.cholesky(self.matrix())
-        kept = self._kept
-        same = kept is not None and kept[0].device == lower.device and kept[0].dtype == lower.dtype
-        if kept is None or not same or not torch.equal(kept[0], lower):
+        alike = kept is not None and (kept[0].device, kept[0].dtype) == (lower.device, lower.dtype)
+        if kept is None or not alike or not torch.equal(kept[0], lower):
             with torch.inference_mode(False), torch.no_grad():
                 kept = self._kept = lower.clone(), torch.linalg.cholesky(self.matrix())
         return kept[1]
 
-    def solver(self) -> Callable[[Tensor], Tensor]:
+    def solver(self) -> Solve:
         factor = self.factor()
         return lambda g: torch.cholesky_solve(g.mT, factor).mT
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        init.copy_(self.lower, torch.full_like(self.lower.diagonal(), self.one).diag())
+        one = math.log(math.expm1(math.sqrt(1 - self.epsilon)))  # of the diagonal of L, whose square counts
+        init.copy_(self.lower, torch.full_like(self.lower.diagonal(), one).diag())
 
 
-class DiagonalMetric(ElasticStateMetric):
+class DiagonalMetric(nn.Module):
     """`delta` (d,)."""
 
     def __init__(self, config: Any):
-        super().__init__(config)
-        self.delta = nn.Parameter(torch.empty(self.size))
+        super().__init__()
+        self.epsilon = config.metric_epsilon
+        self.delta = nn.Parameter(torch.empty(config.latent_size))
 
     @property
     def diagonal(self) -> Tensor:
@@ -133,13 +91,13 @@ class DiagonalMetric(ElasticStateMetric):
     def matrix(self) -> Tensor:
         return self.diagonal.diag()
 
-    def solver(self) -> Callable[[Tensor], Tensor]:
+    def solver(self) -> Solve:
         diagonal = self.diagonal
         return lambda g: g / diagonal
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        init.constant_(self.delta, self.one)
+        init.constant_(self.delta, math.log(math.expm1(1 - self.epsilon)))
 
 
 class LowRankMetric(DiagonalMetric):
@@ -147,25 +105,17 @@ class LowRankMetric(DiagonalMetric):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.U = nn.Parameter(torch.empty(self.size, config.metric_rank))
+        self.U = nn.Parameter(torch.empty(config.latent_size, config.metric_rank))
 
     def matrix(self) -> Tensor:
         U = at_least_fp32(self.U)
-        with without_autocast(U):
-            return super().matrix() + U @ U.mT
+        return super().matrix() + U @ U.mT
 
-    def solver(self) -> Callable[[Tensor], Tensor]:
+    def solver(self) -> Solve:
         diagonal, U = self.diagonal, at_least_fp32(self.U)
         scaled = U / diagonal[:, None]
-        with without_autocast(U):
-            inner = torch.eye(U.shape[1], dtype=U.dtype, device=U.device) + U.mT @ scaled
-            factor = torch.linalg.cholesky(inner)
-
-        def solve(g: Tensor) -> Tensor:
-            with without_autocast(g):
-                return g / diagonal - torch.cholesky_solve((g @ scaled).mT, factor).mT @ scaled.mT
-
-        return solve
+        factor = torch.linalg.cholesky(torch.eye(U.shape[1], dtype=U.dtype, device=U.device) + U.mT @ scaled)
+        return lambda g: g / diagonal - torch.cholesky_solve((g @ scaled).mT, factor).mT @ scaled.mT
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -173,14 +123,11 @@ class LowRankMetric(DiagonalMetric):
         init.normal_(self.U, std=LOW_RANK_STD)
 
 
-METRICS: dict[str, type[ElasticStateMetric]] = {
+METRICS: dict[str, Callable[[Any], Any]] = {
     "cholesky": CholeskyMetric,
     "diagonal": DiagonalMetric,
     "low_rank": LowRankMetric,
 }
-
-
-# --- The steps --------------------------------------------------------------------------------------------------------
 
 
 class InnerWork:
@@ -189,7 +136,7 @@ class InnerWork:
 
     def __init__(self) -> None:
         self.gradients = self.values = self.kept = 0
-        self.solve: Callable[[Tensor], Tensor] | None = None
+        self.solve: Solve | None = None
 
 
 @dataclass
@@ -214,12 +161,6 @@ class Judged:
         pairs = ((self.z, other.z), (self.y, other.y), (self.losses, other.losses))
         return Judged(*(mine.index_copy(0, rows, theirs) for mine, theirs in pairs))
 
-    def where(self, good: Tensor, other: Judged) -> Judged:
-        """These states where good (b,) is true, the others elsewhere."""
-        pairs = ((self.z, other.z), (self.y, other.y))
-        z, y = (torch.where(good[:, None], mine, theirs) for mine, theirs in pairs)
-        return Judged(z, y, torch.where(good, self.losses, other.losses))
-
 
 class ElasticStateCorrector(nn.Module):
     """The metric, and `log_step_size` (), alpha = exp of it and at most 1."""
@@ -236,10 +177,10 @@ class ElasticStateCorrector(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """A new step size; the metric makes its own weights."""
+        self.metric.reset_parameters()
         init.constant_(self.log_step_size, math.log(self.config.step_size))
 
-    def direction(self, g: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+    def direction(self, g: Tensor, solve: Solve) -> Tensor:
         """v (B, d) of gradients g (B, d), at most rho long in the norm of G."""
         v = -solve(g)
         if self.config.trust_radius is None:
@@ -275,20 +216,6 @@ class ElasticStateCorrector(nn.Module):
             return Judged(z, y, graph, leaf, graph)
         return Judged(z, y.detach(), graph.detach(), leaf, graph)
 
-    def gradient(self, here: Judged) -> Tensor:
-        """g (b, d) of the objective at states judged with `differentiable`, of each row alone, without a graph.
-
-        Raises:
-            ValueError: an objective whose value autograd cannot follow to the state.
-        """
-        leaf, graph = here.leaf, here.graph
-        if leaf is None or graph is None or not graph.requires_grad:
-            raise ValueError("the objective must be computed from y by functions that autograd knows")
-        retain = torch.is_grad_enabled()  # then the loss goes through the same graph
-        with torch.inference_mode(False), torch.enable_grad():
-            (g,) = torch.autograd.grad(graph.sum(), leaf, retain_graph=retain, materialize_grads=True)
-        return g
-
     def refine(self, start: Judged, depths: Tensor, evaluate: Evaluate, work: InnerWork) -> Judged:
         """Each row its own number of steps, computed for the rows that still take one.
 
@@ -319,40 +246,40 @@ class ElasticStateCorrector(nn.Module):
         """
         here, K = start, masks.shape[1]
         for j in range(K):
-            if self.config.training_acceptance == "none":
-                new = self._move(here, start.z, work)[0]
-                work.kept += len(new)
-            else:
-                new = self._step(here, start.z, evaluate, None, work, differentiable=False).z
+            new, _ = self._move(here, start.z, work)
+            work.kept += len(new)
             z = here.z + masks[:, j, None] * (new - here.z)
             here = self.judge(z, evaluate, None, work, differentiable=j + 1 < K)
         return here
 
     def _move(self, here: Judged, z0: Tensor, work: InnerWork) -> tuple[Tensor, Tensor]:
-        """Where the whole step leads from states with proposals z0 (b, d), and v, (b, d) each."""
-        work.solve = work.solve or self.metric.solver()
+        """Where the whole step leads from states with proposals z0 (b, d), and v, (b, d) each.
+
+        Raises:
+            ValueError: an objective whose value autograd cannot follow to the state.
+        """
+        if here.leaf is None or here.graph is None or not here.graph.requires_grad:
+            raise ValueError("the objective must be computed from y by functions that autograd knows")
+        retain = torch.is_grad_enabled()  # then the loss goes through the same graph
+        with torch.inference_mode(False), torch.enable_grad():
+            (g,) = torch.autograd.grad(here.graph.sum(), here.leaf, retain_graph=retain, materialize_grads=True)
         work.gradients += len(z0)
-        v = self.direction(self.gradient(here), work.solve)
+        with torch.autocast(z0.device.type, enabled=False):  # half precision is not enough for G to stay positive
+            work.solve = work.solve or self.metric.solver()
+            v = self.direction(g, work.solve)
         return self.move(here.z, z0, v), v
 
     def _step(
-        self,
-        here: Judged,
-        z0: Tensor,
-        evaluate: Evaluate,
-        rows: Tensor | None,
-        work: InnerWork,
-        differentiable: bool,
+        self, here: Judged, z0: Tensor, evaluate: Evaluate, rows: Tensor | None, work: InnerWork, differentiable: bool
     ) -> Judged:
         """The states after a step, and after what `acceptance` undoes of it."""
         new, v = self._move(here, z0, work)
         there = self.judge(new, evaluate, rows, work, differentiable)
-        acceptance = self.config.training_acceptance if self.training else self.config.acceptance
-        if acceptance == "none":
+        if self.training or self.config.acceptance == "none":
             work.kept += len(new)
             return there
         good = there.losses <= here.losses  # not of a NaN
-        for halving in range(MOST_HALVINGS if acceptance == "backtrack" else 0):
+        for halving in range(MOST_HALVINGS if self.config.acceptance == "backtrack" else 0):
             again = (~good).nonzero().flatten()
             if not len(again):
                 break
@@ -360,9 +287,8 @@ class ElasticStateCorrector(nn.Module):
             shorter = self.judge(z, evaluate, again if rows is None else rows[again], work, differentiable=False)
             good = good.index_copy(0, again, shorter.losses <= here.losses[again])
             there = Judged(there.z, there.y, there.losses).put(again, shorter)
-        kept = int(good.sum())
-        work.kept += kept
-        return there if kept == len(good) else there.where(good, here)
-
-
-__all__ = ["METRICS", "ElasticStateCorrector", "ElasticStateMetric", "InnerWork", "Judged"]
+        bad = (~good).nonzero().flatten()
+        work.kept += len(good) - len(bad)
+        if not len(bad):
+            return there
+        return Judged(there.z, there.y, there.losses).put(bad, Judged(here.z[bad], here.y[bad], here.losses[bad]))

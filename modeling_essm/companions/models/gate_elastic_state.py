@@ -4,15 +4,15 @@
     s = softplus(w) log(l0 + eps) + b,    tau_1 < .. < tau_Kmax,    K = sum_j 1[s > tau_j]
 
 K is monotone in the objective l0 for every value of the weights, and the steps are nested: a row that takes step j took
-those before it. In training p_j = sigmoid((s - tau_j) / T) carries the gradient. The gate does not send gradients into
-l0: a proposal is trained to be good, not to look easy.
+those before it. In training p_j = sigmoid((s - tau_j) / T) carries the gradient. The gate sends no gradient into l0: a
+proposal is trained to be good, not to look easy.
 Letters: B batch, K depth.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +20,6 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 EPSILON = 1e-6  # of the logarithm: objectives below count as zero
-
-
-class SampledDepth(NamedTuple):
-    """A depth drawn by the policy: depths (B,) int64, the log-probability and the entropy of the draw, (B,) each."""
-
-    depths: Tensor
-    log_prob: Tensor
-    entropy: Tensor
 
 
 class ElasticStateGate(nn.Module):
@@ -44,38 +36,37 @@ class ElasticStateGate(nn.Module):
         """tau (K_max,), rising."""
         return self.first + F.pad(F.softplus(self.gaps).cumsum(0), (1, 0))
 
-    def score(self, losses: Tensor) -> Tensor:
-        """s of objectives (B,) >= 0; negative ones count as zero."""
-        return F.softplus(self.weight) * (losses.detach().clamp(min=0) + EPSILON).log() + self.bias
-
     def margins(self, losses: Tensor, shift: float = 0.0) -> Tensor:
-        """(B, K_max): s - tau_j - shift, falling along j."""
-        return self.score(losses)[:, None] - self.thresholds - shift
+        """(B, K_max): s - tau_j - shift of objectives (B,), falling along j; negative objectives count as zero."""
+        s = F.softplus(self.weight) * (losses.detach().clamp(min=0) + EPSILON).log() + self.bias
+        return s[:, None] - self.thresholds - shift
 
     def depths(self, losses: Tensor, shift: float = 0.0) -> Tensor:
         """K (B,) int64 in [0, K_max]."""
         return (self.margins(losses, shift) > 0).sum(1)
 
     def masks(self, losses: Tensor, shift: float = 0.0) -> Tensor:
-        """(B, K_max): the weight of each inner step in training.
-
-        "straight_through": 0 or 1, with the gradient of p. "relaxed": p itself.
-        """
+        """(B, K_max), the weight of each inner step in training: with "straight_through" 0 or 1, with the gradient of
+        p, with "relaxed" p itself."""
         margins = self.margins(losses, shift)
         p = (margins / self.config.gate_temperature).sigmoid()
         if self.config.gate_training == "relaxed":
             return p
         return (margins > 0).to(p.dtype) + p - p.detach()
 
-    def sample(self, losses: Tensor, shift: float = 0.0, most: int | None = None) -> SampledDepth:
-        """Continue with probability p_j until the first stop, or until `most` steps: "policy_gradient"."""
+    def sample(self, losses: Tensor, shift: float = 0.0, most: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Continue with probability p_j until the first stop, or until `most` steps: "policy_gradient".
+
+        Returns:
+            Depths (B,) int64, and the log-probability and the entropy of the draw, (B,) each.
+        """
         logits = self.margins(losses, shift)[:, :most] / self.config.gate_temperature
         keep = torch.rand_like(logits) < logits.sigmoid()
         taken = keep.long().cumprod(1)  # (B, K): steps before the first stop
         reached = F.pad(taken[:, :-1], (1, 0), value=1).to(logits.dtype)  # decisions that are made
         log_prob = torch.where(taken.bool(), F.logsigmoid(logits), F.logsigmoid(-logits))
         entropy = F.softplus(logits) - logits * logits.sigmoid()
-        return SampledDepth(taken.sum(1), (reached * log_prob).sum(1), (reached * entropy).sum(1))
+        return taken.sum(1), (reached * log_prob).sum(1), (reached * entropy).sum(1)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -99,8 +90,7 @@ def policy_loss(costs: Tensor, log_prob: Tensor, entropy: Tensor, real: Tensor, 
     B, L = costs.shape
     if B < 2:
         raise ValueError('gate_training="policy_gradient" needs at least 2 rows: a baseline is the mean of the others')
-    to_go = torch.zeros_like(costs[:, 0])
-    returns = []
+    to_go, returns = torch.zeros_like(costs[:, 0]), []
     for t in reversed(range(L)):
         to_go = torch.where(real[:, t], costs[:, t].detach(), 0.0) + config.policy_discount * to_go
         returns.append(to_go)
@@ -108,6 +98,3 @@ def policy_loss(costs: Tensor, log_prob: Tensor, entropy: Tensor, real: Tensor, 
     advantages = (R - R.mean(0)) * B / (B - 1)  # R_b - mean of the others
     each = advantages * log_prob - config.policy_entropy * entropy
     return each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)
-
-
-__all__ = ["ElasticStateGate", "SampledDepth", "policy_loss"]

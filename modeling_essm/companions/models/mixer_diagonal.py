@@ -12,8 +12,7 @@ LRU is discrete from the start: lam = exp(-exp(nu) + i exp(theta)) with exp(gamm
 when it is new. All three are stable for every value of their weights (S5 as long as `clip_eigs` is on).
 
 Two directions share lam and B: y = C_1 x-> + C_2 x<- + D u. Complex weights are real tensors whose last dimension holds
-real and imaginary part. The recurrence runs in complex64, in complex128 of weights or inputs in fp64, whatever else
-their dtype.
+real and imaginary part. The recurrence runs in complex64, with weights or inputs in fp64 in complex128.
 Letters: B batch, L steps, H width, n modes.
 """
 
@@ -21,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,27 +37,18 @@ LARGEST_REAL_PART = -1e-4  # of S5's eigenvalues with clip_eigs, as in its autho
 SHORT, SHORT_OF_CHANNELS = 8, 2
 
 
-class DiagonalLTI(NamedTuple):
-    """The fields of `modeling_essm.companions.systems.DiagonalSystem`, in its order, without the import of the package:
-    `DiagonalSystem(*mixer.lti())`. Tensors are complex128; see there for shapes."""
-
-    lam: Tensor
-    B: Tensor
-    C: Tensor
-    output: str
-    present: Tensor | None = None
+LTI = tuple[Tensor, Tensor, Tensor, str, "Tensor | None"]
 
 
 class DiagonalMixer(nn.Module):
-    """What the parameterizations share. Their weights are made by `reset_parameters`.
+    """What the parameterizations share. Their weights are made by `reset_parameters`; those that were loaded stay.
 
     Attributes:
         mode_dims: for each parameter or buffer that has modes the dimension that counts them.
         output_names: the parameters that are C: modes whose C is zero do not reach the output.
         pole_names: the parameters that make lam; a few bits less of them move every later state, so models keep them
             in fp32. As published, neither they nor B decay.
-        output: "twice_real" or "real", as of `DiagonalSystem`.
-        siso: whether every channel has a recurrence of its own.
+        output, siso: as of `modeling_essm.companions.systems.DiagonalSystem`.
     """
 
     mode_dims: ClassVar[dict[str, int]]
@@ -93,7 +83,6 @@ class DiagonalMixer(nn.Module):
         raise NotImplementedError
 
     def reset_parameters(self) -> None:
-        """New weights; those that were loaded stay."""
         raise NotImplementedError
 
     def forward(
@@ -145,13 +134,12 @@ class DiagonalMixer(nn.Module):
         assert last is not None
         return y, last + power_of_rows(lam, lengths) * x0
 
-    # --- What tools that compress the layer read and write
-
     @torch.no_grad()
-    def lti(self) -> DiagonalLTI:
-        """The modes, discrete and with step or normalisation inside B, in complex128; D is not part of them."""
-        present = self.present if self.siso and not bool(self.present.all()) else None
-        return DiagonalLTI(*self.system(torch.float64), self.output, None if present is None else present.clone())
+    def lti(self) -> LTI:
+        """The fields of `DiagonalSystem`, in its order: the modes, with step or normalisation inside B, in complex128.
+        D is not part of them."""
+        present = self.present.clone() if self.siso and not bool(self.present.all()) else None
+        return (*self.system(torch.float64), self.output, present)
 
     @torch.no_grad()
     def set_lti(self, lam: Tensor, B: Tensor, C: Tensor, present: Tensor | None = None) -> None:
@@ -167,16 +155,12 @@ class DiagonalMixer(nn.Module):
         lam, B, C = (x.to(self.D.device, torch.complex128) for x in (lam, B, C))
         H, n = len(self.D), lam.shape[-1]
         modes = (H, n) if self.siso else (n,)
-        wanted = {"lam": modes, "B": modes if self.siso else (n, H), "C": (*self.C.shape[:-2], n)}
-        for name, tensor in (("lam", lam), ("B", B), ("C", C)):
-            if tuple(tensor.shape) != wanted[name]:
-                raise ValueError(
-                    f"{name} of {n} modes in a layer of width {H} must be {wanted[name]}, got {tuple(tensor.shape)}"
-                )
-            if not torch.isfinite(torch.view_as_real(tensor)).all():
-                raise ValueError(f"{name} must be finite, got NaN or infinity")
-        if present is not None and not (self.siso and present.shape == lam.shape and present.dtype == torch.bool):
-            raise ValueError(f"present must be None, or in S4D bool of shape {modes}, got {present.dtype}")
+        shapes, wanted = (
+            [x.shape for x in (lam, B, C)],
+            [modes, modes if self.siso else (n, H), (*self.C.shape[:-2], n)],
+        )
+        if shapes != wanted or not all(torch.isfinite(torch.view_as_real(x)).all() for x in (lam, B, C)):
+            raise ValueError(f"lam, B and C of a layer of width {H} must be finite, {wanted}, got {shapes}")
         for name, value in self._parameters_of(lam, B, C).items():
             old = getattr(self, name)
             setattr(self, name, nn.Parameter(value.to(old.device, old.dtype).contiguous(), old.requires_grad))
@@ -215,11 +199,8 @@ def _real_product(C: Tensor, x: Tensor) -> Tensor:
 
 
 def inside_the_circle(lam: Tensor, bounded: bool = True) -> Tensor:
-    """lam with |lam| moved into [1e-8, 1 - 1e-7]; if not `bounded`, only from below.
-
-    Raises:
-        ValueError: |lam| > 1 where it is bounded: that would be another system.
-    """
+    """lam with |lam| moved into [1e-8, 1 - 1e-7]; if not `bounded`, only from below. Raises ValueError for |lam| > 1
+    where it is bounded: that would be another system."""
     modulus = lam.abs()
     if bounded and (modulus > 1 + 1e-9).any():
         raise ValueError(f"|lam| must be at most 1 in this parameterization, got {float(modulus.max()):.6g}")
@@ -418,6 +399,3 @@ def _new_poles(config: Any, like: Tensor) -> tuple[Tensor, Tensor]:
         im = np.concatenate([hippo_frequencies(len(block)) for block in blocks])
     imaginary = torch.tensor(im, dtype=torch.float64).to(like.device, like.dtype)
     return torch.full_like(imaginary, -0.5), imaginary
-
-
-__all__ = ["MIXERS", "DiagonalLTI", "DiagonalMixer", "LRUMixer", "S4DMixer", "S5Mixer"]

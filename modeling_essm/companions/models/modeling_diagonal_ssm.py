@@ -134,18 +134,24 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             (B, L, H), embeddings first, if asked for.
         Raises:
             ValueError: token ids out of range (checked on a CPU), not exactly one input, a mask or a cache that does
-                not fit, a cache for a bidirectional model, packed sequences, or gradient checkpointing with a cache or
-                batch norm.
+                not fit, a cache for a bidirectional model, or packed sequences.
         """
         _refuse_packing(kwargs)
         check_inputs(self.config, input_ids, inputs_embeds, input_features)
-        embeddings = hidden_states = self._embed(input_ids, inputs_embeds, input_features)
-        B, L, _ = hidden_states.shape
+        if input_features is not None:
+            inputs_embeds = self.embed_features(input_features.to(self.embed_features.weight.dtype))
+        elif input_ids is not None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        assert inputs_embeds is not None
+        hidden_states, (B, L, _) = inputs_embeds, inputs_embeds.shape
         cache = past_key_values
         if cache is not None:
             check_cache(cache, B, [layer.mixer.state_size for layer in self.layers])  # type: ignore[misc, union-attr]
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
-        use_cache = self._wants_cache(use_cache, cache)
+        if self.config.bidirectional and (use_cache or cache is not None):
+            raise ValueError("a bidirectional model reads whole sequences: use_cache=False, without past_key_values")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and not self.config.bidirectional
         if use_cache and cache is None:
             cache = StateCache()
         if output_hidden_states is None:
@@ -155,54 +161,22 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             real = real.to(hidden_states.device)
             order, place = real_last(real)
             hidden_states, real = reorder(hidden_states, order), real.gather(1, order)
-        each, states = [hidden_states], []
+        each, states = [], []
         for i, layer in enumerate(self.layers):
             before = cache.states[i] if cache is not None and cache.states else None
             hidden_states, state = layer(hidden_states, before, real)
             states.append(state)
             each.append(hidden_states)
-        each[-1] = hidden_states = self.norm(hidden_states, real)
+        each = [*each[:-1], self.norm(hidden_states, real)]
         if place is not None:
-            hidden_states = reorder(hidden_states, place)
+            each = [reorder(x, place) for x in (each if output_hidden_states else each[-1:])]
         if cache is not None:
             cache.update(states, L)
-        all_states = None
-        if output_hidden_states:
-            between = each[1:-1] if place is None else [reorder(states, place) for states in each[1:-1]]
-            all_states = (embeddings, *between, hidden_states)
         return BaseModelOutputWithPast(
-            last_hidden_state=hidden_states, past_key_values=cache if use_cache else None, hidden_states=all_states
+            last_hidden_state=each[-1],
+            past_key_values=cache if use_cache else None,
+            hidden_states=(inputs_embeds, *each) if output_hidden_states else None,
         )
-
-    def _wants_cache(self, use_cache: bool | None, cache: Any) -> bool:
-        """Whether the call returns a cache. Raises ValueError where it cannot have one."""
-        if self.config.bidirectional:
-            if use_cache or cache is not None:
-                raise ValueError(
-                    "a bidirectional model reads whole sequences: call with use_cache=False, without past_key_values"
-                )
-            return False
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
-        if self.training and self.gradient_checkpointing and torch.is_grad_enabled():
-            if use_cache or cache is not None:
-                raise ValueError(
-                    "gradient checkpointing keeps no states: train with use_cache=False and without past_key_values"
-                )
-            if self.config.norm == "batch":
-                raise ValueError(
-                    "gradient checkpointing runs layers twice, which would move the running statistics of "
-                    'norm="batch" twice: train without it, or with norm="layer"'
-                )
-        return use_cache
-
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> Tensor:
-        """(B, L, H) of the one input that is given."""
-        if inputs_embeds is not None:
-            return inputs_embeds
-        if features is not None:
-            return self.embed_features(features.to(self.embed_features.weight.dtype))
-        return self.embed_tokens(input_ids)
 
 
 class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
@@ -243,26 +217,15 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
             CausalLMOutputWithPast: loss () in nats with labels, logits (B, L or logits_to_keep, vocab_size).
         """
         _refuse_packing(kwargs)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
+        given = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
+        given["output_hidden_states"] = output_hidden_states
+        outputs = self.model(input_ids, attention_mask, inputs_embeds, **given)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """A StateCache, whatever kind the library would make."""
@@ -306,15 +269,8 @@ class DiagonalSSMForSequenceClassification(DiagonalSSMPreTrainedModel):
             SequenceClassifierOutput: loss () with labels, logits (B, num_labels).
         """
         _refuse_packing(kwargs)
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            input_features=input_features,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
+        given = {"use_cache": False, "output_hidden_states": output_hidden_states, "return_dict": True}
+        outputs = self.model(input_ids, attention_mask, inputs_embeds, input_features, **given)
         logits = self.score(_mean_of_real(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
@@ -332,21 +288,16 @@ def _mean_of_real(hidden_states: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _refuse_packing(kwargs: dict[str, Any]) -> None:
-    """Extra arguments pass silently, as the library's losses need; packed sequences would run into each other.
-
-    Raises:
-        ValueError: an argument of packed sequences.
-    """
+    """Raises ValueError for arguments of packed sequences, which would run into each other. Others pass silently, as
+    the library's losses need."""
     for name, value in kwargs.items():
         if value is not None and name.startswith(("seq_idx", "cu_seq")):
             raise ValueError(f"unknown argument {name!r}: packed sequences are not supported, pad them instead")
 
 
 def real_last(real: Tensor) -> tuple[Tensor, Tensor]:
-    """How to bring the real positions of each row to its end, in their order, and back.
+    """How to bring the real positions of each row (B, L) bool to its end, in their order, and back.
 
-    Args:
-        real: (B, L) bool.
     Returns:
         order (B, L) int64: the position that goes to each place. place (B, L): where each position has gone; one that
         is not real is where the last real one before it is, or at the beginning if there is none.
@@ -360,11 +311,3 @@ def real_last(real: Tensor) -> tuple[Tensor, Tensor]:
 def reorder(x: Tensor, place: Tensor) -> Tensor:
     """(B, L, H) with the position that place (B, L) names at each."""
     return x.gather(1, place[..., None].expand_as(x))
-
-
-__all__ = [
-    "DiagonalSSMForCausalLM",
-    "DiagonalSSMForSequenceClassification",
-    "DiagonalSSMModel",
-    "DiagonalSSMPreTrainedModel",
-]

@@ -14,7 +14,6 @@ Letters: B batch, L sequence, F input features, d width of the latent, K depth.
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,9 +29,9 @@ from .backbone_elastic_state import ElasticStateLatent, ElasticStateRecurrence
 from .cache_states import StateCache, tree_map
 from .checks_states import check_cache, check_inputs, read_mask
 from .configuration_elastic_state import ElasticStateConfig
-from .corrector_elastic_state import ElasticStateCorrector, ElasticStateMetric, InnerWork
+from .corrector_elastic_state import ElasticStateCorrector, InnerWork
 from .gate_elastic_state import ElasticStateGate, policy_loss
-from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective, rows_of, usable
+from .objectives_elastic_state import OBJECTIVES, commit, initial_history, make_objective
 
 
 @dataclass
@@ -78,11 +77,8 @@ def distillation_loss(output: ElasticStateOutput, attention_mask: Tensor | None 
 
     Args:
         attention_mask: (B, L), 1 for real positions; None if all are.
-    Raises:
-        ValueError: an output without latents and proposals.
     """
-    if output.proposals is None or output.latents is None:
-        raise ValueError("distillation needs an output with latents and proposals")
+    assert output.proposals is not None and output.latents is not None
     each = (output.proposals - output.latents.detach()).square().sum(-1)
     return each.mean() if attention_mask is None else mean_over(each, attention_mask.bool())
 
@@ -101,7 +97,7 @@ class ElasticStatePreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (ElasticStateMetric, ElasticStateCorrector, ElasticStateGate, ElasticStateRecurrence)):
+        if isinstance(module, (ElasticStateCorrector, ElasticStateGate, ElasticStateRecurrence)):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
@@ -154,23 +150,15 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
 
         A configuration that names an objective registered here no longer does, unless this is the model's own: what is
         loaded later would not be what was attached.
-
-        Raises:
-            ValueError: what cannot be called, None excepted.
         """
-        if objective is not None and not callable(objective):
-            raise ValueError(f"an objective is called with (y, observation, history), got {type(objective).__name__}")
-        if self.config.objective in OBJECTIVES and objective is not getattr(self, "objective", objective):
+        if self.config.objective in OBJECTIVES and objective is not self.objective:
             self.config.objective = self.config.objective_arguments = None
-        if hasattr(self, "objective"):
-            del self.objective  # a module and a function are held in different places
+        del self.objective  # a module and a function are held in different places
         self.objective = objective
         return self
 
     def set_gate_temperature(self, temperature: float) -> None:
-        """T of the gate from now on, for schedules. Raises ValueError unless positive."""
-        if not 0 < temperature < float("inf"):
-            raise ValueError(f"temperature must be a number in (0, inf), got {temperature!r}")
+        """T of the gate from now on, for schedules."""
         self.config.gate_temperature = float(temperature)
 
     def step(
@@ -215,19 +203,15 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 evaluates models that have the argument.
         Returns:
             ElasticStateOutput. In eval mode depths are hard and only the steps that are taken are computed; in training
-            a gate's "straight_through" and "relaxed" compute all of them. States are refined without a graph through
-            the inner gradient unless config.gradient_order is 2.
+            a gate's "straight_through" and "relaxed" compute all of them.
         Raises:
             ValueError: no objective where states are to be refined, an objective that does not give (B,), observations
                 or arguments out of range or of another shape, a spectral_budget for a backbone without, or a mask for
                 one.
         """
-        config = self.config
+        config, cache = self.config, past_key_values
         check_inputs(config, None, None, input_features)
-        if math.isnan(gate_threshold_shift):
-            raise ValueError("gate_threshold_shift must be a number, got nan")
         B, L, _ = input_features.shape
-        cache = past_key_values
         if cache is not None:
             check_cache(cache, B, [config.latent_size])
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
@@ -241,14 +225,15 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         forced = _read_depths(refine_depth, config.max_refine_depth, B, L, input_features.device)
         if spectral_budget is not None and not self.source.has_spectral_budget:
             raise ValueError(f"spectral_budget needs a backbone that has one, got {spectral_budget!r}")
-        idle = cap == 0 or (forced is not None and int(forced.max() if forced.numel() else 0) == 0)
-        if self.objective is None and not idle:
+        if self.objective is None and cap > 0 and (forced is None or bool(forced.any())):
             raise ValueError(
                 "refinement needs an objective: model.set_objective(objective), a registered config.objective "
                 f"(now {config.objective!r}), or refine_depth=0"
             )
         observations = input_features if observations is None else observations
-        _check_observations(observations, B, L)
+        for leaf in pytree.tree_leaves(observations):
+            if tuple(getattr(leaf, "shape", ())[:2]) != (B, L):
+                raise ValueError(f"observations must be tensors ({B}, {L}, ..), as input_features, got {leaf}")
         if real is not None:  # masked positions may hold anything
             input_features, observations = (_blank(x, real) for x in (input_features, observations))
         propose = self.source.start(input_features, real, cache, spectral_budget)
@@ -266,24 +251,16 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             steps.append(step)
         if cache is not None:
             cache.update([z], L, history)
-        return self._output(steps, work, real, cache if use_cache else None, return_loss)
-
-    def _output(
-        self,
-        steps: list[dict[str, Tensor]],
-        work: InnerWork,
-        real: Tensor | None,
-        cache: StateCache | None,
-        return_loss: bool,
-    ) -> ElasticStateOutput:
-        """What all positions gave, and the loss over those that are real (B, L)."""
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
         stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values, "kept_steps": work.kept}
-        output = ElasticStateOutput(past_key_values=cache, **stacked)
+        output = ElasticStateOutput(past_key_values=cache if use_cache else None, **stacked)
         if return_loss and output.losses is not None:
             counted = torch.ones_like(output.losses, dtype=torch.bool) if real is None else real
-            output.loss = self._loss(output, counted, log_prob, entropy)
+            costs = output.losses + config.compute_penalty * output.expected_depths
+            output.loss = mean_over(costs + config.proposal_weight * output.proposal_losses, counted)
+            if log_prob is not None:
+                output.loss = output.loss + policy_loss(costs, log_prob, entropy, counted, config)
         return output
 
     def _begin(
@@ -323,13 +300,19 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             none = torch.zeros(len(z0), dtype=torch.long, device=z0.device)
             y = self._read(z0)
             return {"latents": z0, "proposals": z0, "readouts": y, "refine_depths": none, "expected_depths": none}
-        observation, history, real = (usable(tree) for tree in (observation, history, real))
+        with torch.inference_mode(False):  # autograd cannot use tensors that were made under it
+            observation, history, real = (
+                tree_map(lambda x: x.clone() if x.is_inference() else x, tree) for tree in (observation, history, real)
+            )
 
         def evaluate(z: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+            def chosen(tree: Any) -> Any:
+                return tree if rows is None else tree_map(lambda x: x.index_select(0, rows.to(x.device)), tree)
+
             y = seen = self._read(z)
             if real is not None:  # masked positions give no gradient
-                seen = torch.where(rows_of(real, rows)[:, None], y, y.detach())
-            losses = self.objective(seen, rows_of(observation, rows), rows_of(history, rows))
+                seen = torch.where(chosen(real)[:, None], y, y.detach())
+            losses = self.objective(seen, chosen(observation), chosen(history))
             if losses.shape != y.shape[:1]:
                 raise ValueError(f"an objective must give ({len(y)},) numbers, got shape {tuple(losses.shape)}")
             return y, losses.to(y.dtype)  # observations may be fp64
@@ -338,8 +321,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         start = self.corrector.judge(z0, evaluate, None, work, differentiable=refinable)
         masks, sampled = None, {}
         if depths is None and self.training and self.config.gate_training == "policy_gradient":
-            sample = self.gate.sample(start.losses, shift, cap)
-            depths, sampled = sample.depths, {"log_prob": sample.log_prob, "entropy": sample.entropy}
+            depths, sampled["log_prob"], sampled["entropy"] = self.gate.sample(start.losses, shift, cap)
         elif depths is None:
             depths = self.gate.depths(start.losses, shift)
             masks = self.gate.masks(start.losses, shift)[:, :cap] if self.training else None
@@ -361,25 +343,6 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             "expected_depths": expected,
         }
 
-    def _loss(self, output: Any, real: Tensor, log_prob: Tensor | None, entropy: Tensor | None) -> Tensor:
-        """The mean of l_K + lambda_E K + w_0 l_0 over real positions (B, L), plus the surrogate of a sampled depth."""
-        costs = output.losses + self.config.compute_penalty * output.expected_depths
-        each = costs + self.config.proposal_weight * output.proposal_losses
-        loss = mean_over(each, real)
-        if log_prob is None or entropy is None:
-            return loss
-        return loss + policy_loss(costs, log_prob, entropy, real, self.config)
-
-
-def _check_observations(observations: Any, B: int, L: int) -> None:
-    """Raises ValueError for a leaf of the nest that is not a tensor (B, L, ..)."""
-    for leaf in pytree.tree_leaves(observations):
-        if not isinstance(leaf, Tensor) or tuple(leaf.shape[:2]) != (B, L):
-            found = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise ValueError(
-                f"observations must be tensors, one for each position of input_features, ({B}, {L}, ..), got {found}"
-            )
-
 
 def _blank(tree: Any, real: Tensor) -> Any:
     """The nest (B, L, ..) with zeros at positions that are not real (B, L)."""
@@ -387,23 +350,13 @@ def _blank(tree: Any, real: Tensor) -> Any:
 
 
 def _read_depths(refine_depth: Any, most: int, B: int, L: int, device: torch.device) -> Tensor | None:
-    """(B, L) int64 of an int, or of integers (B,) or (B, L); None stays None.
-
-    Raises:
-        ValueError: depths that are no integers in [0, most], or of another shape.
-    """
+    """(B, L) int64 of an int, or of integers (B,) or (B, L); None stays None. Raises ValueError for anything else."""
     if refine_depth is None:
         return None
-    try:
-        depths = torch.as_tensor(refine_depth)
-    except (TypeError, ValueError, RuntimeError) as error:  # such as a ragged list
-        raise ValueError(f"refine_depth must be integers in [0, {most}], got {refine_depth!r}") from error
-    legal = not (depths.is_floating_point() or depths.is_complex() or depths.dtype == torch.bool)
-    if not legal or (depths.numel() and not 0 <= int(depths.min()) <= int(depths.max()) <= most):
+    depths = torch.as_tensor(refine_depth)
+    integers = not depths.is_floating_point() and depths.dtype != torch.bool
+    if not integers or (depths.numel() and not 0 <= int(depths.min()) <= int(depths.max()) <= most):
         raise ValueError(f"refine_depth must be integers in [0, {most}], got {refine_depth!r}")
     if tuple(depths.shape) not in ((), (B,), (B, L)):
         raise ValueError(f"refine_depth must have shape (), ({B},) or ({B}, {L}), got {tuple(depths.shape)}")
     return depths.long().to(device).view(-1, L if depths.ndim == 2 else 1).expand(B, L)
-
-
-__all__ = ["ElasticStateModel", "ElasticStateOutput", "ElasticStatePreTrainedModel", "distillation_loss"]

@@ -38,13 +38,7 @@ OBJECTIVES: dict[str, Callable[..., Any]] = {"squared_error": SquaredError}
 
 
 def register_objective(name: str, factory: Callable[..., Any]) -> None:
-    """Let models whose config.objective is `name` make theirs by factory(**config.objective_arguments).
-
-    Raises:
-        ValueError: what cannot be called.
-    """
-    if not callable(factory):
-        raise ValueError(f"an objective is made by calling a class or function, got {factory!r}")
+    """Let models whose config.objective is `name` make theirs by factory(**config.objective_arguments)."""
     OBJECTIVES[name] = factory
 
 
@@ -55,17 +49,6 @@ def make_objective(config: Any) -> Any:
         return None
     with torch.device("cpu"):  # from_pretrained makes models on the meta device, where constants have no values
         return factory(**(config.objective_arguments or {}))
-
-
-def rows_of(tree: Any, rows: Tensor | None) -> Any:
-    """The nest with these rows (b,) int64 of every tensor; the nest itself for None."""
-    return tree if rows is None else tree_map(lambda x: x.index_select(0, rows.to(x.device)), tree)
-
-
-def usable(tree: Any) -> Any:
-    """The nest as autograd can use it, copied where its tensors were made under inference_mode."""
-    with torch.inference_mode(False):
-        return tree_map(lambda x: x.clone() if x.is_inference() else x, tree)
 
 
 def initial_history(objective: Any, observation: Any, width: int, y: Tensor) -> Any:
@@ -94,6 +77,3 @@ def commit(objective: Any, history: Any, y: Tensor, observation: Any, real: Tens
     if real is None:
         return new
     return tree_map(lambda old, x: torch.where(real.view(-1, *(1,) * (x.ndim - 1)), x, old), history, new)
-
-
-__all__ = ["OBJECTIVES", "SquaredError", "register_objective"]

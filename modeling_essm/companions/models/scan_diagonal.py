@@ -21,13 +21,10 @@ CHUNK = 16  # T of the parallel scan
 
 
 def naive_scan(lam: Tensor, v: Tensor, x0: Tensor | None = None) -> Tensor:
-    """The definition: all states of x_t = lam x_{t-1} + v_t.
+    """The definition: all states (B, L, *M) of x_t = lam x_{t-1} + v_t.
 
     Args:
-        lam: M complex eigenvalues. v: (B, L, *M) complex inputs, L >= 1. x0: (B, *M) complex state before them, or None
-            for zero.
-    Returns:
-        (B, L, *M) states; the last of them is [:, -1].
+        lam: M complex eigenvalues. v: (B, L, *M) complex inputs, L >= 1. x0: (B, *M) state before them, None for zero.
     """
     x = torch.zeros_like(v[:, 0]) if x0 is None else x0
     states = []
@@ -111,6 +108,3 @@ def toeplitz(k: Tensor) -> Tensor:
     """(.., T) -> (.., T, T): the lower triangular matrix with k_{i-j} at (i, j)."""
     T = k.shape[-1]
     return F.pad(k, (T - 1, 0)).unfold(-1, T, 1).flip(-1)
-
-
-__all__ = ["fft_of_channels", "naive_of_channels", "naive_scan", "parallel_scan"]

@@ -85,7 +85,7 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
         for t in range(7):
             steps.append(model.step(x[:, t], cache, y[:, t]))
             cache = steps[-1].past_key_values
-        assert cache.get_seq_length() == 7 and cache.batch_size == 3 and cache.num_bytes >= 3 * 6 * 8
+        assert cache.get_seq_length() == 7 and cache.num_bytes >= 3 * 6 * 8
         first = model(x[:, :3], y[:, :3], use_cache=True)
         second = model(x[:, 3:], y[:, 3:], past_key_values=first.past_key_values)
     assert whole.gradient_calls == sum(step.gradient_calls for step in steps) > 0
@@ -94,7 +94,7 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
     with pytest.raises(ValueError, match="cannot be cropped to 3"):
         cache.crop(3)
     cache.reset()
-    assert cache.batch_size is None and cache.get_seq_length() == 0
+    assert cache.get_seq_length() == 0
 
 
 class Longest(nn.Module):
@@ -212,8 +212,6 @@ def test_save_and_load(metric, tmp_path):
         assert torch.equal(one.refine_depths, other.refine_depths)
         torch.testing.assert_close(one.readouts, other.readouts, rtol=0, atol=ALIGNED)
     del objectives.OBJECTIVES["longest"]
-    with pytest.raises(ValueError, match="made by calling a class or function, got 3"):
-        register_objective("three", 3)
 
 
 def test_an_objective_is_attached_after_loading(tmp_path):
@@ -228,8 +226,6 @@ def test_an_objective_is_attached_after_loading(tmp_path):
     expected = run(model.set_objective(Counting()), x)
     assert torch.equal(output.refine_depths, expected.refine_depths)
     torch.testing.assert_close(output.readouts, expected.readouts, rtol=0, atol=ALIGNED)
-    with pytest.raises(ValueError, match="int"):
-        again.set_objective(3)
 
 
 def test_half_precision(tmp_path):
@@ -254,14 +250,10 @@ def test_bad_calls():
         ({"refine_depth": 1.0}, r"refine_depth must be integers"),
         ({"refine_depth": torch.ones(3, dtype=torch.long)}, r"refine_depth must have shape \(\), \(2,\) or \(2, 3\)"),
         ({"max_refine_depth": 4}, r"max_refine_depth must be an integer in \[0, 3\], got 4"),
-        ({"gate_threshold_shift": float("nan")}, "gate_threshold_shift must be a number, got nan"),
         ({"spectral_budget": 3}, "spectral_budget needs a backbone that has one, got 3"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must have shape \(2, 3\)"),
-        (
-            {"observations": torch.zeros(2, 2, 5)},
-            r"observations must be tensors, one for each .*\(2, 3, \.\.\), got shape \(2, 2, 5\)",
-        ),
-        ({"observations": {"a": None}}, "observations must be tensors, .* got NoneType"),
+        ({"observations": torch.zeros(2, 2, 5)}, r"observations must be tensors \(2, 3, \.\.\), as input_features"),
+        ({"observations": {"a": None}}, "observations must be tensors .* got None"),
         ({"past_key_values": []}, "past_key_values must be a StateCache, got list"),
     ]:
         model = random_model(dtype=torch.float32)
@@ -311,3 +303,69 @@ def test_another_objective_takes_the_name_away(tmp_path):
     model.set_objective(objectives.SquaredError())  # another one of that class may have other constants
     model.save_pretrained(tmp_path)
     assert model.config.objective is None and ElasticStateModel.from_pretrained(tmp_path).objective is None
+
+
+# --- Positions that do not exist: they change nothing, and what lies there is not read
+
+
+def test_padding_does_not_exist():
+    model, x = random_model(history_length=2), random_inputs(3, 8, 5)
+    model.set_objective(smooth)
+    mask = torch.ones(3, 8, dtype=torch.long)
+    mask[0, :3], mask[1, 6:], mask[2, 2:4] = 0, 0, 0
+    output = run(model, x, attention_mask=mask, use_cache=True)
+    total = count = 0
+    for i in range(3):
+        real = mask[i].bool()
+        alone = run(model, x[i : i + 1, real])
+        for name in FIELDS:
+            torch.testing.assert_close(output[name][i, real], alone[name][0], rtol=0, atol=1e-12)
+        assert (output.refine_depths[i, ~real] == 0).all()
+        last = alone.latents[0, -1]
+        torch.testing.assert_close(output.past_key_values.states[0][i], last, rtol=0, atol=1e-12)
+        total, count = total + alone.loss * real.sum(), count + real.sum()
+    torch.testing.assert_close(output.loss, total / count)
+    forced = run(model, x, attention_mask=mask, refine_depth=2)
+    assert torch.equal(forced.refine_depths, 2 * mask) and forced.gradient_calls == 2 * mask.sum()
+
+
+class SinceTheFirst:
+    """The distance from the observation before the first step, as a history of its own; not its square."""
+
+    def initial_history(self, observation):
+        return observation
+
+    def commit(self, history, y, observation):
+        return history
+
+    def __call__(self, y, observation, history):
+        return (y - history).square().sum(-1).sqrt()
+
+
+def test_padding_before_the_first_position_does_not_exist():
+    """Not as the first observation, nor as a gradient of the norm of zero: nothing is read and nothing observed."""
+    model, x = random_model(), random_inputs(2, 5, 5)
+    model.set_objective(SinceTheFirst())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()  # so that y is 0 where nothing was read
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    padded, alone = run(model, x, attention_mask=mask), run(model, x[:1, 2:])
+    torch.testing.assert_close(padded.losses[0, 2:], alone.losses[0], rtol=0, atol=1e-12)
+    assert torch.equal(padded.refine_depths[0, 2:], alone.refine_depths[0]) and alone.refine_depths.any()
+    model.train().set_objective(lambda y, observation, history: (y - observation).square().sum(-1).sqrt())
+    model(x, attention_mask=mask).loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_what_lies_at_positions_that_do_not_exist_is_not_read():
+    model, x = random_model().train(), random_inputs(2, 4, 5)
+    mask = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
+    grads = []
+    for filling in (0.0, float("nan")):
+        filled = x.masked_fill(mask[..., None] == 0, filling)
+        model.zero_grad()
+        model(filled, attention_mask=mask).loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
