@@ -11,6 +11,7 @@ A run is a model, a learning rate and a seed (`benchmarks.sweeps`). Models have 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import hashlib
@@ -20,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.arguments import CLMArguments
@@ -32,7 +32,7 @@ from essm_train.models import run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 from . import common, sweeps
-from .matched_models import TOLERANCE, Row, definition_of, matched_config
+from .matched_models import TOLERANCE, Row, matched_config
 from .sweeps import Run, Sweep
 
 BUDGETS = (2, 4, 8)  # and the capacity
@@ -119,51 +119,53 @@ class Settings:
         )
 
 
+def add_arguments(p: argparse.ArgumentParser, parameters: int) -> None:
+    p.add_argument("--train_file", nargs="+", help="text to train on; by default Python's own sources")
+    p.add_argument("--validation_file", nargs="+", help="held-out text; by default the end of train_file")
+    p.add_argument("--parameters", type=int, default=parameters, help=f"of every model, to {TOLERANCE:.0%}%")
+
+
+def settings_of(args: argparse.Namespace, **fields: Any) -> Settings:
+    fields |= {"parameters": args.parameters, "updates": args.updates}
+    if args.quick:
+        fields |= {"parameters": 60_000, "updates": min(args.updates, 3), "batch_size": 2, "block_size": 64}
+        fields |= {"validation_blocks": 4, "filter_length": 512}
+    files = (None if paths is None else tuple(paths) for paths in (args.train_file, args.validation_file))
+    return Settings(*files, **fields, device=str(common.pick_device(args.device)))
+
+
 @functools.cache
 def load(settings: Settings) -> Any:
     return load_text(settings.arguments(), ByteEncoder())
 
 
-def text_of(settings: Settings) -> dict[str, str]:
-    """What is read, with hashes."""
-    text = load(settings)
+def define(settings: Settings, run: Run, row: Row | None = None) -> dict[str, Any]:
+    """The row and the text, with hashes. Raises ValueError if there is no model of that size."""
+    row, text = row or ROWS[run.name], load(settings)
+    matched_config(row, settings.parameters)
     held_out = hashlib.sha256(text.held_out.numpy().tobytes()).hexdigest()
-    return {"data": text.description, "training": text.sha256, "held_out": held_out}
+    return row.definition | {"text": {"data": text.description, "training": text.sha256, "held_out": held_out}}
 
 
-def define(settings: Settings, run: Run) -> dict[str, Any]:
-    """The row and the text. Raises ValueError if there is no model of that size."""
-    matched_config(ROWS[run.name], settings.parameters)
-    return definition_of(ROWS[run.name]) | {"text": text_of(settings)}
-
-
-def perform(settings: Settings, run: Run) -> dict[str, Any]:
-    text, row = load(settings), ROWS[run.name]
-    config = matched_config(row, settings.parameters)
-    torch.manual_seed(run.seed)
-    model = make_model(config, settings.filter_length).to(settings.device)
-    source = MapSamples(text.source.samples, run.seed)  # the order that train_clm has at this seed
-    trained = train(model, source, settings.arguments(row, run.rate, run.seed))
-    scored = functools.partial(score, text=text)
-    return sweeps.measure(model, config, trained, scored, BUDGETS, METRIC, settings.block_size)
-
-
-def make_model(config: Any, filter_length: int) -> nn.Module:
+def make_model(config: Any, filter_length: int) -> Any:
     """A new language model of bytes in fp32, with filters of that length."""
     if isinstance(config, ESSMConfig):
         return ESSMForCausalLM(ESSMConfig.from_dict(config.to_dict(), filter_length=filter_length)).float()
     return BaselineForCausalLM(config).float()
 
 
-def train(model: nn.Module, source: Any, args: Any) -> dict[str, Any]:
-    """All updates on blocks that are drawn from the source."""
+def train(settings: Settings, row: Row, run: Run) -> tuple[Any, dict[str, Any], Any]:
+    """A new model after all updates, how it was trained, and the source of its blocks, in train_clm's order."""
+    args, source = settings.arguments(row, run.rate, run.seed), MapSamples(load(settings).source.samples, run.seed)
+    torch.manual_seed(run.seed)
+    model = make_model(matched_config(row, settings.parameters), settings.filter_length).to(settings.device)
 
     def next_forward() -> Callable[[int], Any]:
-        blocks = source.load(source.draw(args.per_device_train_batch_size))
+        blocks = source.load(source.draw(settings.batch_size))
         ids = torch.from_numpy(np.stack(blocks).astype(np.int64)).to(model.device)
         return functools.partial(run_at_budget, model, {"input_ids": ids, "labels": ids})
 
-    return sweeps.train(model, next_forward, args, args.per_device_train_batch_size * args.block_size)
+    return model, sweeps.train(model, next_forward, args, settings.batch_size * settings.block_size), source
 
 
 def score(model: Any, budgets: Sequence[int], text: Any) -> dict[str, float]:
@@ -171,6 +173,12 @@ def score(model: Any, budgets: Sequence[int], text: Any) -> dict[str, float]:
     special = ByteEncoder.special_ids
     held_out = hold_out_blocks(text.held_out, special, text.bytes_per_token, 8, text.description)
     return {str(K): held_out.value(model.eval(), K) for K in budgets}
+
+
+def perform(settings: Settings, run: Run) -> dict[str, Any]:
+    model, trained, _ = train(settings, ROWS[run.name], run)
+    scored = functools.partial(score, text=load(settings))
+    return sweeps.measure(model, model.config, trained, scored, BUDGETS, METRIC, settings.block_size)
 
 
 def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
@@ -185,22 +193,17 @@ def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the table and write it, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
-    p.add_argument("--train_file", nargs="+", help="text to train on; by default Python's own sources")
-    p.add_argument("--validation_file", nargs="+", help="held-out text; by default the end of train_file")
-    p.add_argument("--parameters", type=int, default=800_000, help=f"of every model, to {TOLERANCE:.0%}%")
-    sweeps.add_arguments(p, ROWS, "runs/ablation", updates=500)
+    add_arguments(p, 800_000)
+    sweeps.add_arguments(p, ROWS, "runs/ablation", 500)
     args = p.parse_args(argv)
-    size = (60_000, min(args.updates, 3)) if args.quick else (args.parameters, args.updates)
-    small = {"batch_size": 2, "block_size": 64, "validation_blocks": 4, "filter_length": 512} if args.quick else {}
-    files = [None if paths is None else tuple(paths) for paths in (args.train_file, args.validation_file)]
-    settings = Settings(*files, *size, **small, device=str(common.pick_device(args.device)))
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
-    device, report = common.start("ablation", args, **records[0]["settings"])
+    sweep = Sweep(settings_of(args), perform, define, METRIC)
+    records = sweeps.records_of(args, sweep, lambda name: ROWS[name].rates)
+    _, report = common.start("ablation", args, **records[0]["settings"])
     report["results"] = sweeps.summarise_all(records, METRIC)
     gated = next((r for r in report["results"] if r["model"] == "gated"), {})
     for result in report["results"]:
         result["against_gated"] = difference(result, gated)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

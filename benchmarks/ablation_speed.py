@@ -12,6 +12,7 @@ model makes one update at each budget of the discrete schedule, and a peer makes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,45 +34,28 @@ UPDATES = 5  # of a peer in a round
 
 def updates(model: Any, block: int) -> tuple[Callable[[], None], int]:
     """A call that makes the updates of a round, and their tokens."""
-    options: list[dict[str, int]] = [{}] * UPDATES
+    budgets: tuple[int | None, ...] = (None,) * UPDATES
     if isinstance(model, ESSMForCausalLM):
-        options = [{"spectral_budget": K} for K in clip_budgets(BUDGETS, model.config.num_spectral_channels)]
-    step = make_step(model.train(), BATCH, block)
-
-    def run() -> None:
-        for option in options:
-            step(option)
-
-    return run, len(options) * BATCH * block
-
-
-def as_the_library(model: torch.nn.Module) -> None:
-    """Let a Mamba-2 compute as transformers does, with the same weights."""
-    for module in model.modules():
-        if isinstance(module, Mamba2Mixer):
-            module.__class__ = Mamba2Mixer
+        budgets = clip_budgets(BUDGETS, model.config.num_spectral_channels)
+    return functools.partial(make_step(model.train(), BATCH, block), *budgets), len(budgets) * BATCH * block
 
 
 def measure(parameters: int, names: list[str], block: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
     """A row for each model of that size."""
-    calls, tokens, sizes = {}, {}, {}
+    calls, tokens, sizes, rows = {}, {}, {}, []
     for name in names:
         torch.manual_seed(0)
         model = make_model(matched_config(ROWS[name.removesuffix(", library")], parameters), FILTER_LENGTH).to(device)
-        if name.endswith(", library"):
-            as_the_library(model)
+        for module in model.modules() if name.endswith(", library") else ():
+            if isinstance(module, Mamba2Mixer):
+                module.__class__ = Mamba2Mixer  # which computes as transformers does, with the same weights
         (calls[name], tokens[name]), sizes[name] = updates(model, block), model.num_parameters()
     seconds = common.paired(calls, device, rounds, warmup=1, limit_seconds=600.0)
     speeds = {name: [tokens[name] / s for s in samples] for name, samples in seconds.items()}
-    return [
-        {
-            "model": name,
-            "parameters": sizes[name],
-            "tokens_per_second": common.spread(speed),
-            "speed_over_first": common.ratio(speed, speeds[names[0]]),
-        }
-        for name, speed in speeds.items()
-    ]
+    for name, speed in speeds.items():
+        row = {"model": name, "parameters": sizes[name], "tokens_per_second": common.spread(speed)}
+        rows.append(row | {"speed_over_first": common.ratio(speed, speeds[names[0]])})
+    return rows
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -85,7 +69,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     device, report = common.start("ablation_speed", args, **settings)
     with common.threads(1):
         report["results"] = [row for size in sizes for row in measure(size, args.only, block, args.rounds, device)]
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

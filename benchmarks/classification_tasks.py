@@ -34,10 +34,10 @@ from essm_train.data.rows import collate
 from essm_train.data.samples import MapSamples
 from essm_train.models import run_at_budget
 from essm_train.tasks.catalog import ROOT, make_arguments
-from modeling_essm import ESSMConfig, ESSMForSequenceClassification
+from modeling_essm import ESSMForSequenceClassification
 
 from . import common, sweeps
-from .matched_models import TOLERANCE, Row, definition_of, matched_config
+from .matched_models import TOLERANCE, Row, matched_config
 from .sweeps import Run, Sweep
 
 BUDGETS = (2, 4, 8)  # and the capacity
@@ -110,15 +110,10 @@ class Settings:
             ValueError: no such task. FileNotFoundError: its data is absent; says how to get it.
         """
         task = self.task(name)
-        return make_arguments(
-            name.partition(":")[0],
-            self.data_dir,
-            max_length=task.max_length,
-            per_device_train_batch_size=task.batch_size,
-            test_samples=self.test_samples,
-            dropout=0.0,
-            **sweeps.training_arguments(row or Row(1), task.updates or self.updates, rate, seed),
-        )
+        fields = sweeps.training_arguments(row or Row(1), task.updates or self.updates, rate, seed)
+        fields |= {"max_length": task.max_length, "per_device_train_batch_size": task.batch_size}
+        fields |= {"test_samples": self.test_samples, "dropout": 0.0}
+        return make_arguments(name.partition(":")[0], self.data_dir, **fields)
 
 
 class Loaded(NamedTuple):
@@ -143,10 +138,9 @@ def load(settings: Settings, name: str) -> Loaded:
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
     """The task, with its data, and the row. Raises ValueError if there is no model of that size."""
-    name = run.task or ""
-    model_config(ROWS[run.name], name, settings)
-    task = {"name": name.partition(":")[0]} | dataclasses.asdict(settings.task(name)) | load(settings, name).identity
-    return {"task": task} | definition_of(ROWS[run.name])
+    model_config(ROWS[run.name], run.task, settings)
+    task = {"name": run.task.partition(":")[0]} | dataclasses.asdict(settings.task(run.task))
+    return {"task": task | load(settings, run.task).identity} | ROWS[run.name].definition
 
 
 def model_config(row: Row, name: str, settings: Settings) -> Any:
@@ -155,61 +149,61 @@ def model_config(row: Row, name: str, settings: Settings) -> Any:
     fields = {"num_labels": data.num_labels, "classifier_pooling": "mean", **data.reader.config_fields}
     fields["problem_type"] = "single_label_classification"
     fields["filter_length" if row.peer is None else "max_position_embeddings"] = settings.task(name).filter_length
-    row = dataclasses.replace(row, fields=row.fields | fields)
-    model_class = ESSMForSequenceClassification if row.peer is None else BaselineForSequenceClassification
-    return matched_config(row, settings.parameters, model_class)
+    return matched_config(row.with_fields(**fields), settings.parameters, class_of(row))
 
 
-def make_model(config: Any) -> nn.Module:
-    """A new classifier in fp32."""
-    elastic = isinstance(config, ESSMConfig)
-    return (ESSMForSequenceClassification(config) if elastic else BaselineForSequenceClassification(config)).float()
+def class_of(row: Row) -> Any:
+    return ESSMForSequenceClassification if row.peer is None else BaselineForSequenceClassification
 
 
-def train(
-    model: nn.Module, data: Any, args: Any, collate: Callable[[Sequence[Any]], dict[str, Tensor]], **options: Any
-) -> dict[str, Any]:
-    """All updates, on samples in the order that train_classification has at that seed."""
-    source, size = MapSamples(data.source.samples, args.seed), args.per_device_train_batch_size
+def train_and_score(
+    model: nn.Module, loaded: Loaded, args: Any, collated: Callable[[Any], dict[str, Tensor]], **options: Any
+) -> tuple[dict[str, Any], Callable[..., dict[str, float]]]:
+    """All updates, on samples in the order that train_classification has at that seed.
+
+    Args:
+        collated: makes a batch of samples. options: of `sweeps.train`.
+    Returns:
+        How the model was trained; and what gives the share of test samples that a model puts into a wrong class, at
+        every budget.
+    """
+    source, size = MapSamples(loaded.data.source.samples, args.seed), args.per_device_train_batch_size
     device = next(model.parameters()).device
+
+    def batch_of(samples: Any) -> dict[str, Tensor]:
+        return {name: value.to(device) for name, value in collated(samples).items()}
 
     def next_forward() -> Callable[[int], Any]:
-        batch = collate(source.load(source.draw(size)))
-        return functools.partial(run_at_budget, model, {name: value.to(device) for name, value in batch.items()})
+        return functools.partial(run_at_budget, model, batch_of(source.load(source.draw(size))))
 
-    return sweeps.train(model, next_forward, args, size, "samples", **options)
+    @torch.inference_mode()
+    def score(model: nn.Module, budgets: Sequence[int] = (1,)) -> dict[str, float]:
+        wrong = dict.fromkeys(budgets, 0)
+        model.eval()
+        for first in range(0, len(loaded.test), TEST_BATCH):
+            inputs = batch_of(loaded.test[first : first + TEST_BATCH])
+            labels = inputs.pop("labels")
+            for K in budgets:
+                wrong[K] += int((run_at_budget(model, inputs, K).logits.argmax(-1) != labels).sum())
+        return {str(K): errors / len(loaded.test) for K, errors in wrong.items()}
 
-
-@torch.inference_mode()
-def score(model: nn.Module, batches: Sequence[dict[str, Tensor]], budgets: Sequence[int] = (1,)) -> dict[str, float]:
-    """The share of samples that are put into a wrong class, at every budget."""
-    wrong, count = dict.fromkeys(budgets, 0), 0
-    device = next(model.parameters()).device
-    model.eval()
-    for batch in batches:
-        inputs = {name: value.to(device) for name, value in batch.items()}
-        labels = inputs.pop("labels")
-        count += len(labels)
-        for K in budgets:
-            wrong[K] += int((run_at_budget(model, inputs, K).logits.argmax(-1) != labels).sum())
-    return {str(K): errors / count for K, errors in wrong.items()}
+    return sweeps.train(model, next_forward, args, size, "samples", **options), score
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
-    name, row = run.task or "", ROWS[run.name]
-    data, test, _ = load(settings, name)
-    config, collated = model_config(row, name, settings), functools.partial(collate, data.reader)
+    row, loaded = ROWS[run.name], load(settings, run.task)
+    config = model_config(row, run.task, settings)
     torch.manual_seed(run.seed)
-    model = make_model(config).to(settings.device)
-    trained = train(model, data, settings.arguments(name, row, run.rate, run.seed), collated)
-    batches = [collated(test[i : i + TEST_BATCH]) for i in range(0, len(test), TEST_BATCH)]
-    return sweeps.measure(model, config, trained, lambda m, Ks: score(m, batches, Ks), BUDGETS, METRIC)
+    model = class_of(row)(config).float().to(settings.device)
+    args = settings.arguments(run.task, row, run.rate, run.seed)
+    trained, score = train_and_score(model, loaded, args, functools.partial(collate, loaded.data.reader))
+    return sweeps.measure(model, config, trained, score, BUDGETS, METRIC)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables and write them, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
-    p.add_argument("--data_dir", help="data folders, separated as in PATH; by default $ESSM_DATA, or data")
+    sweeps.add_data(p)
     p.add_argument("--parameters", type=int, default=120_000, help=f"of every model, to {TOLERANCE:.0%}%")
     p.add_argument("--test_samples", type=int, default=2000, help="at most, the same for every run of a task")
     sweeps.add_arguments(p, ROWS, "runs/classification_tasks", 300, TASKS)
@@ -217,9 +211,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     size = (50_000, min(args.updates, 3), 40) if args.quick else (args.parameters, args.updates, args.test_samples)
     settings = Settings(args.data_dir, *size, quick=args.quick, device=str(common.pick_device(args.device)))
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
-    device, report = common.start("classification_tasks", args, **records[0]["settings"] | {"quick": args.quick})
+    _, report = common.start("classification_tasks", args, **records[0]["settings"] | {"quick": args.quick})
     report["results"] = sweeps.summarise_all(records, METRIC)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from essm_train.files import write_json
@@ -28,9 +27,10 @@ from essm_train.measure.timing import timed as timed
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 REPORTS = Path("runs/benchmarks")  # what is worth keeping is copied to benchmarks/results
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line and machine.
+HIDDEN = ("definition", "sizes", "rates", "by_seed", "cpu_seconds", "metric")  # in results, and not in tables
+# Fields that get their defaults again with a new width, or a new number of layers.
+_OF_WIDTH = ("inner_size", "num_heads", "mixing_size", "intermediate_size", "gate_hidden_size")
+_OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -50,21 +50,12 @@ def add_config(p: argparse.ArgumentParser) -> None:
 
 
 def _config_folder(text: str) -> Path:
-    """The folder, whose configuration is known to be good. Raises ArgumentTypeError, which argparse prints."""
-    folder = Path(text).resolve()
     try:
-        config = ESSMConfig.from_dict(json.loads((folder / "config.json").read_text()))
-        if (width := config.num_input_features) is not None:
-            raise ValueError(f"benchmarks read token ids: num_input_features must be None, got {width}")
+        ESSMConfig.from_dict(json.loads(Path(text, "config.json").read_text()))
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = f"needs a folder with the config.json of an ES-SSM, got {text}: {error}"
         raise argparse.ArgumentTypeError(reason) from error
-    return folder
-
-
-# Fields that get their defaults again with a new width, or a new number of layers.
-_OF_WIDTH = ("inner_size", "num_heads", "mixing_size", "intermediate_size", "gate_hidden_size")
-_OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
+    return Path(text).resolve()
 
 
 def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
@@ -72,14 +63,13 @@ def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
     if args.config is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
-    given = json.loads((args.config / "config.json").read_text())
-    return ESSMConfig.from_dict(given | dict.fromkeys(again) | fields)
+    return ESSMConfig.from_dict(json.loads((args.config / "config.json").read_text()) | dict.fromkeys(again) | fields)
 
 
 def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:
     """What a report says of the model: whose configuration it is, and its shape."""
-    names = {"layers": "num_hidden_layers", "width": "hidden_size", "capacity": "num_spectral_channels"}
-    shape = {name: getattr(config, field) for name, field in (names | {"filter_length": "filter_length"}).items()}
+    shape = {"layers": config.num_hidden_layers, "width": config.hidden_size}
+    shape |= {"capacity": config.num_spectral_channels, "filter_length": config.filter_length}
     return {"config": "paper" if args.config is None else args.config.name, "block": config.block, **shape}
 
 
@@ -96,21 +86,16 @@ def weight_bytes(model: ESSMForCausalLM, K: int) -> int:
     return read * model.lm_head.weight.element_size()
 
 
-def state_bytes(held: Any, seen: set[int] | None = None) -> int:
-    """Bytes of all tensors in an object, its lists, dicts and attributes."""
-    seen = set() if seen is None else seen
-    if id(held) in seen:
-        return 0
-    seen.add(id(held))
+def state_bytes(held: Any) -> int:
+    """Bytes of all tensors in a cache, its lists, dicts and attributes."""
     if isinstance(held, torch.Tensor):
         return held.nbytes
-    if isinstance(held, dict):
-        return sum(state_bytes(value, seen) for value in held.values())
     if isinstance(held, (list, tuple)):
-        return sum(state_bytes(value, seen) for value in held)
-    ours = type(held).__module__.startswith(("transformers", "modeling_essm"))
-    inside = vars(held) if ours and not isinstance(held, (type, torch.nn.Module, transformers.PreTrainedConfig)) else {}
-    return sum(state_bytes(value, seen) for value in inside.values())
+        return sum(map(state_bytes, held))
+    if isinstance(held, dict):
+        return sum(map(state_bytes, held.values()))
+    cached = "cache" in type(held).__module__ + type(held).__name__.lower()  # and not a configuration
+    return state_bytes(vars(held)) if cached else 0
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
@@ -118,13 +103,18 @@ def dtype_of(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Correctness and output.
+def per(samples: Sequence[float], count: int) -> dict[str, float]:
+    """Spread of the seconds of one of `count` things that each sample did."""
+    return spread([seconds / count for seconds in samples])
+
+
+def rate(samples: Sequence[float], count: int) -> dict[str, float]:
+    """Spread of how many of `count` things a sample did in a second."""
+    return spread([count / seconds for seconds in samples])
 
 
 def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float | None = None) -> float:
-    """Relative l2 error; raises RuntimeError beyond the tolerance, by default that of logits: wrong results are not
-    timed."""
+    """Relative l2 error. Raises RuntimeError beyond the tolerance, by default that of logits."""
     if tolerance is None:
         tolerance = 1e-3 if expected.dtype == torch.float32 else 5e-2
     error = float((actual.double() - expected.double()).norm() / expected.double().norm())
@@ -133,24 +123,21 @@ def require_close(name: str, actual: torch.Tensor, expected: torch.Tensor, toler
     return error
 
 
-HIDDEN = ("definition", "sizes", "rates", "by_seed", "cpu_seconds", "metric")  # in results, and not in tables
-
-
 def cells_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """What a table shows of a row, by column: numbers and words, spreads and means; of mappings one column a key."""
     cells = {}
     for name, value in row.items():
         column = f"{prefix}{name}".replace(" ", "_")
+        if name in HIDDEN:
+            continue
         if isinstance(value, dict) and "median" in value:
             cells[column] = "{median:.4g}({min:.4g}-{max:.4g})".format(**value)
         elif isinstance(value, dict) and "mean" in value:
             cells[column] = "{mean:.4f}±{deviation:.4f}".format(**value)
-        elif isinstance(value, dict) and not prefix and name not in HIDDEN:
+        elif isinstance(value, dict) and not prefix:
             cells |= cells_of(value, f"{name}:")
-        elif isinstance(value, float):
-            cells[column] = f"{value:.4g}"
-        elif isinstance(value, (int, str)) and name not in HIDDEN:
-            cells[column] = str(value).replace(" ", "_")
+        elif isinstance(value, (float, int, str)):
+            cells[column] = f"{value:.4g}" if isinstance(value, float) else str(value).replace(" ", "_")
     return cells
 
 
@@ -167,26 +154,31 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
     """Print and return the device and the report that `finish` writes."""
     device = pick_device(args.device)
-    report = {"benchmark": name, "machine": machine(device), "settings": {"quick": args.quick, **settings}}
+    report: dict[str, Any] = {
+        "benchmark": name,
+        "machine": machine(device),
+        "settings": {"quick": args.quick, **settings},
+    }
     for part in ("machine", "settings"):
         print(f"{part}: " + ", ".join(f"{k} {v}" for k, v in report[part].items() if v is not None), flush=True)
     return device, report
 
 
-def report_path(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> Path:
-    """--out, or a name that tells benchmark, configuration (but for the paper's) and device."""
-    kind = "cpu" if device.type == "cpu" else report["machine"]["gpu"].lower().replace(" ", "-")
+def report_path(report: dict[str, Any], args: argparse.Namespace) -> Path:
+    """--out, or a name that tells benchmark, configuration (but for the paper's) and device; its folder exists."""
+    kind = (report["machine"]["gpu"] or "cpu").lower().replace(" ", "-")
     config = report["settings"].get("config", "paper")
     name = report["benchmark"] + ("" if config == "paper" else f"_{config}")
-    return args.out or REPORTS / f"{name}-{kind}{'-quick' if args.quick else ''}.json"
+    path = args.out or REPORTS / f"{name}-{kind}{'-quick' if args.quick else ''}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
 
 
-def finish(report: dict[str, Any], args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def finish(report: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Print the results, write the JSON in one move, return the report."""
     if isinstance(report["results"], list):
         table(report["results"])
-    path = report_path(report, args, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = report_path(report, args)
     write_json(path, report, indent=1)
     print(f"written: {path}")
     return report

@@ -28,7 +28,6 @@ import argparse
 import copy
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,11 +62,9 @@ def prefill(model: ESSMForCausalLM, tokens: Tensor, contexts: list[int], budget:
     """A cache (batch 1) after each context length, all read from one stream of tokens."""
     cache, caches, seen = ESSMCache(model.config), {}, 0
     for context in sorted(contexts):
-        while seen < context:
-            piece = tokens[:, seen : min(seen + PIECE, context)]
+        for piece in tokens[:, seen:context].split(PIECE, 1):
             model(piece, past_key_values=cache, use_cache=True, spectral_budget=budget, logits_to_keep=1)
-            seen += piece.shape[1]
-        caches[context] = copy.deepcopy(cache)
+        caches[context], seen = copy.deepcopy(cache), context
     return caches
 
 
@@ -113,10 +110,7 @@ class Decoder:
             self.read(token)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The tables.
-
-
+@torch.inference_mode()
 def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     contexts = args.contexts or ([256, 1024] if args.quick else [1024, 16384, 65536])
     batches = args.batches or ([1] if args.quick else [1, 16])
@@ -128,39 +122,24 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     model = make_model(config, device)
     tokens = torch.randint(0, 256, (1, max([*contexts, 150])), device=device)
     report["relative_error"] = max(Decoder(model, K).check(tokens[:, :150]) for K in budgets)
-    caches = {K: prefill(model, tokens, contexts, K) for K in budgets}
-    counts = sorted({1, torch.get_num_threads()}, reverse=True) if device.type == "cpu" else [torch.get_num_threads()]
+    read = {K: prefill(model, tokens, contexts, K) for K in budgets}
     report["results"] = []
-    for batch, count in itertools.product(batches, counts):
+    threads = {1, torch.get_num_threads()} if device.type == "cpu" else {torch.get_num_threads()}
+    for batch, count in itertools.product(batches, sorted(threads, reverse=True)):
+        caches = {(K, context): copy.deepcopy(read[K][context]) for K in budgets for context in contexts}
+        for cache in caches.values():
+            cache.batch_repeat_interleave(batch)
+        token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        calls = {(K, context): decoder(model, cache, token, K, steps) for (K, context), cache in caches.items()}
         with common.threads(count):
-            rows = measure_contexts(model, caches, batch, steps, args.rounds)
-        report["results"] += [{"batch": batch, "threads": count} | row for row in rows]
-    return common.finish(report, args, device)
-
-
-@torch.inference_mode()
-def measure_contexts(
-    model: ESSMForCausalLM, caches: dict[int, dict[int, ESSMCache]], batch: int, steps: int, rounds: int
-) -> list[dict[str, Any]]:
-    """A row for each budget and context at one batch size."""
-    token = torch.zeros(batch, 1, dtype=torch.long, device=model.device)
-    repeated = {(K, c): copy.deepcopy(cache) for K, by_context in caches.items() for c, cache in by_context.items()}
-    for cache in repeated.values():
-        cache.batch_repeat_interleave(batch)
-    calls = {(K, c): decoder(model, cache, token, K, steps) for (K, c), cache in repeated.items()}
-    seconds = common.paired(calls, model.device, rounds, warmup=1, limit_seconds=120.0)
-    shortest, largest = min(c for _, c in calls), max(caches)
-    return [
-        {
-            "budget": K,
-            "context": context,
-            "seconds_per_step": common.spread([s / steps for s in samples]),
-            "time_over_shortest_context": common.ratio(samples, seconds[K, shortest]),
-            "time_over_largest_budget": common.ratio(samples, seconds[largest, context]),
-            "cache_bytes": repeated[K, context].num_bytes,
-        }
-        for (K, context), samples in seconds.items()
-    ]
+            seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=120.0)
+        for (K, context), samples in seconds.items():
+            row: dict[str, Any] = {"batch": batch, "threads": count, "budget": K, "context": context}
+            row["seconds_per_step"] = common.per(samples, steps)
+            row["time_over_shortest_context"] = common.ratio(samples, seconds[K, min(contexts)])
+            row["time_over_largest_budget"] = common.ratio(samples, seconds[max(budgets), context])
+            report["results"].append(row | {"cache_bytes": caches[K, context].num_bytes})
+    return report
 
 
 def limit_table(args: argparse.Namespace) -> dict[str, Any]:
@@ -177,30 +156,29 @@ def limit_table(args: argparse.Namespace) -> dict[str, Any]:
             for K in budgets:
                 row = measure_limit(eager, compiled, memory, K, args.rounds)
                 report["results"].append({"threads": count, "budget": K} | row)
-    return common.finish(report, args, device)
+    return report
 
 
 @torch.inference_mode()
 def measure_limit(eager: Any, compiled: Any, memory: Tensor, K: int, rounds: int) -> dict[str, Any]:
     """One budget; raises RuntimeError where compiled steps differ."""
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
-    models = {"eager": eager, "compiled": compiled}
-    caches, logits = {}, {}
-    for kind, model in models.items():
-        caches[kind] = prefill(model, token.expand(1, 8), [8], K)[8]
-        cache = copy.deepcopy(caches[kind])
+    calls: dict[str, Any] = {"memory": memory.sum}
+    logits = {}
+    for kind, model in {"eager": eager, "compiled": compiled}.items():
+        read = prefill(model, token.expand(1, 8), [8], K)[8]
+        cache = copy.deepcopy(read)
         steps = [model(token, past_key_values=cache, spectral_budget=K).logits for _ in range(CHECKED_STEPS)]
         logits[kind] = torch.cat(steps, 1)
+        calls[kind] = functools.partial(decode, model, read, token, K, 1)
     tolerance = 1e-4 if logits["eager"].dtype == torch.float32 else 5e-2
     error = common.require_close(f"compiled step, K = {K}", logits["compiled"], logits["eager"], tolerance)
-    calls: dict[str, Callable] = {"memory": lambda: memory.sum()}
-    calls |= {kind: functools.partial(decode, model, caches[kind], token, K, 1) for kind, model in models.items()}
     seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
-    read = common.weight_bytes(eager, K)
-    row: dict[str, Any] = {"weight_bytes": read, "relative_error": error}
-    row["bytes_per_second"] = common.spread([memory.nbytes / s for s in seconds["memory"]])
-    limit = [read / memory.nbytes * s for s in seconds["memory"]]
-    for kind in models:
+    weights = common.weight_bytes(eager, K)
+    row: dict[str, Any] = {"weight_bytes": weights, "relative_error": error}
+    row["bytes_per_second"] = common.rate(seconds["memory"], memory.nbytes)
+    limit = [weights / memory.nbytes * s for s in seconds["memory"]]
+    for kind in logits:
         row[f"{kind}_seconds"] = common.spread(seconds[kind])
         row[f"{kind}_fraction"] = common.ratio(limit, seconds[kind])
     return row
@@ -224,7 +202,7 @@ def peers_table(args: argparse.Namespace) -> dict[str, Any]:
     with common.threads(1):
         for context in contexts:
             report["results"] += measure_peers(models, rows, context, room, steps, args.rounds)
-    return common.finish(report, args, device)
+    return report
 
 
 def measure_peers(
@@ -239,20 +217,15 @@ def measure_peers(
         one.check(ids[:, :SHORT])
         for piece in ids[:, : SHORT if name == "Mamba-2" else context].split(PIECE, 1):
             one.read(piece)
-        calls[label], sizes[label] = functools.partial(one.sample, ids[:, -1:], context, steps), one
-    bytes_held = {label: common.state_bytes(one.cache) for label, one in sizes.items()}
-    seconds: dict[str, list[float]] = common.paired(calls, device, rounds, warmup=1, limit_seconds=240.0)
-    first = next(iter(rows))
-    return [
-        {
-            "model": label,
-            "context": context,
-            "cache_bytes": bytes_held[label],
-            "seconds_per_token": common.spread([s / steps for s in seconds[label]]),
-            "time_over_first": common.ratio(seconds[label], seconds[first]),
-        }
-        for label in rows
-    ]
+        calls[label] = functools.partial(one.sample, ids[:, -1:], context, steps)
+        sizes[label] = common.state_bytes(one.cache)
+    seconds = common.paired(calls, device, rounds, warmup=1, limit_seconds=240.0)
+    first, results = next(iter(rows)), []
+    for label, samples in seconds.items():
+        row = {"model": label, "context": context, "cache_bytes": sizes[label]}
+        row["seconds_per_token"] = common.per(samples, steps)
+        results.append(row | {"time_over_first": common.ratio(samples, seconds[first])})
+    return results
 
 
 def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
@@ -268,13 +241,12 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     report["results"] = []
     for length, size in [(lengths[0], None), *((length, chunk) for length in lengths)]:
         call = functools.partial(read_prompt, model, ids[:, :length], K, size)
-        seconds = common.timed(call, device)
-        row = {"length": length, "chunk": size, "tokens_per_second": length / seconds}
+        row = {"length": length, "chunk": size, "tokens_per_second": length / common.timed(call, device)}
         report["results"].append(row | {"peak_bytes": common.peak_memory(call, device)})
     states = (read_prompt(model, ids[:, : lengths[0]], K, size).layers for size in (chunk, None))
     for in_pieces, whole in zip(*states):
         common.require_close("state", in_pieces.tensors["features"], whole.tensors["features"])
-    return common.finish(report, args, device)
+    return report
 
 
 @torch.inference_mode()
@@ -292,15 +264,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--table", choices=TABLES, default="contexts")
-    p.add_argument("--contexts", type=int, nargs="+", help="tokens read before, or of the prompts")
+    p.add_argument("--contexts", type=int, nargs="+", help=f"tokens read before, of peers at least {SHORT}; or prompts")
     p.add_argument("--batches", type=int, nargs="+", help="of contexts")
     p.add_argument("--steps", type=int, help="decoded tokens of one sample")
     p.add_argument("--chunk", type=int, help="of prompt: tokens of a piece")
     p.add_argument("--backend", default="inductor", help="of limit: compiles the steps")
     args = p.parse_args(argv)
-    if args.table == "peers" and args.contexts and min(args.contexts) < SHORT:
-        p.error(f"--contexts of peers must be at least {SHORT}, got {args.contexts}")
-    return TABLES[args.table](args)
+    return common.finish(TABLES[args.table](args), args)
 
 
 if __name__ == "__main__":

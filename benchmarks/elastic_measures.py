@@ -18,40 +18,35 @@ from .elastic_tasks import Depths, Measured, always, gate
 
 AROUND = 10  # positions on each side of one where a difficult stretch begins
 SHIFTS = (-4.0, -2.0, -1.0, 1.0, 2.0)  # of the gate's thresholds, in units of the logarithm of the objective
-IN_USE = "refined in use"  # the control of a model that learnt without a corrector and a gate, and has new ones
 STREAMS = 16  # test streams that costs are the means of
+
+
+def ranks_of(values: Tensor) -> Tensor:
+    """From 1, ties at their mean rank."""
+    order = values.double().unique(return_inverse=True)[1]
+    counts = torch.bincount(order).double()
+    return (counts.cumsum(0) - (counts - 1) / 2)[order]
 
 
 def auroc(scores: Tensor, positive: Tensor) -> float:
     """The chance that a positive has a larger score than a negative, ties counting half; NaN without both."""
-    order = scores.double().unique(return_inverse=True)[1]
-    ranks = torch.zeros(len(scores), dtype=torch.float64)
-    counts = torch.bincount(order).double()
-    ranks = (counts.cumsum(0) - (counts - 1) / 2)[order]
     P, N = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - P * (P + 1) / 2) / (P * N)) if P and N else float("nan")
+    return float((ranks_of(scores)[positive].sum() - P * (P + 1) / 2) / (P * N)) if P and N else math.nan
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's, ties at their mean rank; NaN where one is constant."""
-    ranks = []
-    for values in (a, b):
-        order = values.double().unique(return_inverse=True)[1]
-        counts = torch.bincount(order).double()
-        ranks.append((counts.cumsum(0) - (counts - 1) / 2)[order])
-    found = torch.corrcoef(torch.stack(ranks))[0, 1]
-    return float(found)
+    """Spearman's; NaN where one is constant."""
+    return float(torch.corrcoef(torch.stack([ranks_of(a), ranks_of(b)]))[0, 1])
 
 
 def around_events(measured: Measured) -> list[float | None]:
     """Mean depth from 10 positions before a stretch of difficult ones begins to 10 after it, where they exist."""
     hard = measured.difficult & measured.real
-    begins = hard & ~F.pad(hard[:, :-1], (1, 0), value=False)
-    rows = [(at, i) for i, at in begins.nonzero().tolist()]
+    begins = (hard & ~F.pad(hard[:, :-1], (1, 0), value=False)).nonzero().tolist()
     found: list[float | None] = []
     for offset in range(-AROUND, AROUND + 1):
-        places = [(i, at + offset) for at, i in rows if 0 <= at + offset < measured.real.shape[1]]
-        depths = [float(measured.depths[i, t]) for i, t in places if measured.real[i, t]]
+        places = [(i, at + offset) for i, at in begins if 0 <= at + offset < measured.real.shape[1]]
+        depths = [float(measured.depths[place]) for place in places if measured.real[place]]
         found.append(float(np.mean(depths)) if depths else None)
     return found
 
@@ -67,12 +62,9 @@ def told(measured: Measured, most: int) -> dict[str, Any]:
         result |= {"auroc": auroc(depths, hard), "rank_correlation": rank_correlation(depths, losses)}
         result |= {"error_correlation": rank_correlation(depths, errors)}
         result |= {"error_correlation_difficult": rank_correlation(depths[hard], errors[hard])}
-        result |= {
-            "depth_difficult": float(depths[hard].double().mean()),
-            "depth_easy": float(depths[~hard].double().mean()),
-        }
-        worked = depths > 0
-        result["lowered"] = float((refined[worked] < losses[worked]).double().mean())
+        result |= {"depth_difficult": float(depths[hard].double().mean())}
+        result |= {"depth_easy": float(depths[~hard].double().mean())}
+        result["lowered"] = float((refined < losses)[depths > 0].double().mean())
         result["around_events"] = around_events(measured)
     return result
 
@@ -89,46 +81,28 @@ def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict
     mean, share = float(there.double().mean()), float(own.difficult[own.real].double().mean())
     there_first = min(float(most), mean / share) if share else 0.0
     elsewhere = max(0.0, mean - share * there_first) / (1 - share) if share < 1 else 0.0
-
-    def everywhere(difficult: Tensor) -> Tensor:
-        return dithered(torch.full(difficult.shape, mean), generator)
-
-    def by_chance(difficult: Tensor) -> Tensor:
-        return there[torch.randint(len(there), difficult.shape, generator=generator)]
-
-    def where_difficult(difficult: Tensor) -> Tensor:
-        return dithered(torch.where(difficult, there_first, elsewhere), generator)
-
-    depths: dict[str, Depths] = {"none": lambda difficult: 0, "all": lambda difficult: most}
-    depths |= {"mean everywhere": everywhere, "by chance": by_chance, "where difficult": where_difficult}
+    generator = torch.Generator()
+    depths: dict[str, Depths] = {
+        "none": lambda difficult: 0,
+        "all": lambda difficult: most,
+        "mean everywhere": lambda difficult: dithered(torch.full(difficult.shape, mean), generator),
+        "by chance": lambda difficult: there[torch.randint(len(there), difficult.shape, generator=generator)],
+        "where difficult": lambda difficult: dithered(torch.where(difficult, there_first, elsewhere), generator),
+    }
     found = {}
     for name, depth in depths.items():
-        generator = torch.Generator().manual_seed(seed)
+        generator.manual_seed(seed)
         found[name] = told(task.measure(model, depth), most)
     for shift in SHIFTS:
-        measured = task.measure(model, gate, gate_threshold_shift=shift)
-        found[f"thresholds {shift:+g}"] = told(measured, most)
+        found[f"thresholds {shift:+g}"] = told(task.measure(model, gate, gate_threshold_shift=shift), most)
     return found
 
 
-def flops_of_solve(B: Any, L: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Two triangular solves, shapes (.., d, k) and (.., d, d)."""
-    return 2 * math.prod(B) * L[-1]
-
-
-def flops_of_cholesky(A: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return math.prod(A) * A[-1] // 3
-
-
-def flops_of_attention(q: Any, k: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Scores and their sum, (.., L, d) and (.., S, d)."""
-    return 4 * math.prod(q) * k[-2]
-
-
 FORMULAS = {  # what torch has none for, of shapes
-    torch.ops.aten.cholesky_solve: flops_of_solve,
-    torch.ops.aten.linalg_cholesky_ex: flops_of_cholesky,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flops_of_attention,
+    torch.ops.aten.cholesky_solve: lambda B, L: 2 * math.prod(B) * L[-1],  # two triangular ones, (.., d, k), (.., d, d)
+    torch.ops.aten.linalg_cholesky_ex: lambda A: math.prod(A) * A[-1] // 3,
+    # Scores and their sum, (.., L, d) and (.., S, d).
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v: 4 * math.prod(q) * k[-2],
 }
 
 
@@ -138,9 +112,7 @@ class Flops(TorchDispatchMode):
     torch's own FlopCounterMode follows modules with hooks that autograd.grad refuses.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
+    total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -151,7 +123,6 @@ class Flops(TorchDispatchMode):
         return out
 
 
-@torch.no_grad()
 def cost(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> dict[str, float]:
     """FLOPs of a position of test streams, batch 1, as they come, and processor seconds of the model's own steps,
     without the task's part. Every row looks at the objective once a position, also one that never refines."""

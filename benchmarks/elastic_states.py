@@ -44,12 +44,13 @@ from modeling_essm import ESSMConfig
 from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, distillation_loss
 
 from . import common, sweeps
-from .elastic_measures import AROUND, IN_USE, STREAMS, auroc, controls, cost, told
+from .elastic_measures import AROUND, STREAMS, auroc, controls, cost, told
 from .elastic_tasks import TASKS, Measured, Repair, always
 from .sweeps import Run, Sweep, mean
 
 METRIC = "metric"  # how a run names what its learning rate is chosen by
 RATES = (3e-3, 1e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
+IN_USE = "refined in use"  # the control of a model that learnt without a corrector and a gate, and has new ones
 
 
 @dataclass(frozen=True)
@@ -123,14 +124,20 @@ class Settings:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Models.
+# One run.
+
+
+@functools.cache
+def open_task(settings: Any, name: str) -> Any:
+    return TASKS[name](settings.data_dir, settings.test_count)
 
 
 def make_model(settings: Settings, method: Method, task: Any) -> Any:
     """A new model of the row, at its share of the ESM's parameters, to 5%."""
-    fields = {name: getattr(settings, name) for name in ("latent_size", "hidden_size", "max_refine_depth")}
+    names = ("latent_size", "hidden_size", "max_refine_depth", "compute_penalty")
+    fields: dict[str, Any] = {name: getattr(settings, name) for name in names}
     fields |= {"num_input_features": task.features, "readout_size": task.readouts, "readout_hidden_size": 64}
-    config = ElasticStateConfig(**fields | {"compute_penalty": settings.compute_penalty} | method.fields)
+    config = ElasticStateConfig(**fields | method.fields)
     if method.backbone is not None:
         config = matched_config(config, method.backbone, method.share)
     model = ElasticStateModel(config)
@@ -140,50 +147,42 @@ def make_model(settings: Settings, method: Method, task: Any) -> Any:
 
 
 def matched_config(config: Any, kind: str, share: float) -> Any:
-    """The configuration around another backbone, without feedback, of the size that is nearest to that share.
+    """The configuration around another backbone, without feedback, of the size that is nearest to that share: one block
+    of a Transformer, or a spectral layer and one of attention, each with its feed-forward layer.
 
     Raises:
         ValueError: no size is within 5%.
     """
 
+    def sized(width: int, inner: int) -> Any:
+        sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "vocab_size": 8}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+        if kind == "transformer":
+            backbone: Any = LlamaConfig(**sizes, num_hidden_layers=1)
+        else:
+            sizes |= {"block": "gated", "num_hidden_layers": 2, "inner_size": width, "num_heads": 1}
+            sizes |= {"num_spectral_channels": 8, "filter_length": 512}
+            backbone = ESSMConfig(**sizes, layer_types=["linear_attention", "full_attention"])
+        given = {
+            "feedback": False,
+            "metric": "diagonal",
+            "backbone_config": backbone,
+        }  # of that metric few weights idle
+        return ElasticStateConfig(**{k: v for k, v in (config.to_dict() | given).items() if k != "auto_map"})
+
     def count(config: Any) -> int:
         with torch.device("meta"):
             return ElasticStateModel(config).num_parameters()
-
-    def sized(width: int, inner: int) -> Any:
-        given = {"feedback": False, "metric": "diagonal"}  # a metric that is not used has few weights
-        fields = config.to_dict() | given | {"backbone_config": backbone_config(kind, width, inner)}
-        return ElasticStateConfig(**{k: v for k, v in fields.items() if k != "auto_map"})
 
     target, found = share * count(config), []
     for width in (16, 24, 32, 40, 48, 56, 64):
         least, more = count(sized(width, 8)), count(sized(width, 12))  # their number is linear in the inner width
         steps = min(max(round((target - least) / (more - least)), 0), width - 2)
         found.append((abs(least + steps * (more - least) - target), sized(width, 8 + 4 * steps)))
-    best = min(found, key=lambda each: each[0])[1]
-    if abs(count(best) - target) > 0.05 * target:
+    apart, best = min(found, key=lambda each: each[0])
+    if apart > 0.05 * target:
         raise ValueError(f"no {kind} has {target:,.0f} parameters to 5%, the nearest {count(best):,}")
     return best
-
-
-def backbone_config(kind: str, width: int, inner: int) -> Any:
-    """One block of a Transformer, or a spectral layer and one of attention, each with its feed-forward layer."""
-    fields: dict[str, Any] = {"hidden_size": width, "intermediate_size": inner, "vocab_size": 8}
-    fields |= {"num_attention_heads": 4, "num_key_value_heads": 4}
-    if kind == "transformer":
-        return LlamaConfig(**fields, num_hidden_layers=1)
-    fields |= {"block": "gated", "num_hidden_layers": 2, "inner_size": width, "num_heads": 1}
-    layers = ["linear_attention", "full_attention"]
-    return ESSMConfig(**fields, layer_types=layers, num_spectral_channels=8, filter_length=512)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One run.
-
-
-@functools.cache
-def open_task(settings: Settings, name: str) -> Any:
-    return TASKS[name](settings.data_dir, settings.test_count)
 
 
 def one_cycle(parameters: Any, rate: float, updates: int) -> tuple[Any, Any]:
@@ -207,17 +206,14 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
         return share(met, update % task.ahead, settings.batch_size)
 
     def losses(update: int, batch: dict[str, Any]) -> list[Tensor]:
-        real = batch.get("real")
-        output = model(
-            batch["input_features"],
-            batch["observations"],
-            attention_mask=None if method.backbone else real,  # other backbones take no mask
-            refine_depth=method.depth_after(update / updates),
-            use_cache=False,
-        )
+        real, depth = batch.get("real"), method.depth_after(update / updates)
+        mask = None if method.backbone else real  # other backbones take no mask
+        inputs = (batch["input_features"], batch["observations"])
+        output = model(*inputs, attention_mask=mask, refine_depth=depth, use_cache=False)
         loss = output.loss
         if method.backbone:
-            loss = mean_of((1 + model.config.proposal_weight) * output.losses, real)
+            each = (1 + model.config.proposal_weight) * output.losses
+            loss = each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
         loss = loss + task.loss(output, batch)
         if method.distilled and update >= updates / 2:
             loss = loss + method.distilled * distillation_loss(output, real)
@@ -233,20 +229,14 @@ def share(batch: dict[str, Any], index: int, size: int) -> dict[str, Any]:
     return {name: share(x, index, size) if isinstance(x, dict) else x[rows] for name, x in batch.items()}
 
 
-def mean_of(each: Tensor, real: Tensor | None) -> Tensor:
-    """(): of (B, L) over the positions that exist."""
-    return each.mean() if real is None else (each * real).sum() / real.sum().clamp(min=1)
-
-
 def parameters_of(model: Any, method: Method) -> int:
     """Those that the row has a use for."""
-    idle = () if method.refined else ("corrector.",)
-    idle += () if method.depth is None else ("gate.",)
+    idle = (() if method.refined else ("corrector.",)) + (() if method.depth is None else ("gate.",))
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(idle))
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
-    task, method = open_task(settings, run.task or ""), ROWS[run.name]
+    task, method = open_task(settings, run.task), ROWS[run.name]
     torch.manual_seed(run.seed)
     model = make_model(settings, method, task)
     record = {"parameters": parameters_of(model, method)} | train(model, method, task, settings, run)
@@ -276,16 +266,14 @@ def other_depths(task: Any, model: Any, method: Method, own: Measured, most: int
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
-    return {"task": open_task(settings, run.task or "").identity, "row": dataclasses.asdict(ROWS[run.name])}
+    return {"task": open_task(settings, run.task).identity, "row": dataclasses.asdict(ROWS[run.name])}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs.
 
-TOLD = (
-    *("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult"),
-    *("depth_difficult", "depth_easy", "proposal_objective", "objective", "lowered"),
-)
+TOLD = ("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult")
+TOLD += ("depth_difficult", "depth_easy", "proposal_objective", "objective", "lowered")
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -309,7 +297,12 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if control is None and (aligned := [f["around_events"] for f in found if "around_events" in f]):
                 row["around_events"] = [None if None in at else mean([*at]) for at in zip(*aligned)]
             results.append(row)
-    return [row | relative(row, results) | at_equal_depth(row, results, curves) for row in results]
+    return [row | against_peers(row, results, curves) for row in results]
+
+
+def of_gate(control: str | None) -> bool:
+    """Whether depths are the gate's, whatever its thresholds: none and all are the ends of that."""
+    return control in (None, "none", "all", IN_USE) or control.startswith("thresholds")
 
 
 def curve_of(run: dict[str, Any]) -> list[tuple[float, float]]:
@@ -318,38 +311,27 @@ def curve_of(run: dict[str, Any]) -> list[tuple[float, float]]:
     return sorted((each["mean_depth"], each["values"][TASKS[run["task"]].metric]) for each in found)
 
 
-def of_gate(control: str | None) -> bool:
-    """Whether depths are the gate's, whatever its thresholds: none and all are the ends of that."""
-    return control in (None, "none", "all", IN_USE) or control.startswith("thresholds")
-
-
-def at_equal_depth(
+def against_peers(
     row: dict[str, Any], results: list[dict[str, Any]], curves: dict[tuple[str, str], dict[int, Any]]
 ) -> dict[str, Any]:
-    """What each seed of a row with a gate reaches at the mean depth of the ESM's, "at_esm_depth"; and how much more
-    that is than what the ESM of that seed has there, "minus_esm", with its "seeds", those that both have."""
-    esm = next((r for r in results if (r["task"], r["model"], r["control"]) == (row["task"], "ESM", None)), None)
-    own, peers = (curves.get((row["task"], model), {}) for model in (row["model"], "ESM"))
-    if esm is None or row["control"] is not None or not own:
-        return {}
-    depth = esm["mean_depth"]["mean"]
-    there, theirs = (
-        {seed: float(np.interp(depth, *zip(*curve))) for seed, curve in each.items()} for each in (own, peers)
-    )
-    found: dict[str, Any] = {"at_esm_depth": mean([*there.values()])}
-    if shared := [there[seed] - theirs[seed] for seed in there if seed in theirs]:
-        found["minus_esm"] = mean(shared) | {"seeds": len(shared)}
-    return found
-
-
-def relative(row: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, float]:
-    """Against its peers: "over_ssm", the task's metric as a multiple, and "flops_over_transformer"."""
-    peers = {r["model"]: r for r in results if r["task"] == row["task"] and r["control"] is None}
-    metric, found = TASKS[row["task"]].metric, {}
+    """Where those peers are: "over_ssm", the task's metric as a multiple, "flops_over_transformer", and what the seeds
+    of a row with a gate reach at the mean depth of the ESM's, "at_esm_depth", and there above the ESM of that seed,
+    "minus_esm"."""
+    task, metric, found = row["task"], TASKS[row["task"]].metric, {}
+    peers = {r["model"]: r for r in results if r["task"] == task and r["control"] is None}
     if "SSM" in peers and (least := peers["SSM"][metric]["mean"]):
         found["over_ssm"] = row[metric]["mean"] / least
     if "Transformer" in peers and "flops" in row:
         found["flops_over_transformer"] = row["flops"]["mean"] / peers["Transformer"]["flops"]["mean"]
+    if "ESM" in peers and row["control"] is None and curves[task, row["model"]]:
+        depth = peers["ESM"]["mean_depth"]["mean"]
+        mine, theirs = (
+            {seed: float(np.interp(depth, *zip(*curve))) for seed, curve in curves[task, model].items()}
+            for model in (row["model"], "ESM")
+        )
+        found["at_esm_depth"] = mean([*mine.values()])
+        if shared := [mine[seed] - theirs[seed] for seed in mine if seed in theirs]:
+            found["minus_esm"] = mean(shared) | {"seeds": len(shared)}
     return found
 
 
@@ -405,11 +387,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
     sweeps.add_arguments(p, ROWS, "runs/elastic_states", 400, TASKS)
     args = p.parse_args(argv)
-    settings = Settings(args.data_dir, args.updates)
-    if args.quick:
-        settings = Settings(args.data_dir, min(args.updates, 2), batch_size=2, test_count=2)
+    small: dict[str, int] = {"batch_size": 2, "test_count": 2} if args.quick else {}
+    settings = Settings(args.data_dir, min(args.updates, 2) if args.quick else args.updates, **small)
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
-    device, report = common.start("elastic_states", args, **records[0]["settings"])
+    _, report = common.start("elastic_states", args, **records[0]["settings"])
     report["results"] = summarise(records)
     if "repair" in args.tasks and Path(args.data_dir, "protein_chains").is_dir():
         report["references"] = {
@@ -417,11 +398,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             for name, found in Repair(args.data_dir, records[0]["settings"]["test_count"]).references().items()
         }
         print(f"\nthe chains of repair themselves: {report['references']}")
-    common.finish(report, args, device)
-    path = common.report_path(report, args, device)
+    path = common.report_path(report, args)
     for name, figure in {"": draw_rows(report["results"]), "_depths": draw_depths(report["results"])}.items():
         write_figure(path.with_name(f"{path.stem}{name}.png"), figure, dpi=110)
-    return report
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Letters: B batch, L positions of a stream, F features.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -57,6 +58,27 @@ class Measured:
     real: Tensor
 
 
+@contextlib.contextmanager
+def evaluated(model: Any) -> Iterator[None]:
+    """In eval mode, without gradients."""
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        yield
+    model.train(training)
+
+
+def told_of(output: Any) -> dict[str, Tensor]:
+    """(B,) each: what a step says of its depth and of the objective."""
+    fields = (output.refine_depths, output.proposal_losses, output.losses)
+    return {name: x[:, 0] for name, x in zip(("depths", "losses", "refined"), fields)}
+
+
+def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """(B, L, ..) of (B, ..) for each position."""
+    return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
+
+
 class Repair:
     """Loops of real protein chains (`essm_train.tasks.chains`); the metric is the energy, the lower the better.
 
@@ -78,30 +100,23 @@ class Repair:
     def objective(self) -> Any:
         return chains.RepairEnergy()
 
-    @torch.no_grad()
     def follow(
         self, model: Any, batch: dict[str, Any], depths: Depths = gate, errors: bool = False, **dials: Any
     ) -> dict[str, Tensor]:
         """The model along the chains of a batch, in eval mode: what it was given and what it said, (B, L, ..)."""
-        training = model.training
-        model.eval()
-        observations, place, cache = batch["observations"], torch.zeros_like(batch["native"][:, 0]), None
-        rows: list[dict[str, Tensor]] = []
-        for t in range(batch["native"].shape[1]):
-            seen = {name: x[:, t] for name, x in observations.items()}
-            drift = seen["place"] - seen["step"] - place
-            given = torch.cat([batch["input_features"][:, t], drift], 1)
-            output = model.step(given, cache, seen, refine_depth=depths(batch["loop"][:, t]), **dials)
-            cache, y = output.past_key_values, output.readouts[:, 0]
-            place = place + y
-            row = {"features": given, "readouts": y, "depths": output.refine_depths[:, 0]}
-            row |= {"losses": output.proposal_losses[:, 0], "refined": output.losses[:, 0]}
-            if errors:
-                proposed = model.readout(output.proposals[:, 0]).to(y.dtype)
-                row["errors"] = (proposed - batch["native"][:, t]).norm(dim=-1)
-            rows.append(row)
-        model.train(training)
-        return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
+        place, cache, rows = torch.zeros_like(batch["native"][:, 0]), None, []
+        with evaluated(model):
+            for t in range(batch["native"].shape[1]):
+                seen = {name: x[:, t] for name, x in batch["observations"].items()}
+                given = torch.cat([batch["input_features"][:, t], seen["place"] - seen["step"] - place], 1)
+                output = model.step(given, cache, seen, refine_depth=depths(batch["loop"][:, t]), **dials)
+                cache, y = output.past_key_values, output.readouts[:, 0]
+                place = place + y
+                rows.append({"features": given, "readouts": y} | told_of(output))
+                if errors:
+                    proposed = model.readout(output.proposals[:, 0]).to(y.dtype)
+                    rows[-1]["errors"] = (proposed - batch["native"][:, t]).norm(dim=-1)
+        return stacked(rows)
 
     def batch(
         self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
@@ -120,10 +135,10 @@ class Repair:
         return chains.quality(found["readouts"], found["refined"], self.validation)[self.metric]
 
     def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
-        test, found = self.test, self.follow(model, self.test, depths, errors=True, **dials)
-        values = chains.quality(found["readouts"], found["refined"], test)
+        found, loop = self.follow(model, self.test, depths, errors=True, **dials), self.test["loop"]
+        values = chains.quality(found["readouts"], found["refined"], self.test)
         told = (found[name] for name in ("depths", "losses", "refined", "errors"))
-        return Measured(values, *told, test["loop"], torch.ones_like(test["loop"]))
+        return Measured(values, *told, loop, torch.ones_like(loop))
 
     def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
         """Run the model along one test window, batch 1; its positions."""
@@ -134,17 +149,15 @@ class Repair:
     @torch.no_grad()
     def references(self) -> dict[str, Measured]:
         """The test windows "as read", with their disturbed loops, and "native": what a model that copies them finds."""
-        observations, objective = self.test["observations"], self.objective()
-        found = {}
+        observations, loop, objective, found = self.test["observations"], self.test["loop"], self.objective(), {}
         for name, steps in {"as read": observations["step"], "native": self.test["native"]}.items():
             history, rows = objective.initial_history({n: x[:, 0] for n, x in observations.items()}), []
             for t in range(steps.shape[1]):
                 seen = {n: x[:, t] for n, x in observations.items()}
                 rows.append(objective(steps[:, t], seen, history))
                 history = objective.commit(history, steps[:, t], seen)
-            energies, loop = torch.stack(rows, 1), self.test["loop"]
-            errors, values = (steps - self.test["native"]).norm(dim=-1), chains.quality(steps, energies, self.test)
-            depths = torch.zeros_like(loop, dtype=torch.long)
+            energies, errors = torch.stack(rows, 1), (steps - self.test["native"]).norm(dim=-1)
+            values, depths = chains.quality(steps, energies, self.test), torch.zeros_like(loop, dtype=torch.long)
             found[name] = Measured(values, depths, energies, energies, errors, loop, torch.ones_like(loop))
         return found
 
@@ -169,61 +182,49 @@ class Maze:
     def objective(self) -> Any:
         return mazes.ValueConsistency(self.side)
 
-    @torch.no_grad()
     def follow(
-        self, model: Any, walks: list[mazes.Walk], depths: Depths = gate, errors: bool = False, **dials: Any
-    ) -> Iterator[dict[str, Tensor]]:
-        """What the walkers see, what the model says and does: a dict of (B, ..) for each position.
+        self,
+        model: Any,
+        walks: list[mazes.Walk],
+        depths: Depths = gate,
+        errors: bool = False,
+        act: Callable[[int, dict[str, Tensor]], Any] | None = None,
+        **dials: Any,
+    ) -> dict[str, Tensor]:
+        """What walkers see, and what the model, in eval mode, says and does, (B, L, ..).
 
-        The one who iterates moves the walkers in between. The model is in eval mode until the iterator is closed.
+        Args:
+            act: the actions at a position, of what is known there, for `length` positions; by default walkers go where
+                the values say, until all have arrived or are late, after which positions do not exist.
         """
-        training = model.training
-        model.eval()
-        try:
-            yield from self._follow(model, walks, depths, errors, **dials)
-        finally:
-            model.train(training)
-
-    def _follow(
-        self, model: Any, walks: list[mazes.Walk], depths: Depths, errors: bool, **dials: Any
-    ) -> Iterator[dict[str, Tensor]]:
-        memory, history, cache = self.objective(), None, None
-        while True:
-            seen = mazes.stack([walk.observe() for walk in walks])
-            if history is None:
-                history = memory.initial_history(observation_of(seen))
-            said, known = memory.remembered(history, observation_of(seen))
-            given = torch.cat([seen["features"], said / self.side, known.to(said.dtype)], 1)
-            difficult = torch.tensor([walk.difficult() for walk in walks])
-            output = model.step(given, cache, observation_of(seen), refine_depth=depths(difficult), **dials)
-            cache = output.past_key_values
-            history = memory.commit(history, output.readouts[:, 0], observation_of(seen))
-            row = {"errors": self.errors(model, output, walks, seen["view"])} if errors else {}
-            yield (
-                seen
-                | row
-                | {
-                    "features": given,
-                    "expert": torch.tensor([walk.expert() for walk in walks]),
-                    "real": torch.tensor([not walk.arrived for walk in walks]),
-                    "late": torch.tensor([walk.late for walk in walks]),
-                    "difficult": difficult,
-                    "actions": mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1),
-                    "depths": output.refine_depths[:, 0],
-                    "losses": output.proposal_losses[:, 0],
-                    "refined": output.losses[:, 0],
-                }
-            )
-
-    @staticmethod
-    def errors(model: Any, output: Any, walks: list[mazes.Walk], view: Tensor) -> Tensor:
-        """(B,): 1 where the move that the proposal speaks for is on no shortest way."""
-        proposed = model.readout(output.proposals[:, 0]).to(output.readouts.dtype)
-        found = []
-        for walk, action in zip(walks, mazes.costs_and_values(proposed, view).argmin(-1).tolist()):
-            costs = walk.costs()
-            found.append(float(costs[action] > costs.min()))
-        return torch.tensor(found)
+        memory, history, cache, rows = self.objective(), None, None, []
+        with evaluated(model):
+            while len(rows) < self.length if act else not all(walk.arrived or walk.late for walk in walks):
+                seen = mazes.stack([walk.observe() for walk in walks])
+                here = observation_of(seen)
+                history = memory.initial_history(here) if history is None else history
+                said, known = memory.remembered(history, here)
+                given = torch.cat([seen["features"], said / self.side, known.to(said.dtype)], 1)
+                difficult = torch.tensor([walk.difficult() for walk in walks])
+                output = model.step(given, cache, here, refine_depth=depths(difficult), **dials)
+                cache, history = output.past_key_values, memory.commit(history, output.readouts[:, 0], here)
+                row = seen | told_of(output) | {"features": given, "difficult": difficult}
+                row["expert"] = torch.tensor([walk.expert() for walk in walks])
+                row["real"] = torch.tensor([not (walk.arrived or (not act and walk.late)) for walk in walks])
+                row["actions"] = mazes.costs_and_values(output.readouts[:, 0], seen["view"]).argmin(-1)
+                if errors:
+                    proposed = model.readout(output.proposals[:, 0]).to(output.readouts.dtype)
+                    moves = mazes.costs_and_values(proposed, seen["view"]).argmin(-1).tolist()
+                    wrong = [walk.costs()[move] > walk.costs().min() for walk, move in zip(walks, moves)]
+                    row["errors"] = torch.tensor(wrong, dtype=torch.float32)
+                actions = act(len(rows), row) if act else row["actions"].tolist()
+                rows.append(row)
+                for walk, action, real in zip(walks, actions, row["real"].tolist()):
+                    if real:
+                        walk.step(action)
+                    else:
+                        walk.stay()
+        return stacked(rows)
 
     def batch(
         self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
@@ -234,19 +235,13 @@ class Maze:
         the model does.
         """
         walks = [mazes.new_walk(rng, self.side) for _ in range(size)]
-        own = rng.random() < 0.5
+        guide = "actions" if rng.random() < 0.5 else "expert"
         noisy, noise = rng.random((self.length, size)) < 0.15, rng.integers(4, size=(self.length, size))
-        rows, steps = [], self.follow(model, walks, depths, **dials)
-        for t in range(self.length):
-            rows.append(row := next(steps))
-            actions = (row["actions"] if own else row["expert"]).numpy()
-            for walk, action in zip(walks, np.where(noisy[t], noise[t], actions).tolist()):
-                if walk.arrived:
-                    walk.stay()
-                else:
-                    walk.step(action)
-        steps.close()
-        seen = {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
+
+        def act(t: int, row: dict[str, Tensor]) -> list[int]:
+            return np.where(noisy[t], noise[t], row[guide].numpy()).tolist()
+
+        seen = self.follow(model, walks, depths, act=act, **dials)
         return seen | {"input_features": seen["features"], "observations": observation_of(seen)}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
@@ -263,38 +258,23 @@ class Maze:
             self.starts[seed] = [mazes.new_walk(rng, self.side) for _ in range(self.test_mazes)]
         return copy.deepcopy(self.starts[seed])
 
-    def walk(self, model: Any, walks: list[mazes.Walk], depths: Depths, **dials: Any) -> dict[str, Tensor]:
-        """Walkers that go where the values say, until all have arrived or are late: what `follow` gives, (B, L, ..)."""
-        rows, steps = [], self.follow(model, walks, depths, **dials)
-        while not all(walk.arrived or walk.late for walk in walks):
-            row = next(steps)
-            rows.append(row | {"real": row["real"] & ~row["late"]})
-            for walk, action in zip(walks, row["actions"].tolist()):
-                if walk.arrived or walk.late:
-                    walk.stay()
-                else:
-                    walk.step(action)
-        steps.close()
-        return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
-
     def validate(self, model: Any, depths: Depths) -> float:
         """The metric on mazes of their own."""
         walks = self.walks(self.validation_seed)
-        self.walk(model, walks, depths)
+        self.follow(model, walks, depths)
         return 1 - sum(walk.arrived for walk in walks) / len(walks)
 
     def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
         walks = self.walks(self.test_seed)
-        seen = self.walk(model, walks, depths, errors=True, **dials)
+        seen = self.follow(model, walks, depths, errors=True, **dials)
         arrived = [walk.steps / walk.optimal for walk in walks if walk.arrived]
         values = {"failures": 1 - len(arrived) / len(walks)}
         values["detour"] = float(np.mean(arrived)) if arrived else float("nan")
-        fields = (seen[name] for name in ("depths", "losses", "refined", "errors", "difficult", "real"))
-        return Measured(values, *fields)
+        return Measured(values, *(seen[n] for n in ("depths", "losses", "refined", "errors", "difficult", "real")))
 
     def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
         """Run the model through one test maze, batch 1; its positions."""
-        return self.walk(model, self.walks(self.test_seed)[index : index + 1], depths, **dials)["real"].shape[1]
+        return self.follow(model, self.walks(self.test_seed)[index : index + 1], depths, **dials)["real"].shape[1]
 
 
 def observation_of(seen: dict[str, Tensor]) -> dict[str, Tensor]:

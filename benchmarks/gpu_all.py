@@ -25,7 +25,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,45 +35,27 @@ from . import common
 ROOT = Path(__file__).resolve().parent.parent
 LEAST_SECONDS = 15  # less is not enough to import torch and begin
 TAIL = 2000  # characters of a part's output that are kept
-GATED = ("--config", "hub_configs/essm-gated-20m")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A process: what follows `python`, and the seconds it may take. `reports` ones write JSON to --out."""
-
-    command: tuple[str, ...]
-    seconds: float
-    needs_model: str = ""  # the argument that takes --model
-    reports: bool = True
-
-    def arguments(self, args: argparse.Namespace) -> list[str]:
-        """What every benchmark is told besides."""
-        options = ["--device", args.device, *(["--quick"] if args.quick else [])] if self.reports else []
-        return [*self.command, *options, *([self.needs_model, str(args.model)] if self.needs_model else [])]
-
-
-def _benchmark(name: str, seconds: float, *arguments: str, needs_model: str = "") -> Part:
-    return Part(("-m", f"benchmarks.{name}", *arguments), seconds, needs_model)
-
-
-PARTS = {
-    "tests": Part(("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/package"), 120, reports=False),
-    "layer": _benchmark("spectral_layer", 120, "--lengths", "16384", "--batches", "4", "--rounds", "5"),
-    "step": _benchmark("training_step", 90, "--table", "models", *GATED, "--length", "4096", "--batch", "8"),
-    "compiled": _benchmark("training_step", 90, "--table", "essm", *GATED, "--length", "4096", "--batch", "8"),
-    "limit": _benchmark("decoding", 70, "--table", "limit", *GATED),
-    "contexts": _benchmark("decoding", 60, *GATED, "--contexts", "1024", "65536", "--rounds", "3"),
-    "drafted": _benchmark("speculative", 60, needs_model="--model"),
+_GATED = "--config hub_configs/essm-gated-20m"
+_SHAPE = f"{_GATED} --length 4096 --batch 8"
+PARTS: dict[str, tuple[str, float]] = {  # what follows `python`, and the seconds that it may take
+    "tests": ("-m pytest -q -m gpu -p no:cacheprovider tests/package", 120),
+    "layer": ("-m benchmarks.spectral_layer --lengths 16384 --batches 4 --rounds 5", 120),
+    "step": (f"-m benchmarks.training_step --table models {_SHAPE}", 90),
+    "compiled": (f"-m benchmarks.training_step --table essm {_SHAPE}", 90),
+    "limit": (f"-m benchmarks.decoding --table limit {_GATED}", 70),
+    "contexts": (f"-m benchmarks.decoding {_GATED} --contexts 1024 65536 --rounds 3", 60),
+    "drafted": ("-m benchmarks.speculative --model", 60),
 }
 
 
-def run_part(command: list[str], reports: bool, seconds: float) -> dict[str, Any]:
+def run_part(name: str, seconds: float, args: argparse.Namespace) -> dict[str, Any]:
     """Run it for so long at most: what became of it, its output's end and, if it wrote one, its report."""
-    start = time.perf_counter()
+    start, command = time.perf_counter(), PARTS[name][0].split()
     with tempfile.TemporaryDirectory() as folder:
-        out, log = Path(folder) / "report.json", Path(folder) / "log"
-        whole = [sys.executable, *command, *(("--out", str(out)) if reports else ())]
+        out, log = Path(folder, "report.json"), Path(folder, "log")
+        command += [str(args.model)] if command[-1] == "--model" else []
+        options = ["--device", args.device, "--out", str(out), *(["--quick"] if args.quick else [])]
+        whole = [sys.executable, *command, *([] if name == "tests" else options)]
         with log.open("w") as output:
             try:
                 done = subprocess.run(whole, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=seconds)
@@ -86,24 +67,8 @@ def run_part(command: list[str], reports: bool, seconds: float) -> dict[str, Any
         return record | ({"report": json.loads(out.read_text())} if out.is_file() else {})
 
 
-def run_all(parts: dict[str, Part], args: argparse.Namespace, report: dict[str, Any], path: Path) -> None:
-    """Every part while there is time; the file is whole at any moment."""
-    end = time.monotonic() + args.seconds
-    results = report["results"] = {name: {"status": "not begun"} for name in parts}
-    for name, part in parts.items():
-        left = end - time.monotonic()
-        if part.needs_model and args.model is None:
-            results[name] = {"status": "not begun: no --model"}
-        elif left < LEAST_SECONDS:
-            results[name] = {"status": f"not begun: {max(0, left):.0f} s were left"}
-        else:
-            print(f"{name}: {' '.join(part.command)}", flush=True)
-            results[name] = run_part(part.arguments(args), part.reports, min(part.seconds, left))
-            print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
-        write_json(path, report, indent=1)
-
-
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run every part while there is time; the file is whole at any moment."""
     p = common.parser(__doc__)
     p.add_argument("--seconds", type=float, default=540.0, help="in all")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -112,11 +77,22 @@ def main(argv: list[str] | None = None) -> dict:
     if args.model is not None and not (args.model / "config.json").is_file():
         p.error(f"--model must be the folder of a saved model, and {args.model} has no config.json")
     args.model = args.model and args.model.resolve()
-    device, report = common.start("gpu_all", args, seconds=args.seconds)
-    path = common.report_path(report, args, device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    run_all({name: PARTS[name] for name in args.parts}, args, report, path)
-    return common.finish(report, args, device)
+    _, report = common.start("gpu_all", args, seconds=args.seconds)
+    end, path = time.monotonic() + args.seconds, common.report_path(report, args)
+    results = report["results"] = {name: {"status": "not begun"} for name in args.parts}
+    for name in args.parts:
+        command, limit = PARTS[name]
+        left = end - time.monotonic()
+        if command.endswith("--model") and args.model is None:
+            results[name] = {"status": "not begun: no --model"}
+        elif left < LEAST_SECONDS:
+            results[name] = {"status": f"not begun: {max(0, left):.0f} s were left"}
+        else:
+            print(f"{name}: {command}", flush=True)
+            results[name] = run_part(name, min(limit, left), args)
+            print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
+        write_json(path, report, indent=1)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

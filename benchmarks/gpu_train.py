@@ -40,39 +40,30 @@ from . import common
 
 VOCABULARY, END = 259, 258
 WARMUP, DECAY = 100, 0.25  # updates, share of the seconds
-FLAGSHIP = "hub_configs/essm-gated-130m"
+FLAGSHIP = Path(__file__).parent.parent / "hub_configs/essm-gated-130m"
 SHARES = {"flagship": 0.6, "Mamba-2": 0.2, "Llama": 0.2}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models.
 
 
 def make_model(name: str, quick: bool) -> nn.Module:
     """A new model."""
     torch.manual_seed(0)
-    if name == "Mamba-2":
-        sizes = (32, 2, 4, 16, 16) if quick else (1024, 20, 32, 64, 128)
-        names = ("hidden_size", "num_hidden_layers", "num_heads", "head_dim", "state_size")
-        fields = {"n_groups": 1, "chunk_size": 64, "tie_word_embeddings": True, "use_cache": False}
-        fields |= {"vocab_size": VOCABULARY, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": END}
-        model = Mamba2ForCausalLM(Mamba2Config(**fields, **dict(zip(names, sizes))))
-        by_chunks(model)
-        return model
+    if name == "flagship":
+        small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if quick else {}
+        return ESSMForCausalLM(common.configuration(argparse.Namespace(config=FLAGSHIP), **small))
+    fields: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": True,
+        "hidden_size": 32 if quick else 1024,
+    }
     if name == "Llama":
-        width, layers = (32, 2) if quick else (1024, 10)
-        shape = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": 11 * width // 4}
-        heads = width // (16 if quick else 64)
-        return LlamaForCausalLM(
-            LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=heads, tie_word_embeddings=True, **shape)
-        )
-    folder = argparse.Namespace(config=Path(__file__).parent.parent / FLAGSHIP)
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if quick else {}
-    return ESSMForCausalLM(common.configuration(folder, **small))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Text, loss and training.
+        fields |= {"num_hidden_layers": 2 if quick else 10, "intermediate_size": 88 if quick else 2816}
+        return LlamaForCausalLM(LlamaConfig(**fields, num_attention_heads=2 if quick else 16))
+    sizes = (2, 4, 16, 16) if quick else (20, 32, 64, 128)
+    fields |= dict(zip(("num_hidden_layers", "num_heads", "head_dim", "state_size"), sizes))
+    fields |= {"n_groups": 1, "chunk_size": 64, "use_cache": False}
+    model = Mamba2ForCausalLM(Mamba2Config(**fields, pad_token_id=256, bos_token_id=257, eos_token_id=END))
+    by_chunks(model)
+    return model
 
 
 def read_stream(path: Path) -> Tensor:
@@ -81,12 +72,6 @@ def read_stream(path: Path) -> Tensor:
     for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
         pieces += [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(torch.int16), end]
     return torch.cat(pieces)
-
-
-def windows(stream: Tensor, batch: int, length: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """(batch, length + 1) ids from random places."""
-    starts = torch.randint(0, len(stream) - length, (batch, 1), generator=generator)
-    return stream[starts + torch.arange(length + 1)].to(device, torch.long)
 
 
 def loss_of(model: nn.Module, ids: Tensor, budget: int | None) -> Tensor:
@@ -128,9 +113,9 @@ class Run:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.draw.set_state(saved["draw"])
             self.state = saved["state"]
-        self.schedule = None
-        if isinstance(config := getattr(self.model, "config", None), ESSMConfig):
-            self.schedule = budget_schedule("discrete", config.num_spectral_channels, 0)
+        config = getattr(self.model, "config", None)
+        elastic = isinstance(config, ESSMConfig)
+        self.schedule = budget_schedule("discrete", config.num_spectral_channels, 0) if elastic else None
         self.budgets: tuple[int | None, ...] = (None,) if self.schedule is None else self.schedule.budgets
         if args.compile:
             allow_compiled_budgets(len(self.budgets))
@@ -139,10 +124,14 @@ class Run:
     def save(self) -> None:
         """In one move."""
         record = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "state": self.state}
-        record["draw"] = self.draw.get_state()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as temporary:
-            torch.save(record, temporary)
+            torch.save(record | {"draw": self.draw.get_state()}, temporary)
+
+    def windows(self, stream: Tensor) -> Tensor:
+        """(batch, length + 1) ids from random places."""
+        starts = torch.randint(0, len(stream) - self.args.length, (self.args.batch, 1), generator=self.draw)
+        return stream[starts + torch.arange(self.args.length + 1)].to(self.device, torch.long)
 
     def train(self, stream: Tensor, wrote: Callable[[], None]) -> None:
         """To the end of its seconds; `wrote` is called after every checkpoint."""
@@ -152,7 +141,7 @@ class Run:
             budget = None if self.schedule is None else self.schedule(state["updates"])[0]
             for group in self.optimizer.param_groups:
                 group["lr"] = args.learning_rate * rate(state["updates"], state["seconds"] / self.seconds)
-            loss = loss_of(self.model, windows(stream, args.batch, args.length, self.draw, self.device), budget)
+            loss = loss_of(self.model, self.windows(stream), budget)
             update(self.optimizer, [loss], self.model.parameters(), check=lambda *_: None)
             if state["updates"] % args.log_every == 0:
                 bits = float(loss.detach()) / math.log(2)  # waits for the device
@@ -167,20 +156,19 @@ class Run:
 
     def report(self, held_out: Tensor | None) -> dict[str, Any]:
         """What has been done so far, and the quality where a held-out text is given."""
-        tokens = self.state["updates"] * self.args.batch * self.args.length
+        args, tokens = self.args, self.state["updates"] * self.args.batch * self.args.length
         record = {"parameters": sum(p.numel() for p in self.model.parameters()), **self.state, "tokens": tokens}
         record["tokens_per_second"] = tokens / max(self.state["seconds"], 1e-9)
         if held_out is not None:
-            length = min(self.args.length, len(held_out) - 1)
-            record["bits_per_byte"] = {
-                str(K): bits_per_byte(self.model, held_out, length, self.args.windows, K) for K in self.budgets
-            }
+            length = min(args.length, len(held_out) - 1)
+            quality = {str(K): bits_per_byte(self.model, held_out, length, args.windows, K) for K in self.budgets}
+            record["bits_per_byte"] = quality
         if self.device.type == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return record
 
 
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--train_file", type=Path, required=True, help="Parquet with a column text")
     p.add_argument("--text_file", type=Path, required=True, help="held-out text, likewise")
@@ -200,8 +188,7 @@ def main(argv: list[str] | None = None) -> dict:
     stream, held_out = read_stream(args.train_file), read_stream(args.text_file)
     if min(len(stream), len(held_out)) <= args.length:
         p.error(f"--length must be below the bytes of each text, {len(stream)} and {len(held_out)}, got {args.length}")
-    path, total = common.report_path(report, args, device), sum(SHARES[name] for name in args.models)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, total = common.report_path(report, args), sum(SHARES[name] for name in args.models)
     report["results"] = {}
     for name in args.models:
         run = Run(name, args.seconds * SHARES[name] / total, args, device)
@@ -217,7 +204,7 @@ def main(argv: list[str] | None = None) -> dict:
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

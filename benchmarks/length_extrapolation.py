@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from essm_train.arguments import TRUST_HELP
 from essm_train.data.blocks import to_stream
@@ -48,43 +48,23 @@ def windows_of(stream: np.ndarray, length: int, count: int) -> Tensor:
 
 
 @torch.inference_mode()
-def bits_by_position(model: PreTrainedModel, windows: Tensor, length: int, budget: int) -> Tensor:
+def bits_by_position(model: Any, windows: Tensor, length: int, budget: int) -> Tensor:
     """(blocks, length) bits of every byte of the windows, predicted in blocks of that length."""
-    inputs = windows[:, :-1].reshape(-1, length)
-    targets = windows[:, 1:].reshape(-1, length)
-    bits = []
-    for ids, wanted in zip(inputs.split(max(1, 8192 // length)), targets.split(max(1, 8192 // length))):
+    blocks, bits = (x.reshape(-1, length).split(max(1, 8192 // length)) for x in (windows[:, :-1], windows[:, 1:])), []
+    for ids, wanted in zip(*blocks):
         logits = model(ids.to(model.device), use_cache=False, spectral_budget=budget).logits.float()
         bits.append(F.cross_entropy(logits.flatten(0, 1), wanted.flatten().to(logits.device), reduction="none"))
     return torch.cat(bits).view(-1, length).cpu() / math.log(2)
 
 
-def measure(
-    path: str,
-    algorithm: str,
-    windows: Tensor,
-    length: int,
-    budgets: list[int],
-    device: torch.device,
-    trust_remote_code: bool = False,
-) -> dict:
+def measure(model: Any, windows: Tensor, length: int, budgets: list[int]) -> dict[str, dict[int, list[float]]]:
     """Bits per byte of one model: by_context {K: [one per multiple]}, by_position {K: [one per training length]}."""
-    trusted = {"trust_remote_code": trust_remote_code}
-    model = load_model(AutoModelForCausalLM, path, **trusted, spectral_algorithm=algorithm)
-    model.eval().to(device)
-    by_context: dict[int, list[float]] = {K: [] for K in budgets}
-    by_position: dict[int, list[float]] = {}
+    found: dict[str, dict[int, list[float]]] = {"by_context": {}, "by_position": {}}
     for K in budgets:
-        for multiple in MULTIPLES:
-            bits = bits_by_position(model, windows, multiple * length, K)
-            by_context[K].append(float(bits.mean()))
-        by_position[K] = bits.view(-1, MULTIPLES[-1], length).mean((0, 2)).tolist()
-    return {"by_context": by_context, "by_position": by_position}
-
-
-def summarise(runs: list[dict], key: str) -> dict[int, list[dict[str, float]]]:
-    """Mean and standard deviation over seeds, of every entry."""
-    return {K: [mean(values) for values in zip(*(run[key][K] for run in runs))] for K in runs[0][key]}
+        bits = [bits_by_position(model, windows, multiple * length, K) for multiple in MULTIPLES]
+        found["by_context"][K] = [float(each.mean()) for each in bits]
+        found["by_position"][K] = bits[-1].view(-1, MULTIPLES[-1], length).mean((0, 2)).tolist()
+    return found
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -96,28 +76,28 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--windows", type=int, default=48)
     p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
-    groups = {}
-    for entry in args.models:
-        name, separator, folders = entry.partition("=")
-        if not separator:
-            p.error(f"--models takes name=folder, got {entry!r}")
-        groups[name] = folders.split(",")
-    length, count = args.training_length, 2 if args.quick else args.windows
+    if wrong := [entry for entry in args.models if "=" not in entry]:
+        p.error(f"--models takes name=folder, got {wrong[0]!r}")
+    length, trusted = args.training_length, {"trust_remote_code": args.trust_remote_code}
     stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
-    windows = windows_of(stream, MULTIPLES[-1] * length, count)
+    windows = windows_of(stream, MULTIPLES[-1] * length, 2 if args.quick else args.windows)
     settings = {"training_length": length, "windows": len(windows), "budgets": args.budgets}
     device, report = common.start("length_extrapolation", args, **settings)
     report["results"] = []
-    for name, folders in groups.items():
-        longest = load_model(AutoConfig, folders[0], trust_remote_code=args.trust_remote_code).filter_length
+    for name, _, joined in (entry.partition("=") for entry in args.models):
+        folders = joined.split(",")
+        longest = load_model(AutoConfig, folders[0], **trusted).filter_length
         # Filters as long as the longest blocks make both algorithms the same up to rounding.
         for algorithm in ("chunked", "fft") if longest < MULTIPLES[-1] * length else ("chunked",):
-            measured = (windows, length, args.budgets, device, args.trust_remote_code)
-            runs = [measure(folder, algorithm, *measured) for folder in folders]
+            runs = []
+            for folder in folders:
+                model = load_model(AutoModelForCausalLM, folder, **trusted, spectral_algorithm=algorithm)
+                runs.append(measure(model.eval().to(device), windows, length, args.budgets))
             result = {"name": name, "algorithm": algorithm, "filter_length": longest, "seeds": len(runs)}
-            result |= {key: summarise(runs, key) for key in ("by_context", "by_position")}
+            for key, first in runs[0].items():  # over seeds, of every entry
+                result[key] = {K: [mean(values) for values in zip(*(run[key][K] for run in runs))] for K in first}
             report["results"].append(result)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.spectral_budget import SPECTRAL_LAYER
 
 TOLERANCE = 0.03  # of the number of parameters
+WIDEST = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class Row:
         layers: blocks to begin with. fields: of ESSMConfig, or of BaselineConfig.
         expansion: inner width of the gated block over D. feed_forward: width of its feed-forward layer over D.
         peer: architecture of essm_train/baselines/models.py instead. hidden_size: of a peer, to begin with.
-        rates: learning rates.
-        updates: over those of the table, for models compared at equal time.
+        rates: learning rates. updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
         schedule: of the budgets of the others.
         attention_every: one in so many layers attends; then the depth is a multiple of it.
@@ -51,6 +51,14 @@ class Row:
     schedule: str = "discrete"
     attention_every: int | None = None
 
+    def with_fields(self, **fields: Any) -> Row:
+        return dataclasses.replace(self, fields=self.fields | fields)
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """What makes the row, but for its rates."""
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "rates"}
+
 
 _FOUND: dict[str, Any] = {}
 
@@ -58,7 +66,9 @@ _FOUND: dict[str, Any] = {}
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     """The configuration with that many parameters, to 3%, whose shape is nearest to the row's in log distance.
 
-    The width D of an ES-SSM is even, and its heads divide the inner width; both give way first, then the depth.
+    The width D of an ES-SSM is even, and its heads divide the inner width; both give way first, then the depth. Of a
+    peer the inner width gives way first, between half and twice its published proportion, then width and depth by a
+    factor of up to 4.
 
     Args:
         model_class: what the parameters are counted of, called with a configuration; by default the language model.
@@ -67,18 +77,20 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     """
     key = repr((row, target, model_class))
     if key not in _FOUND:
-        _FOUND[key] = _search(row, target, model_class)
+        search, default = (_search, ESSMForCausalLM) if row.peer is None else (_search_peer, BaselineForCausalLM)
+        if (config := search(row, target, model_class or default)) is None:
+            raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
+        _FOUND[key] = config
     return copy.deepcopy(_FOUND[key])
 
 
-def _search(row: Row, target: int, model_class: Any) -> Any:
-    if row.peer is not None:
-        return _search_peer(row, target, model_class or BaselineForCausalLM)
+def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
+    """Parameters are fixed + layers each + attending layers more, which three models of a shape determine."""
     gated, every = row.fields.get("block") == "gated", row.attention_every
     step = math.lcm(2, row.fields["num_heads"]) if gated else 2
 
     def make(hidden: int, inner: int, layers: int, layer_types: list[str] | None = None) -> ESSMConfig:
-        sizes = {"hidden_size": hidden, "num_hidden_layers": layers}
+        sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
         if gated:
             sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
         if every:
@@ -87,58 +99,45 @@ def _search(row: Row, target: int, model_class: Any) -> Any:
 
     @functools.cache
     def law(hidden: int, inner: int) -> tuple[int, int, int]:
-        def parameters(*layer_types: str) -> int:
-            return count_parameters(
-                make(hidden, inner, len(layer_types), list(layer_types)), model_class or ESSMForCausalLM
-            )
+        def parameters(*types: str) -> int:
+            return count_parameters(make(hidden, inner, len(types), list(types)), model_class)
 
         one, two = parameters(SPECTRAL_LAYER), parameters(SPECTRAL_LAYER, SPECTRAL_LAYER)
         attending = parameters(SPECTRAL_LAYER, "full_attention") - one if every else 0
-        return 2 * one - two, two - one, attending  # of all layers together, of each, of each that attends
+        return 2 * one - two, two - one, attending
 
     def count(hidden: int, inner: int, layers: int) -> int:
         fixed, each, attending = law(hidden, inner)
         n = layers // every if every else 0
         return fixed + (layers - n) * each + n * attending
 
-    def first(reaches: Callable[[int], bool]) -> int:
-        """The first even number for which a monotone condition holds."""
-        low, high = 1, 2
-        while not reaches(2 * high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if reaches(2 * middle) else (middle, high)
-        return 2 * high
-
     def follows(hidden: int) -> int:
         return max(step, round(row.expansion * hidden / step) * step) if gated else hidden
 
+    def width_of(layers: int, inner: int = 0) -> int:
+        """The first even width that reaches the target; the inner width follows it unless given."""
+        widths = range(4, WIDEST, 2)
+        return widths[bisect_left(widths, target, key=lambda D: count(D, inner or follows(D), layers))]
+
     found: list[tuple[float, int, int, int]] = []  # distance, then sizes
-    depths = range(every or 1, 2 * row.layers + 1, every or 1)
-    for layers in sorted(depths, key=lambda n: abs(math.log(n / row.layers))):
+    for layers in sorted(
+        range(every or 1, 2 * row.layers + 1, every or 1), key=lambda n: abs(math.log(n / row.layers))
+    ):
         depth = math.log(layers / row.layers) ** 2
         if found and depth >= min(found)[0]:
             break
-        middle = first(lambda D, layers=layers: count(D, follows(D), layers) >= target)
-        around = range(follows(middle) - step, follows(middle) + step + 1, step)
-        for inner in [width for width in around if width > 0] if gated else [0]:
-            hidden = first(lambda D, inner=inner, layers=layers: count(D, inner or D, layers) >= target)
+        middle = follows(width_of(layers))
+        for inner in [n for n in (middle - step, middle, middle + step) if n > 0] if gated else [0]:
+            hidden = width_of(layers, inner)
             for D in (hidden - 2, hidden):
-                if D >= 2 and abs(count(D, inner or D, layers) / target - 1) <= TOLERANCE:
+                if abs(count(D, inner or D, layers) / target - 1) <= TOLERANCE:
                     ratio = math.log((inner or D) / (row.expansion * D))
                     found.append((ratio**2 + depth, D, inner or D, layers))
-    if not found:
-        raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
-    _, hidden, inner, layers = min(found)
-    return make(hidden, inner, layers)
+    return make(*min(found)[1:]) if found else None
 
 
-def _search_peer(row: Row, target: int, model_class: Any) -> Any:
-    """Inner width, between half and twice its published proportion, then width and depth give way, by a factor of 4.
-
-    Parameters are fixed + layers (per_layer + per_inner inner), which three models of a width determine.
-    """
+def _search_peer(row: Row, target: int, model_class: Any) -> BaselineConfig | None:
+    """Parameters are fixed + layers (per_layer + per_inner inner), which three models of a width determine."""
 
     def make(hidden: int, layers: int, inner: int | None = None) -> BaselineConfig:
         sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner}
@@ -147,9 +146,8 @@ def _search_peer(row: Row, target: int, model_class: Any) -> Any:
     @functools.cache
     def law(hidden: int) -> tuple[int, int, int]:
         inner = make(hidden, 1).intermediate_size
-        one, two, wide = (
-            count_parameters(make(hidden, *sizes), model_class) for sizes in ((1, inner), (2, inner), (1, 2 * inner))
-        )
+        shapes = ((1, inner), (2, inner), (1, 2 * inner))
+        one, two, wide = (count_parameters(make(hidden, *shape), model_class) for shape in shapes)
         per_inner = (wide - one) // inner
         return 2 * one - two, two - one - per_inner * inner, per_inner
 
@@ -157,11 +155,9 @@ def _search_peer(row: Row, target: int, model_class: Any) -> Any:
         return math.log(shape[0] / row.hidden_size) ** 2 + math.log(shape[1] / row.layers) ** 2
 
     spacing, best = max(8, row.hidden_size // 16 // 8 * 8), (math.inf, 0, 0, 0)
-    widths = {row.hidden_size} | {
-        D for D in range(spacing, 4 * row.hidden_size + 1, spacing) if row.hidden_size <= 4 * D
-    }
+    widths = {D for D in range(spacing, 4 * row.hidden_size + 1, spacing) if row.hidden_size <= 4 * D}
     depths = range(math.ceil(row.layers / 4), 4 * row.layers + 1)
-    for hidden, layers in sorted(itertools.product(widths, depths), key=distance):
+    for hidden, layers in sorted(itertools.product(widths | {row.hidden_size}, depths), key=distance):
         if distance((hidden, layers)) >= best[0]:
             break  # and so are all that follow
         config, (fixed, per_layer, per_inner) = make(hidden, layers), law(hidden)
@@ -172,9 +168,7 @@ def _search_peer(row: Row, target: int, model_class: Any) -> Any:
             as_asked = (hidden, layers) == (row.hidden_size, row.layers)
             apart = 0.0 if as_asked else distance((hidden, layers)) + math.log(inner / published) ** 2
             best = min(best, (apart, hidden, layers, inner))
-    if best[0] == math.inf:
-        raise ValueError(f"no {row.peer} of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
-    return make(*best[1:])
+    return make(*best[1:]) if best[1] else None
 
 
 @torch.no_grad()
@@ -184,11 +178,6 @@ def cache_bytes(model: Any, length: int) -> int | None:
         return None
     tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
     return model(tokens, use_cache=True, logits_to_keep=1).past_key_values.num_bytes
-
-
-def definition_of(row: Row) -> dict[str, Any]:
-    """What makes a row, but for its rates."""
-    return {k: v for k, v in dataclasses.asdict(row).items() if k != "rates"}
 
 
 def sizes_of(config: Any) -> dict[str, Any]:

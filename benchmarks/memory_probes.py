@@ -5,10 +5,14 @@
     python -m benchmarks.memory_probes --tasks mqar mqar:length=128,pairs=8 --only gated mamba2 --seeds 0
     python -m benchmarks.memory_probes --table --runs_dir runs/memory_probes
 
-The tasks are those of `benchmarks.memory_tasks`. Every update has new samples, the same for every model and rate at a
-seed; all runs of a task are measured on the same held-out samples. The figure is the error where something is asked:
-the share of wrong tokens, or of noise the mean squared error relative to the variance, so that 1 is what knowing
-nothing gives. Elastic models have 32 channels and are trained with budget dropout.
+Every update has new samples, the same for every model and rate at a seed; all runs of a task are measured on the same
+held-out samples. The figure is the error where something is asked: the share of wrong tokens, or of noise the mean
+squared error relative to the variance, so that 1 is what knowing nothing gives. Elastic models have 32 channels and are
+trained with budget dropout.
+
+Tasks are pure functions of their parameters and of the generator. Those of tokens give inputs (n, L) int64 in
+[0, vocabulary) and targets (n, L) int64: the token that the output AT that position shall be, not the next one, or
+IGNORED where nothing is asked. Delays of noise give float32 (n, L) of variance 1, and targets that are NaN there.
 """
 
 from __future__ import annotations
@@ -32,13 +36,14 @@ from essm_train.models import run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
 
 from . import common, sweeps
-from .matched_models import TOLERANCE, Row, definition_of, matched_config
-from .memory_tasks import IGNORED, TASKS, InductionHeads, NoiseDelay, Task
+from .matched_models import TOLERANCE, Row, matched_config
 from .sweeps import Run, Sweep
 
 BUDGETS = (2, 4, 8, 16, 32)
 HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of training have others
 METRIC = "error"
+IGNORED = -100  # as torch's cross-entropy has it
+Samples = tuple[np.ndarray, np.ndarray]
 
 _GATED = {"block": "gated", "num_heads": 4, "embedding_initializer_range": 0.1}
 _HYBRID = _GATED | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
@@ -52,6 +57,172 @@ ROWS: dict[str, Row] = {
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=96, rates=_PEER_RATES),
     "s4d": Row(3, peer="s4d", hidden_size=64, rates=_PEER_RATES),
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks.
+
+
+def _distinct(rng: np.random.Generator, weights: np.ndarray, count: int, size: int) -> np.ndarray:
+    """(count, size) distinct indices of `weights` a row, drawn one after the other in proportion to them.
+
+    The largest of log(weight) + Gumbel noise, in descending order, are such a draw.
+    """
+    keys = np.log(weights) + rng.gumbel(size=(count, len(weights)))
+    return np.argsort(-keys, axis=1)[:, :size]
+
+
+@dataclass(frozen=True)
+class AssociativeRecall:
+    """MQAR of Zoology (Arora et al. 2023, arXiv 2312.04927): keys with values, then every key once, in any order.
+
+        k1 v1 k2 v2 .. | .. k2 ? .. k1 ? ..       the output at a key of the second part is its value
+
+    Keys are from the lower half of the vocabulary, without 0, values from the upper half, both without repetition. In
+    the room after the pairs every second position can hold a key; number i from there (0, 1, ..) with a weight of
+    (i + 1)^(power - 1). All other positions there hold random tokens of the whole vocabulary.
+    """
+
+    length: int = 32
+    pairs: int = 4
+    vocabulary: int = 32
+    power: float = 0.01
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        half, first = self.vocabulary // 2, 2 * self.pairs
+        keys = 1 + _distinct(rng, np.ones(half - 1), count, self.pairs)
+        values = half + _distinct(rng, np.ones(self.vocabulary - half), count, self.pairs)
+        slots = np.arange(1, (self.length - first) // 2 + 1)
+        places = first + 2 * _distinct(rng, slots ** (self.power - 1.0), count, self.pairs)
+        inputs = rng.integers(self.vocabulary, size=(count, self.length))
+        inputs[:, 0:first:2], inputs[:, 1:first:2] = keys, values
+        targets = np.full_like(inputs, IGNORED)
+        np.put_along_axis(inputs, places, keys, 1)
+        np.put_along_axis(targets, places, values, 1)
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class SelectiveCopying:
+    """Selective copying (Gu and Dao 2023, arXiv 2312.00752): tokens at random places among noise, then in their order.
+
+        . . b . a . . c . | > > >         the outputs at the markers are b a c
+
+    Token 0 is noise and 1 the marker; data are uniform over the others, with repetition. The length holds the markers.
+    """
+
+    length: int = 32
+    tokens: int = 4
+    vocabulary: int = 16
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        context = self.length - self.tokens
+        data = rng.integers(2, self.vocabulary, size=(count, self.tokens))
+        places = np.sort(_distinct(rng, np.ones(context), count, self.tokens), axis=1)
+        inputs = np.zeros((count, self.length), np.int64)
+        np.put_along_axis(inputs, places, data, 1)
+        inputs[:, context:] = 1
+        targets = np.full_like(inputs, IGNORED)
+        targets[:, context:] = data
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class InductionHeads:
+    """Induction heads (Olsson et al. 2022, as in Gu and Dao 2023): what followed the special token the first time?
+
+        c a * b d a c b * -> b         one question, at the last position
+
+    Token 0 is special: it stands once at a random place, before a token of its own, and at the end. All others are
+    uniform over the rest of the vocabulary.
+    """
+
+    length: int = 32
+    vocabulary: int = 16
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        inputs = rng.integers(1, self.vocabulary, size=(count, self.length))
+        places, rows = rng.integers(self.length - 2, size=count), np.arange(count)
+        inputs[rows, places] = inputs[:, -1] = 0
+        targets = np.full_like(inputs, IGNORED)
+        targets[:, -1] = inputs[rows, places + 1]
+        return inputs, targets
+
+
+@dataclass(frozen=True)
+class PhoneBook:
+    """Looking a number up in a phone book, as in Jelassi et al. 2024 (arXiv 2402.01032), over letters and digits.
+
+        n n d d d | m m d d d | .. | m m d d -> d d d      at the last letter the first digit, at a digit the next one
+
+    Names are distinct strings of the lower half of the vocabulary, numbers strings of the upper half; the one asked for
+    stands anywhere in the book. The answer is given as a language model gives it, digit by digit.
+    """
+
+    entries: int = 4
+    name: int = 2
+    digits: int = 3
+    vocabulary: int = 16
+
+    @property
+    def length(self) -> int:
+        return (self.entries + 1) * (self.name + self.digits) - 1
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        letters = self.vocabulary // 2
+        chosen = _distinct(rng, np.ones(letters**self.name), count, self.entries)
+        names = chosen[..., None] // letters ** np.arange(self.name) % letters
+        numbers = rng.integers(letters, self.vocabulary, size=(count, self.entries, self.digits))
+        book = np.concatenate([names, numbers], 2)
+        asked = book[np.arange(count), rng.integers(self.entries, size=count)]
+        whole = np.concatenate([book.reshape(count, -1), asked], 1)
+        targets = np.full((count, self.length), IGNORED)
+        targets[:, -self.digits :] = asked[:, self.name :]
+        return whole[:, :-1], targets
+
+
+@dataclass(frozen=True)
+class NoiseDelay:
+    """The delay of Gaussian noise of variance 1: white, or without frequencies above `band` cycles a step.
+
+    Band-limited noise is a window of a period of at least 4 lengths and 8 / band steps, so that nothing comes back:
+
+        x(t) = sum_j a_j cos(2 pi j t / n) + b_j sin(2 pi j t / n),   0 < j <= band n,   a, b ~ N(0, 1 / number of j)
+    """
+
+    length: int = 64
+    tau: int = 16
+    band: float = 0.5
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        if self.band == 0.5:
+            noise = rng.standard_normal((count, self.length))
+        else:
+            period = 2 ** math.ceil(math.log2(max(4 * self.length, 8 / self.band)))
+            number = math.floor(self.band * period)
+            a, b = rng.standard_normal((2, count, number)) / math.sqrt(number)
+            spectrum = np.zeros((count, period // 2 + 1), complex)
+            spectrum[:, 1 : number + 1] = (a - 1j * b) * (period / 2)
+            noise = np.fft.irfft(spectrum, period)[:, : self.length]
+        inputs = noise.astype(np.float32)
+        targets = np.full_like(inputs, np.nan)
+        targets[:, self.tau :] = inputs[:, : -self.tau]
+        return inputs, targets
+
+
+Task = AssociativeRecall | PhoneBook | SelectiveCopying | InductionHeads | NoiseDelay
+TASKS: dict[str, Task] = {
+    "mqar": AssociativeRecall(),
+    "phone-book": PhoneBook(),
+    "selective-copying": SelectiveCopying(),
+    "induction": InductionHeads(),
+    "delay-white": NoiseDelay(),
+    "delay-band": NoiseDelay(band=0.05),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Runs.
 
 
 @dataclass(frozen=True)
@@ -72,9 +243,10 @@ class Settings:
     quick: bool = False
     device: str = "cpu"
 
-    def task(self, name: str | None) -> Task:
-        small = {"length": 32, "tau": 4, "pairs": 2, "tokens": 2} if self.quick else {}
-        return sweeps.choose_task(TASKS, name or "", **small)
+    def task(self, name: str) -> Task:
+        return sweeps.choose_task(
+            TASKS, name, **({"length": 32, "tau": 4, "pairs": 2, "tokens": 2} if self.quick else {})
+        )
 
 
 class Regressor(nn.Module):
@@ -84,8 +256,8 @@ class Regressor(nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self.config = config
-        if isinstance(config, ESSMConfig):
+        self.config, self.elastic = config, isinstance(config, ESSMConfig)
+        if self.elastic:
             self.model: nn.Module = ESSMModel(config)
         else:
             whole = BaselinePreTrainedModel(config, causal=True)
@@ -93,11 +265,10 @@ class Regressor(nn.Module):
             self.model = whole.model
         self.head = nn.Linear(config.hidden_size, 1)
 
-    def forward(self, input_features: Tensor, use_cache: bool | None = None, spectral_budget: Any = None) -> Any:
+    def forward(self, input_features: Tensor, **options: Any) -> Any:
         """(B, L, 2) -> logits (B, L)."""
-        if isinstance(self.config, ESSMConfig):
-            outputs = self.model(input_features=input_features, use_cache=False, spectral_budget=spectral_budget)
-            hidden_states = outputs.last_hidden_state
+        if self.elastic:
+            hidden_states = self.model(input_features=input_features, **options).last_hidden_state
         else:
             hidden_states, _ = self.model(None, input_features, None)
         return SimpleNamespace(logits=self.head(hidden_states).squeeze(-1))
@@ -108,11 +279,8 @@ def model_config(row: Row, task: Task, settings: Settings) -> Any:
     fields: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     noise = isinstance(task, NoiseDelay)
     fields |= {"num_input_features": 2} if noise else {"vocab_size": task.vocabulary}
-    if row.peer is None:
-        fields["filter_length"] = settings.filter_length
-    row = dataclasses.replace(row, fields=row.fields | fields)
-    model_class: Any = Regressor
-    return matched_config(row, settings.parameters, model_class if noise else None)
+    fields |= {"filter_length": settings.filter_length} if row.peer is None else {}
+    return matched_config(row.with_fields(**fields), settings.parameters, Regressor if noise else None)
 
 
 def make_model(config: Any) -> nn.Module:
@@ -133,8 +301,7 @@ def batch_of(task: Task, count: int, rng: np.random.Generator, device: Any) -> t
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     """() mean over the positions where something is asked: cross-entropy in nats, or the squared error."""
     if targets.is_floating_point():
-        asked = ~targets.isnan()
-        return F.mse_loss(logits[asked], targets[asked])
+        return F.mse_loss(logits[~targets.isnan()], targets[~targets.isnan()])
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
@@ -149,8 +316,7 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
     args = RunArguments(max_steps=settings.updates, learning_rate=run.rate, seed=run.seed)
 
     def next_forward() -> Callable[[int], Any]:
-        rng = np.random.default_rng([run.seed, next(number)])
-        batch, targets = batch_of(task, count, rng, settings.device)
+        batch, targets = batch_of(task, count, np.random.default_rng([run.seed, next(number)]), settings.device)
         return lambda K: SimpleNamespace(loss=loss_of(run_at_budget(model, batch, K).logits, targets))
 
     return sweeps.train(model, next_forward, args, count * task.length)
@@ -160,26 +326,26 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
 def score(model: nn.Module, budgets: Sequence[int], task: Task, settings: Settings) -> dict[str, float]:
     """The error on held-out samples at every budget."""
     size, rng = batch_size(task, settings.positions), np.random.default_rng(HELD_OUT)
-    wrong, asked = dict.fromkeys(budgets, 0.0), 0.0
+    wrong, questions = dict.fromkeys(budgets, 0.0), 0.0
     model.eval()
     for _ in range(math.ceil(batch_size(task, settings.held_out) / size)):
         batch, targets = batch_of(task, size, rng, settings.device)
         noise = targets.is_floating_point()
-        where = ~targets.isnan() if noise else targets != IGNORED
-        wanted = targets[where]
-        asked += float(wanted.double().square().sum()) if noise else wanted.numel()
+        asked = ~targets.isnan() if noise else targets != IGNORED
+        wanted = targets[asked]
+        questions += float(wanted.double().square().sum()) if noise else wanted.numel()
         for K in budgets:
-            answers = run_at_budget(model, batch, K).logits[where]
+            answers = run_at_budget(model, batch, K).logits[asked]
             errors = (answers - wanted).double().square() if noise else answers.argmax(-1) != wanted
             wrong[K] += float(errors.sum())
-    return {str(K): value / asked for K, value in wrong.items()}
+    return {str(K): value / questions for K, value in wrong.items()}
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
     """The task and the row. Raises ValueError if there is no model of that size."""
-    task = settings.task(run.task)
-    model_config(ROWS[run.name], task, settings)
-    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | definition_of(ROWS[run.name])
+    row, task = ROWS[run.name], settings.task(run.task)
+    model_config(row, task, settings)
+    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | row.definition
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
@@ -202,9 +368,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.quick:
         settings = Settings(50_000, min(args.updates, 3), positions=64, held_out=128, quick=True)
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
-    device, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
+    _, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
     report["results"] = sweeps.summarise_all(records, METRIC)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

@@ -69,17 +69,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
+    p.set_defaults(device="cpu")
     args = p.parse_args(argv)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2}
-    if not args.quick:
-        sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
-    config = common.configuration(args, **sizes)
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
+    config = common.configuration(args, **({"hidden_size": 64, "num_hidden_layers": 2} if args.quick else sizes))
     budgets = [*common.clipped([2, 32] if args.quick else [2, 4, 6, 8, 16, 32], config), None]
     rounds = 1 if args.quick else min(args.rounds, 3)
-    args.device = "cpu"
-    device, report = common.start(
-        "prefix_loading", args, **common.model_settings(args, config), budgets=budgets, rounds=rounds
-    )
+    settings = common.model_settings(args, config) | {"budgets": budgets, "rounds": rounds}
+    _, report = common.start("prefix_loading", args, **settings)
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder = Path(temporary)
         torch.manual_seed(0)
@@ -94,17 +91,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             expected = {K: model(ids, spectral_budget=K).logits[0, -1, :4].tolist() for K in budgets}
         del model
         samples: dict[int | None, list[dict[str, Any]]] = {K: [] for K in budgets}
-        for _ in range(rounds):
-            for K in budgets:
-                samples[K].append(load(folder, K))
-                if any(abs(a - b) > ROUNDING for a, b in zip(samples[K][-1]["logits"], expected[K], strict=True)):
-                    raise RuntimeError(f"the model loaded at K = {K} is not the large one at that budget")
+        for K in budgets * rounds:
+            samples[K].append(load(folder, K))
+            if any(abs(a - b) > ROUNDING for a, b in zip(samples[K][-1]["logits"], expected[K], strict=True)):
+                raise RuntimeError(f"the model loaded at K = {K} is not the large one at that budget")
     report["results"] = []
     for K, found in samples.items():
         row = {"K": K or "whole", "held": found[0]["held"]}
         row |= {name: common.spread([sample[name] for sample in found]) for name in ("read", "memory", "seconds")}
         report["results"].append(row)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

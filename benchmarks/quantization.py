@@ -28,21 +28,6 @@ from .decoding import prefill
 BUDGETS = (2, 4, 8, 16, 32)
 
 
-def formats() -> dict[str, dict[str, Any]]:
-    return {
-        "fp32": {"dtype": torch.float32},
-        "bf16": {"dtype": torch.bfloat16},
-        "int8": {"dtype": torch.float32, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())},
-    }
-
-
-def saved_bytes(model: ESSMForCausalLM) -> int:
-    """Bytes of the weights on disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--model", type=Path, required=True, help="folder of a saved byte-level language model")
@@ -54,23 +39,28 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     steps, max_blocks = (4, 2) if args.quick else (args.steps, args.max_blocks)
     device, report = common.start("quantization", args, config=args.model.name, threads=1, steps=steps)
     held_out = open_text(args.text_files, ByteEncoder(), args.block_size, max_blocks)
-    calls, report["results"] = {}, []
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    int8 = {"dtype": torch.float32, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
+    formats = {"fp32": {"dtype": torch.float32}, "bf16": {"dtype": torch.bfloat16}, "int8": int8}
+    calls, report["results"] = {}, []
     with common.threads(1), torch.no_grad():
-        for name, options in formats().items():
+        for name, options in formats.items():
             model = ESSMForCausalLM.from_pretrained(args.model, **options).eval().to(device)
             budgets = common.clipped(BUDGETS, model.config)
-            bits = {K: held_out.value(model, K) for K in budgets}
-            report["results"].append({"format": name, "bytes": saved_bytes(model), "bits_per_byte": bits})
+            row = {"format": name, "bits_per_byte": {K: held_out.value(model, K) for K in budgets}}
+            with tempfile.TemporaryDirectory() as folder:
+                model.save_pretrained(folder)
+                row["bytes"] = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+            report["results"].append(row)
             for K in budgets:
                 cache = prefill(model, tokens, [64], K)[64]
                 calls[name, K] = decoder(model, cache, tokens[:, -1:], K, steps)
         seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=180.0)
     for row in report["results"]:
         samples = {K: seconds[row["format"], K] for K in budgets}
-        row["seconds_per_token"] = {K: common.spread([s / steps for s in samples[K]]) for K in budgets}
+        row["seconds_per_token"] = {K: common.per(samples[K], steps) for K in budgets}
         row["time_over_fp32"] = {K: common.ratio(samples[K], seconds["fp32", K]) for K in budgets}
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

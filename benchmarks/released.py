@@ -7,24 +7,27 @@
 Runs are folders of train_clm, on the text that --train_file names. ES-SSM is scored at 2, 4 and all of its
 channels, each model on the same held-out blocks in fp32. Times are of decoding after a context, at batch 1 on one
 thread, eager, all models in turn; the others decode by the library's own cache, and every model's steps must first
-give what one call over the whole text gives. Below stand the floors of `benchmarks.text_floor`. The report also has
-how each run learnt, which hub_configs/peers.py draws.
+give what one call over the whole text gives. Below stand what a model of bytes has to beat: gzip -9, and counts of
+three bytes. The report also has how each run learnt, which hub_configs/peers.py draws.
 """
 
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from essm_train.baselines.models import BaselineForCausalLM
+from essm_train.data import documents
 from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.scoring import hold_out_blocks
@@ -33,10 +36,11 @@ from modeling_essm import ESSMForCausalLM
 
 from . import common
 from .decoding import Decoder
-from .text_floor import add_texts, floors, read_texts
 
 BUDGETS = (2, 4)  # and the capacity
 VALIDATION = re.compile(r"validation bits/byte K=(\d+)")  # in the log of a run; a baseline's K is 1
+SYMBOLS = ByteEncoder.vocab_size
+PIECE = 1 << 22  # symbols counted at a time
 
 
 class WithCache:
@@ -87,15 +91,51 @@ def decoder(model: Any, budget: int, context: Tensor, steps: int) -> Callable[[]
     return functools.partial(one.sample, context[:, -1:], context.shape[1], steps)
 
 
-def main(argv: list[str] | None = None) -> dict:
+def runs_of(stream: np.ndarray, order: int) -> np.ndarray:
+    """Every run of `order` symbols as one number."""
+    number = np.zeros(max(0, len(stream) - order + 1), np.int64)
+    for i in range(order):
+        number = number * SYMBOLS + stream[i : i + len(number)]
+    return number
+
+
+def trigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
+    """Bits per symbol of held_out, ids below SYMBOLS, from its third on.
+
+    Contexts that the training text has not fall back on two bytes, on one, and on none (Witten and Bell, 1991):
+    p(c | ab) = (n(abc) + T(ab) p(c | b)) / (n(ab) + T(ab)), where T counts in how many ways a context goes on.
+    """
+    probability = np.full(len(held_out) - 2, 1 / SYMBOLS)
+    for order in (1, 2, 3):
+        counts = np.zeros(SYMBOLS**order, np.int64)
+        for start in range(0, len(train), PIECE):
+            counts += np.bincount(runs_of(train[start : start + PIECE + order - 1], order), minlength=len(counts))
+        by_context = counts.reshape(-1, SYMBOLS)
+        symbols = runs_of(held_out, order)[3 - order :]
+        seen, total = counts[symbols], by_context.sum(1)[symbols // SYMBOLS]
+        ways = (by_context > 0).sum(1)[symbols // SYMBOLS]
+        mixed = (seen + ways * probability) / np.maximum(total + ways, 1)
+        probability = np.where(total > 0, mixed, probability)
+    return float(-np.log2(probability).mean())
+
+
+def floors(train: list[str], held_out: list[str]) -> dict[str, float]:
+    """Bits per byte of the held-out text as one file by gzip -9, and by counts of three bytes of the other text."""
+    text, encoder = "".join(held_out).encode(), ByteEncoder()
+    trigram = trigram_bits(to_stream(train, encoder)[0], to_stream(held_out, encoder)[0])
+    return {"gzip -9": 8 * len(gzip.compress(text, 9)) / len(text), "trigram": trigram}
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--runs", nargs="+", type=Path, required=True, help="folders of train_clm, with a model in each")
-    add_texts(p)
+    p.add_argument("--train_file", nargs="+", required=True, help="the text that they read")
+    p.add_argument("--text_files", nargs="+", required=True, help="held-out text of the same kind")
     p.add_argument("--block_size", type=int, default=1024, help="tokens per held-out block, and of context")
     p.add_argument("--max_blocks", type=int, default=256, help="held-out blocks, spread evenly over the text")
     p.add_argument("--steps", type=int, default=64, help="decoded tokens of one sample")
     args = p.parse_args(argv)
-    train, held_out = read_texts(args)
+    train, held_out = (list(documents.read_files(paths)) for paths in (args.train_file, args.text_files))
     if args.quick:
         train, held_out, args.max_blocks, args.steps = train[:3], held_out[:1], 2, 4
     settings = {name: getattr(args, name) for name in ("block_size", "max_blocks", "steps")}
@@ -107,16 +147,14 @@ def main(argv: list[str] | None = None) -> dict:
     with common.threads(1):
         calls = {name: decoder(*row, blocks[:1], args.steps) for name, row in models.items()}
         seconds = common.paired(calls, device, args.rounds, warmup=1)
-    first = next(iter(models))
-    report["results"] = []
+    first, report["results"] = next(iter(models)), []
     for name, (model, budget) in models.items():
         row = {"name": name, "parameters": sum(p.numel() for p in model.parameters())}
-        row["bits_per_byte"] = text.value(model, budget)
-        row["seconds_per_token"] = common.spread([s / args.steps for s in seconds[name]])
+        row |= {"bits_per_byte": text.value(model, budget), "seconds_per_token": common.per(seconds[name], args.steps)}
         report["results"].append(row | {"time_over_first": common.ratio(seconds[name], seconds[first])})
     report["floors"] = floors(train, held_out)
     common.table([report["floors"]])
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

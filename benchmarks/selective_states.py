@@ -16,17 +16,18 @@ Reported: bits per byte of the same held-out blocks by n, seed by seed.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from essm_train.data.samples import MapSamples
 from modeling_essm.companions import allocate, importance, prune, restore
 
 from . import ablation, common, sweeps
 from .ablation import Settings
-from .matched_models import Row, definition_of, matched_config
+from .matched_models import Row
 from .sweeps import Run, Sweep, mean
 
 ROW = Row(2, peer="mamba", hidden_size=128, rates=(6e-3,))
@@ -39,10 +40,9 @@ WAYS = {"exact energies": "aire_exact", "frozen energies": "aire", "random state
 @torch.no_grad()
 def reduced(model: Any, bits: Any, calibration: list[Tensor], seed: int) -> dict[str, dict[str, float]]:
     """Bits per byte by way and number of states."""
-    model.eval()
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for way, method in WAYS.items():
-        scores = importance(model, method, calibration=calibration, seed=seed)
+        scores = importance(model.eval(), method, calibration=calibration, seed=seed)
         for size in (size for size in SIZES if size < len(scores.raw[0])):
             prune(model, allocate(scores, total=size * len(scores.raw), scope="uniform"))
             found[way][str(size)] = bits(model)["1"]
@@ -51,57 +51,41 @@ def reduced(model: Any, bits: Any, calibration: list[Tensor], seed: int) -> dict
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
-    text, config = ablation.load(settings), matched_config(ROW, settings.parameters)
-    torch.manual_seed(run.seed)
-    model: nn.Module = ablation.make_model(config, settings.filter_length).to(settings.device)
-    source = MapSamples(text.source.samples, run.seed)
-    record = ablation.train(model, source, settings.arguments(ROW, run.rate, run.seed))
-    drawn = source.load(source.draw(CALIBRATION_BLOCKS))
-    calibration = list(torch.stack([torch.as_tensor(block.astype("int64")) for block in drawn]).split(4))
+    model, record, source = ablation.train(settings, ROW, run)
     if record["diverged"]:
         return record | {METRIC: None}
-    bits = functools.partial(ablation.score, budgets=(1,), text=text)
+    drawn = np.stack(source.load(source.draw(CALIBRATION_BLOCKS))).astype(np.int64)
+    bits = functools.partial(ablation.score, budgets=(1,), text=ablation.load(settings))
+    calibration = list(torch.from_numpy(drawn).split(4))
     return record | {METRIC: bits(model), "reduced": reduced(model, bits, calibration, run.seed)}
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
-    return {"row": definition_of(ROW), "calibration_blocks": CALIBRATION_BLOCKS, "text": ablation.text_of(settings)}
+    return ablation.define(settings, run, ROW) | {"calibration_blocks": CALIBRATION_BLOCKS}
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every way and number of states: the mean over seeds, and what it loses against the whole model, paired."""
-    whole = [record for record in records if not record["diverged"]]
-    return [
-        {
-            "way": way,
-            "states": int(size),
-            "seeds": [r["seed"] for r in whole],
-            "bits_per_byte": mean([r["reduced"][way][size] for r in whole]),
-            "loss": mean([r["reduced"][way][size] - r[METRIC]["1"] for r in whole]),
-        }
-        for way in (WAYS if whole else ())
-        for size in whole[0]["reduced"][way]
-    ]
+    whole, results = [record for record in records if not record["diverged"]], []
+    for way, size in itertools.product(WAYS, whole[0]["reduced"]["random states"]) if whole else ():
+        row = {"way": way, "states": int(size), "seeds": [r["seed"] for r in whole]}
+        row["bits_per_byte"] = mean([r["reduced"][way][size] for r in whole])
+        results.append(row | {"loss": mean([r["reduced"][way][size] - r[METRIC]["1"] for r in whole])})
+    return results
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the table and write it."""
     p = common.parser(__doc__)
-    p.add_argument("--train_file", nargs="+", help="text to train on; by default Python's own sources")
-    p.add_argument("--validation_file", nargs="+", help="held-out text; by default the end of train_file")
-    p.add_argument("--parameters", type=int, default=400_000, help="of the model")
-    sweeps.add_arguments(p, {"mamba": ROW}, "runs/selective_states", updates=800)
+    ablation.add_arguments(p, 400_000)
+    sweeps.add_arguments(p, ["mamba"], "runs/selective_states", 800)
     args = p.parse_args(argv)
-    size = (60_000, min(args.updates, 3)) if args.quick else (args.parameters, args.updates)
-    small: dict[str, Any] = {"validation_blocks": 32, "block_size": 256, "batch_size": 8}
-    small |= {"batch_size": 2, "block_size": 64, "validation_blocks": 2} if args.quick else {}
-    files = [None if paths is None else tuple(paths) for paths in (args.train_file, args.validation_file)]
-    settings = Settings(*files, *size, **small, device=str(common.pick_device(args.device)))
+    settings = ablation.settings_of(args, validation_blocks=32, block_size=256, batch_size=8)
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROW.rates)
-    device, report = common.start("selective_states", args, **records[0]["settings"])
+    _, report = common.start("selective_states", args, **records[0]["settings"])
     report["whole"] = mean([r[METRIC]["1"] for r in records if not r["diverged"]])
     report["results"] = summarise(records)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +36,22 @@ PERCENTILES = (50, 90, 99)
 class Arrival:
     """A request, and when things happened to it, in seconds from the start."""
 
-    at: float
     prompt: list[int]
     new: int
     budget: int
+    at: float = 0.0
     times: list[float] = field(default_factory=list)  # of its tokens
     tokens: list[int] = field(default_factory=list)
 
 
-def draw_requests(count: int, capacity: int, args: argparse.Namespace) -> list[Arrival]:
+def draw_requests(count: int, capacity: int, quick: bool) -> list[Arrival]:
     """Without times of arrival."""
-    rng = np.random.default_rng(0)
-    longest, new = (24, 6) if args.quick else (512, 128)
+    rng, requests = np.random.default_rng(0), []
+    longest, new = (24, 6) if quick else (512, 128)
     budgets = sorted({min(K, capacity) for K in (2, 4, capacity)})
-    requests = []
     for _ in range(count):
-        length = int(np.exp(rng.uniform(np.log(16), np.log(longest))))
-        prompt = rng.integers(32, 127, length).tolist()
-        requests.append(Arrival(0.0, prompt, int(rng.integers(min(16, new), new + 1)), int(rng.choice(budgets))))
+        prompt = rng.integers(32, 127, int(np.exp(rng.uniform(np.log(16), np.log(longest))))).tolist()
+        requests.append(Arrival(prompt, int(rng.integers(min(16, new), new + 1)), int(rng.choice(budgets))))
     return requests
 
 
@@ -61,7 +59,7 @@ def serve(model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, rows
     """Answers of all requests, arriving at that many a second (None: all at once), and seconds to the last token."""
     rng = np.random.default_rng(1)
     at = np.zeros(len(drawn)) if rate is None else np.cumsum(rng.exponential(1 / rate, len(drawn)))
-    arrivals = [Arrival(float(t), one.prompt, one.new, one.budget) for t, one in zip(at, drawn)]
+    arrivals = [replace(one, at=float(t), times=[], tokens=[]) for t, one in zip(at, drawn)]
     batch = ContinuousBatch(model, max_state_bytes=1 << 34, max_rows=rows, prefill_chunk_size=128)
     start, coming, requests = time.perf_counter(), list(arrivals), []
     now = lambda: time.perf_counter() - start  # noqa: E731
@@ -92,59 +90,52 @@ def waiting(arrivals: list[Arrival]) -> dict[str, dict[str, float]]:
 
 def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespace) -> dict[str, Any]:
     """Throughput of both servers, and waiting under every load."""
-    tokens = sum(one.new for one in drawn)
+    tokens, servers = sum(one.new for one in drawn), {"batch": args.rows, "one at a time": 1}
     serve(model, drawn[:2], None, args.rows)  # warm-up
-    throughput: dict[str, list[float]] = {"batch": [], "one at a time": []}
+    throughput: dict[str, list[float]] = {name: [] for name in servers}
     given: dict[str, list[list[int]]] = {}
     for _ in range(args.rounds):
-        for name, rows in (("batch", args.rows), ("one at a time", 1)):
+        for name, rows in servers.items():
             answers, seconds = serve(model, drawn, None, rows)
             throughput[name].append(tokens / seconds)
             given[name] = [one.tokens for one in answers]
-    same = sum(a == b for a, b in zip(*given.values())) / len(drawn)
-    result: dict[str, Any] = {"equal_answers": same}
-    result |= {"tokens_per_second": {name: common.spread(v) for name, v in throughput.items()}}
-    result["batch_over_one"] = common.ratio(throughput["batch"], throughput["one at a time"])
-    most = result["tokens_per_second"]["batch"]["median"] * len(drawn) / tokens  # requests a second
-    result["results"] = []
+    speeds = {name: common.spread(values) for name, values in throughput.items()}
+    result: dict[str, Any] = {"equal_answers": sum(a == b for a, b in zip(*given.values())) / len(drawn)}
+    result |= {"tokens_per_second": speeds, "batch_over_one": common.ratio(*throughput.values()), "results": []}
+    most = speeds["batch"]["median"] * len(drawn) / tokens  # requests a second
     for load in args.loads:
-        for name, rows in (("batch", args.rows), ("one at a time", 1)):
+        for name, rows in servers.items():
             answers, seconds = serve(model, drawn, load * most, rows)
             row = {"server": name, "load": load, "requests_per_second": load * most}
-            row |= {"tokens_per_second": tokens / seconds, "seconds": waiting(answers)}
-            result["results"].append(row)
+            result["results"].append(row | {"tokens_per_second": tokens / seconds, "seconds": waiting(answers)})
     return result
 
 
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--model", type=Path, help="saved language model; else one of --config with random weights")
     p.add_argument("--rows", type=int, default=16, help="requests that run at once")
-    p.add_argument("--requests", type=int, default=None)
+    p.add_argument("--requests", type=int)
     p.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9])
     p.set_defaults(rounds=3)
     args = p.parse_args(argv)
-    if not all(load > 0 for load in args.loads):
-        p.error(f"--loads must be positive, got {args.loads}")
     torch.manual_seed(0)
     if args.model is not None:
         model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:
         model = ESSMForCausalLM(common.configuration(args, **({"num_hidden_layers": 2} if args.quick else {})))
-    config = model.config
     count = args.requests or (6 if args.quick else 96)
-    settings = {"rows": args.rows, "requests": count, "threads": 1, **common.model_settings(args, config)}
-    if args.model is not None:
-        settings["config"] = args.model.name
+    settings = {"rows": args.rows, "requests": count, "threads": 1, **common.model_settings(args, model.config)}
+    settings |= {"config": args.model.name} if args.model is not None else {}
     device, report = common.start("serving", args, **settings)
     model = model.eval().to(device, common.dtype_of(device))
     with common.threads(1):
-        report |= measure(model, draw_requests(count, config.num_spectral_channels, args), args)
+        report |= measure(model, draw_requests(count, model.config.num_spectral_channels, args.quick), args)
     speed = report["tokens_per_second"]
     print(f"{report['equal_answers']:.0%} of requests are answered alike")
     print(", ".join(f"{name}: {speed[name]['median']:.0f} tokens/s" for name in speed))
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ that has not, here and for numpy.linalg.eigh of the explicit Hankel matrix in fp
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,16 @@ def build(H: int, K: int) -> None:
     chunk_operators(H, N, CHUNK)
 
 
+def leading(right: np.ndarray) -> int:
+    """How many are true before the first that is not."""
+    return int(right.size if right.all() else right.argmin())
+
+
 def oscillating_channels(phi: np.ndarray) -> int:
     """How many leading columns of phi (H, K) pass the oscillation theorem: k-1 sign changes, none of them a zero."""
     negative = np.signbit(phi)
     changes = np.count_nonzero(negative[1:] != negative[:-1], axis=0)
-    right = changes == np.arange(phi.shape[1])
-    return int(right.size if right.all() else right.argmin())
+    return leading(changes == np.arange(phi.shape[1]))
 
 
 def hankel_eigh(H: int, K: int) -> np.ndarray:
@@ -45,30 +50,27 @@ def hankel_eigh(H: int, K: int) -> np.ndarray:
     return vectors * (np.sign(vectors[-1]) * (-1.0) ** np.arange(K))
 
 
-def main(argv: list[str] | None = None) -> dict:
+def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    p.add_argument("--lengths", type=int, nargs="+", default=None)
+    p.add_argument("--lengths", type=int, nargs="+")
+    p.set_defaults(device="cpu")
     args = p.parse_args(argv)
-    lengths = args.lengths or ((1024,) if args.quick else (1024, 4096, 65536, 2**20))
-    args.device = "cpu"
     device, report = common.start("spectral_basis", args, dtype="float64", channels=CHANNELS, chunk=CHUNK)
-    results: list[dict] = []
-    for H in lengths:
+    report["results"] = []
+    for H in args.lengths or ((1024,) if args.quick else (1024, 4096, 65536, 2**20)):
         K = min(CHANNELS, spectral_basis(H).num_resolved)
         seconds = common.spread(common.paired({"build": functools.partial(build, H, K)}, device, args.rounds)["build"])
-        row = {"H": H, "build_seconds": seconds, "channels": K}
+        row: dict[str, Any] = {"H": H, "build_seconds": seconds, "channels": K}
         if H <= 65536:
             phi = spectral_basis(H).filters(K)
             row["oscillating_channels"] = oscillating_channels(phi)
             row["orthonormality_error"] = float(np.abs(phi.T @ phi - np.eye(K)).max())
         if H <= 4096:
             by_eigh = hankel_eigh(H, K)
-            close = np.linalg.norm(by_eigh - phi, axis=0) <= 1e-3
             row["eigh_oscillating_channels"] = oscillating_channels(by_eigh)
-            row["eigh_close_channels"] = int(close.size if close.all() else close.argmin())
-        results.append(row)
-    report["results"] = results
-    return common.finish(report, args, device)
+            row["eigh_close_channels"] = leading(np.linalg.norm(by_eigh - phi, axis=0) <= 1e-3)
+        report["results"].append(row)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

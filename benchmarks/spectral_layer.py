@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             rows = [{"threads": count} | row for row in measure(B, L, D, K, mixing, device, args.rounds)]
         report["results"] += rows
         common.table(rows)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

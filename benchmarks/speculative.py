@@ -36,13 +36,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = p.parse_args(argv)
     if args.quick:
         args.tokens, args.draft_budgets, args.draft_lengths = 8, [2], [0]
+    torch.manual_seed(0)
     if args.model:
         model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     else:
-        torch.manual_seed(0)
         model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2))
     capacity = model.config.num_spectral_channels
-    drafts = [K for K in args.draft_budgets if capacity > K]
     settings = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers, "capacity": capacity}
     settings |= {"config": model.config.block, "trained": bool(args.model), "tokens": args.tokens}
     device, report = common.start("speculative", args, **settings)
@@ -55,6 +54,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         return model.generate(ids, **greedy, **extra, return_dict_in_generate=True)
 
     plain, calls, rates = decode(), {(0, 0): decode}, {}
+    drafts = [K for K in args.draft_budgets if capacity > K]
     for draft, length in itertools.product(drafts, args.draft_lengths):
         found = decode(draft, length)
         if device.type == "cpu" and not torch.equal(found.sequences, plain.sequences):
@@ -63,17 +63,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         calls[draft, length] = functools.partial(decode, draft, length)
     with common.threads(1):
         samples = common.paired(calls, device, args.rounds, warmup=1)
-    report["results"] = [
-        {
-            "draft_budget": draft,
-            "draft_length": length,
-            "tokens_per_second": common.spread([args.tokens / s for s in seconds]),
-            "speedup": common.ratio(samples[0, 0], seconds),
-            "acceptance_rate": rates.get((draft, length)),
-        }
-        for (draft, length), seconds in samples.items()
-    ]
-    return common.finish(report, args, device)
+    report["results"] = []
+    for key, seconds in samples.items():
+        row = {"draft_budget": key[0], "draft_length": key[1], "tokens_per_second": common.rate(seconds, args.tokens)}
+        row |= {"speedup": common.ratio(samples[0, 0], seconds), "acceptance_rate": rates.get(key)}
+        report["results"].append(row)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

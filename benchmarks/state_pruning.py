@@ -71,8 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "s4d": {"parameterization": "s4d", "state_size": 32, "bidirectional": True},
 }
 TASKS = {name: state_tasks.TASKS[name] for name in ("digits", "reviews", "words")}
-CHOICE = {"aire": "AIRE", "last": "LAST", "balanced": "balanced truncation", "random": "random"}
-
+CHOICE = {"aire": ("AIRE", "C0"), "last": ("LAST", "C3")}
+CHOICE |= {"balanced": ("balanced truncation", "C2"), "random": ("random", "0.6")}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One run.
@@ -92,50 +92,38 @@ def pruned(model: nn.Module, method: str, ratio: float, seed: int) -> tuple[nn.M
     return smaller, plan.kept
 
 
-def additivity(model: nn.Module, ratio: float) -> list[float]:
-    """For each layer the energy of the modes that AIRE prunes over the sum of their energies.
+def additivity(system: DiagonalSystem, keep: torch.Tensor) -> float:
+    """The energy of the modes that are not kept over the sum of their energies.
 
     The energy of a set is that of its complex impulse response, cross terms between modes included, of one direction.
     """
-    found = []
-    plan = allocate(importance(model, "aire"), amount=ratio)
-    for layer, keep in zip(state_layers(model), plan.keep):
-        system, gone = layer.read(), ~keep
-        if not gone.any():
-            continue
-        B = torch.where(gone if system.siso else gone[:, None], system.B, 0.0)
-        part = DiagonalSystem(system.lam, B, system.C[0] if system.bidirectional else system.C, "complex")
-        (P, _), (_, _, C) = gramians(part), matrices(part)
-        together = float((C @ P @ C.mH).diagonal(dim1=-2, dim2=-1).sum().real)
-        found.append(together / float(energy(part).sum()))
-    return found
+    B = torch.where(keep if system.siso else keep[:, None], 0.0, system.B)
+    part = DiagonalSystem(system.lam, B, system.C[0] if system.bidirectional else system.C, "complex")
+    (P, _), (_, _, C) = gramians(part), matrices(part)
+    together = float((C @ P @ C.mH).diagonal(dim1=-2, dim2=-1).sum().real)
+    return together / float(energy(part).sum())
 
 
-def certificates(model: nn.Module, ratio: float) -> list[dict[str, float]]:
-    """For each layer the bounds on the gain of what AIRE prunes, and that gain as "measured"."""
-    plan = allocate(importance(model, "aire"), amount=ratio)
-    found = []
+def cut_layers(model: nn.Module, ratio: float) -> list[dict[str, float]]:
+    """For each layer that AIRE prunes: "energy", see `additivity`, the bounds on the gain of what is pruned, and that
+    gain as "measured"."""
+    plan, found = allocate(importance(model, "aire"), amount=ratio), []
     for layer, keep, bounds in zip(state_layers(model), plan.keep, certify(plan, model)):
         if not keep.all():
-            found.append(bounds | {"measured": hinf_norm(layer.read(), ~keep)})
+            system = layer.read()
+            found.append({"energy": additivity(system, keep)} | bounds | {"measured": hinf_norm(system, ~keep)})
     return found
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
     model, record, score = state_tasks.trained(settings, run, MODELS[run.name])
-    record["pruned"] = {}
-    ratios = RATIOS[:: 9 if settings.quick else 1]
+    curves, ratios = {}, RATIOS[:: 9 if settings.quick else 1]
     for method in METHODS if not record["diverged"] else ():
-        errors, kept = [], []
-        for ratio in ratios:
-            smaller, modes = pruned(model, method, ratio, run.seed)
-            errors.append(score(smaller))
-            kept.append(modes)
-        record["pruned"][method] = {"ratios": ratios, "errors": errors, "kept": kept}
-    looked_at = () if record["diverged"] else LOOKED_AT
-    record["additivity"] = {str(ratio): additivity(model, ratio) for ratio in looked_at}
-    record["certificates"] = {str(ratio): certificates(model, ratio) for ratio in looked_at}
-    return record
+        smaller = [pruned(model, method, ratio, run.seed) for ratio in ratios]
+        errors, kept = [score(one) for one, _ in smaller], [modes for _, modes in smaller]
+        curves[method] = {"ratios": ratios, "errors": errors, "kept": kept}
+    cut = {str(ratio): cut_layers(model, ratio) for ratio in LOOKED_AT} if curves else {}
+    return record | {"pruned": curves, "cut_layers": cut}
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
@@ -158,39 +146,40 @@ def area_of(curve: dict[str, Any]) -> float:
     return float(np.trapezoid([1 - e for e in curve["errors"]], ratios)) / (ratios[-1] - ratios[0])
 
 
+def by_model(records: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs that did not diverge, of every task and model."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in records:
+        if not record["diverged"]:
+            groups.setdefault((record["task"], record["model"]), []).append(record)
+    return groups
+
+
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every method on every task and model: means and deviations over seeds."""
     results = []
-    for task, model in dict.fromkeys((r["task"], r["model"]) for r in records):
-        whole = [r for r in records if (r["task"], r["model"]) == (task, model) and not r["diverged"]]
-        for method in METHODS if whole else ():
-            curves = [r["pruned"][method] for r in whole]
-            ratios, areas = curves[0]["ratios"], [area_of(curve) for curve in curves]
-            result = {"task": task, "model": model, "method": method, "seeds": [r["seed"] for r in whole]}
-            lost = [[e - curve["errors"][0] for e in curve["errors"]] for curve in curves]
-            result |= {"accuracy": mean([1 - r[METRIC]["1"] for r in whole]), "area": mean(areas)}
-            paired = [a - area_of(r["pruned"]["aire"]) for a, r in zip(areas, whole)]
-            result |= {"area_minus_aire": mean(paired)}
-            result["largest_within_a_point"] = mean([largest_within(curve["errors"], ratios) for curve in curves])
-            result["steepest_fall"] = mean([max(b - a for a, b in itertools.pairwise(values)) for values in lost])
-            result |= {"ratios": ratios, "lost": [mean(values) for values in zip(*lost)]}
-            results.append(result)
+    for ((task, model), runs), method in itertools.product(by_model(records).items(), METHODS):
+        curves = [r["pruned"][method] for r in runs]
+        ratios, areas = curves[0]["ratios"], [area_of(curve) for curve in curves]
+        lost = [[e - curve["errors"][0] for e in curve["errors"]] for curve in curves]
+        result: dict[str, Any] = {"task": task, "model": model, "method": method, "seeds": [r["seed"] for r in runs]}
+        result |= {"accuracy": mean([1 - r[METRIC]["1"] for r in runs]), "area": mean(areas)}
+        result["area_minus_aire"] = mean([a - area_of(r["pruned"]["aire"]) for a, r in zip(areas, runs)])
+        result["largest_within_a_point"] = mean([largest_within(curve["errors"], ratios) for curve in curves])
+        result["steepest_fall"] = mean([max(b - a for a, b in itertools.pairwise(values)) for values in lost])
+        results.append(result | {"ratios": ratios, "lost": [mean(values) for values in zip(*lost)]})
     return results
 
 
 def over_truth(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """By task and model, over layers, seeds and ratios: energies of sets over sums, and bounds over measured gains."""
     rows = []
-    for task, model in dict.fromkeys((r["task"], r["model"]) for r in records):
-        of_model = [r for r in records if (r["task"], r["model"]) == (task, model)]
-        layers = [layer for r in of_model for found in r["certificates"].values() for layer in found]
-        values = {"energy": [x for r in of_model for found in r["additivity"].values() for x in found]}
-        for bound in (name for name in layers[0] if name != "measured") if layers else ():
-            values[bound] = [layer[bound] / layer["measured"] for layer in layers]
-        for name, found in values.items():
-            if found:
-                spread = {"least": min(found), "median": statistics.median(found), "largest": max(found)}
-                rows.append({"task": task, "model": model, "of": name, "layers": len(found)} | spread)
+    for (task, model), runs in by_model(records).items():
+        layers = [layer for r in runs for found in r["cut_layers"].values() for layer in found]
+        for name in [name for name in layers[0] if name != "measured"] if layers else ():
+            found = [layer[name] / (1 if name == "energy" else layer["measured"]) for layer in layers]
+            spread = {"least": min(found), "median": statistics.median(found), "largest": max(found)}
+            rows.append({"task": task, "model": model, "of": name, "layers": len(found)} | spread)
     return rows
 
 
@@ -203,7 +192,7 @@ def draw(results: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(4 * len(panels) / 2, 6.5), layout="constrained")
     grid = figure.subplots(2, -(-len(panels) // 2), squeeze=False)
     for axes, panel in zip(grid.T.flat, panels):
-        for color, (method, label) in zip(("C0", "C3", "C2", "0.6"), CHOICE.items()):
+        for method, (label, color) in CHOICE.items():
             result = next(r for r in results if (r["task"], r["model"], r["method"]) == (*panel, method))
             lost, wide = (100 * np.array([x[name] for x in result["lost"]]) for name in ("mean", "deviation"))
             axes.plot(result["ratios"], lost, color=color, label=label)
@@ -219,18 +208,17 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables, draw the curves and write both."""
     p = common.parser(__doc__)
-    p.add_argument("--data_dir", help="data folders, separated as in PATH; by default $ESSM_DATA, or data")
+    sweeps.add_data(p)
     sweeps.add_arguments(p, MODELS, "runs/state_pruning", 600, TASKS)
     args = p.parse_args(argv)
     sizes = (min(args.updates, 3), 8, 2, 20) if args.quick else (args.updates, 32, 2, 600)
     settings = Settings(args.data_dir, *sizes, quick=args.quick, device=str(common.pick_device(args.device)))
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
-    device, report = common.start("state_pruning", args, **records[0]["settings"])
+    _, report = common.start("state_pruning", args, **records[0]["settings"])
     report["results"], report["certificates"] = summarise(records), over_truth(records)
     common.table(report["certificates"])
-    common.finish(report, args, device)
-    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report["results"]))
-    return report
+    write_figure(common.report_path(report, args).with_suffix(".png"), draw(report["results"]))
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

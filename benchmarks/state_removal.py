@@ -12,25 +12,17 @@ ratios are of the same round. A step is one token with a cache, batch 1.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import MambaConfig, MambaForCausalLM
 
-from modeling_essm.companions import (
-    DiagonalSSMConfig,
-    DiagonalSSMForCausalLM,
-    allocate,
-    importance,
-    prune,
-    remove,
-)
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM, allocate, importance, prune, remove
 
 from . import common
 
-RATIOS = (0.2, 0.5, 0.8)
+RATIOS = (0.0, 0.2, 0.5, 0.8)
 KINDS = ("s5", "lru", "s4d", "mamba")
 
 
@@ -46,17 +38,11 @@ def make_model(kind: str, width: int, layers: int, modes: int) -> Any:
 def smaller(model: Any, ratio: float) -> Any:
     """A copy with the same share of every layer's modes removed, of S4D the same number in every channel."""
     found = copy.deepcopy(model)
-    prune(found, allocate(importance(found, "random", granularity="mode_index"), amount=ratio, scope="uniform"))
-    remove(found)
+    if ratio:
+        scores = importance(found, "random", granularity="mode_index")
+        prune(found, allocate(scores, amount=ratio, scope="uniform"))
+        remove(found)
     return found
-
-
-def stepper(model: Any, ids: Tensor) -> tuple[Callable[[], Any], int]:
-    """One token after a prompt, again and again, and the bytes that the cache holds then."""
-    outputs, token = model(ids, use_cache=True), ids[:, -1:]
-    name = next(n for n in ("past_key_values", "cache_params") if getattr(outputs, n, None) is not None)
-    cache = getattr(outputs, name)
-    return lambda: model(token, use_cache=True, **{name: cache}), common.state_bytes(cache)
 
 
 @torch.inference_mode()
@@ -65,37 +51,34 @@ def measure(kind: str, device: torch.device, rounds: int, quick: bool) -> list[d
     width, layers, length, batch = (16, 1, 32, 1) if quick else (256, 6, 1024, 4)
     modes = {"s4d": 64, "mamba": 64}.get(kind, 256) if not quick else 10
     whole = make_model(kind, width, layers, modes).to(device)
-    models = {0.0: whole} | {ratio: smaller(whole, ratio) for ratio in RATIOS}
     ids = torch.randint(0, 256, (batch, length), device=device)
-    forwards = {ratio: (lambda model=model: model(ids, use_cache=False)) for ratio, model in models.items()}
-    steps = {ratio: stepper(model, ids[:1, :16]) for ratio, model in models.items()}
-    seconds = common.paired(forwards, device, rounds)
-    step_seconds = common.paired({ratio: step for ratio, (step, _) in steps.items()}, device, rounds)
-    return [
-        {
-            "model": kind,
-            "pruned": ratio,
-            "parameters": model.num_parameters(),
-            "state_bytes": steps[ratio][1],
-            "peak_bytes": common.peak_memory(forwards[ratio], device),
-            "forward_seconds": common.spread(seconds[ratio]),
-            "forward_speedup": common.ratio(seconds[0.0], seconds[ratio]),
-            "step_seconds": common.spread(step_seconds[ratio]),
-            "step_speedup": common.ratio(step_seconds[0.0], step_seconds[ratio]),
-        }
-        for ratio, model in models.items()
-    ]
+    cache_name = "cache_params" if kind == "mamba" else "past_key_values"
+    forwards, steps, rows = {}, {}, []
+    for ratio in RATIOS:
+        model = smaller(whole, ratio)
+        cache = {cache_name: model(ids[:1, :16], use_cache=True)[cache_name]}
+        forwards[ratio] = functools.partial(model, ids, use_cache=False)
+        steps[ratio] = functools.partial(model, ids[:1, 15:16], use_cache=True, **cache)
+        rows.append({"model": kind, "pruned": ratio, "parameters": model.num_parameters()})
+        rows[-1] |= {"state_bytes": common.state_bytes(cache)}
+        rows[-1] |= {"peak_bytes": common.peak_memory(forwards[ratio], device)}
+    for name, calls in (("forward", forwards), ("step", steps)):
+        seconds = common.paired(calls, device, rounds)
+        for row, samples in zip(rows, seconds.values()):
+            row[f"{name}_seconds"] = common.spread(samples)
+            row[f"{name}_speedup"] = common.ratio(seconds[0.0], samples)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--only", nargs="+", choices=KINDS, default=[*KINDS])
     args = p.parse_args(argv)
-    device, report = common.start("state_removal", args, quick=args.quick, models=args.only)
+    device, report = common.start("state_removal", args, models=args.only)
     rounds = 1 if args.quick else args.rounds
     with common.threads(1):
         report["results"] = [row for kind in args.only for row in measure(kind, device, rounds, args.quick)]
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

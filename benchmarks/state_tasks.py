@@ -23,7 +23,6 @@ from essm_train.data.rows import collate
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification
 
 from . import classification_tasks
-from .classification_tasks import TEST_BATCH, score
 from .sweeps import Run
 
 METRIC = "error"
@@ -61,14 +60,13 @@ class Settings:
     device: str = "cpu"
 
     def data(self) -> classification_tasks.Settings:
-        return classification_tasks.Settings(
-            self.data_dir, 0, self.updates, self.test_samples, quick=self.quick, device=self.device
-        )
+        sizes = (0, self.updates, self.test_samples)
+        return classification_tasks.Settings(self.data_dir, *sizes, quick=self.quick, device=self.device)
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
     """The task and its data."""
-    task = TASKS[run.task or ""]
+    task = TASKS[run.task]
     return dataclasses.asdict(task) | classification_tasks.load(settings.data(), task.name).identity
 
 
@@ -101,19 +99,18 @@ def trained(
     Returns:
         the model, how it was trained and its error, and what scores a model on the test samples.
     """
-    task = TASKS[run.task or ""]
-    data, test, _ = classification_tasks.load(settings.data(), task.name)
+    task = TASKS[run.task]
+    loaded = classification_tasks.load(settings.data(), task.name)
     args = settings.data().arguments(task.name, rate=run.rate, seed=run.seed)
     args.warmup_steps = settings.warmup
-    fields = {"num_labels": data.num_labels, "problem_type": "single_label_classification"} | fields
-    fields |= data.reader.config_fields | ({"vocab_size": task.words, "pad_token_id": 0} if task.words else {})
+    fields = {"num_labels": loaded.data.num_labels, "problem_type": "single_label_classification"} | fields
+    fields |= loaded.data.reader.config_fields | ({"vocab_size": task.words, "pad_token_id": 0} if task.words else {})
     fields |= {"hidden_size": settings.hidden_size, "num_hidden_layers": settings.num_hidden_layers}
     torch.manual_seed(run.seed)
     model = DiagonalSSMForSequenceClassification(DiagonalSSMConfig(**fields)).float().to(settings.device)
-    collated = functools.partial(batch_of, data.reader, task)
     hook = {} if after_step is None else {"after_step": functools.partial(after_step, model)}
-    record: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
-    record |= classification_tasks.train(model, data, args, collated, **hook)
-    batches = [collated(test[i : i + TEST_BATCH]) for i in range(0, len(test), TEST_BATCH)]
-    scored = lambda m: score(m, batches)["1"]  # noqa: E731
-    return model, record | {METRIC: None if record["diverged"] else {"1": scored(model)}}, scored
+    collated = functools.partial(batch_of, loaded.data.reader, task)
+    record = {"parameters": model.num_parameters()}  # before it shrinks
+    found, score = classification_tasks.train_and_score(model, loaded, args, collated, **hook)
+    record |= found
+    return model, record | {METRIC: None if record["diverged"] else score(model)}, lambda model: score(model)["1"]

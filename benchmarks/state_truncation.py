@@ -55,19 +55,6 @@ ROWS = {
 }
 
 
-def settings_of(args: Any, test_samples: int = 1000, state_size: int = 64) -> Settings:
-    """An LRU of one block; the warm-up is a tenth of all updates."""
-    updates = min(args.updates, 20) if args.quick else args.updates
-    if args.quick:
-        test_samples, state_size = 20, 8
-    device, warmup = str(common.pick_device(args.device)), max(4, updates // 10)
-    return Settings(args.data_dir, updates, 16, 1, test_samples, state_size, warmup, args.quick, device)
-
-
-def fields_of(sizes: Sequence[int]) -> dict[str, Any]:
-    return {"parameterization": "lru", "norm": "batch", "state_sizes": list(sizes)}
-
-
 def steps_of(settings: Settings, row: Truncated) -> tuple[int, ...]:
     """Updates after which a row attempts. Raises ValueError for a schedule that does not fit the run."""
     if row.tau == 0:
@@ -78,14 +65,15 @@ def steps_of(settings: Settings, row: Truncated) -> tuple[int, ...]:
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
     """Train both."""
-    row, whole = ROWS[run.name], fields_of([settings.state_size] * settings.num_hidden_layers)
+    row, lru = ROWS[run.name], {"parameterization": "lru", "norm": "batch"}
+    whole = lru | {"state_sizes": [settings.state_size] * settings.num_hidden_layers}
     if row.tau == 0:
         model, record, _ = state_tasks.trained(settings, run, whole)
         return record | {"sizes": model.config.state_sizes, "truncations": []}
     truncation = InTrainingTruncation(steps_of(settings, row), tau=row.tau)
     model, record, _ = state_tasks.trained(settings, run, whole, truncation.after_step)
     record |= {"sizes": list(model.config.state_sizes), "truncations": truncation.history}
-    _, record["born_small"], _ = state_tasks.trained(settings, run, fields_of(record["sizes"]))
+    _, record["born_small"], _ = state_tasks.trained(settings, run, lru | {"state_sizes": record["sizes"]})
     return record
 
 
@@ -114,14 +102,12 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         result: dict[str, Any] = {"task": task, "row": name, "seeds": [r["seed"] for r in whole]}
         result |= {"diverged": len(runs) - len(whole), "modes": mean([sum(r["sizes"]) for r in whole])}
         result["accuracy"] = of_seeds(mine)
-        over_full = [r["cpu_seconds"] / full[task, r["seed"]] for r in whole if (task, r["seed"]) in full]
-        if over_full:
-            result["time_over_full"] = mean(over_full)
+        if over := [r["cpu_seconds"] / full[task, r["seed"]] for r in whole if (task, r["seed"]) in full]:
+            result["time_over_full"] = mean(over)
         if "born_small" in whole[0]:
             born = [1 - r["born_small"][METRIC]["1"] for r in whole]
-            result["born_small"] = of_seeds(born)
-            result["difference"] = mean([a - b for a, b in zip(mine, born)])
             seconds = [r["cpu_seconds"] / r["born_small"]["cpu_seconds"] for r in whole]
+            result |= {"born_small": of_seeds(born), "difference": mean([a - b for a, b in zip(mine, born)])}
             result["time_over_born_small"] = mean(seconds)
         results.append(result)
     return results
@@ -130,16 +116,19 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables and write them."""
     p = common.parser(__doc__)
-    p.add_argument("--data_dir", help="data folders, separated as in PATH; by default $ESSM_DATA, or data")
+    sweeps.add_data(p)
     sweeps.add_arguments(p, ROWS, "runs/state_truncation", 4000, TASKS)
     p.set_defaults(seeds=[0, 1, 2, 3, 4])
     args = p.parse_args(argv)
-    names = [name for name in args.only if ROWS[name].every is None or not args.quick]  # others need longer runs
-    sweep = Sweep(settings_of(args), perform, define, METRIC)
-    records = sweeps.records_of(args, sweep, lambda name: (RATE,), names)
-    device, report = common.start("state_truncation", args, **records[0]["settings"])
+    updates, test_samples, state_size = (min(args.updates, 20), 20, 8) if args.quick else (args.updates, 1000, 64)
+    if args.quick:
+        args.only = [name for name in args.only if ROWS[name].every is None]  # others need longer runs
+    sizes = (updates, 16, 1, test_samples, state_size, max(4, updates // 10))  # one block; a tenth is the warm-up
+    settings = Settings(args.data_dir, *sizes, args.quick, str(common.pick_device(args.device)))
+    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
+    _, report = common.start("state_truncation", args, **records[0]["settings"])
     report["results"] = summarise(records)
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

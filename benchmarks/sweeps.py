@@ -15,7 +15,7 @@ import json
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,7 @@ from modeling_essm.training.budget_dropout import budget_losses
 from . import common
 from .matched_models import Row, cache_bytes, sizes_of
 
-SEEDS = (0, 1, 2)
 SPEED = "_per_cpu_second"  # how the name of a speed ends
-
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One run.
@@ -48,31 +46,20 @@ class Run:
     name: str
     rate: float
     seed: int
-    task: str | None = None
+    task: str = ""
 
     @property
     def file(self) -> str:
-        def words(name: str) -> str:
-            return "".join(c if c.isalnum() else "-" for c in name).replace("--", "-")
-
-        task = "" if self.task is None else words(self.task) + "-"
-        return f"{task}{words(self.name)}-rate{self.rate:g}-seed{self.seed}.json"
+        words = ("".join(c if c.isalnum() else "-" for c in name).replace("--", "-") for name in (self.task, self.name))
+        return f"{'-'.join(filter(None, words))}-rate{self.rate:g}-seed{self.seed}.json"
 
 
 def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[str, Any]:
     """How the row is trained, as fields of RunArguments of essm_train/arguments.py."""
     updates = round(updates * row.updates)
-    return {
-        "max_steps": updates,
-        "full_budget_updates": round(updates * row.full_share),
-        "learning_rate": rate,
-        "warmup_steps": 50,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "max_grad_norm": 1.0,
-        "budget_schedule": row.schedule,
-        "seed": seed,
-    }
+    fields = {"max_steps": updates, "full_budget_updates": round(updates * row.full_share), "learning_rate": rate}
+    fields |= {"warmup_steps": 50, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0, "seed": seed}
+    return fields | {"budget_schedule": row.schedule}
 
 
 def train(
@@ -92,11 +79,10 @@ def train(
     """
     schedule = make_schedule(args, capacity_of(model))
     optimizer = adamw(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
-    scheduler = make_scheduler(optimizer, args.warmup_steps, [[0, args.max_steps]])
     found = fit(
         model,
         optimizer,
-        scheduler,
+        make_scheduler(optimizer, args.warmup_steps, [[0, args.max_steps]]),
         args.max_steps,
         lambda update: next_forward(),
         lambda update, forward: budget_losses(forward, schedule(update)),
@@ -128,16 +114,10 @@ def measure(
     return record if length is None else record | {"cache_bytes": cache_bytes(model, length)}
 
 
-def values_of(settings: Any) -> dict[str, Any]:
-    """Settings as JSON gives them back; in which folder the data lies is not part of them."""
-    values = {k: v for k, v in dataclasses.asdict(settings).items() if not k.endswith(("_file", "_dir"))}
-    return json.loads(json.dumps(values))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # All runs.
 
-Perform = Callable[[Any, Run], dict[str, Any]]  # of the settings: trains and measures
+Perform = Callable[[Any, Run], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -145,8 +125,8 @@ class Sweep:
     """What a benchmark does with a run. Functions are given the settings and a Run, and can be pickled.
 
     Attributes:
+        perform: trains and measures. metric: what its record holds for each budget; None in a run that diverged.
         define: what makes the run besides the settings: its row, its data. Runs of other definitions are refused.
-        metric: what a record holds for each budget; None in a run that diverged.
     """
 
     settings: Any
@@ -154,81 +134,74 @@ class Sweep:
     define: Perform
     metric: str
 
+    def identity(self, run: Run) -> dict[str, Any]:
+        """What makes the run, as JSON gives it back; in which folder the data lies is not part of it."""
+        values = dataclasses.asdict(self.settings).items()
+        settings = {k: v for k, v in values if not k.endswith(("_file", "_dir"))}
+        return json.loads(json.dumps({"settings": settings, "definition": self.define(self.settings, run)}))
+
     def one(self, run: Run, folder: Path) -> dict[str, Any]:
         """Perform it on one thread, write its file in one move, return what that holds."""
         with common.threads(1):
-            record: dict[str, Any] = {} if run.task is None else {"task": run.task}
-            record |= {"model": run.name, "rate": run.rate, "seed": run.seed, "settings": values_of(self.settings)}
-            record |= {"definition": self.definition(run)} | self.perform(self.settings, run)
-            record["machine"] = common.machine(torch.device("cpu"))
+            record: dict[str, Any] = {"task": run.task} if run.task else {}
+            record |= {"model": run.name, "rate": run.rate, "seed": run.seed} | self.identity(run)
+            record |= self.perform(self.settings, run) | {"machine": common.machine(torch.device("cpu"))}
         write_json(folder / run.file, record)
         return record
 
-    def definition(self, run: Run) -> dict[str, Any]:
-        return json.loads(json.dumps(self.define(self.settings, run)))
-
-    def is_there(self, run: Run, folder: Path) -> bool:
-        """Raises ValueError if the run was made with other settings or another definition."""
-        if not (path := folder / run.file).exists():
-            return False
-        record = json.loads(path.read_text())
-        held, wanted = record["settings"], values_of(self.settings)
-        held, wanted = (
-            x | {"definition": d} for x, d in ((held, record["definition"]), (wanted, self.definition(run)))
-        )
-        changed = [f"{k} was {held.get(k)!r} and is now {wanted[k]!r}" for k in wanted if held.get(k) != wanted[k]]
-        if changed:
-            raise ValueError(
-                f"{path} is of another table: {', '.join(changed)}; choose another --runs_dir, or delete it"
-            )
-        return True
-
     def perform_missing(self, runs: Sequence[Run], folder: Path, processes: int) -> None:
-        """Perform the runs that are not there yet. Raises ValueError as `is_there`, before any work."""
-        for run in runs:
-            self.definition(run)  # of all: data and tasks that are not there are refused here
-        waiting = [run for run in runs if not self.is_there(run, folder)]
+        """Perform the runs that are not there yet.
+
+        Raises:
+            ValueError: before any work, for a run that was made with other settings or another definition, and for what
+                `define` refuses: tasks, data and sizes that are not there.
+        """
+        waiting = []
+        for run, identity in [(run, self.identity(run)) for run in runs]:
+            if not (path := folder / run.file).exists():
+                waiting.append(run)
+                continue
+            record = json.loads(path.read_text())
+            held, wanted = ({"definition": r["definition"]} | r["settings"] for r in (record, identity))
+            changed = [f"{k} was {held.get(k)!r} and is now {wanted[k]!r}" for k in wanted if held.get(k) != wanted[k]]
+            if changed:
+                reason = f"{path} is of another table: {', '.join(changed)}; choose another --runs_dir, or delete it"
+                raise ValueError(reason)
         folder.mkdir(parents=True, exist_ok=True)
         print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there", flush=True)
-        one = functools.partial(self.one, folder=folder)
-        for i, record in enumerate(_performed(one, waiting, processes), 1):
+        for i, record in enumerate(_performed(functools.partial(self.one, folder=folder), waiting, processes), 1):
             values = record[self.metric]
             shown = "diverged" if values is None else " ".join(f"K={K} {value:.4f}" for K, value in values.items())
-            task = f"{record['task']}, " if "task" in record else ""
-            print(
-                f"{i}/{len(waiting)} {task}{record['model']}, rate {record['rate']:g}, seed {record['seed']}: {shown}"
-            )
+            names = ", ".join(filter(None, (record.get("task"), record["model"])))
+            print(f"{i}/{len(waiting)} {names}, rate {record['rate']:g}, seed {record['seed']}: {shown}", flush=True)
 
 
-def _performed(one: Callable[[Run], dict[str, Any]], runs: list[Run], processes: int) -> Iterator[dict[str, Any]]:
+def _performed(one: Callable[[Run], dict[str, Any]], runs: list[Run], processes: int) -> Iterable[dict[str, Any]]:
     if processes == 1:
         yield from map(one, runs)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         futures = [pool.submit(one, run) for run in runs]
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            yield from (future.result() for future in as_completed(futures))
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def collect(folder: Path, names: Sequence[str], tasks: Sequence[str | None] = (None,)) -> list[dict[str, Any]]:
+def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
     """The records of these models on these tasks, in the order of the tasks.
 
     Raises:
         ValueError: there are none, or they have different settings.
     """
     records = [json.loads(path.read_text()) for path in sorted(folder.glob("[!.]*-seed*.json"))]
-    records = [r for r in records if r["model"] in names and r.get("task") in tasks]
+    records = [r for r in records if r["model"] in names and r.get("task", "") in tasks]
     if not records:
         raise ValueError(f"{folder} holds no finished run of the models {[*names]} on the tasks {[*tasks]}")
     for record in records:
-        if record["settings"] != records[0]["settings"]:
-            raise ValueError(
-                f"{folder} holds runs of different settings: {record['settings']} {records[0]['settings']}"
-            )
-    return sorted(records, key=lambda r: tasks.index(r.get("task")))
+        if record["settings"] != (first := records[0]["settings"]):
+            raise ValueError(f"{folder} holds runs of different settings: {record['settings']} {first}")
+    return sorted(records, key=lambda r: tasks.index(r.get("task", "")))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -236,23 +209,23 @@ def collect(folder: Path, names: Sequence[str], tasks: Sequence[str | None] = (N
 
 
 def add_arguments(
-    p: argparse.ArgumentParser,
-    rows: Mapping[str, Any],
-    runs_dir: str,
-    updates: int,
-    tasks: Mapping[str, Any] | None = None,
+    p: argparse.ArgumentParser, rows: Iterable[str], runs_dir: str, updates: int, tasks: Iterable[str] = ()
 ) -> None:
     """What every sweep is told."""
-    p.set_defaults(device="cpu", tasks=[None])
-    if tasks is not None:
+    p.set_defaults(device="cpu", tasks=[""])
+    if tasks:
         p.add_argument("--tasks", nargs="+", default=[*tasks], help=f"out of {[*tasks]}")
-    p.add_argument("--only", nargs="+", metavar="NAME", choices=rows, default=[*rows], help=f"models, of {[*rows]}")
+    p.add_argument("--only", nargs="+", metavar="NAME", choices=[*rows], default=[*rows], help=f"of {[*rows]}")
     p.add_argument("--updates", type=_positive, default=updates)
     p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
-    p.add_argument("--seeds", type=int, nargs="+", default=[*SEEDS])
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     p.add_argument("--processes", type=_positive, default=1, help="runs at a time, each on one thread")
     p.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="where the file of every run goes")
     p.add_argument("--table", action="store_true", help="run nothing: the table of the runs that are in runs_dir")
+
+
+def add_data(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--data_dir", help="data folders, separated as in PATH; by default $ESSM_DATA, or data")
 
 
 def _positive(text: str) -> int:
@@ -261,17 +234,14 @@ def _positive(text: str) -> int:
     return value
 
 
-def records_of(
-    args: argparse.Namespace, sweep: Sweep, rates: Callable[[str], Sequence[float]], names: Sequence[str] | None = None
-) -> list[dict[str, Any]]:
+def records_of(args: argparse.Namespace, sweep: Sweep, rates: Callable[[str], Sequence[float]]) -> list[dict[str, Any]]:
     """Perform what is missing, unless --table says otherwise, and collect: every model at each of its rates, at every
     seed, on every task. Seed by seed, so that a sweep cut short is a whole table of fewer seeds."""
-    names = args.only if names is None else names
     if not args.table:
-        points = itertools.product(args.seeds, args.tasks, names)
+        points = itertools.product(args.seeds, args.tasks, args.only)
         runs = [Run(name, rate, seed, task) for seed, task, name in points for rate in args.rates or rates(name)]
         sweep.perform_missing(runs, args.runs_dir, args.processes)
-    return collect(args.runs_dir, names, args.tasks)
+    return collect(args.runs_dir, args.only, args.tasks)
 
 
 def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:
@@ -308,32 +278,27 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 def at_best_rate(records: list[dict[str, Any]], metric: str) -> tuple[dict[float, float | None], list[dict[str, Any]]]:
     """The runs of one model at its best rate: of the lowest mean over budgets and the seeds that all its rates have.
 
-    A diverged run rules its rate out.
     Returns:
-        The mean at each rate, None if it is ruled out; and the runs by seed, none if every rate is.
+        The mean at each rate, None where a run diverged, which rules it out; and the runs by seed, if any rate is left.
     """
     by_rate: dict[float, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda r: (r["rate"], r["seed"])):
         by_rate.setdefault(record["rate"], []).append(record)
     shared = set.intersection(*({run["seed"] for run in runs} for runs in by_rate.values()))
-    means = {
-        rate: None
-        if any(run["diverged"] for run in runs)
-        else statistics.fmean(
-            statistics.fmean(run[metric].values()) for run in runs if not shared or run["seed"] in shared
-        )
-        for rate, runs in by_rate.items()
-    }
-    whole = {rate: value for rate, value in means.items() if value is not None}
-    return means, by_rate[min(whole, key=lambda rate: whole[rate])] if whole else []
+    means: dict[float, float | None] = {}
+    for rate, runs in by_rate.items():
+        judged = [run for run in runs if not shared or run["seed"] in shared]
+        whole = not any(run["diverged"] for run in runs)
+        means[rate] = statistics.fmean(statistics.fmean(r[metric].values()) for r in judged) if whole else None
+    left = [(value, rate) for rate, value in means.items() if value is not None]
+    return means, by_rate[min(left)[1]] if left else []
 
 
 def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
     """One model at its best rate, as `at_best_rate` finds it."""
     means, runs = at_best_rate(records, metric)
-    first = records[0]
     kept = ("task", "model", "metric", "definition", "parameters", "sizes", "cache_bytes")
-    result = {name: first[name] for name in kept if name in first}
+    result = {name: records[0][name] for name in kept if name in records[0]}
     result |= {"rates": {f"{rate:g}": value for rate, value in means.items()}, "best_rate": None}
     if not runs:
         return result
@@ -353,15 +318,14 @@ def summarise(records: list[dict[str, Any]], metric: str) -> dict[str, Any]:
 
 def summarise_all(records: list[dict[str, Any]], metric: str) -> list[dict[str, Any]]:
     """Every model on every task at its best rate, in the order of the records' tasks, the best model first."""
-    groups: dict[tuple[str | None, str], list[dict[str, Any]]] = {}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault((record.get("task"), record["model"]), []).append(record)
+        groups.setdefault((record.get("task", ""), record["model"]), []).append(record)
     results = [summarise(runs, metric) for runs in groups.values()]
-    tasks = [*dict.fromkeys(result.get("task") for result in results)]
-    return sorted(results, key=lambda r: (tasks.index(r.get("task")), at_full_budget(r, metric)))
+    tasks = [*dict.fromkeys(task for task, _ in groups)]
 
+    def at_full_budget(result: dict[str, Any]) -> tuple[int, float]:
+        values = result.get(metric)  # absent if every rate diverged
+        return tasks.index(result.get("task", "")), [*values.values()][-1]["mean"] if values else math.inf
 
-def at_full_budget(result: dict[str, Any], metric: str) -> float:
-    """Its mean; infinite if every rate diverged."""
-    values = result.get(metric)
-    return list(values.values())[-1]["mean"] if values else math.inf
+    return sorted(results, key=at_full_budget)

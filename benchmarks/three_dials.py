@@ -48,17 +48,12 @@ from .elastic_tasks import always
 from .sweeps import Run, Sweep, mean
 
 METRIC = "energy"
-NAME = "three dials"
 RATE = 3e-3
 BUDGETS = (2, 4, 8)
 KEPT = (1.0, 0.5, 0.25)  # share of the modes
 GATE = "gate"
 DEPTHS = (0, 1, 3, GATE)
 EVERYTHING = (max(BUDGETS), 1.0, GATE)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A backbone with two dials.
 
 
 class TwoStageConfig(PreTrainedConfig):
@@ -93,10 +88,9 @@ class TwoStageModel(PreTrainedModel):
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         first, second = past_key_values or (None, None)
-        options = {"use_cache": use_cache, "return_dict": True}
-        seen = self.spectral(
-            inputs_embeds=inputs_embeds, past_key_values=first, spectral_budget=spectral_budget, **options
-        )
+        options: dict[str, Any] = {"use_cache": use_cache, "return_dict": True}
+        budget = {"spectral_budget": spectral_budget}
+        seen = self.spectral(inputs_embeds=inputs_embeds, past_key_values=first, **budget, **options)
         told = self.diagonal(inputs_embeds=seen.last_hidden_state, past_key_values=second, **options)
         caches = (seen.past_key_values, told.past_key_values) if use_cache else None
         return BaseModelOutputWithPast(last_hidden_state=told.last_hidden_state, past_key_values=caches)
@@ -104,10 +98,6 @@ class TwoStageModel(PreTrainedModel):
 
 AutoConfig.register(TwoStageConfig.model_type, TwoStageConfig, exist_ok=True)
 AutoModel.register(TwoStageConfig, TwoStageModel, exist_ok=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One run.
 
 
 @dataclass(frozen=True)
@@ -129,18 +119,12 @@ def make_model(settings: Settings, task: Any) -> Any:
     """A new elastic state model around both stages, without feedback, so that sequences are read at once."""
     D = settings.hidden_size
     spectral = {"hidden_size": D, "intermediate_size": D, "vocab_size": 8, "block": "gated", "num_hidden_layers": 1}
-    spectral |= {"inner_size": D, "num_heads": 1, "num_spectral_channels": max(BUDGETS)}
-    spectral |= {"filter_length": 512}
+    spectral |= {"inner_size": D, "num_heads": 1, "num_spectral_channels": max(BUDGETS), "filter_length": 512}
     diagonal = {"hidden_size": D, "state_size": settings.state_size, "num_hidden_layers": 1, "vocab_size": 8}
-    config = ElasticStateConfig(
-        num_input_features=task.features,
-        readout_size=task.readouts,
-        latent_size=settings.latent_size,
-        max_refine_depth=settings.max_refine_depth,
-        compute_penalty=settings.compute_penalty,
-        feedback=False,
-        backbone_config=TwoStageConfig(spectral, diagonal),
-    )
+    names = ("latent_size", "max_refine_depth", "compute_penalty")
+    fields = {name: getattr(settings, name) for name in names} | {"feedback": False}
+    fields |= {"num_input_features": task.features, "readout_size": task.readouts}
+    config = ElasticStateConfig(**fields, backbone_config=TwoStageConfig(spectral, diagonal))
     return ElasticStateModel(config).set_objective(task.objective())
 
 
@@ -201,29 +185,16 @@ def define(settings: Settings, run: Run) -> dict[str, Any]:
     return {"budgets": BUDGETS, "kept": KEPT, "depths": DEPTHS, "task": open_task(settings, "repair").identity}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All runs.
-
-
 def front(rows: list[dict[str, Any]]) -> list[bool]:
     """Which rows no other one beats in energy at no more FLOPs, or in FLOPs at no more energy."""
-
-    def beaten(row: dict[str, Any]) -> bool:
-        return any(
-            other[METRIC] <= row[METRIC]
-            and other["flops"] <= row["flops"]
-            and (other[METRIC], other["flops"]) != (row[METRIC], row["flops"])
-            for other in rows
-        )
-
-    return [not beaten(row) for row in rows]
+    points = [(row[METRIC], row["flops"]) for row in rows]
+    return [all((a, b) == (x, y) or a > x or b > y for a, b in points) for x, y in points]
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every combination: mean and deviation over seeds, and at how many seeds it is on the front."""
     whole = [r["grid"] for r in records if not r["diverged"]]
-    fronts = [front(rows) for rows in whole]
-    results = []
+    fronts, results = [front(rows) for rows in whole], []
     for i, row in enumerate(whole[0] if whole else ()):
         result: dict[str, Any] = {name: row[name] for name in ("budget", "kept", "states", "depth")}
         for name in (METRIC, "rmsd_outside", "rmsd_loop", "gap", "mean_depth", "flops"):
@@ -239,9 +210,8 @@ def effects(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, (dial, values) in enumerate((("budget", BUDGETS[:-1]), ("kept", KEPT[1:]), ("depth", DEPTHS[:-1]))):
         for value in values:
             row = rows[(*EVERYTHING[:i], value, *EVERYTHING[i + 1 :])]
-            change = row[METRIC]["mean"] / whole[METRIC]["mean"] - 1
-            saved = 1 - row["flops"]["mean"] / whole["flops"]["mean"]
-            found.append({"dial": dial, "set_to": value, "energy_change": change, "flops_saved": saved})
+            change, over = (row[name]["mean"] / whole[name]["mean"] for name in (METRIC, "flops"))
+            found.append({"dial": dial, "set_to": value, "energy_change": change - 1, "flops_saved": 1 - over})
     return found
 
 
@@ -251,11 +221,10 @@ def draw(results: list[dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     for (i, K), (marker, kept) in itertools.product(enumerate(BUDGETS), zip("osv", KEPT)):
         rows = [r for r in results if r["budget"] == K and r["kept"] == kept]
-        rows.sort(key=lambda r: r["flops"]["mean"])
-        x, y = [r["flops"]["mean"] for r in rows], [r[METRIC]["mean"] for r in rows]
-        axes.plot(x, y, marker=marker, color=f"C{i}", linewidth=0.8, markersize=6, label=f"K {K}, {kept:.0%} of states")
-        gated = next(r for r in rows if r["depth"] == GATE)
-        axes.plot(gated["flops"]["mean"], gated[METRIC]["mean"], marker=marker, color="black", markersize=3)
+        points = {r["depth"]: (r["flops"]["mean"], r[METRIC]["mean"]) for r in rows}
+        style = {"color": f"C{i}", "linewidth": 0.8, "markersize": 6, "label": f"K {K}, {kept:.0%} of states"}
+        axes.plot(*zip(*sorted(points.values())), marker=marker, **style)
+        axes.plot(*points[GATE], marker=marker, color="black", markersize=3)
     axes.set(xlabel="FLOPs a position", ylabel="energy of the repaired chain", yscale="log")
     axes.legend(fontsize=8, title="black centre: the gate's own depth", title_fontsize=8)
     return figure
@@ -265,19 +234,17 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Perform what is missing, then print the tables, draw and write them."""
     p = common.parser(__doc__)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
-    sweeps.add_arguments(p, [NAME], "runs/three_dials", updates=400)
+    sweeps.add_arguments(p, ["three dials"], "runs/three_dials", 400)
     args = p.parse_args(argv)
-    settings = Settings(args.data_dir, args.updates)
-    if args.quick:
-        settings = Settings(args.data_dir, min(args.updates, 2), batch_size=1, test_count=1)
+    small: dict[str, int] = {"batch_size": 1, "test_count": 1} if args.quick else {}
+    settings = Settings(args.data_dir, min(args.updates, 2) if args.quick else args.updates, **small)
     records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
-    device, report = common.start("three_dials", args, **records[0]["settings"])
+    _, report = common.start("three_dials", args, **records[0]["settings"])
     report["results"] = results = summarise(records)
     report["one_dial"] = effects(results)
     common.table(report["one_dial"])
-    common.finish(report, args, device)
-    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(results), dpi=110)
-    return report
+    write_figure(common.report_path(report, args).with_suffix(".png"), draw(results), dpi=110)
+    return common.finish(report, args)
 
 
 if __name__ == "__main__":

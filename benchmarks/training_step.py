@@ -57,7 +57,7 @@ def essm_config(length: int, args: argparse.Namespace) -> ESSMConfig:
     return common.configuration(args, filter_length=max(length, common.configuration(args).filter_length))
 
 
-def make_models(length: int, args: argparse.Namespace) -> dict[str, nn.Module]:
+def make_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
     """The three models at matched parameter counts, after them that of --config."""
     if args.quick:
         llama = {"hidden_size": 64, "num_hidden_layers": 6, "intermediate_size": 208, "num_attention_heads": 2}
@@ -76,10 +76,6 @@ def make_models(length: int, args: argparse.Namespace) -> dict[str, nn.Module]:
     return models if args.config is None else models | {args.config.name: ESSMForCausalLM(essm_config(length, args))}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One step.
-
-
 def loss_of(model: Any, tokens: Tensor, options: dict[str, Any]) -> Tensor:
     """() cross-entropy, in the precision in which the device trains."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.device.type == "cuda"):
@@ -92,14 +88,14 @@ def random_tokens(model: Any, batch: int, length: int) -> Tensor:
     return tokens.to(next(model.parameters()).device)
 
 
-def make_step(model: Any, batch: int, length: int, optimizer: Any = None) -> Callable[[dict[str, Any]], None]:
-    """A call that makes one whole training step with these options of the model."""
-    tokens = random_tokens(model, batch, length)
-    optimizer = optimizer or make_optimizer(model)
+def make_step(model: Any, batch: int, length: int, optimizer: Any = None) -> Callable[..., None]:
+    """A call that makes one whole training step at each of these budgets, of a model that has none at (None,)."""
+    tokens, optimizer = random_tokens(model, batch, length), optimizer or make_optimizer(model)
 
-    def step(options: dict[str, Any]) -> None:
-        losses = (loss_of(model, tokens, options) for _ in range(1))
-        update(optimizer, losses, (), clip=lambda *_: None, check=lambda *_: None)
+    def step(*budgets: int | None) -> None:
+        for K in budgets:
+            losses = (loss_of(model, tokens, {"spectral_budget": K} if K else {}) for _ in range(1))
+            update(optimizer, losses, (), clip=lambda *_: None, check=lambda *_: None)
 
     return step
 
@@ -110,24 +106,28 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 def gradient(model: Any, tokens: Tensor, K: int) -> Tensor:
     """The gradient of the first layer's M_k."""
-    return torch.autograd.grad(
-        loss_of(model, tokens, {"spectral_budget": K}), model.model.layers[0].mixer.channel_mixing
-    )[0]
+    loss = loss_of(model, tokens, {"spectral_budget": K})
+    return torch.autograd.grad(loss, model.model.layers[0].mixer.channel_mixing)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The tables.
 
 
-def begin(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
+def begin(name: str, args: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:
     gpu = common.pick_device(args.device).type == "cuda"
     args.length = args.length or (128 if args.quick else 4096)
     args.batch = args.batch or (8 if gpu and not args.quick else 1)
     args.rounds = min(args.rounds, 7 if gpu else 3)
-    settings |= {"length": args.length, "batch": args.batch, "rounds": args.rounds}
+    settings = {"length": args.length, "batch": args.batch, "rounds": args.rounds}
     settings |= common.model_settings(args, essm_config(args.length, args))
     settings |= {"dtype": "bfloat16 autocast" if gpu else "float32", "threads": torch.get_num_threads()}
     return common.start(name, args, **settings)
+
+
+def new_model(args: argparse.Namespace, device: torch.device) -> ESSMForCausalLM:
+    torch.manual_seed(0)
+    return ESSMForCausalLM(essm_config(args.length, args)).to(device).train()
 
 
 def models_table(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,34 +137,26 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     kernels = device.type == "cuda" and is_mamba_2_ssm_available()
     report["mamba2_path"] = "mamba_ssm kernels" if kernels else "chunks in torch"
     configured = "ES-SSM" if args.config is None else args.config.name
-    rows: dict[str, tuple[str, dict[str, Any]]] = {"Llama": ("Llama", {}), "Mamba-2": ("Mamba-2", {})}
+    rows: dict[str, tuple[str, int | None]] = {"Llama": ("Llama", None), "Mamba-2": ("Mamba-2", None)}
     for name in dict.fromkeys(("ES-SSM", configured)):
-        budgets = common.clipped((4, 32), models[name].config)
-        rows |= {f"{name} K={K}": (name, {"spectral_budget": K}) for K in budgets}
+        rows |= {f"{name} K={K}": (name, K) for K in common.clipped((4, 32), models[name].config)}
     steps = {name: make_step(model, args.batch, args.length) for name, model in models.items()}
-    calls = {label: functools.partial(steps[name], options) for label, (name, options) in rows.items()}
+    calls = {label: functools.partial(steps[name], K) for label, (name, K) in rows.items()}
     for call in calls.values():
         call()  # the optimizer's moments and other lasting things exist from here on
     memory = {label: common.peak_memory(call, device) for label, call in calls.items()}
     seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
-    last = [*rows][-1]  # the configured model at its capacity
-    report["results"] = [
-        {
-            "model": label,
-            "seconds": common.spread(samples),
-            "tokens_per_second": common.spread([args.batch * args.length / s for s in samples]),
-            "peak_bytes": memory[label],
-            "speed_over_last": common.ratio(seconds[last], samples),
-        }
-        for label, samples in seconds.items()
-    ]
-    return common.finish(report, args, device)
+    last, report["results"] = [*rows][-1], []  # the configured model at its capacity
+    for label, samples in seconds.items():
+        row = {"model": label, "seconds": common.spread(samples), "peak_bytes": memory[label]}
+        row["tokens_per_second"] = common.rate(samples, args.batch * args.length)
+        report["results"].append(row | {"speed_over_last": common.ratio(seconds[last], samples)})
+    return common.finish(report, args)
 
 
 def essm_table(args: argparse.Namespace) -> dict[str, Any]:
     device, report = begin("training_step_essm", args)
-    torch.manual_seed(0)
-    model = ESSMForCausalLM(essm_config(args.length, args)).to(device).train()
+    model = new_model(args, device)
     budgets = common.clipped((4, 32) if args.quick else (2, 4, 8, 16, 32), model.config)
     checkpointed = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # the same weights
     checkpointed.gradient_checkpointing_enable()
@@ -185,53 +177,44 @@ def essm_table(args: argparse.Namespace) -> dict[str, Any]:
         row["first_call_seconds"] = time.perf_counter() - started
         expected, tolerance = gradient(model, tokens, K), TOLERANCE[device.type]
         row["gradient_error"] = common.require_close(f"gradient, {mode}, K = {K}", actual, expected, tolerance)
-        step = make_step(models[mode], args.batch, args.length, optimizer)
-        calls[mode, K] = functools.partial(step, {"spectral_budget": K})
+        calls[mode, K] = functools.partial(make_step(models[mode], args.batch, args.length, optimizer), K)
         row["peak_bytes"] = common.peak_memory(calls[mode, K], device)
     seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
     for (mode, K), samples in seconds.items():
         row = rows[mode, K]
-        row["tokens_per_second"] = common.spread([args.batch * args.length / s for s in samples])
+        row["tokens_per_second"] = common.rate(samples, args.batch * args.length)
         row["time_over_largest_budget"] = common.ratio(samples, seconds[mode, budgets[-1]])
         if ("eager", K) in seconds:
             row["speed_over_eager"] = common.ratio(seconds["eager", K], samples)
             row["memory_over_eager"] = row["peak_bytes"] / rows["eager", K]["peak_bytes"]
     report["results"] = list(rows.values())
-    return common.finish(report, args, device)
+    return common.finish(report, args)
 
 
-def balanced_updates(capacity: int) -> list[tuple[int, ...]]:
-    """What the discrete schedule draws, each draw once, in the order in which it first makes them."""
-    schedule, drawn = budget_schedule("discrete", capacity, 0), dict[tuple[int, ...], None]()
-    for number in itertools.count():
-        drawn[schedule(number)] = None
-        if {K for budgets in drawn for K in budgets} == set(schedule.budgets):
-            break
-    return list(drawn)
+def balanced_updates(capacity: int) -> list[int]:
+    """What the discrete schedule draws, each budget once, in the order in which it first draws them."""
+    schedule, drawn, number = budget_schedule("discrete", capacity, 0), dict[int, None](), itertools.count()
+    while drawn.keys() != {*schedule.budgets}:
+        drawn |= dict.fromkeys(schedule(next(number)))
+    return [*drawn]
 
 
 def dropout_table(args: argparse.Namespace) -> dict[str, Any]:
     device, report = begin("training_step_dropout", args)
-    torch.manual_seed(0)
-    model = ESSMForCausalLM(essm_config(args.length, args)).to(device).train()
+    model = new_model(args, device)
     capacity = model.config.num_spectral_channels
-    budgets = [K for drawn in balanced_updates(capacity) for K in drawn]
+    budgets = balanced_updates(capacity)
     report["mean_budget"] = sum(budgets) / len(budgets)
     step = make_step(model, args.batch, args.length)
-
-    def round_of(drawn: list[int]) -> None:
-        for K in drawn:
-            step({"spectral_budget": K})
-
-    calls = {f"K={K}": functools.partial(round_of, [K]) for K in dict.fromkeys((*budgets, capacity))}
-    calls["dropout"] = functools.partial(round_of, budgets)
+    calls = {f"K={K}": functools.partial(step, K) for K in dict.fromkeys((*budgets, capacity))}
+    calls["dropout"] = functools.partial(step, *budgets)
     seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
-    full, each = seconds[f"K={capacity}"], [s / len(budgets) for s in seconds["dropout"]]
-    report["results"] = [
-        {"updates": name, "seconds": common.spread(samples), "over_full": common.ratio(samples, full)}
-        for name, samples in (seconds | {"dropout": each}).items()
-    ]
-    return common.finish(report, args, device)
+    seconds["dropout"] = [s / len(budgets) for s in seconds["dropout"]]
+    full, report["results"] = seconds[f"K={capacity}"], []
+    for name, samples in seconds.items():
+        row = {"updates": name, "seconds": common.spread(samples)}
+        report["results"].append(row | {"over_full": common.ratio(samples, full)})
+    return common.finish(report, args)
 
 
 TABLES = {"models": models_table, "essm": essm_table, "dropout": dropout_table}
@@ -241,8 +224,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--table", choices=("all", *TABLES), default="all")
-    p.add_argument("--length", type=int, default=None)
-    p.add_argument("--batch", type=int, default=None)
+    p.add_argument("--length", type=int)
+    p.add_argument("--batch", type=int)
     p.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of essm")
     args = p.parse_args(argv)
     if args.out and args.table == "all":

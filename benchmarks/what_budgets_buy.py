@@ -30,7 +30,6 @@ from essm_train.files import write_figure
 from modeling_essm.spectral_basis import spectral_basis
 
 from . import common, memory_probes, sweeps
-from .memory_tasks import TASKS
 from .sweeps import Sweep
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -133,7 +132,7 @@ def analytic(tasks: dict[str, list[str]], lengths: tuple[int, ...], filter_lengt
     """All of the exact part."""
     errors = []
     for name in [name for names in tasks.values() for name in names]:
-        task = sweeps.choose_task(TASKS, name)
+        task = sweeps.choose_task(memory_probes.TASKS, name)
         found = readout_errors(filter_length, task.band, task.tau)
         errors.append({"task": name, "tau": task.tau, "band": task.band, "error": found})
     return {
@@ -205,14 +204,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     filter_length = 512 if args.quick else 4096
     settings = {"filter_length": filter_length, "model": MODEL, "budgets": list(BUDGETS)}
     settings |= {name: getattr(args, name) for name in ("parameters", "updates", "rates", "seeds")}
-    device, report = common.start("what_budgets_buy", args, **settings)
+    _, report = common.start("what_budgets_buy", args, **settings)
     report["results"] = {"analytic": analytic(tasks, lengths, filter_length)}
     report["results"]["trained"] = [] if args.analytic else trained(args, tasks)
     for part in report["results"]["analytic"].values():
         common.table(part)
     common.table(report["results"]["trained"])
-    common.finish(report, args, device)
-    write_figure(common.report_path(report, args, device).with_suffix(".png"), draw(report, tasks), dpi=130)
+    common.finish(report, args)
+    write_figure(common.report_path(report, args).with_suffix(".png"), draw(report, tasks), dpi=130)
     return report
 
 

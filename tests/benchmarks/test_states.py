@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import selective_states, state_pruning, state_tasks, state_truncation
-from benchmarks.state_pruning import METHODS, MODELS, additivity, largest_within, pruned
+from benchmarks import selective_states, state_pruning, state_removal, state_tasks, state_truncation
+from benchmarks.state_pruning import METHODS, MODELS, cut_layers, largest_within, pruned
 from benchmarks.state_tasks import Task, word_ids
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification, is_pruned, state_layers
 
@@ -57,16 +57,22 @@ def test_energies_of_equal_modes_do_not_add_up():
     system = layer.read()
     lam = torch.full_like(system.lam, 0.5)
     layer.module.set_lti(lam, torch.ones_like(system.B), torch.ones_like(system.C))
-    assert additivity(model, 0.5) == [pytest.approx(system.modes / 2, rel=1e-3)]
+    (cut,) = cut_layers(model, 0.5)
+    assert cut["energy"] == pytest.approx(system.modes / 2, rel=1e-3)
+
+
+def test_certificates_hold_on_a_model():
+    for kind in MODELS:
+        found = cut_layers(make_model(kind), 0.5)
+        assert found and all(0 < layer["measured"] <= layer["best"] * (1 + 1e-9) for layer in found)
 
 
 def test_summary_of_known_runs():
     def record(seed, errors):
         curve = {"ratios": [0.0, 0.5], "errors": errors, "kept": [[4], [2]]}
-        layers = [{"peaks": 2.0, "measured": 1.0}, {"peaks": 9.0, "measured": 2.0}]
-        same = {"task": "digits", "model": "s5", "seed": seed, "diverged": False, "additivity": {"0.5": [1.0]}}
-        same |= {"certificates": {"0.2": layers}, "error": {"1": errors[0]}}
-        return same | {"pruned": dict.fromkeys(METHODS, curve)}
+        layers = [{"energy": 1.0, "peaks": peaks, "measured": gain} for peaks, gain in ((2.0, 1.0), (9.0, 2.0))]
+        same = {"task": "digits", "model": "s5", "seed": seed, "diverged": False, "cut_layers": {"0.2": layers}}
+        return same | {"error": {"1": errors[0]}, "pruned": dict.fromkeys(METHODS, curve)}
 
     records = [record(0, [0.1, 0.3]), record(1, [0.2, 0.2])]
     aire = next(r for r in state_pruning.summarise(records) if r["method"] == "aire")
@@ -78,10 +84,12 @@ def test_summary_of_known_runs():
     assert (energy["median"], peaks["layers"], peaks["least"], peaks["largest"]) == (1.0, 4, 2.0, 4.5)
 
 
-def test_certificates_hold_on_a_model():
-    for kind in MODELS:
-        found = state_pruning.certificates(make_model(kind), 0.5)
-        assert found and all(0 < layer["measured"] <= layer["best"] * (1 + 1e-9) for layer in found)
+def test_removed_modes_cost_nothing(quick):
+    results = quick(state_removal, "--only", "s4d", "mamba")["results"]
+    for name in ("parameters", "state_bytes"):
+        for kind in (results[:4], results[4:]):
+            found = [row[name] for row in kind]
+            assert found == sorted(found, reverse=True) and 0 < found[-1] < found[0]
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Sweeps of trained models: files of runs, resumption, best rates, sizes that match, and what is measured."""
 
+import functools
 import json
 import math
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from tiny_tasks import ROWS_OF
 
 from benchmarks import ablation, classification_tasks, matched_models, memory_probes, sweeps, what_budgets_buy
-from benchmarks.memory_tasks import IGNORED, TASKS, AssociativeRecall, NoiseDelay
+from benchmarks.memory_probes import IGNORED, TASKS, AssociativeRecall, NoiseDelay
 from benchmarks.sweeps import choose_task
 from modeling_essm.spectral_basis import spectral_basis
 
@@ -156,26 +158,25 @@ def test_errors_are_the_share_of_wrong_answers(data_dir):
     """Scored by models that are known: one class for all, and the class that the mean of the pixels tells."""
 
     class Known(torch.nn.Module):
-        config = None
+        config = SimpleNamespace()
 
         def __init__(self, answer):
             super().__init__()
-            self.unused, self.answer = torch.nn.Parameter(torch.zeros(1)), answer
+            self.weight, self.answer = torch.nn.Parameter(torch.zeros(1)), answer
 
-        def forward(self, input_features, use_cache=None):
-            logits = torch.nn.functional.one_hot(self.answer(input_features), 10).float()
-            return type("Output", (), {"logits": logits})
+        def forward(self, input_features, use_cache=None, labels=None, **options):
+            logits = torch.nn.functional.one_hot(self.answer(input_features), 10) + self.weight
+            return SimpleNamespace(logits=logits, loss=logits.sum())
 
-    loaded = classification_tasks.load(classification_tasks.Settings(data_dir, 1, 1), "smnist")
-    collated = [classification_tasks.collate(loaded.data.reader, loaded.test[i : i + 20]) for i in (0, 20, 40)]
-    batches = [{name: batch[name] for name in ("labels", "input_features")} for batch in collated]
-    labels = torch.cat([batch["labels"] for batch in batches])
-    assert len(labels) == ROWS_OF["test"]
-    score = classification_tasks.score
-    assert score(Known(lambda x: torch.ones(len(x), dtype=torch.int64)), batches)["1"] == pytest.approx(
-        1 - float((labels == 1).double().mean())
-    )
-    assert score(Known(lambda x: ((x.mean((1, 2)) + 1) * 127.5 / 80 - 0.05).long()), batches)["1"] == 0.0
+    one, right = Known(lambda x: torch.ones(len(x), dtype=torch.int64)), Known(lambda x: class_of(x))
+    class_of = lambda x: ((x.mean((1, 2)) + 1) * 127.5 / 80 - 0.05).long()  # noqa: E731
+    settings = classification_tasks.Settings(data_dir, 1, 1)
+    loaded = classification_tasks.load(settings, "smnist")
+    collated = functools.partial(classification_tasks.collate, loaded.data.reader)
+    _, score = classification_tasks.train_and_score(one, loaded, settings.arguments("smnist"), collated)
+    labels = torch.tensor([sample.label for sample in loaded.test])
+    assert len(labels) == ROWS_OF["test"] and score(right)["1"] == 0.0
+    assert score(one)["1"] == pytest.approx(float((labels != 1).double().mean()))
 
 
 def test_training_lowers_the_error(data_dir, tmp_path):
@@ -253,11 +254,10 @@ def test_noise_is_delayed_and_has_its_frequencies(band):
     np.testing.assert_allclose(found, expected, atol=0.25)  # 4 standard deviations of 400 products
 
 
-@pytest.mark.parametrize("name", ["mqar:pairs=17", "induction:length=x"])
-def test_parameters_that_cannot_be_met(name):
+def test_parameters_of_tasks():
     assert choose_task(TASKS, "mqar:pairs=2,power=0.5", length=16, tau=3) == AssociativeRecall(16, 2, power=0.5)
-    with pytest.raises(ValueError, match=r"no sample can meet|are numbers named"):
-        choose_task(TASKS, name)
+    with pytest.raises(ValueError, match="are numbers named"):
+        choose_task(TASKS, "induction:length=x")
 
 
 def test_every_kind_of_memory_is_probed(quick, tmp_path):
