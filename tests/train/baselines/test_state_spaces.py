@@ -2,7 +2,6 @@
 """The state spaces of S4, S4D, Mamba and Mamba-2 against the recurrences that they stand for."""
 
 import copy
-import functools
 import math
 
 import pytest
@@ -27,7 +26,7 @@ def mixer(cls, *sizes: int):
     torch.manual_seed(0)
     model = cls(*sizes)
     model.reset_state_space()
-    return model
+    return model.double()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -39,7 +38,7 @@ def mixer(cls, *sizes: int):
 def test_s4d_is_its_recurrence(length):
     """x_l = A_bar x_{l-1} + B_bar u_l, y_l = 2 Re C x_l + D u_l in fp64, with A_bar and B_bar from a matrix exponential
     of the held system [[A, B], [0, 0]]. Rounding of the FFT is 1e-15 of the outputs, which are of size 10."""
-    model, u = randomise(mixer(S4DMixer, 3, 8).double()), inputs(2, length, 3)
+    model, u = randomise(mixer(S4DMixer, 3, 8)), inputs(2, length, 3)
     A, C = torch.complex(-model.log_A_real.exp(), model.A_imag), torch.view_as_complex(model.C)
     held = torch.zeros(*A.shape, 2, 2, dtype=A.dtype)
     held[..., 0, 0], held[..., 0, 1] = A, 1.0
@@ -72,12 +71,11 @@ def untruncated(model: S4Mixer) -> torch.Tensor:
     return torch.linalg.solve((identity - torch.linalg.matrix_power(A_bar, model.max_length)).mT, C)
 
 
-@pytest.mark.parametrize("moved", [False, True])
-@pytest.mark.parametrize("length", [1, 31, 64])
+@pytest.mark.parametrize("length, moved", [(31, False), (1, True), (64, True)])
 @torch.no_grad()
 def test_s4_is_its_recurrence(length, moved):
     """x_l = A_bar x_{l-1} + B_bar u_l, y_l = C x_l + D u_l."""
-    model, u = mixer(S4Mixer, 3, 8, 64).double(), inputs(2, length, 3)
+    model, u = mixer(S4Mixer, 3, 8, 64), inputs(2, length, 3)
     for p in (model.log_A_real, model.A_imag, model.P, model.B, model.C) if moved else ():
         p.add_(0.3 * torch.randn_like(p))  # no channel like another, as after training
     A_bar, B_bar, _ = model.discretise()
@@ -92,9 +90,9 @@ def test_s4_is_its_recurrence(length, moved):
 
 
 def test_s4_starts_with_a_standard_normal_c_and_has_right_gradients():
-    C = untruncated(mixer(S4Mixer, 256, 8, 64).double()).detach()
+    C = untruncated(mixer(S4Mixer, 256, 8, 64)).detach()
     assert abs(float(C.abs().square().mean()) - 1) < 0.1 and abs(complex(C.square().mean())) < 0.1
-    model, u = mixer(S4Mixer, 2, 4, 16).double(), inputs(1, 9, 2)
+    model, u = mixer(S4Mixer, 2, 4, 16), inputs(1, 9, 2)
     names, values = zip(*((n, p) for n, p in model.named_parameters() if not n.startswith("mix")))
 
     def run(*given):
@@ -104,15 +102,13 @@ def test_s4_starts_with_a_standard_normal_c_and_has_right_gradients():
 
 
 def test_an_s4_model_refuses_longer_sequences_and_keeps_its_poles_from_decay():
-    config = BaselineConfig(architecture="s4", hidden_size=8, num_hidden_layers=2, max_position_embeddings=16)
+    config = BaselineConfig(architecture="s4", hidden_size=8, num_hidden_layers=1, max_position_embeddings=16)
     model = BaselineForCausalLM(config)
     with pytest.raises(ValueError, match=r"at most 16 positions \(max_position_embeddings\), got 17"):
         model(torch.zeros(1, 17, dtype=torch.long))
-    decayed, others = (group["params"] for group in parameter_groups(model, 0.1))
-    for layer in model.model.backbone.layers:
-        own = layer.mixer
-        assert all(any(p is q for q in others) for p in (own.log_A_real, own.A_imag, own.log_dt, own.P, own.B))
-        assert any(own.C is q for q in decayed)
+    decayed, others = ({id(p) for p in group["params"]} for group in parameter_groups(model, 0.1))
+    own = model.model.backbone.layers[0].mixer
+    assert {id(p) for p in (own.log_A_real, own.A_imag, own.log_dt, own.P, own.B)} <= others and id(own.C) in decayed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +140,7 @@ def assert_alike(library, ours, length, width):
         assert_close(actual, expected, atol=2e-5 * max(1.0, expected.abs().max().item()))
 
 
-@pytest.mark.parametrize("length", [1, 12, 17])
+@pytest.mark.parametrize("length", [1, 17])
 def test_the_chunked_mamba_is_the_librarys(length):
     config = BaselineConfig(architecture="mamba", hidden_size=16, num_hidden_layers=1)
     layer = randomise(BaselineForCausalLM(config)).eval().model.backbone.layers[0].mixer
@@ -168,30 +164,17 @@ def test_what_is_left_to_the_library():
     for model in both_mamba2():
         cache = DynamicCache(config=model.whole_config)
         outputs.append([model(x, cache), model(x[:, :1], cache)])
-    for expected, actual in zip(*outputs):
-        assert torch.equal(actual, expected)
-
-
-@pytest.mark.parametrize("length", [1, 8, 21])
-def test_a_chunked_scan_is_its_recurrence(length):
-    """Outputs and gradients in fp64; rounding is 1e-15 of numbers of size 10, in sums of 20."""
-    draw = functools.partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    x, B, C = draw(2, length, 3, 4), draw(2, length, 5), draw(2, length, 5)
-    leaves = [t.requires_grad_() for t in (x, -draw(2, length, 3).exp(), B, C)]
-    state, outputs, (u, a, b, c) = 0.0, [], leaves
-    for t in range(length):
-        state = a[:, t, :, None, None].exp() * state + u[:, t, ..., None] * b[:, t, None, None]
-        outputs.append((state * c[:, t, None, None]).sum(-1))
-    found = []
-    for y in (chunked_scan(*leaves, 8), torch.stack(outputs, 1)):
-        found.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
-    for actual, expected in zip(*found):
-        assert_close(actual, expected, atol=1e-11)
+    assert all(map(torch.equal, *outputs))
 
 
 def test_a_chunked_scan_forgets_at_once_and_then_slowly():
     """Sums of a are 1e4 from the first step on: in fp32 their differences would be off by 1e-3."""
-    x, B, C = inputs(2, 16, 3, 4).float(), inputs(2, 16, 5).float(), inputs(2, 16, 5).float()
+    x, B, C = inputs(2, 16, 3, 4), inputs(2, 16, 5), inputs(2, 16, 5)
     log_decay = torch.full((2, 16, 3), -0.1).index_fill(1, torch.tensor([0]), -1e4)
-    expected = chunked_scan(x.double(), log_decay.double(), B.double(), C.double(), 16)
-    assert_close(chunked_scan(x, log_decay, B, C, 16), expected.float(), atol=2e-6 * expected.abs().max().item())
+    state, outputs = 0.0, []
+    for t in range(16):
+        state = log_decay[:, t, :, None, None].exp() * state + x[:, t, ..., None] * B[:, t, None, None]
+        outputs.append((state * C[:, t, None, None]).sum(-1))
+    expected = torch.stack(outputs, 1).float()
+    found = chunked_scan(x.float(), log_decay, B.float(), C.float(), 16)
+    assert_close(found, expected, atol=2e-6 * expected.abs().max().item())

@@ -21,6 +21,8 @@ def test_a_profile():
     assert "decoded token" in axes.get_xlabel() and "lower is better" in axes.get_ylabel()
     (axes,) = draw_profile(profile((0.5, 0.6, 0.7, 0.8, 0.9), True, **{HERE: device(HERE)})).axes
     assert "call over 64 positions" in axes.get_xlabel() and "higher is better" in axes.get_ylabel()
+    labels = [line.get_label() for line in draw_profile(profile((2.2, 2.1, 2.03, 2.01, 2.0))).axes[0].get_lines()]
+    assert "K = 8: sweet spot" in labels and not any("collapse" in label for label in labels)
 
 
 def test_axes_end_at_what_is_possible():
@@ -40,8 +42,6 @@ def test_no_boundary_is_drawn_where_nothing_collapses():
         (axes,) = draw_curves({"one": curve}).axes
         assert [line.get_marker() for line in axes.get_lines()] == ["o", *markers]
         assert ("triangle" in axes.get_xlabel()) == ("^" in markers)
-    labels = [line.get_label() for line in draw_profile(profile((2.2, 2.1, 2.03, 2.01, 2.0))).axes[0].get_lines()]
-    assert "K = 8: sweet spot" in labels and not any("collapse" in label for label in labels)
 
 
 def test_panels_set_the_papers_line_beside_ours():

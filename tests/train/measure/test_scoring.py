@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Bits per byte and accuracy against hand computation, at every budget up to the capacity; the record of a sweep."""
 
+import json
 import math
 import random
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.readers import FeatureReader, Sample
 from essm_train.data.rows import Split, collate
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder
-from essm_train.measure.budget_sweep import read_sweep, sweep_budgets, sweep_record
+from essm_train.measure.budget_sweep import read_sweep, save_sweep, sweep_budgets
 from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE, HeldOut, block_nats, hold_out_blocks, hold_out_samples
 from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.budgets.curve import BudgetCurve
@@ -101,12 +102,14 @@ def test_predictions_do_not_depend_on_batches():
         assert data.score(model, 4)[0].tolist() == (classes == labels).tolist() and [*data.inputs] == ["input_features"]
 
 
-def test_a_record_is_read_as_it_was_written():
-    for metric in (BITS_PER_BYTE, ACCURACY):
-        sweep = BudgetCurve(*metric, (2, 4, 8), (0.5, 0.71, 0.8), (3.0, 2.0, 1.0))
-        record = sweep_record(sweep)
-        assert read_sweep(record) == sweep and ("bits_per_byte" in record) == (metric == BITS_PER_BYTE)
-        assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)
+@pytest.mark.parametrize("metric", [BITS_PER_BYTE, ACCURACY])
+def test_a_sweep_is_read_as_it_was_written(metric, tmp_path):
+    sweep = BudgetCurve(*metric, (2, 4, 8), (0.5, 0.71, 0.8), (3.0, 2.0, 1.0))
+    save_sweep(sweep, tmp_path, model="mine")
+    record = json.loads((tmp_path / "budget_sweep.json").read_text())
+    assert read_sweep(record) == sweep and record["model"] == "mine"
+    assert ("bits_per_byte" in record) == (metric == BITS_PER_BYTE)
+    assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)
 
 
 def test_what_is_not_finite_is_no_figure():

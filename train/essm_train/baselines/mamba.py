@@ -10,6 +10,7 @@ Letters: b batch, L sequence, D width, I inner width, N state; h heads of width 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,14 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils.import_utils import is_mamba_2_ssm_available, is_mamba_ssm_available
 
 from modeling_essm.mixer_essm import short_convolution
+
+
+def _recur(state: Tensor, decays: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
+    """The state, and those that follow: each decayed, plus the next input."""
+    states = [state]
+    for decay, added in zip(decays, inputs):
+        states.append(decay * states[-1] + added)
+    return states
 
 
 def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -38,14 +47,9 @@ def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     u, dt, B, C = (F.pad(x, (0, 0, 0, chunks * m - L)).unflatten(1, (chunks, m)) for x in (u, dt, B, C))
     decay = (dt[..., None] * A).exp()  # (b, chunks, m, I, N)
     inputs = (dt * u)[..., None] * B[..., None, :]
-    states = [inputs[:, :, 0]]
-    for a, x in zip(decay.unbind(2)[1:], inputs.unbind(2)[1:]):
-        states.append(a * states[-1] + x)
-    h = torch.stack(states, 2)
+    h = torch.stack(_recur(inputs[:, :, 0], decay.unbind(2)[1:], inputs.unbind(2)[1:]), 2)
     since_start = (dt.cumsum(2)[..., None] * A).exp()  # decay of what a chunk started with
-    starts = [torch.zeros_like(h[:, 0, 0])]
-    for a, x in zip(since_start[:, :-1, -1].unbind(1), h[:, :-1, -1].unbind(1)):
-        starts.append(a * starts[-1] + x)
+    starts = _recur(torch.zeros_like(h[:, 0, 0]), since_start[:, :-1, -1].unbind(1), h[:, :-1, -1].unbind(1))
     h = h + since_start * torch.stack(starts, 1)[:, :, None]
     return (h * C[..., None, :]).sum(-1).flatten(1, 2)[:, :L]
 
@@ -96,9 +100,8 @@ def chunked_scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size:
     added = (x * to_the_end).flatten(3).mT @ B  # (b, chunks, h p, N)
     total = total.to(dtype)
     whole = total[:, :, -1].exp()[..., None, None]
-    states = [torch.zeros_like(added[:, 0].unflatten(1, heads))]
-    for i in range(added.shape[1] - 1):
-        states.append(whole[:, i] * states[-1] + added[:, i].unflatten(1, heads))
+    added = added.unflatten(2, heads)
+    states = _recur(torch.zeros_like(added[:, 0]), whole[:, :-1].unbind(1), added[:, :-1].unbind(1))
     before = torch.stack(states, 1).flatten(2, 3)
     y = y + (C @ before.mT).unflatten(-1, heads) * total.exp()[..., None]
     return y.flatten(1, 2)[:, :L]

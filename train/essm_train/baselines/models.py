@@ -112,20 +112,16 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        num_items_in_batch: Tensor | None = None,
     ) -> CausalLMOutput:
         """
         Args:
             input_ids: (B, L) int64. attention_mask: (B, L), 1 for real positions.
             labels: (B, L) int64 next-token targets before shifting, -100 to ignore.
-            num_items_in_batch: () what the summed loss is divided by, instead of the number of targets.
         Returns:
             CausalLMOutput with logits (B, L, vocab_size) and, with labels, the mean cross-entropy in nats.
         """
-        hidden_states, _ = self.model(input_ids, None, attention_mask, use_cache)
-        logits, loss = self.lm_head(hidden_states), None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        logits = self.lm_head(self.model(input_ids, None, attention_mask, use_cache)[0])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutput(loss=loss, logits=logits)
 
 
@@ -134,8 +130,6 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
 
     `num_input_features` makes it read features; `head_hidden_size` gives it the head of `ESSMForPairClassification`.
     """
-
-    accepts_loss_kwargs = False  # the library's regression and multi-label losses ignore num_items_in_batch
 
     def __init__(self, config: BaselineConfig):
         super().__init__(config, causal=False)
@@ -158,23 +152,21 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         Args:
             input_ids: (B, L) int64, or (B, 2, L) of pairs; or input_features: (B, L, F).
             attention_mask: (B, L) or (B, 2, L), 1 for real positions.
-            labels: (B,) int64 classes, or floats for regression and multi-label problems.
+            labels: (B,) int64 classes.
         Returns:
             SequenceClassifierOutput with logits (B, num_labels) and, with labels, the loss.
         """
         pairs = self.config.head_hidden_size is not None
         if pairs and input_ids is not None:
             input_ids, attention_mask = both_documents(input_ids, attention_mask)
-        hidden_states, real = self.model(input_ids, input_features, attention_mask, use_cache)
-        pooled = pool(hidden_states, real, self.config.classifier_pooling)
+        pooled = pool(*self.model(input_ids, input_features, attention_mask, use_cache), self.config.classifier_pooling)
         if pairs:
             loss, logits = compare_documents(pooled, self.head, self.score, labels)
             return SequenceClassifierOutput(loss=loss, logits=logits)
         if self.config.architecture == "tc_resnet":
             pooled = F.dropout(pooled, self.config.dropout, self.training)
-        logits, loss = self.score(pooled), None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        logits = self.score(pooled)
+        loss = None if labels is None else F.cross_entropy(logits.float(), labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 

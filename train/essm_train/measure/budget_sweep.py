@@ -61,15 +61,6 @@ def tokens_per_second(
     return tuple(num_tokens / statistics.median(seconds[K]) for K in budgets)
 
 
-def sweep_record(sweep: BudgetCurve) -> dict[str, Any]:
-    """For JSON: a language model's values are called bits_per_byte, those of others values, with the metric."""
-    values: dict[str, Any] = {"bits_per_byte": sweep.values}
-    if sweep.metric != BITS_PER_BYTE.name:
-        values = {"metric": Metric(sweep.metric, sweep.higher_is_better)._asdict(), "values": sweep.values}
-    marks = {"sweet_spot": sweep.sweet_spot, "collapse_boundary": sweep.collapse_boundary}
-    return {"budgets": sweep.budgets, **values, "tokens_per_second": sweep.speeds, **marks}
-
-
 def read_sweep(record: Mapping[str, Any]) -> BudgetCurve:
     """From the record of budget_sweep.json. Raises ValueError for lists of unlike lengths or numbers not finite."""
     metric = record.get("metric", BITS_PER_BYTE._asdict())
@@ -86,7 +77,16 @@ def read_sweep(record: Mapping[str, Any]) -> BudgetCurve:
 
 
 def save_sweep(sweep: BudgetCurve, output_dir: Path, **context: object) -> None:
-    """Write budget_sweep.json, with whatever `context` should stand beside the figures, and budget_sweep.png."""
-    record = {**sweep_record(sweep), **context, "torch": torch.__version__, "threads": torch.get_num_threads()}
+    """Write budget_sweep.json, with whatever `context` should stand beside the figures, and budget_sweep.png.
+
+    A language model's values are called bits_per_byte, those of others values, with the metric.
+    """
+    record: dict[str, Any] = {"budgets": sweep.budgets, "bits_per_byte": sweep.values}
+    if sweep.metric != BITS_PER_BYTE.name:
+        metric = Metric(sweep.metric, sweep.higher_is_better)._asdict()
+        record = {"budgets": sweep.budgets, "metric": metric, "values": sweep.values}
+    record |= {"tokens_per_second": sweep.speeds, "sweet_spot": sweep.sweet_spot}
+    record |= {"collapse_boundary": sweep.collapse_boundary, **context}
+    record |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     write_json(output_dir / "budget_sweep.json", record)
     write_figure(output_dir / "budget_sweep.png", draw_curves({"held out": sweep}))
