@@ -185,6 +185,13 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def flip(path: Path) -> None:
+    """One bit of a file changes."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def watch_samples(output_dir: Path, folder: Path) -> None:
     """Every batch is noted in `folder` before it is used."""
     make_task = language.make_task

@@ -1,38 +1,23 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """A tiny language-model run: its data, its arguments, and one that nothing interrupted."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from training_run import (
-    command_line,
-    train,
-    write_held_out,
-    write_tables,
-    write_text,
-)
+from training_run import command_line, train, write_held_out, write_tables, write_text
+
+from essm_train.run import language
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")
-    held_out = write_held_out(folder)
-    return {
-        "map-style": {"train_file": write_text(folder), "validation_file": held_out},
-        "streaming": {
-            "train_file": write_tables(folder),
-            "validation_file": held_out,
-            "streaming": True,
-            "shuffle_buffer": 5,
-        },
-        "gated": {
-            "train_file": write_text(folder),
-            "validation_file": held_out,
-            "block": "gated",
-            "inner_size": 24,
-            "mixing_size": 1,
-        },
-    }
+    held_out, text = {"validation_file": write_held_out(folder)}, {"train_file": write_text(folder)}
+    stream = {"train_file": write_tables(folder), "streaming": True, "shuffle_buffer": 5}
+    gated = {"block": "gated", "inner_size": 24}
+    return {"map-style": text | held_out, "streaming": stream | held_out, "gated": text | held_out | gated}
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +36,20 @@ def finished(tmp_path_factory, arguments) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     train(arguments(folder / "run"))
     return folder / "run"
+
+
+@pytest.fixture
+def validations(monkeypatch):
+    """Sets the validation figures of a run, one per validation, the same at every budget."""
+
+    def use(figures: list[float], budgets: int = 3) -> None:
+        make_task = language.make_task
+
+        def task(*args):
+            made, calls = make_task(*args), itertools.count()
+            made.validation = SimpleNamespace(value=lambda *_: figures[next(calls) // budgets])
+            return made
+
+        monkeypatch.setattr(language, "make_task", task)
+
+    return use

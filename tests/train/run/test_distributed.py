@@ -10,18 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers import ROOT
-from training_run import (
-    command_line,
-    model_weights,
-    read_log,
-    read_samples,
-    same,
-    train,
-    train_apart,
-    write_held_out,
-    write_tables,
-    write_text,
-)
+from training_run import command_line, flip, model_weights, read_log, read_samples, same, train, train_apart
 
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMForCausalLM
@@ -39,81 +28,47 @@ FSDP2 = {
 SUMMATION = 2.5e-5
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("data")
-    held_out = write_held_out(folder)
-    return {
-        "map-style": {"train_file": write_text(folder), "validation_file": held_out},
-        "streaming": {
-            "train_file": write_tables(folder),
-            "validation_file": held_out,
-            "streaming": True,
-            "shuffle_buffer": 5,
-        },
-    }
+# Runs that must not depend on the number of ranks: five updates of four samples, no dropout.
+EQUAL = {"dropout": 0.0, "max_steps": 5, "save_steps": 2, "eval_steps": 2, "validation_blocks": 3, "sweep_blocks": 3}
 
 
 @pytest.fixture(scope="module")
 def equal(data) -> dict:
-    """Arguments of runs that must not depend on the number of ranks: five updates of four samples, no dropout.
-
-    Three validation blocks are an odd number for two ranks.
-    """
-    return {**data["map-style"], "dropout": 0.0, "max_steps": 5, "save_steps": 2} | {
-        "eval_steps": 2,
-        "validation_blocks": 3,
-        "sweep_blocks": 3,
-    }
+    return data["map-style"] | EQUAL
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory, equal) -> Path:
-    folder = tmp_path_factory.mktemp("one_rank")
-    codes, log = train_apart(command_line(folder / "run", per_device_train_batch_size=4, **equal), folder)
-    assert codes == [0], log
-    return folder
+def runs(tmp_path_factory, equal) -> dict[str, Path]:
+    """The same run on one rank, on two under DDP, and on two under FSDP2."""
+    folders = {}
+    for name, batch, ranks, environment in (("one", 4, 1, {}), ("ddp", 2, 2, {}), ("fsdp2", 2, 2, FSDP2)):
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        order = command_line(folder / "run", **equal, per_device_train_batch_size=batch)
+        codes, log = train_apart(order, folder, ranks=ranks, environment=environment)
+        assert codes == [0] * ranks, log
+    return folders
 
 
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory, equal) -> Path:
-    folder = tmp_path_factory.mktemp("ddp")
-    codes, log = train_apart(command_line(folder / "run", **equal), folder, ranks=2, samples=False)
-    assert codes == [0, 0], log
-    return folder
-
-
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory, equal) -> Path:
-    folder = tmp_path_factory.mktemp("fsdp2")
-    codes, log = train_apart(command_line(folder / "run", **equal), folder, ranks=2, environment=FSDP2)
-    assert codes == [0, 0], log
-    return folder
-
-
-def assert_same_model(a: Path, b: Path) -> None:
-    """Averaged weights after the same updates."""
-    ours, theirs = (model_weights(folder / "run" / "model") for folder in (a, b))
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_ranks_equal_one_at_the_same_global_batch(name, runs):
+    """Averaged weights, loss, gradient norm, samples, and validation of all ranks."""
+    ours, theirs = (model_weights(runs[kind] / "run" / "model") for kind in (name, "one"))
     assert ours.keys() == theirs.keys()
-    for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], atol=SUMMATION, rtol=0.0)
-
-
-def assert_same_figures(a: Path, b: Path) -> None:
-    """Loss, gradient norm, and validation of all ranks' samples."""
-    for ours, theirs in zip(read_log(a / "run"), read_log(b / "run"), strict=True):
+    for tensor in ours:
+        torch.testing.assert_close(ours[tensor], theirs[tensor], atol=SUMMATION, rtol=0.0)
+    for ours, theirs in zip(read_log(runs[name] / "run"), read_log(runs["one"] / "run"), strict=True):
         del ours["tokens_per_second"], theirs["tokens_per_second"]
         assert ours == pytest.approx(theirs, abs=5e-5)  # of size 6: 8 rounding steps in each of 10 sums
+    assert read_samples(runs[name], 5) == read_samples(runs["one"], 5)
 
 
-def test_two_ranks_equal_one_at_the_same_global_batch(one_rank, ddp):
-    assert_same_model(ddp, one_rank)
-    assert_same_figures(ddp, one_rank)
-    ours, theirs = (
-        torch.load(list_checkpoints(folder / "run")[-1] / "pytorch_model.bin") for folder in (ddp, one_rank)
-    )
-    for name in ours:  # not averaged
-        torch.testing.assert_close(ours[name], theirs[name], atol=SUMMATION, rtol=0.0)
+def test_fsdp2_leaves_a_model_that_loads(runs):
+    for name in ("model", "best"):
+        model = ESSMForCausalLM.from_pretrained(runs["fsdp2"] / "run" / name)
+        assert type(model) is ESSMForCausalLM and model.lm_head.weight is model.get_input_embeddings().weight
+        assert model(torch.arange(20)[None], spectral_budget=2).logits.isfinite().all()
+    shards = {path.name for path in list_checkpoints(runs["fsdp2"] / "run")[-1].rglob("*.distcp")}
+    assert len(shards) >= 2  # each rank wrote its own
 
 
 @pytest.mark.slow
@@ -131,18 +86,6 @@ def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
     assert len(logs[0]) == 3
     for ours, theirs in zip(*logs, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=3e-4)
-
-
-def test_fsdp2_equals_one_rank_and_leaves_a_model_that_loads(one_rank, fsdp2):
-    assert_same_model(fsdp2, one_rank)
-    assert_same_figures(fsdp2, one_rank)
-    assert read_samples(fsdp2, 5) == read_samples(one_rank, 5)
-    for name in ("model", "best"):
-        model = ESSMForCausalLM.from_pretrained(fsdp2 / "run" / name)
-        assert type(model) is ESSMForCausalLM and model.lm_head.weight is model.get_input_embeddings().weight
-        assert model(torch.arange(20)[None], spectral_budget=2).logits.isfinite().all()
-    shards = {path.name for path in list_checkpoints(fsdp2 / "run")[-1].rglob("*.distcp")}
-    assert len(shards) >= 2  # each rank wrote its own
 
 
 @pytest.mark.parametrize(
@@ -178,24 +121,20 @@ def test_two_ranks_killed_twice_resume_bit_for_bit(kind, environment, data, tmp_
     assert len({block for blocks in seen[:6] for block in blocks}) == 24  # an epoch: every sample exactly once
 
 
-def test_another_number_of_ranks_is_refused_with_the_reason(ddp, equal):
-    reason = r"num_processes was 2 and is now 1 \(the random states of every process"
+def test_another_number_of_ranks_is_refused_with_the_reason(runs, equal):
+    reason = r"per_device_train_batch_size was 2 and is now 4, num_processes was 2 and is now 1 \(the random states of"
     with pytest.raises(ValueError, match=reason):
-        train(command_line(ddp / "run", **equal))
-    with pytest.raises(ValueError, match="per_device_train_batch_size was 2 and is now 4, .*" + reason):
-        train(command_line(ddp / "run", per_device_train_batch_size=4, **equal))
+        train(command_line(runs["ddp"] / "run", per_device_train_batch_size=4, **equal))
 
 
-def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(fsdp2, equal, tmp_path):
-    shutil.copytree(fsdp2 / "run", tmp_path / "run")
+def test_a_damaged_shard_gives_way_to_the_checkpoint_before_it(runs, equal, tmp_path):
+    shutil.copytree(runs["fsdp2"] / "run", tmp_path / "run")
     shard = sorted((tmp_path / "run" / "checkpoint-00000005").rglob("__1_*.distcp"))[-1]
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
+    flip(shard)
     codes, log = train_apart(command_line(tmp_path / "run", **equal), tmp_path, ranks=2, environment=FSDP2)
     assert codes == [0, 0] and log.count(f"{shard.name} is not what was written") == 1, log
     assert "goes on from" in log and (tmp_path / "run" / "damaged-checkpoint-00000005").is_dir()
-    assert same(tmp_path / "run", fsdp2 / "run")
+    assert same(tmp_path / "run", runs["fsdp2"] / "run")
 
 
 def test_a_weight_broken_on_one_rank_stops_all_before_anything_is_saved(data, tmp_path):

@@ -10,28 +10,17 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from torch import nn
-from training_run import (
-    NUM_BLOCKS,
-    final_state,
-    model_weights,
-    read_log,
-    same,
-    train,
-)
+from training_run import NUM_BLOCKS, final_state, model_weights, read_log, same, train
 
 from essm_train.arguments import RunArguments
 from essm_train.files import delete_folder
 from essm_train.measure.scoring import Metric
 from essm_train.run import accelerator as run_accelerator
-from essm_train.run import language
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.loop import Progress, eval_budgets
 from essm_train.run.steps import parameter_groups
 from essm_train.run.weights import WeightAverage
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments.
 
 
 def test_validated_budgets():
@@ -40,10 +29,6 @@ def test_validated_budgets():
     assert eval_budgets(RunArguments(eval_budgets=[8, 5, 5]), schedule, 8) == (5, 8)
     with pytest.raises(ValueError, match=r"eval_budgets must be integers in \[1, 8\], got 9"):
         eval_budgets(RunArguments(eval_budgets=[9]), schedule, 8)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What an update does.
 
 
 def test_only_matrices_decay():
@@ -64,25 +49,14 @@ def test_accumulated_gradients_equal_one_large_batch(schedule, arguments, tmp_pa
     for a, b in zip(final_state(tmp_path / "large"), final_state(tmp_path / "accumulated"), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)  # fp32 sums in another order
     for a, b in zip(read_log(tmp_path / "large"), read_log(tmp_path / "accumulated"), strict=True):
-        assert [a[name] for name in ("loss", "bits/byte", "budget", "gradient_norm")] == pytest.approx(
-            [b[name] for name in ("loss", "bits/byte", "budget", "gradient_norm")], rel=1e-4
-        )
+        names = ("loss", "bits/byte", "budget", "gradient_norm")
+        assert [a[name] for name in names] == pytest.approx([b[name] for name in names], rel=1e-4)
 
 
-def test_learning_rate_warms_up_and_falls_along_a_cosine(finished):
-    rates = [line["learning_rate"] for line in read_log(finished)]
-    peak, warmup, steps = 5e-3, 2, 8
-    done = range(1, steps + 1)  # the rate of the next update
-    cosine = [peak * 0.5 * (1 + math.cos(math.pi * (n - warmup) / (steps - warmup))) for n in done]
-    assert rates == pytest.approx([peak * n / warmup if n < warmup else c for n, c in zip(done, cosine)], abs=1e-12)
-
-
-def test_the_learning_rate_may_take_another_course(arguments, tmp_path, finished):
+def test_the_learning_rate_takes_the_course_that_is_named(arguments, tmp_path):
     train(arguments(tmp_path, lr_scheduler_type="linear", max_steps=6))
     rates = [line["learning_rate"] for line in read_log(tmp_path)]
     assert rates == pytest.approx([5e-3 * share for share in (1 / 2, 1, 3 / 4, 1 / 2, 1 / 4, 0)], abs=1e-12)
-    with pytest.raises(ValueError, match="lr_scheduler_type was 'cosine' and is now 'linear'"):
-        train(arguments(finished, lr_scheduler_type="linear"))
 
 
 def test_gradients_are_clipped(arguments, tmp_path):
@@ -109,9 +83,6 @@ def test_weights_are_averaged():
     with average.applied():
         torch.testing.assert_close(model.weight, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.weight, own) and not torch.allclose(own, expected)
-    restored = WeightAverage(nn.Linear(3, 2).to(torch.float64), 0.5)
-    restored.load_state_dict(average.state_dict())
-    assert restored.updates == 12 and torch.equal(restored.average[0], average.average[0])
 
 
 def test_the_average_is_what_is_validated_and_saved(finished):
@@ -182,28 +153,6 @@ def test_compiled_training(arguments, tmp_path, monkeypatch):
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=0.0)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Validation: best, early stopping, records.
-
-
-@pytest.fixture
-def validations(monkeypatch):
-    """Sets the validation figures of a run, one per validation, the same at every budget."""
-
-    def use(figures: list[float]) -> None:
-        make_task = language.make_task
-
-        def task(*args):
-            made, calls = make_task(*args), []
-            value = lambda *_: [figures[len(calls) // 3], calls.append(1)][0]  # noqa: E731
-            made.validation = SimpleNamespace(value=value)
-            return made
-
-        monkeypatch.setattr(language, "make_task", task)
-
-    return use
-
-
 def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_path):
     validations([3.0, 2.0, 2.0, 2.5])
     train(arguments(tmp_path, eval_steps=2, save_steps=4, load_best_model_at_end=True))
@@ -213,32 +162,24 @@ def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_pat
         None, 3.0, None, 2.0, None, 2.0, None, 2.5,
     ]  # fmt: skip
     then = torch.load(tmp_path / "checkpoint-00000004" / "average.pt")["average"]
-    best_weights, final = (model_weights(tmp_path / name) for name in ("best", "model"))
-    assert all(torch.equal(best_weights[name], final[name]) for name in final)
+    final = model_weights(tmp_path / "model")
     assert sorted(t.norm().item() for t in then) == sorted(t.norm().item() for t in final.values())
     assert not (tmp_path / "model" / "best.json").exists()
 
 
-def test_a_metric_may_be_better_when_higher():
+def test_what_counts_as_better():
     accuracy, loss = Metric("accuracy", True), Metric("loss", False)
     progress = Progress(update=3, best=0.5, best_update=1, validations_without_best=1)
     assert not progress.record_validation(0.5, accuracy) and progress.validations_without_best == 2
     assert progress.record_validation(0.6, accuracy)
     assert progress == Progress(update=3, best=0.6, best_update=3, validations_without_best=0)
-    assert not progress.record_validation(0.6, loss)
-    assert not progress.record_validation(math.nan, loss)
-    progress.best = math.nan
-    assert progress.record_validation(9.0, loss)
-
-
-def test_a_small_gain_does_not_end_the_patience():
-    progress, loss = Progress(update=1), Metric("loss", False)
-    counts = []
-    for mean in (3.0, 2.95, 2.9, 2.5, 2.45, 2.6):
+    assert not progress.record_validation(0.6, loss) and not progress.record_validation(math.nan, loss)
+    progress.best, counts = math.nan, []
+    for mean in (3.0, 2.95, 2.9, 2.5, 2.45, 2.6):  # a small gain does not end the patience
         progress.update += 1
         assert progress.record_validation(mean, loss, threshold=0.1) == (mean != 2.6)
         counts.append(progress.validations_without_best)
-    assert counts == [0, 1, 2, 0, 1, 2] and (progress.best, progress.best_update) == (2.45, 6)
+    assert counts == [0, 1, 2, 0, 1, 2] and (progress.best, progress.best_update) == (2.45, 8)
 
 
 def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, capsys):
