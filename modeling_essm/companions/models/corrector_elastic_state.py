@@ -252,8 +252,8 @@ class ElasticStateCorrector(nn.Module):
             here = self.judge(z, evaluate, None, work, differentiable=j + 1 < K)
         return here
 
-    def _move(self, here: Judged, z0: Tensor, work: InnerWork) -> tuple[Tensor, Tensor]:
-        """Where the whole step leads from states with proposals z0 (b, d), and v, (b, d) each.
+    def gradient(self, here: Judged) -> Tensor:
+        """g (b, d) of the objective at states judged with `differentiable`, of each row alone, without a graph.
 
         Raises:
             ValueError: an objective whose value autograd cannot follow to the state.
@@ -263,6 +263,11 @@ class ElasticStateCorrector(nn.Module):
         retain = torch.is_grad_enabled()  # then the loss goes through the same graph
         with torch.inference_mode(False), torch.enable_grad():
             (g,) = torch.autograd.grad(here.graph.sum(), here.leaf, retain_graph=retain, materialize_grads=True)
+        return g
+
+    def _move(self, here: Judged, z0: Tensor, work: InnerWork) -> tuple[Tensor, Tensor]:
+        """Where the whole step leads from states with proposals z0 (b, d), and v, (b, d) each."""
+        g = self.gradient(here)
         work.gradients += len(z0)
         with torch.autocast(z0.device.type, enabled=False):  # half precision is not enough for G to stay positive
             work.solve = work.solve or self.metric.solver()
