@@ -10,6 +10,7 @@ from elastic_states import tiny
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
+from modeling_essm import companions
 from modeling_essm.companions import DiagonalSSMConfig, ElasticStateConfig, models
 
 
@@ -65,7 +66,9 @@ def test_bad_backbones(given):
         tiny(backbone_config=given)
 
 
-def test_no_name_is_taken():
+def test_names():
+    """All are there, also what is imported when it is asked for, and none is the library's."""
+    assert all(getattr(companions, name).__name__ == name for name in companions.__all__)
     names = set(models.__all__)
     assert not names & set(dir(transformers)) and not [name for name in names if name.startswith(("Esm", "EssmE"))]
     assert type(AutoConfig.for_model("elastic_state")) is ElasticStateConfig

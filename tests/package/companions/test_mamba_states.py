@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from modeling_essm.companions import allocate, certify, importance, prune, remove, restore, state_layers
+from modeling_essm.companions import allocate, certify, importance, is_pruned, prune, remove, restore, state_layers
 from modeling_essm.companions.pruning.mamba import Energies, Steps, measure_energies
 
 WORDS, LENGTH = 31, 12
@@ -145,16 +145,13 @@ def test_importance_measures_every_layer(name, method, how):
 def test_padding_does_not_count(name, side):
     model = build(name)
     layers = state_layers(model)
-    padding = torch.zeros(2, 5, dtype=torch.long)
-    order = (lambda text, pads: [text, pads]) if side == "right" else (lambda text, pads: [pads, text])
-    batch = {
-        "input_ids": torch.cat(order(ids(), padding), 1),
-        "attention_mask": torch.cat(order(torch.ones_like(ids()), padding), 1),
-    }
+    after = side == "right"
+    padded = {"input_ids": torch.nn.functional.pad(ids(), (5 * (not after), 5 * after))}
+    padded["attention_mask"] = (padded["input_ids"] > 0).long()
     for how in ("frozen", "along"):
-        plain, padded = (measure_energies(model, layers, [each], how) for each in (ids(), batch))
+        found, plain = (measure_energies(model, layers, [each], how) for each in (padded, ids()))
         for layer in layers:
-            torch.testing.assert_close(padded[layer.name], plain[layer.name], rtol=1e-4, atol=0.0)
+            torch.testing.assert_close(found[layer.name], plain[layer.name], rtol=1e-4, atol=0.0)
 
 
 def assert_same(found, expected):
@@ -191,8 +188,6 @@ def test_removal_computes_what_the_mask_did_and_loads(name, tmp_path):
     assert torch.equal(logits(loaded), logits(model))
     generated = [each.generate(ids(4), max_new_tokens=4, do_sample=False) for each in (loaded, model)]
     assert torch.equal(*generated)
-    with torch.no_grad():  # steps with a cache are the forward pass
-        torch.testing.assert_close(loaded(generated[0][:, :-1]).logits[:, 3:].argmax(-1), generated[0][:, 4:])
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2_biases"])
@@ -212,15 +207,14 @@ def test_layers_with_fewer_states_are_padded(name):
 
 def test_what_a_selective_layer_has_no_formula_for():
     model = build("mamba")
-    first = r"model must|backbone\.layers\.0\.mixer \(mamba\)"
-    with pytest.raises(ValueError, match="give calibration"):
-        importance(model, "aire")
-    with pytest.raises(ValueError, match=f"hinf of {first} is not defined"):
-        importance(model, "last", [ids()])
-    with pytest.raises(ValueError, match="horizon must be None"):
-        importance(model, "aire", [ids()], horizon=3)
-    with pytest.raises(ValueError, match="calibration must hold at least one token, got none"):
-        importance(model, "aire", [])
+    for method, calibration, arguments, message in [
+        ("aire", None, {}, "give calibration"),
+        ("last", [ids()], {}, r"hinf of backbone\.layers\.0\.mixer \(mamba\) is not defined"),
+        ("aire", [ids()], {"horizon": 3}, "horizon must be None"),
+        ("aire", [], {}, "calibration must hold at least one token, got none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            importance(model, method, calibration, **arguments)
     with pytest.raises(TypeError, match="a batch of calibration must be input_ids or a dict, got str"):
         importance(model, "aire", ["text"])
     with pytest.raises(ValueError, match="input have no certificate"):
@@ -232,35 +226,23 @@ def test_what_a_selective_layer_has_no_formula_for():
 class Wrapped(torch.nn.Module):
     """A projection inside another module, as an adapter has it."""
 
+    weight, bias = (property(lambda self, name=name: getattr(self.base_layer, name)) for name in ("weight", "bias"))
+
     def __init__(self, layer):
         super().__init__()
-        self.base_layer = layer
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    @property
-    def bias(self):
-        return self.base_layer.bias
-
-    def forward(self, x):
-        return self.base_layer(x)
+        self.base_layer, self.forward = layer, layer.forward
 
 
 @pytest.mark.parametrize(("name", "part"), [("mamba", "x_proj"), ("mamba2", "in_proj")])
 def test_wrapped_projections_are_refused_before_anything_changes(name, part):
+    """By `prune` where C is in them, else by `remove`."""
     model = build(name)
     plan = allocate(importance(model, "aire", [ids()]), amount=0.5)
     mixer = model.backbone.layers[0].mixer
     setattr(mixer, part, Wrapped(getattr(mixer, part)))
-    before = model(ids()).logits
+    full = logits(model)
     with pytest.raises(ValueError, match=r"layers\.0.* must be a tensor of a plain module.*merge_and_unload"):
         prune(model, plan)
-        masked = model(ids()).logits
-        try:
-            remove(model)
-        finally:
-            assert torch.equal(model(ids()).logits, masked)
-            restore(model)
-    assert torch.equal(model(ids()).logits, before)
+        masked = logits(model)
+        remove(model)
+    assert torch.equal(logits(model), masked if is_pruned(model) else full)

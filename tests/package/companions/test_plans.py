@@ -77,15 +77,6 @@ def test_numbers_are_met_exactly(method, scope):
         assert sum(allocate(found, total=total, scope=scope).kept) == total
 
 
-def test_whole_layers_need_an_epsilon():
-    layers = ((4.0, 2.0), (3.0, 1.0), (4e-9, 2e-9))
-    with pytest.raises(ValueError, match=r"min_keep=0 needs .*eps=1e-6"):
-        allocate(scored(*layers, method="aire"), total=3, min_keep=0)
-    found = scored(*layers, method="aire", eps=1e-6)
-    assert allocate(found, total=3, min_keep=0).sizes == [2, 1, 0] or allocate(found, total=3, min_keep=0).sizes[2] == 0
-    assert allocate(found, total=3).sizes[2] == 1
-
-
 def test_zero_energy_goes_first():
     found = scored((0.0, 1e-9, 0.0, 5.0), (0.0, 0.0), method="aire")
     assert not any(torch.isnan(scores).any() for scores in found.scores)

@@ -70,10 +70,8 @@ def test_schedules_that_do_not_fit():
         (0, 5, "attempts must be at least 1, got 0"),
         (4, "epoch", "until must be 'warmup', a step or a share .* got 'epoch'"),
         (4, "warmup", r"warm-up's steps \(until='warmup'\) must be in \[4, 1000\] for 4 attempts, got 3"),
-        (4, 3, r"until=3 must be in \[4, 1000\] for 4 attempts, got 3"),
         (4, 1001, r"until=1001 must be in \[4, 1000\] for 4 attempts, got 1001"),
         (4, 1.5, r"share of all steps in \(0, 1\], got 1.5"),
-        (4, 0.001, r"until=0.001 must be in \[4, 1000\] for 4 attempts, got 1"),
     ]:
         with pytest.raises(ValueError, match=message):
             attempt_steps(attempts, until, max_steps=1000, warmup_steps=3)
@@ -82,25 +80,20 @@ def test_schedules_that_do_not_fit():
 # --- The optimizer ----------------------------------------------------------------------------------------------------
 
 
-def first_update(model, optimizer, step):
-    """The largest movement of an entry of each rewritten tensor over its learning rate."""
-    lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    watched = [getattr(layer, name) for layer in model.layers for name in REWRITTEN]
-    before = [p.detach().clone() for p in watched]
-    update(model, optimizer, step)
-    return [float((p.detach() - old).abs().max() / lr[id(p)]) for p, old in zip(watched, before)]
-
-
 def test_new_tensors_start_afresh():
     """AdamW's first update of a tensor is lr in every entry, m / sqrt(v) being the sign of the gradient; eps = 1e-8
-    takes a little where a gradient is small, and fp32 weights round theirs to 1e-7 / lr. Decay adds at most 0.1 |w|."""
+    takes a little where a gradient is small, and fp32 weights round theirs to 1e-7 / lr."""
     model = make_model()
     optimizer = make_optimizer(model, weight_decay=0.0)
     for step in range(1, 6):
         update(model, optimizer, step)
-    truncation = InTrainingTruncation((5,), tau=0.1)
-    truncation.after_step(model, optimizer, 5)
-    assert first_update(model, optimizer, 6) == pytest.approx([1.0] * 10, abs=2e-3)
+    InTrainingTruncation((5,), tau=0.1).after_step(model, optimizer, 5)
+    lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    watched = [getattr(layer, name) for layer in model.layers for name in REWRITTEN]
+    before = [p.detach().clone() for p in watched]
+    update(model, optimizer, 6)
+    moved = [float((p.detach() - old).abs().max() / lr[id(p)]) for p, old in zip(watched, before)]
+    assert moved == pytest.approx([1.0] * 10, abs=2e-3)
 
 
 def test_everything_else_stays():
@@ -123,13 +116,6 @@ def test_everything_else_stays():
     for name, p in kept.items():
         for key, value in state[name].items():
             assert torch.equal(optimizer.state[p][key], value)
-
-
-def test_sharded_layers_are_refused():
-    model = make_model()
-    model.layers[0].B.placements = ("Shard(0)",)
-    with pytest.raises(ValueError, match="needs whole layers"):
-        truncatable(model)
 
 
 # --- Resuming, compiling, ranks ---------------------------------------------------------------------------------------
@@ -309,6 +295,10 @@ def test_trainers_that_cannot_truncate(tmp_path):
     model = make_model(state_sizes=[])
     with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), RecurrentModel has none"):
         make_trainer(tmp_path, model, [BalancedTruncationCallback()]).train()
+    model = make_model()
+    model.layers[0].B.placements = ("Shard(0)",)
+    with pytest.raises(ValueError, match="needs whole layers"):
+        truncatable(model)
     trainer = make_trainer(tmp_path, make_model(), [BalancedTruncationCallback()])
     trainer.args.deepspeed = "anything"
     with pytest.raises(ValueError, match="FSDP or DeepSpeed"):
@@ -316,10 +306,6 @@ def test_trainers_that_cannot_truncate(tmp_path):
 
 
 def test_bad_arguments():
-    for options, message in [
-        ({"tau": 0.0}, r"tau must be in \(0, 1\), got 0.0"),
-        ({"tau": 1.0}, r"tau must be in \(0, 1\), got 1.0"),
-        ({"min_reduction": 1.0}, r"min_reduction must be in \[0, 1\), got 1.0"),
-    ]:
-        with pytest.raises(ValueError, match=message):
+    for options in ({"tau": 0.0}, {"tau": 1.0}, {"min_reduction": 1.0}):
+        with pytest.raises(ValueError, match=r"must be in [(\[]0, 1\), got "):
             BalancedTruncationCallback(**options)
