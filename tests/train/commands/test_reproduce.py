@@ -5,7 +5,7 @@ Arguments, data, model and optimizer are those of the row's own command, in full
 of the official shape. The two updates read one sample of at most 128 positions instead of up to 64 of up to 16,384,
 which would take up to 160 GB (a Mamba of the novels); S4's kernel, always as long as the longest sequence (a minute
 an update on Path-X), is of that length too. Nothing is saved or swept: that is the same code at every size, and tested
-with small ones. ES-SSM alone also reads one whole sample of every task, and is validated on it.
+with small ones. ES-SSM alone also reads one whole sample of every task.
 """
 
 import ctypes

@@ -159,7 +159,8 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         pairs = self.config.head_hidden_size is not None
         if pairs and input_ids is not None:
             input_ids, attention_mask = both_documents(input_ids, attention_mask)
-        pooled = pool(*self.model(input_ids, input_features, attention_mask, use_cache), self.config.classifier_pooling)
+        hidden_states, real = self.model(input_ids, input_features, attention_mask, use_cache)
+        pooled = pool(hidden_states, real, self.config.classifier_pooling)
         if pairs:
             loss, logits = compare_documents(pooled, self.head, self.score, labels)
             return SequenceClassifierOutput(loss=loss, logits=logits)

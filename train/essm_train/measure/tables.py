@@ -102,8 +102,7 @@ def markdown(experiment: Experiment, collected: Collected, paper: Figures, subst
 def cost_tables(experiment: Experiment, collected: Collected) -> str:
     """Every elastic row against the fixed models "K=2", "K=3", .. of each series, and of none; nothing without two.
 
-    A fixed model is judged at its K, or at the largest budget below it that was swept. An elastic row has the same
-    metric and as many seeds, another schedule than "full", and was swept over every one of these budgets.
+    An elastic row is of the same task, had another schedule than "full", and was swept over every one of these budgets.
     """
     fixed: dict[str, dict[int, str]] = {}
     for name in collected:
@@ -112,56 +111,45 @@ def cost_tables(experiment: Experiment, collected: Collected) -> str:
     text = ""
     for series, names in sorted(fixed.items()):
         models = {K: collected[names[K]] for K in sorted(names)}
-        elastic = {
-            name: (evaluation, training)
+        task = experiment.rows[names[min(names)]].task
+        tables = [
+            _cost_table(name, evaluation, training, models)
             for name, (evaluation, training) in collected.items()
-            if experiment.rows[name].series in ("", series) and name not in names.values()
-            if training.get("schedule") != "full" and {*models} <= {*evaluation.budgets}
-            if {(e.curve.metric, len(e.curves)) for e, _ in (*models.values(), (evaluation, {}))}
-            == {(evaluation.curve.metric, len(evaluation.curves))}
-        }
-        if len(models) > 1 and elastic:
-            text += f"\n{series}:\n" if series else ""
-            text += "".join(_cost_table(name, row, models) for name, row in elastic.items())
+            if experiment.rows[name].series in ("", series) and experiment.rows[name].task == task
+            if training["schedule"] != "full" and name not in names.values() and {*models} <= {*evaluation.budgets}
+        ]
+        if len(models) > 1 and tables:
+            text += (f"\n{series}:\n" if series else "") + "".join(tables)
     return text
 
 
-def _cost_table(name: str, row: tuple[Evaluation, Mapping[str, Any]], models: Mapping[int, Any]) -> str:
-    trainings = [*(training for _, training in models.values()), row[1]]
+def _cost_table(name: str, evaluation: Evaluation, training: Mapping[str, Any], models: Mapping[int, Any]) -> str:
     lines = [f"\nOne model, {name!r}, against {len(models)} fixed ones (Appendix B says about 1/9 of nine):\n"]
     lines.append("| | " + " | ".join(f"K={K}" for K in models) + " | all fixed | elastic | elastic / all fixed |")
     lines.append("|---" * (len(models) + 4) + "|")
-    for what in ("seconds", "tokens", "updates"):
-        costs = [_cost(training, what) for training in trainings]
-        if all(costs):
-            total = sum(costs[:-1])
-            shown = " | ".join(f"{value:,.0f}" for value in (*costs[:-1], total, costs[-1]))
-            lines.append(f"| {what} of training | {shown} | 1/{total / costs[-1]:.1f} |")
-    ours = {K: _at(row[0], K) for K in models}
-    theirs = {K: _at(evaluation, K) for K, (evaluation, _) in models.items()}
-    for what, figures in (("fixed", theirs), ("elastic", ours)):
-        lines.append(f"| {what} at K | {' | '.join(f'{statistics.fmean(f):.4f}' for f in figures.values())} | | | |")
-    differences = []
-    for K in models:  # paired by seed
-        each = [a - b for a, b in zip(ours[K], theirs[K])]
-        spread = f" ± {statistics.stdev(each):.4f}" if len(each) > 1 else ""
-        differences.append(f"{statistics.fmean(each):+.4f}{spread}")
-    lines.append(f"| elastic - fixed | {' | '.join(differences)} | | | |")
-    return "\n".join(lines) + "\n"
+    trainings = [*(fixed for _, fixed in models.values()), training]
+    updates = [each["updates"] for each in trainings]
+    for what, costs in {
+        "seconds": [statistics.fmean(each["seconds"]) for each in trainings],
+        "tokens": [number * each["tokens_per_update"] for number, each in zip(updates, trainings)],
+        "updates": updates,
+    }.items():
+        total = sum(costs[:-1])
+        shown = " | ".join(f"{value:,.0f}" for value in (*costs[:-1], total, costs[-1]))
+        lines.append(f"| {what} of training | {shown} | 1/{total / costs[-1]:.1f} |")
 
+    def values(of: Evaluation, K: int) -> list[float]:
+        return [curve.values[curve.budgets.index(K)] for curve in of.curves]
 
-def _cost(training: Mapping[str, Any], what: str) -> float:
-    """What a row's training took, seconds as their mean over seeds; 0 where it was not recorded."""
-    if what == "seconds":
-        seconds = training.get("seconds") or [0.0]
-        return statistics.fmean(seconds) if all(seconds) else 0.0
-    return (training.get("updates") or 0) * (1 if what == "updates" else training.get("tokens_per_update") or 0)
-
-
-def _at(evaluation: Evaluation, K: int) -> list[float]:
-    """The figure of every seed at K, or at the largest budget below it."""
-    place = max((i for i, budget in enumerate(evaluation.budgets) if budget <= K), default=0)
-    return [curve.values[place] for curve in evaluation.curves]
+    pairs = [(values(fixed, K), values(evaluation, K)) for K, (fixed, _) in models.items()]
+    for i, what in enumerate(("fixed", "elastic")):
+        lines.append(f"| {what} at K | {' | '.join(f'{statistics.fmean(pair[i]):.4f}' for pair in pairs)} | | | |")
+    differences = [[b - a for a, b in zip(*pair)] for pair in pairs]  # paired by seed
+    shown = " | ".join(
+        f"{statistics.fmean(each):+.4f}" + (f" ± {statistics.stdev(each):.4f}" if len(each) > 1 else "")
+        for each in differences
+    )
+    return "\n".join([*lines, f"| elastic - fixed | {shown} | | | |"]) + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
