@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from make import CODE, PACKAGE, write_config_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
+import modeling_essm
 from essm_train.arguments import arg
 from essm_train.console import command
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
-from essm_train.files import publish, temporary_folder
+from essm_train.files import publish, temporary_folder, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks
 from essm_train.publish.arguments import CalibrateArguments
@@ -36,8 +35,46 @@ from essm_train.publish.model_card import write_model_card
 from essm_train.publish.profile import calibrate
 from modeling_essm.budgets.profile import device_name
 
+CODE, PACKAGE = "code", Path(modeling_essm.__file__).parent  # the link in each folder, and where it leads
 SAMPLE_BUDGETS = (2, 4)  # and the full one
 SIZE_BLOCKS = 64  # of the held-out ones: every file size is scored on them
+CARD = """---
+license: apache-2.0
+library_name: transformers
+pipeline_tag: text-generation
+tags: [essm, state-space-model, elastic-inference]
+widget: [{{text: {prompt}}}]
+---
+
+# {name}
+
+{text} Trained once, it runs with any number of its spectral channels, chosen per call with `spectral_budget`
+([Song et al.](https://arxiv.org/abs/2601.22488)).
+
+<!-- model -->
+
+<!-- results -->
+
+## What it writes
+
+Temperature 0.7, seed 0, 120 bytes. Each is the first draw; none was chosen.
+
+{samples}
+
+## File sizes
+
+Bits per byte of the first {blocks} of the held-out blocks.
+
+| weights | channels | MB | bits per byte |
+|---|---|---|---|
+{sizes}
+
+<!-- training -->
+
+<!-- loading -->
+
+<!-- limits -->
+"""
 
 
 @dataclass
@@ -52,10 +89,6 @@ class ReleaseArguments:
     prompts: list[str] = arg(["It was", "My dear"], "What the samples begin with.")
     block_size: int = arg(1024, "Tokens per held-out block.")
     max_blocks: int = arg(256, "Held-out blocks, spread evenly over the text.")
-
-
-def held_out(blocks: Tensor) -> HeldOut:
-    return hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, "held-out text")
 
 
 def sample(model: Any, tokenizer: Any, prompt: str, budget: int) -> str:
@@ -84,60 +117,10 @@ def size_rows(source: Path, budgets: list[int], data: HeldOut) -> list[str]:
     return rows
 
 
-def template(args: ReleaseArguments, samples: list[str], sizes: list[str], size_blocks: int) -> str:
-    """The card with the markers that `write_model_card` fills."""
-    return f"""---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
-tags: [essm, state-space-model, elastic-inference]
-widget: [{{text: {json.dumps(args.prompts[0])}}}]
----
-
-# {args.name}
-
-{args.text} Trained once, it runs with any number of its spectral channels, chosen per call with `spectral_budget`
-([Song et al.](https://arxiv.org/abs/2601.22488)).
-
-<!-- model -->
-
-<!-- results -->
-
-## What it writes
-
-Temperature 0.7, seed 0, 120 bytes. Each is the first draw; none was chosen.
-
-{chr(10).join(samples)}
-
-## File sizes
-
-Bits per byte of the first {size_blocks} of the held-out blocks.
-
-| weights | channels | MB | bits per byte |
-|---|---|---|---|
-{chr(10).join(sizes)}
-
-<!-- training -->
-
-<!-- loading -->
-
-<!-- limits -->
-"""
-
-
-def save(source: Path, folder: Path, root: Path) -> tuple[Any, Any]:
-    """The run's model in bf16 and its tokenizer, saved with a link in the place of the code."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    for path in folder.glob("*.py"):
-        path.unlink()
-    (folder / CODE).symlink_to(os.path.relpath(PACKAGE, root.resolve() / "name"), target_is_directory=True)
-    model.config.auto_map = {auto: f"{CODE}/{reference}" for auto, reference in model.config.auto_classes.items()}
-    write_config_file(folder / "config.json", model.config.to_json_string(use_diff=True))
-    write_config_file(folder / "generation_config.json", model.generation_config.to_json_string())
-    return model, tokenizer
+def write_config_file(path: Path, record: dict[str, Any]) -> None:
+    """Without the library's version, which would change the file at every upgrade."""
+    fields = {name: value for name, value in sorted(record.items()) if name != "transformers_version"}
+    write_json(path, fields)
 
 
 def release(args: ReleaseArguments, root: Path) -> Path:
@@ -149,25 +132,43 @@ def release(args: ReleaseArguments, root: Path) -> Path:
     run, folder = Path(args.run_dir), root / args.name
     source, training = run / "model", read_json(run / "training.json", "; the run has not ended")
     blocks, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
+    held_out, few = (
+        hold_out_blocks(part, ByteEncoder.special_ids, 1.0, 8, "held-out text")
+        for part in (blocks, blocks[:SIZE_BLOCKS])
+    )
     new = temporary_folder(folder)
-    model, tokenizer = save(source, new, root)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    model.save_pretrained(new)
+    tokenizer.save_pretrained(new)
+    for path in new.glob("*.py"):
+        path.unlink()
+    (new / CODE).symlink_to(os.path.relpath(PACKAGE, new.resolve()), target_is_directory=True)
+    auto_map = {auto: f"{CODE}/{reference}" for auto, reference in model.config.auto_classes.items()}
+    write_config_file(new / "config.json", read_json(new / "config.json") | {"auto_map": auto_map})
+    write_config_file(new / "generation_config.json", read_json(new / "generation_config.json"))
+
     model = model.float()  # the rounded weights in the arithmetic of a CPU
     hardware = f"{device_name(torch.device('cpu'))}, fp32"
-    sweep = sweep_budgets(model, held_out(blocks))
-    save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
+    save_sweep(sweep_budgets(model, held_out), new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
     blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks}
     # The same blocks in the same arithmetic, so that its presets are what the card marks.
     calibrate(CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of))
     capacity = model.config.num_spectral_channels
     budgets = [*(K for K in SAMPLE_BUDGETS if capacity > K), capacity]
-    samples = [sample(model, tokenizer, prompt, K) for prompt in args.prompts for K in budgets]
-    few = blocks[:SIZE_BLOCKS]
     with tempfile.TemporaryDirectory() as work:
         card = Path(work) / "template.md"
-        card.write_text(template(args, samples, size_rows(source, budgets, held_out(few)), len(few)))
-        facts = {"sweep": read_json(new / "budget_sweep.json", ""), "training": training}
-        facts |= {"local": f"{root.name}/{args.name}", "picture": new / "budget_sweep.png"}
-        write_model_card(new, hub_model_id=args.name, template=card, **facts)
+        text = CARD.format(
+            name=args.name,
+            text=args.text,
+            prompt=json.dumps(args.prompts[0]),
+            samples="\n".join(sample(model, tokenizer, prompt, K) for prompt in args.prompts for K in budgets),
+            blocks=len(blocks[:SIZE_BLOCKS]),
+            sizes="\n".join(size_rows(source, budgets, few)),
+        )
+        card.write_text(text, encoding="utf-8")
+        sweep, local = read_json(new / "budget_sweep.json"), f"{root.name}/{args.name}"
+        write_model_card(new, sweep=sweep, training=training, hub_model_id=args.name, template=card, local=local)
     publish(new, folder)
     return folder
 

@@ -56,10 +56,9 @@ def write_model_card(
     training: dict[str, Any] | None,
     hub_model_id: str | None,
     template: Path | None,
-    picture: Path | None = None,
     local: str | None = None,
 ) -> Path:
-    """Write `folder`/README.md and put the curve picture beside it.
+    """Write `folder`/README.md and put the curve's picture, `folder`/../budget_sweep.png, beside it.
 
     Args:
         folder: a saved model (config.json at least).
@@ -68,7 +67,6 @@ def write_model_card(
         hub_model_id: the repository it will have; else the card says `org/name`.
         template: a card with the five markers; None for a plain one.
         local: the folder it is loaded from, where it lies in a clone and is not on the Hub.
-        picture: the drawn curve; by default `folder`/../budget_sweep.png or the one already in `folder`, if there.
     Returns:
         The path of the card.
     Raises:
@@ -83,7 +81,7 @@ def write_model_card(
         user = check_template(template.read_text(encoding="utf-8"), str(template))
         own, text = user.data.to_dict(), user.text
     data = _metadata(own, folder, config, title, curve, sweep, training)
-    source, target = picture or place.parent / PICTURE, folder / PICTURE
+    source, target = place.parent / PICTURE, folder / PICTURE
     if source.is_file():
         shutil.copyfile(source, target)
     widget = data.get("widget")

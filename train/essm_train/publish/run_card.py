@@ -38,10 +38,7 @@ def push_run(args: PushArguments) -> str | None:
             read_json(run / name) if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
         )
         template = None if args.template is None else Path(args.template)
-        picture = run / "budget_sweep.png"
-        card = write_model_card(
-            folder, sweep=sweep, training=training, hub_model_id=repository, template=template, picture=picture
-        )
+        card = write_model_card(folder, sweep=sweep, training=training, hub_model_id=repository, template=template)
         if template is None and folder != run:
             write_text(run / _WRITTEN, sha256_of(card))
         print(f"wrote {card}")

@@ -59,7 +59,12 @@ class PairFile(Dataset[Pair]):
                 "https://github.com/google-research/long-range-arena, unpack it (`tar -xvf lra_release.gz`) and name "
                 "lra_release/lra_release/tsv_data/new_aan_pairs.{train,eval,test}.tsv, or copy them there"
             )
-        options: dict[str, Any] = {"sep": "\t", "column_names": list(COLUMNS), "quoting": csv.QUOTE_NONE, "keep_default_na": False}
+        options: dict[str, Any] = {
+            "sep": "\t",
+            "column_names": list(COLUMNS),
+            "quoting": csv.QUOTE_NONE,
+            "keep_default_na": False,
+        }
         options |= {"skip_blank_lines": False, "data_files": [str(self.path.absolute())], "split": "train"}
         texts = datasets.Features(dict.fromkeys(COLUMNS, datasets.Value("string")))
         self.rows = load(str(path), "csv", features=texts, **options)
