@@ -19,11 +19,13 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from essm_train.arguments import arg, parse_arguments
 from essm_train.console import command
+
+if TYPE_CHECKING:
+    from essm_train.tasks.shards import RowGenerator
 
 
 @dataclass
@@ -32,30 +34,36 @@ class _Where:
     num_workers: int | None = arg(None, "Processes; all cores by default.")
 
 
-def parse(argv: Sequence[str]) -> tuple[Any, Path, int]:
+def parse(argv: Sequence[str], tasks: Sequence[type[RowGenerator]]) -> tuple[RowGenerator, str, int]:
     """The generator, the folder and the number of processes. Raises ValueError for parameters that cannot work."""
-    from essm_train.tasks.listops import ListOps
-    from essm_train.tasks.pathfinder import Pathfinder, PathX
-
-    tasks = {task.name: task for task in (ListOps, Pathfinder, PathX)}
-    if not argv or argv[0] not in tasks:
-        raise ValueError(f"the first argument must be one of {', '.join(tasks)}, got {' '.join(argv[:1]) or 'none'}")
-    cls = tasks[argv[0]]
-    both = dataclasses.make_dataclass(cls.__name__, (), bases=(_Where, cls), namespace={"__doc__": cls.__doc__})
+    named = {task.name: task for task in tasks}
+    if not argv or argv[0] not in named:
+        raise ValueError(f"the first argument must be one of {', '.join(named)}, got {' '.join(argv[:1]) or 'none'}")
+    cls: Any = named[argv[0]]
+    unchecked = {"__doc__": cls.__doc__, "__post_init__": lambda self: None}
+    both = dataclasses.make_dataclass("Data", (), bases=(_Where, cls), namespace=unchecked)
     args: Any = parse_arguments(both, argv[1:])
-    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
-    return cls(**values), Path(args.output_dir or f"data/{cls.name}"), args.num_workers or os.cpu_count() or 1
+    generator = cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
+    return generator, args.output_dir or f"data/{cls.name}", args.num_workers or os.cpu_count() or 1
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Make the data."""
+def make(argv: Sequence[str] | None, tasks: Sequence[type[RowGenerator]], description: str | None) -> None:
+    """Make the data that the command line asks for."""
     from essm_train.tasks.shards import generate
 
     argv = sys.argv[1:] if argv is None else argv
     if argv in (["-h"], ["--help"]):
-        print(__doc__)
-        return
-    print(f"{generate(*parse(argv))}: complete")
+        print(description)
+    else:
+        print(f"{generate(*parse(argv, tasks))}: complete")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make ListOps, Pathfinder or Path-X."""
+    from essm_train.tasks.listops import ListOps
+    from essm_train.tasks.pathfinder import Pathfinder, PathX
+
+    make(argv, (ListOps, Pathfinder, PathX), __doc__)
 
 
 run = command(main)

@@ -10,47 +10,26 @@ Speech Commands V2, a task of our own. `sc10` reads the unpacked official archiv
 
 Every clip becomes (98, 40) numbers: 40 mel bands of 25 ms windows, one each 10 ms of one second. Each band is
 normalised to mean 0 and deviation 1 over the frames of the clip; frames after the end of a short clip are 0.
-The same command continues after an interruption.
+The same command continues after an interruption. essm-train-classification reads the data with
+`--features_column frames --label_column label`.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 
-from essm_train.arguments import arg
 from essm_train.console import command
-
-SOURCES = {"speech4": "data", "sc10": "data/speech_commands"}  # where clips are by default
-
-
-@dataclass
-class AudioArguments:
-    """Clips of spoken words as frames; the task comes first."""
-
-    task: str = field(metadata={"help": f"One of {', '.join(SOURCES)}."})
-    data_dir: str | None = arg(None, "Where the clips are; by default `data`, of sc10 `data/speech_commands`.")
-    output_dir: str | None = arg(None, "Where the frames go; by default data/ and the name of the task.")
-    num_workers: int | None = arg(None, "Processes; all cores by default.")
-
-    def __post_init__(self) -> None:
-        if self.task not in SOURCES:
-            raise ValueError(f"task must be one of {', '.join(SOURCES)}, got {self.task!r}")
+from essm_train.make_task_data import make
 
 
-def main(args: AudioArguments) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Write the frames."""
     from essm_train.tasks.audio import Speech4, SpeechCommands
-    from essm_train.tasks.shards import generate
 
-    folder = Path(args.data_dir or SOURCES[args.task])
-    clips = Speech4(folder) if args.task == "speech4" else SpeechCommands(folder)
-    manifest = generate(clips, args.output_dir or f"data/{args.task}", args.num_workers or os.cpu_count() or 1)
-    print(f"{manifest}: complete; train with --features_column frames --label_column label")
+    make(argv, (Speech4, SpeechCommands), __doc__)
 
 
-run = command(main, AudioArguments, positional="task")
+run = command(main)
 
 
 if __name__ == "__main__":

@@ -98,11 +98,10 @@ def mu_law_folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_four_words_are_written_and_read_by_the_trainer(mu_law_folder, tmp_path, capsys):
+def test_four_words_are_written_and_read_by_the_trainer(mu_law_folder, tmp_path):
     made = tmp_path / "speech4"
     prepare_audio.run(["speech4", "--data_dir", str(mu_law_folder), "--output_dir", str(made), "--num_workers", "1"])
     assert str(mu_law_folder) not in (made / "manifest.json").read_text()
-    assert "--features_column frames" in capsys.readouterr().out
     rows = datasets.load_dataset(str(made), cache_dir=str(tmp_path / "cache"))
     assert rows["train"].features["label"].names == ["yes", "no", "up", "down"]
     assert rows["train"]["label"] == [0, 1, 2, 3, 0] and rows["test"]["clip"][3] == "word/test3.wav"
@@ -118,17 +117,18 @@ def test_four_words_are_written_and_read_by_the_trainer(mu_law_folder, tmp_path,
 
 def test_four_words_errors(mu_law_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"put speech_commands_4words-\{train,validation,test\}\.parquet"):
-        Speech4(tmp_path)
+        Speech4(str(tmp_path))
     for split in SPLITS:
         table = pq.read_table(mu_law_folder / f"speech_commands_4words-{split}.parquet")
         pq.write_table(table.drop(["clip"]), tmp_path / f"speech_commands_4words-{split}.parquet")
     with pytest.raises(ValueError, match="has no column clip"):
-        Speech4(tmp_path)
+        Speech4(str(tmp_path))
 
 
 @pytest.fixture
-def official(tmp_path) -> Path:
+def official(tmp_path, monkeypatch) -> Path:
     """A folder like the official one: three words, of which two are wanted, and background noise."""
+    monkeypatch.setattr(SpeechCommands, "words", ("yes", "no"))
     folder = tmp_path / "speech_commands"
     for word in ("yes", "no", "bed", "_background_noise_"):
         for speaker in ("ab", "cd", "ef", "gh"):
@@ -139,7 +139,7 @@ def official(tmp_path) -> Path:
 
 
 def test_official_lists_split_the_words(official):
-    clips = SpeechCommands(official, ("yes", "no"))
+    clips = SpeechCommands(str(official))
     assert clips.sizes == {"train": 4, "validation": 2, "test": 2}
     names = {split: [(name, label) for _, label, name in clips.read(split, range(9))] for split in clips.sizes}
     assert names["validation"] == [("no/cd_nohash_0.wav", 1), ("yes/cd_nohash_0.wav", 0)]
@@ -151,9 +151,10 @@ def test_official_lists_split_the_words(official):
     frames = np.array(clips.rows("test", range(2), {})["frames"].to_pylist(), np.float32)
     assert frames.shape == (2, 98, 40) and (frames[:, 1 + (12800 - 400) // 160 :] == 0).all()
     write_wav(official / "yes" / "zz_nohash_0.wav", tone(500, 16000))
-    assert SpeechCommands(official, ("yes", "no")).parameters != clips.parameters
-    with pytest.raises(FileNotFoundError, match=r"lacks up, down, .*speech_commands_v0\.02\.tar\.gz"):
-        SpeechCommands(official)
+    assert SpeechCommands(str(official)).parameters != clips.parameters
+    (official / "testing_list.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lacks testing_list\.txt: .*speech_commands_v0\.02\.tar\.gz"):
+        SpeechCommands(str(official))
 
 
 def test_clips_of_another_format(official, tmp_path):
@@ -166,9 +167,9 @@ def test_clips_of_another_format(official, tmp_path):
             read_wav(tmp_path / f"{name}.wav", 16000)
     (official / "no" / "ab_nohash_0.wav").write_text("not sound")
     with pytest.raises(ValueError, match=r"ab_nohash_0\.wav: is no WAV file"):
-        SpeechCommands(official, ("yes", "no")).rows("train", range(1), {})
+        SpeechCommands(str(official)).rows("train", range(1), {})
     write_wav(tmp_path / "long.wav", tone(500, 16000, 1.5))
     assert len(read_wav(tmp_path / "long.wav", 16000)) == 16000
     write_wav(official / "no" / "ab_nohash_0.wav", tone(500, 16000, 0.02))
     with pytest.raises(ValueError, match=r"no/ab_nohash_0\.wav of sc10-train: a clip must have 400 to"):
-        SpeechCommands(official, ("yes", "no")).rows("train", range(1), {})
+        SpeechCommands(str(official)).rows("train", range(1), {})

@@ -27,6 +27,8 @@ from essm_train.tasks.catalog import (
     substitute_data,
     task_arguments,
 )
+from essm_train.tasks.listops import ListOps
+from essm_train.tasks.pathfinder import Pathfinder, PathX
 from essm_train.tasks.shards import SPLITS, UNFINISHED
 
 
@@ -110,12 +112,12 @@ def test_absent_data_says_what_to_do(tmp_path):
             assert str(tmp_path) in message and ("http" in message or "essm-" in message)
             assert not re.search(r"[{}]", message)  # nothing left unformatted
             for command in re.findall(r"`essm-make-task-data (.*?)`", message):
-                generator, output_dir, _ = make_task_data.parse(shlex.split(command))
+                generator, output_dir, _ = make_task_data.parse(shlex.split(command), (ListOps, Pathfinder, PathX))
                 spec = get_task(name)
                 limit = (spec.arguments | spec.sizes(scale))["max_length"]
                 assert limit == (generator.max_length if name == "listops" else generator.image_size**2)
                 for split, pattern in spec.places(scale)[0].files.items():
-                    assert tmp_path / pattern == output_dir / f"{generator.name}-{split}-*.parquet"
+                    assert tmp_path / pattern == Path(output_dir) / f"{generator.name}-{split}-*.parquet"
 
 
 def test_folders_come_in_order(data, tmp_path, monkeypatch):

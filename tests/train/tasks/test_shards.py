@@ -18,7 +18,7 @@ from essm_train import make_task_data
 from essm_train.tasks import shards
 from essm_train.tasks.catalog import Files
 from essm_train.tasks.listops import ListOps
-from essm_train.tasks.pathfinder import Pathfinder
+from essm_train.tasks.pathfinder import Pathfinder, PathX
 from essm_train.tasks.shards import MANIFEST, UNFINISHED, generate
 
 SIZES = {"train_size": 50, "validation_size": 7, "test_size": 10, "rows_per_shard": 10}
@@ -175,15 +175,15 @@ def test_datasets_reads_a_folder_by_its_name(made, tmp_path):
 
 
 def test_arguments_are_a_generators_fields(capsys):
-    generator, folder, _ = make_task_data.parse(["pathx", "--paddle_margins", "1", "4", "--contour_length", "8"])
-    assert (generator.paddle_margins, generator.contour_length, generator.image_size) == ([1, 4], 8, 128)
-    assert type(generator).__name__ == "PathX" and folder == Path("data/pathx")
+    tasks = (ListOps, PathX)
+    generator, folder, _ = make_task_data.parse(["pathx", "--paddle_margins", "1", "4", "--seed", "8"], tasks)
+    assert generator == PathX(paddle_margins=[1, 4], seed=8) and folder == "data/pathx"
     for line, said in {
         "": "one of listops, ",
         "lists": "got lists",
-        "listops --max_dept 3": "nearest: --max_depth",
+        "listops --max_dept 3": "nearest: --max_dept",
     }.items():
         with pytest.raises(ValueError, match=said):
-            make_task_data.parse(line.split())
+            make_task_data.parse(line.split(), tasks)
     make_task_data.main(["--help"])
     assert "essm-make-task-data pathx --help" in capsys.readouterr().out

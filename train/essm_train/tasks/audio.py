@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
+from essm_train.arguments import arg
 from essm_train.data.sound import decode_wav
 from essm_train.files import sha256_of
 from essm_train.tasks.shards import SPLITS, RowGenerator
@@ -83,8 +85,8 @@ class SpeechFrames(RowGenerator):
         words: the classes. sampling_rate: Hz. sizes: rows by split. source: changes if the clips do.
     """
 
-    words: tuple[str, ...]
-    sampling_rate: int
+    words: ClassVar[tuple[str, ...]]
+    sampling_rate: ClassVar[int]
     sizes: Mapping[str, int]
     source: str
     rows_per_shard = 2000
@@ -117,8 +119,9 @@ class SpeechFrames(RowGenerator):
         return pa.table([column, pa.array(labels, pa.int64()), pa.array(names)], schema=features.arrow_schema)
 
 
+@dataclass
 class Speech4(SpeechFrames):
-    """The files speech_commands_4words-{train,validation,test}.parquet of a folder.
+    """Frames of the files speech_commands_4words-{train,validation,test}.parquet of a folder.
 
     Raises:
         FileNotFoundError: one is not there. ValueError: one is not such a file.
@@ -127,13 +130,15 @@ class Speech4(SpeechFrames):
     name, words, sampling_rate = "speech4", SPEECH4_WORDS, 8000
     COLUMNS: ClassVar = ("mulaw_8khz", "label", "num_samples", "clip")
 
-    def __init__(self, folder: Path):
-        self.paths = {split: folder / f"speech_commands_4words-{split}.parquet" for split in SPLITS}
+    data_dir: str = arg("data", "Where the clips are.")
+
+    def __post_init__(self) -> None:
+        self.paths = {split: Path(self.data_dir) / f"speech_commands_4words-{split}.parquet" for split in SPLITS}
         for path in self.paths.values():
             if not path.is_file():
                 raise FileNotFoundError(
                     f"{path} is not there: put speech_commands_4words-{{train,validation,test}}.parquet, with the "
-                    f"columns {', '.join(self.COLUMNS)} (8,000 uint8 codes of 8 kHz mu-law), into {str(folder)!r}"
+                    f"columns {', '.join(self.COLUMNS)} (8,000 uint8 codes of 8 kHz mu-law), into {self.data_dir!r}"
                 )
             if missing := set(self.COLUMNS) - set(pq.read_schema(path).names):
                 raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
@@ -150,20 +155,21 @@ class Speech4(SpeechFrames):
         return clips
 
 
+@dataclass
 class SpeechCommands(SpeechFrames):
-    """Words of the unpacked archive of Speech Commands V2, split as its two lists say.
+    """Frames of words of the unpacked archive of Speech Commands V2, split as its two lists say.
 
-    Args:
-        folder: holds validation_list.txt, testing_list.txt and a folder of wav files per word.
     Raises:
         FileNotFoundError: the folder, a list or a word is not there.
     """
 
-    name, sampling_rate = "sc10", 16000
+    name, words, sampling_rate = "sc10", SC10_WORDS, 16000
     LISTS: ClassVar = {"validation": "validation_list.txt", "test": "testing_list.txt"}
 
-    def __init__(self, folder: Path, words: tuple[str, ...] = SC10_WORDS):
-        self.folder, self.words = folder, words
+    data_dir: str = arg("data/speech_commands", "The folder of the two lists and of a folder of wav files per word.")
+
+    def __post_init__(self) -> None:
+        folder, words = Path(self.data_dir), self.words
         if absent := [name for name in (*self.LISTS.values(), *words) if not (folder / name).exists()]:
             raise FileNotFoundError(
                 f"{str(folder)!r} lacks {', '.join(absent)}: fetch {SC10_URL} and unpack it into that folder "
@@ -180,7 +186,9 @@ class SpeechCommands(SpeechFrames):
 
     def read(self, split: str, rows: range) -> list[Clip]:
         names = self.files[split][rows.start : rows.stop]
-        return [(read_wav(self.folder / n, self.sampling_rate), self.words.index(n.split("/")[0]), n) for n in names]
+        return [
+            (read_wav(Path(self.data_dir, n), self.sampling_rate), self.words.index(n.split("/")[0]), n) for n in names
+        ]
 
 
 def read_wav(path: Path, sampling_rate: int) -> np.ndarray:

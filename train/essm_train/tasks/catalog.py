@@ -38,21 +38,11 @@ def data_folders(data_dir: Folders = None) -> list[Path]:
     if data_dir is None:
         data_dir = os.environ.get("ESSM_DATA") or "data"
     if isinstance(data_dir, str):
-        data_dir = [part for part in data_dir.split(os.pathsep) if part]
-    elif isinstance(data_dir, os.PathLike):
-        data_dir = [data_dir]
-    if not data_dir:
+        data_dir = data_dir.split(os.pathsep)
+    folders = [data_dir] if isinstance(data_dir, os.PathLike) else [folder for folder in data_dir if folder]
+    if not folders:
         raise ValueError("data_dir names no folder")
-    return [Path(folder) for folder in data_dir]
-
-
-def _writable(folders: Sequence[Path]) -> Path:
-    """The first folder that can be written or made."""
-    for folder in folders:
-        exists = next(part for part in (folder, *folder.absolute().parents) if part.exists())
-        if os.access(exists, os.W_OK):
-            return folder
-    return folders[0]
+    return [Path(folder) for folder in folders]
 
 
 @strict
@@ -84,8 +74,7 @@ class Files:
                 return None
         return {split: list(map(str, paths)) for split, paths in found.items()}
 
-    def instructions(self, folders: Sequence[Path]) -> str:
-        folder = _writable(folders)
+    def instructions(self, folder: Path) -> str:
         if "{data}" in self.how:
             return self.how.replace("{data}", str(folder))
         return f"{self.how}, as {', '.join(str(folder / pattern) for pattern in self.files.values())}"
@@ -149,8 +138,7 @@ def get_task(name: str) -> TaskSpec:
     """A task of TASKS or of a .yaml file.
 
     Raises:
-        ValueError: an unknown name, or a file that is no task; names the file and what is wrong. OSError: it cannot be
-            read.
+        ValueError: an unknown name, or a file that is no task. OSError: it cannot be read.
     """
     path = recipe_path("tasks", name)
     values = read_table(path)
@@ -197,10 +185,9 @@ def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str,
         return found[1]
     folders, (first, *others) = data_folders(data_dir), spec.places(scale)
     reduced = f" ({scale})" if first not in spec.data else ""
-    message = (
-        f"no data for task {spec.name!r}{reduced} in {', '.join(map(str, folders))}: {first.instructions(folders)}"
-    )
-    message += "".join(f"; or, in its place, {other.instructions(folders)}" for other in others if other.substitute)
+    message = f"no data for task {spec.name!r}{reduced} in {', '.join(map(str, folders))}: "
+    message += first.instructions(folders[0])
+    message += "".join(f"; or, in its place, {other.instructions(folders[0])}" for other in others if other.substitute)
     if spec.hub:
         message += f"; or read {spec.hub['dataset_name']!r} from the Hub (`use_hub=True`, `essm-list-tasks --use_hub`)"
     raise FileNotFoundError(message)
@@ -220,7 +207,7 @@ def task_arguments(name: str, data_dir: Folders = None, scale: str = "full", use
         use_hub: read the task's data set on the Hub instead of files.
     Raises:
         ValueError: unknown name, scale or arguments, or no data set on the Hub.
-        FileNotFoundError: see `find_data`; or a configuration of hub_configs/ outside of a checkout.
+        FileNotFoundError: as `find_data` and `published_folder`.
     """
     spec = get_task(name)
     arguments = spec.arguments | spec.sizes(scale)

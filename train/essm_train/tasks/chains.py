@@ -12,9 +12,8 @@ Letters: B batch, L residues of a window, W committed steps that the energy look
 from __future__ import annotations
 
 import gzip
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,19 +29,14 @@ FEATURES = 12  # the step as read, the one before, the flag of the loop, residue
 COLLISION = 4.0 / BOND  # atoms of which at least two are between should be further apart
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Chains.
-
-
-def read_chain(path: str | Path) -> np.ndarray:
+def read_chain(path: Path) -> np.ndarray:
     """The longest unbroken stretch of C-alphas of the first model of a PDB file, gzipped or not: (n, 3) in A.
 
     Raises:
         ValueError: a file without C-alphas.
     """
-    opener = gzip.open if str(path).endswith(".gz") else open
     places: dict[str, list[float]] = {}
-    with opener(path, "rt") as lines:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as lines:
         for line in lines:
             if line.startswith("ENDMDL"):
                 break
@@ -56,15 +50,12 @@ def read_chain(path: str | Path) -> np.ndarray:
 
 
 def read_chains(folder: str | Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Chains to train on and to test on, in units of a bond, those of at least a window; 16 are for the test.
-
-    The split depends on the names alone.
+    """Chains of at least a window, in units of a bond: to train on, and 16 to test on, chosen by the names alone.
 
     Raises:
         ValueError: fewer than 17 such chains.
     """
-    paths = sorted(Path(folder).glob("*.pdb*"))
-    chains = [chain / BOND for chain in map(read_chain, paths) if len(chain) >= WINDOW]
+    chains = [chain / BOND for chain in map(read_chain, sorted(Path(folder).glob("*.pdb*"))) if len(chain) >= WINDOW]
     if len(chains) <= TEST_CHAINS:
         raise ValueError(
             f"{folder} has {len(chains)} chains of {WINDOW} residues, at least {TEST_CHAINS + 1} are needed"
@@ -73,35 +64,37 @@ def read_chains(folder: str | Path) -> tuple[list[np.ndarray], list[np.ndarray]]
     return [chains[i] for i in order[TEST_CHAINS:]], [chains[i] for i in order[:TEST_CHAINS]]
 
 
-def place_next(atoms: np.ndarray, length: float, angle: float, torsion: float) -> np.ndarray:
-    """The atom that follows three others a, b, c: its distance from c, the angle at c, the torsion about b-c."""
-    a, b, c = atoms
+def _frame(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Unit vectors along b-c, across it in the plane of the three atoms, and out of that."""
     axis = (c - b) / np.linalg.norm(c - b)
     normal = np.cross(b - a, axis)
     normal /= np.linalg.norm(normal)
+    return axis, np.cross(normal, axis), normal
+
+
+def place_next(atoms: np.ndarray, length: float, angle: float, torsion: float) -> np.ndarray:
+    """The atom that follows three others a, b, c: its distance from c, the angle at c, the torsion about b-c."""
+    axis, across, out = _frame(*atoms)
     along, aside = -np.cos(angle), np.sin(angle)
-    return c + length * (along * axis + aside * (np.cos(torsion) * np.cross(normal, axis) + np.sin(torsion) * normal))
+    return atoms[2] + length * (along * axis + aside * (np.cos(torsion) * across + np.sin(torsion) * out))
 
 
 def internal(atoms: np.ndarray) -> tuple[float, float, float]:
     """Length, angle and torsion, in radians, that put the last of four atoms where it is."""
-    a, b, c, d = atoms
-    axis = (c - b) / np.linalg.norm(c - b)
-    normal = np.cross(b - a, axis)
-    normal /= np.linalg.norm(normal)
-    step = d - c
+    axis, across, out = _frame(*atoms[:3])
+    step = atoms[3] - atoms[2]
     length = float(np.linalg.norm(step))
-    across, out = step @ np.cross(normal, axis), step @ normal
-    return length, float(np.arccos(np.clip(-(step @ axis) / length, -1, 1))), float(np.arctan2(out, across))
+    angle = np.arccos(np.clip(-(step @ axis) / length, -1, 1))
+    return length, float(angle), float(np.arctan2(step @ out, step @ across))
 
 
-@dataclass(frozen=True)
-class Window:
-    """native and read (64, 3); loop: first residue of the disturbed loop, and the first after it."""
+class Window(NamedTuple):
+    """native and read (64, 3); the first residue of the disturbed loop, and the first after it."""
 
     native: np.ndarray
     read: np.ndarray
-    loop: tuple[int, int]
+    start: int
+    stop: int
 
 
 def disturb(native: np.ndarray, rng: np.random.Generator, kick: float = np.pi / 3, shake: float = 0.15) -> Window:
@@ -113,7 +106,7 @@ def disturb(native: np.ndarray, rng: np.random.Generator, kick: float = np.pi / 
         distance, angle, torsion = internal(native[i - 3 : i + 1])
         read[i] = place_next(read[i - 3 : i], distance, angle, torsion + rng.normal(0, kick))
     read[start : start + length] += rng.normal(0, shake, (length, 3))
-    return Window(native, read, (start, start + length))
+    return Window(native, read, start, start + length)
 
 
 def draw(chains: list[np.ndarray], rng: np.random.Generator) -> Window:
@@ -123,56 +116,40 @@ def draw(chains: list[np.ndarray], rng: np.random.Generator) -> Window:
     turn, triangle = np.linalg.qr(rng.normal(size=(3, 3)))
     turn = turn * np.sign(np.diag(triangle))  # of all orthogonal matrices alike
     turn = turn * np.sign(np.linalg.det(turn))  # chains are chiral: no mirror images
-    native = (chain[first : first + WINDOW] - chain[first]) @ turn.T
-    return disturb(native, rng)
+    return disturb((chain[first : first + WINDOW] - chain[first]) @ turn.T, rng)
 
 
 def fixed_windows(chains: list[np.ndarray]) -> list[Window]:
     """Windows side by side over all chains, each disturbed in its own way, always the same."""
-    found = []
-    for i, chain in enumerate(chains):
-        for first in range(0, len(chain) - WINDOW + 1, WINDOW // 2):
-            native = chain[first : first + WINDOW] - chain[first]
-            found.append(disturb(native, np.random.default_rng((i, first))))
-    return found
+    return [
+        disturb(chain[first : first + WINDOW] - chain[first], np.random.default_rng((i, first)))
+        for i, chain in enumerate(chains)
+        for first in range(0, len(chain) - WINDOW + 1, WINDOW // 2)
+    ]
 
 
 def collate(windows: list[Window]) -> dict[str, Any]:
-    """Tensors of a batch, fp32, L = 63 steps from residue to residue.
-
-    Places count from the first residue.
+    """Tensors of a batch, fp32, L = 63 steps from residue to residue. Places count from the first residue.
 
     Returns:
         input_features (B, L, 12); observations, a dict of "step" (B, L, 3) as read, "place" (B, L, 3) as read, "loop"
         (B, L) 1 in the loop, "left" (B, L) residues until the anchor, "anchor" (B, L, 3), the first residue after the
         loop and 0 elsewhere; native (B, L, 3), the steps; loop (B, L) bool.
     """
-    rows: dict[str, list[np.ndarray]] = {}
-    for window in windows:
-        read, (start, stop) = window.read - window.read[0], window.loop
+    rows = []
+    for native, read, start, stop in windows:
+        read = read - read[0]
         places, steps, at = read[1:], np.diff(read, axis=0), np.arange(1, len(read))
         inside = (at >= start) & (at < stop)
-        left = np.where(inside, stop - at, 0)
-        anchor = np.where(inside[:, None], read[stop], 0.0)
+        left, anchor = np.where(inside, stop - at, 0), np.where(inside[:, None], read[stop], 0.0)
         before = np.concatenate([np.zeros((1, 3)), steps[:-1]])
         offset = np.where(inside[:, None], read[stop] - places, 0.0)
         features = [steps, before, inside[:, None], left[:, None] / LOOP[1], offset / 4, np.ones((len(at), 1))]
-        row = {"features": np.concatenate(features, 1), "step": steps, "place": places, "loop": inside}
-        row |= {"left": left, "anchor": anchor, "native": np.diff(window.native, axis=0)}
-        for name, value in row.items():
-            rows.setdefault(name, []).append(value)
-    batch = {name: torch.tensor(np.stack(values), dtype=torch.float32) for name, values in rows.items()}
-    observations = {name: batch[name] for name in ("step", "place", "loop", "left", "anchor")}
-    return {
-        "input_features": batch["features"],
-        "observations": observations,
-        "native": batch["native"],
-        "loop": batch["loop"].bool(),
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The objective.
+        rows.append((np.concatenate(features, 1), steps, places, inside, left, anchor, np.diff(native, axis=0)))
+    columns = [torch.tensor(np.stack(column), dtype=torch.float32) for column in zip(*rows)]
+    observations = dict(zip(("step", "place", "loop", "left", "anchor"), columns[1:]))
+    loop = observations["loop"].bool()
+    return {"input_features": columns[0], "observations": observations, "native": columns[-1], "loop": loop}
 
 
 class RepairEnergy(nn.Module):
@@ -191,11 +168,8 @@ class RepairEnergy(nn.Module):
 
     def initial_history(self, observation: dict[str, Tensor]) -> dict[str, Tensor]:
         place = observation["place"]
-        return {
-            "steps": place.new_zeros(len(place), self.look_back, 3),
-            "place": torch.zeros_like(place),
-            "count": place.new_zeros(len(place)),
-        }
+        steps, count = place.new_zeros(len(place), self.look_back, 3), place.new_zeros(len(place))
+        return {"steps": steps, "place": torch.zeros_like(place), "count": count}
 
     def commit(self, history: dict[str, Tensor], y: Tensor, observation: Any) -> dict[str, Tensor]:
         steps = torch.cat([history["steps"][:, 1:], y[:, None]], 1)
@@ -203,18 +177,17 @@ class RepairEnergy(nn.Module):
 
     def forward(self, y: Tensor, observation: dict[str, Tensor], history: dict[str, Tensor]) -> Tensor:
         """Args: y (B, 3); observation: of `collate`, at one residue; history: of `commit`."""
-        steps, W = history["steps"], self.look_back
-        place = history["place"] + y
+        steps, count, place = history["steps"], history["count"], history["place"] + y
         length = y.norm(dim=-1).clamp(min=1e-4)
         energy = 4 * (length - 1).square()
         before = steps[:, -1]
         cosine = (y * before).sum(-1) / (length * before.norm(dim=-1).clamp(min=1e-4))
         beyond = F.relu(cosine - 0.87) + F.relu(-0.17 - cosine)
-        energy = energy + torch.where(history["count"] > 0, 2 * beyond.square(), 0.0)
+        energy = energy + torch.where(count > 0, 2 * beyond.square(), 0.0)
         back = steps.flip(1).cumsum(1) + y[:, None]  # to the atoms 2, 3, .. before
         distance = back.square().sum(-1).clamp(min=1e-8).sqrt()
-        there = history["count"][:, None] > torch.arange(W, device=y.device)
-        there = there & (torch.arange(W, device=y.device) > 0)  # the atom two before is what angles are about
+        number = torch.arange(self.look_back, device=y.device)
+        there = (count[:, None] > number) & (number > 0)  # the atom two before is what angles are about
         crowded = F.softplus(8 * (COLLISION - distance)) / 2
         energy = energy + (crowded * there).sum(1) / there.sum(1).clamp(min=1)
         reach = F.relu((place - observation["anchor"]).norm(dim=-1).clamp(min=1e-4) - 0.9 * observation["left"])
@@ -230,13 +203,8 @@ def quality(steps: Tensor, energies: Tensor, batch: dict[str, Any]) -> dict[str,
         "energy" of all residues; "rmsd_outside" and "rmsd_loop", root mean squares in A of the distance from the native
         place; "gap", how far the loop's end is from one bond before the anchor, in A.
     """
-    places, native = steps.cumsum(1), batch["native"].cumsum(1)
-    off = (places - native).square().sum(-1)
-    loop, last = batch["loop"], batch["observations"]["left"] == 1
-    anchors = batch["observations"]["anchor"][last]
-    return {
-        "energy": float(energies.mean()),
-        "rmsd_outside": float(off[~loop].mean().sqrt()) * BOND,
-        "rmsd_loop": float(off[loop].mean().sqrt()) * BOND,
-        "gap": float(((places[last] - anchors).norm(dim=-1) - 1).abs().mean()) * BOND,
-    }
+    places, loop, last = steps.cumsum(1), batch["loop"], batch["observations"]["left"] == 1
+    off = (places - batch["native"].cumsum(1)).square().sum(-1)
+    gaps = (places[last] - batch["observations"]["anchor"][last]).norm(dim=-1) - 1
+    found = {"rmsd_outside": off[~loop].mean().sqrt(), "rmsd_loop": off[loop].mean().sqrt(), "gap": gaps.abs().mean()}
+    return {"energy": float(energies.mean())} | {name: float(value) * BOND for name, value in found.items()}

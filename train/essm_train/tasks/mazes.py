@@ -28,10 +28,6 @@ READOUTS = VIEW**2
 FAR = 1e6
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Mazes.
-
-
 def make_maze(rng: np.random.Generator, n: int, openings: float = 0.1, doors: float = 0.08) -> np.ndarray:
     """Kinds of cells (n, n): a spanning tree of the odd cells, some walls opened, some corridors with a door.
 
@@ -41,18 +37,17 @@ def make_maze(rng: np.random.Generator, n: int, openings: float = 0.1, doors: fl
     if n % 2 == 0 or n < 5:
         raise ValueError(f"the side of a maze must be odd and at least 5, got {n}")
     maze = np.zeros((n, n), dtype=np.int8)
-    at = tuple(2 * rng.integers(n // 2, size=2) + 1)
-    maze[at], path = CELL, [at]
+    path = [tuple(2 * rng.integers(n // 2, size=2) + 1)]
+    maze[path[0]] = CELL
     while path:
         r, c = path[-1]
         ways = [(r + 2 * dr, c + 2 * dc) for dr, dc in MOVES]
-        ways = [(a, b) for a, b in ways if 0 < a < n and 0 < b < n and maze[a, b] == WALL]
-        if not ways:
+        if ways := [(a, b) for a, b in ways if 0 < a < n and 0 < b < n and maze[a, b] == WALL]:
+            a, b = ways[rng.integers(len(ways))]
+            maze[(r + a) // 2, (c + b) // 2] = maze[a, b] = CELL
+            path.append((a, b))
+        else:
             path.pop()
-            continue
-        a, b = ways[rng.integers(len(ways))]
-        maze[(r + a) // 2, (c + b) // 2] = maze[a, b] = CELL
-        path.append((a, b))
     for r, c in np.argwhere(maze[1:-1, 1:-1] == WALL) + 1:
         if (r % 2) != (c % 2) and rng.random() < openings:  # between two cells
             maze[r, c] = CELL
@@ -65,15 +60,12 @@ def make_maze(rng: np.random.Generator, n: int, openings: float = 0.1, doors: fl
 
 def distances(maze: np.ndarray, goal: tuple[int, int]) -> np.ndarray:
     """Steps from every cell to the goal, (n, n); FAR from walls. Entering a closed door takes two."""
-    V = np.full(maze.shape, FAR)
+    V, n = np.full(maze.shape, FAR), len(maze)
     V[goal] = 0.0
-    open_cells = maze != WALL
-    cost = np.where(maze == DOOR, 2.0, 1.0)
-    entered = np.full((len(V) + 2, len(V) + 2), FAR)
     while True:
-        entered[1:-1, 1:-1] = V + cost
-        around = [entered[1 + dr : 1 + dr + len(V), 1 + dc : 1 + dc + len(V)] for dr, dc in MOVES]
-        new = np.where(open_cells, np.minimum(V, np.min(around, axis=0)), FAR)
+        entered = np.pad(V + np.where(maze == DOOR, 2.0, 1.0), 1, constant_values=FAR)
+        around = [entered[1 + dr : 1 + dr + n, 1 + dc : 1 + dc + n] for dr, dc in MOVES]
+        new = np.where(maze != WALL, np.minimum(V, np.min(around, axis=0)), FAR)
         if np.array_equal(new, V):
             return V
         V = new
@@ -110,13 +102,13 @@ class Walk:
         """All steps are taken within which an arrival counts."""
         return self.steps >= 2 * self.optimal + 20
 
+    def around(self) -> list[tuple[int, int]]:
+        """The places that each move leads to."""
+        return [(self.at[0] + dr, self.at[1] + dc) for dr, dc in MOVES]
+
     def costs(self) -> np.ndarray:
         """Steps to the goal by each move first, (4,), of an opened door too; FAR and more into a wall."""
-        around = []
-        for dr, dc in MOVES:
-            r, c = self.at[0] + dr, self.at[1] + dc
-            around.append(self.to_goal[r, c] + (2.0 if self.maze[r, c] == DOOR else 1.0))
-        return np.array(around)
+        return np.array([self.to_goal[at] + (2.0 if self.maze[at] == DOOR else 1.0) for at in self.around()])
 
     def expert(self) -> int:
         """The action of a shortest way."""
@@ -124,13 +116,12 @@ class Walk:
 
     def step(self, action: int) -> None:
         """Move one cell; open a door instead of passing it; stay before a wall."""
-        r, c = self.at[0] + MOVES[action][0], self.at[1] + MOVES[action][1]
-        kind, before = self.maze[r, c], self.at
-        if kind == DOOR:
-            self.maze[r, c] = CELL
-        elif kind == CELL:
-            self.at = (r, c)
-        self.moved = (self.at[0] - before[0], self.at[1] - before[1])
+        to = self.around()[action]
+        self.moved = (0, 0)
+        if self.maze[to] == DOOR:
+            self.maze[to] = CELL
+        elif self.maze[to] == CELL:
+            self.at, self.moved = to, MOVES[action]
         self.last, self.steps = action, self.steps + 1
 
     def stay(self) -> None:
@@ -140,10 +131,8 @@ class Walk:
     def observe(self) -> dict[str, np.ndarray]:
         """view (5, 5) kinds; goal (2,) its offset; moved (2,) since the last observation; features (82,)."""
         r, c = self.at
-        seen = self.maze[max(r - SIDE, 0) : r + SIDE + 1, max(c - SIDE, 0) : c + SIDE + 1]
-        top, left = max(SIDE - r, 0), max(SIDE - c, 0)
-        view = np.full((VIEW, VIEW), WALL, dtype=np.int64)  # nothing lies beyond the maze
-        view[top : top + len(seen), left : left + seen.shape[1]] = seen
+        beyond = np.pad(self.maze, SIDE, constant_values=WALL)  # nothing lies beyond the maze
+        view = beyond[r : r + VIEW, c : c + VIEW].astype(np.int64)
         goal = np.array([self.goal[0] - r, self.goal[1] - c], dtype=np.float32)
         kinds = np.eye(3, dtype=np.float32)[view].ravel()
         features = np.concatenate([kinds, goal / len(self.maze), np.eye(5, dtype=np.float32)[self.last]])
@@ -151,9 +140,8 @@ class Walk:
 
     def difficult(self) -> bool:
         """Whether there is something to decide: a junction, or a door beside the walker."""
-        r, c = self.at
-        around = [self.maze[r + dr, c + dc] for dr, dc in MOVES]
-        return sum(kind != WALL for kind in around) >= 3 or DOOR in around
+        kinds = [self.maze[at] for at in self.around()]
+        return sum(kind != WALL for kind in kinds) >= 3 or DOOR in kinds
 
 
 def new_walk(rng: np.random.Generator, n: int) -> Walk:
@@ -174,16 +162,13 @@ def stack(seen: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
 
 def costs_and_values(values: Tensor, view: Tensor) -> Tensor:
     """(B, 4) what each move costs in all, from V (B, 25) and the view (B, 5, 5); FAR into a wall."""
-    V, kinds = values.unflatten(-1, (VIEW, VIEW)), view
-    found = []
-    for dr, dc in MOVES:
-        kind, V_next = kinds[..., SIDE + dr, SIDE + dc], V[..., SIDE + dr, SIDE + dc]
-        found.append(torch.where(kind == WALL, FAR, V_next + torch.where(kind == DOOR, 2.0, 1.0)))
-    return torch.stack(found, -1)
+    entered = _entered(values.unflatten(-1, (VIEW, VIEW)), view)
+    return torch.stack([entered[..., SIDE + dr, SIDE + dc] for dr, dc in MOVES], -1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The objective.
+def _entered(V: Tensor, view: Tensor) -> Tensor:
+    """(B, 5, 5): what it costs to enter each cell and to go on from there."""
+    return torch.where(view == WALL, FAR, V + torch.where(view == DOOR, 2.0, 1.0))
 
 
 class ValueConsistency(nn.Module):
@@ -229,14 +214,12 @@ class ValueConsistency(nn.Module):
         inner = F.pad(torch.ones(VIEW - 2, VIEW - 2, device=y.device), (1, 1, 1, 1)).flatten()
         memory, known = history["memory"].flatten(1), history["known"].flatten(1)
         kept = torch.where(inner > 0, y.to(memory.dtype), memory.gather(1, patch))
+        memory, known = (
+            memory.scatter(1, patch, kept),
+            known.scatter(1, patch, torch.maximum(known.gather(1, patch), inner)),
+        )
         shape = history["memory"].shape
-        return {
-            "memory": memory.scatter(1, patch, kept).view(shape),
-            "known": known.scatter(1, patch, torch.maximum(known.gather(1, patch), inner.expand(len(y), -1))).view(
-                shape
-            ),
-            "at": at,
-        }
+        return {"memory": memory.view(shape), "known": known.view(shape), "at": at}
 
     def forward(self, y: Tensor, observation: dict[str, Tensor], history: dict[str, Tensor]) -> Tensor:
         """Args: y (B, 25), V row by row; observation: of `Walk.observe`; history: of `commit`."""
@@ -245,7 +228,7 @@ class ValueConsistency(nn.Module):
         dr, dc = (goal[:, 0, None] - place).abs(), (goal[:, 1, None] - place).abs()
         crow = dr[:, :, None] + dc[:, None]  # (B, 5, 5)
         free, at_goal = view != WALL, crow == 0
-        entered = torch.where(free, V + torch.where(view == DOOR, 2.0, 1.0), FAR)
+        entered = _entered(V, view)
         inside = slice(1, VIEW - 1)
         around = torch.stack([entered[:, 1 + a : VIEW - 1 + a, 1 + b : VIEW - 1 + b] for a, b in MOVES])
         T = self.temperature
@@ -253,9 +236,7 @@ class ValueConsistency(nn.Module):
         closed = (around >= FAR).all(0)  # a cell that nothing leads to
         agree = torch.where(closed, 0.0, (V[:, inside, inside] - target).square())
         said, known = (x.view_as(V) for x in self.remembered(history, observation))
-        said = said.to(V.dtype)
-        outer = torch.where(known, (V - said).square(), F.relu(crow - V).square())
-        each = outer.clone()
+        each = torch.where(known, (V - said.to(V.dtype)).square(), F.relu(crow - V).square())
         each[:, inside, inside] = agree
         each = torch.where(at_goal, V.square(), each)
         return (each * free).sum((1, 2)) / free.sum((1, 2)).clamp(min=1)

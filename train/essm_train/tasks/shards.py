@@ -1,10 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Generated data sets as parquet shards: made by several processes, continued after a kill, always the same rows.
 
-Row i of a split is a function of (the generator's parameters, split, i, attempt) only, so a shard can be made anywhere,
-in any order, and again. A shard has its name only once it is whole; `unfinished.json` is there until all are, and
-`manifest.json` from then on. Both say what the data is. Where rows must be distinct, the attempt of a row that repeats
-an earlier one is raised until none does. (`Dataset.from_generator` would begin anew after a kill.)
+A row is a function of (the generator's parameters, split, index, attempt) only, so shards are made in any order. A
+shard has its name only once it is whole; `unfinished.json` is there until all are, and `manifest.json` from then on.
+Both say what the data is. Where rows must be distinct, the attempt of a row that repeats an earlier one is raised until
+none does. (`Dataset.from_generator` would begin anew after a kill.)
 
     generate(ListOps(train_size=1000), Path("data/listops"), num_workers=2)
     rows = datasets.load_dataset("data/listops")
