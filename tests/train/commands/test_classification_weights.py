@@ -126,7 +126,7 @@ def test_labels_of_weights_and_data(arguments, tmp_path):
         random_model(ESSMForSequenceClassification, **fields).save_pretrained(tmp_path / "saved")
         line = arguments(tmp_path / "run", "text", **ONCE | changes, model_name_or_path=tmp_path / "saved")
         args = parse_arguments(ClassificationArguments, line)
-        args.set_max_length(512)
+        args.check_length(512)
         config = build_classifier(args, load_classification(args)).config
         assert config.label2id == {name: i for i, name in config.id2label.items()}
         return [config.id2label[i] for i in range(config.num_labels)]

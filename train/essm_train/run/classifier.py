@@ -59,7 +59,7 @@ def train_classifier(args: ClassificationArguments) -> BudgetCurve:
         # Whatever is wrong with the arguments shows here, before anything is deleted or computed.
         config = make_config(args)
         if not args.is_diagonal:
-            args.set_max_length(config.filter_length)
+            args.check_length(config.filter_length)
         starts_new = not (args.model_name_or_path or args.is_baseline)
         if args.full_budget_updates is None and not (starts_new and config.block == "gated"):
             args.full_budget_updates = 0
@@ -75,7 +75,7 @@ def train_classifier(args: ClassificationArguments) -> BudgetCurve:
 def train_pair_classifier(args: RetrievalArguments) -> BudgetCurve:
     """The same for pairs of documents. Raises as `train_classifier`."""
     with open_run(args) as accelerator:
-        args.check_max_length(make_config(args, ESSMPairConfig).filter_length)
+        args.check_length(make_config(args, ESSMPairConfig).filter_length)
         data = load_retrieval(args)
         set_seed(args.seed)  # the same weights on every process
         model = make_model(args, ESSMForPairClassification, **_labels(LABELS))

@@ -40,7 +40,7 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
         ids |= {name: getattr(encoder.tokenizer, name) for name in ("eos_token_id", "bos_token_id")}
     config = make_config(args)
     if not args.is_diagonal:
-        args.check_block_size(config.filter_length)
+        args.check_length(config.filter_length)
     if args.model_name_or_path:
         check_vocabulary(args, config, encoder.name, encoder.vocab_size, isinstance(encoder, ByteEncoder))
         del ids["vocab_size"]  # which may have room to spare
