@@ -90,9 +90,19 @@ UNFIT = [
     ({"num_labels": 3}, "text", {}, r"num_input_features of .*saved' must be None for column 'text', got 1"),
     ({"num_labels": 3, "num_input_features": None}, "pixels", {}, "must be 1 for column 'pixels', got None"),
     ({"num_labels": 3, "num_input_features": 40}, "pixels", {}, "must be 1 for column 'pixels', got 40"),
-    ({"num_labels": 10}, "pixels", {}, "head of .*saved' has 10 labels, and the data 3: give num_labels 10 if"),
-    ({"num_labels": 2}, "pixels", {}, "head of .*saved' has 2 labels, and the data 3"),
-    ({"num_labels": 3}, "pixels", {"classifier_pooling": "last"}, "classifier_pooling must be 'mean', .*got 'last'"),
+    (
+        {"num_labels": 10},
+        "pixels",
+        {},
+        "num_labels of .*saved' must be 3 for .*, got 10: give num_labels",
+    ),
+    ({"num_labels": 2}, "pixels", {}, "num_labels of .*saved' must be 3 for column 'pixels', got 2"),
+    (
+        {"num_labels": 3},
+        "pixels",
+        {"classifier_pooling": "last"},
+        "pooling of .*saved' must be 'last' for .*'mean'",
+    ),
     ({"num_input_features": None, "vocab_size": 300}, "text", {}, "must be 259 for bytes, got 300"),
     (
         {"num_input_features": None, "vocab_size": 258, "pad_token_id": 0},
@@ -134,7 +144,9 @@ def test_labels_of_weights_and_data(arguments, tmp_path):
     assert labels(None, train_file=named) == labels(["few", "many"], train_file=named) == ["few", "many"]
     assert labels(["no", "yes"]) == ["no", "yes"]  # which the data does not name
     assert labels(["no", "yes", "maybe"], num_labels=3) == ["no", "yes", "maybe"]  # and does not all show
-    with pytest.raises(ValueError, match=r"labels of .*saved' are \['many', 'few'\], and .* data \['few', 'many'\]"):
+    with pytest.raises(
+        ValueError, match=r"id2label of .*saved' must be \{0: 'few', 1: 'many'\} for .*'many', 1: 'few'"
+    ):
         labels(["many", "few"], train_file=named)
 
 

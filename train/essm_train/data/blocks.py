@@ -19,7 +19,6 @@ import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
 
-from essm_train.data.documents import texts_of
 from essm_train.data.tokens import ByteEncoder, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
@@ -35,17 +34,11 @@ def to_stream(texts: Iterable[str], encoder: Encoder) -> tuple[np.ndarray, float
     return stream, sum(size for _, size in rows) / max(1, len(stream) - len(rows))
 
 
-def to_mapped_stream(
-    rows: datasets.Dataset, column: str, source: str, encoder: Encoder
-) -> tuple[pa.ChunkedArray, float]:
-    """As `to_stream`, in Arrow files of the cache of `datasets`: made once, mapped by every process that asks again.
-
-    Raises:
-        ValueError: the column holds something else than text.
-    """
+def to_mapped_stream(rows: datasets.Dataset, column: str, encoder: Encoder) -> tuple[pa.ChunkedArray, float]:
+    """As `to_stream`, in Arrow files of the cache of `datasets`: made once, mapped by every process that asks again."""
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        texts = list(texts_of(batch[column], f"column {column!r} of {source}"))
+        texts = list(filter(None, batch[column]))
         ids, size = encoder(*texts)
         return {"ids": [ids], "texts": [len(texts)], "bytes": [size]}
 
@@ -118,7 +111,7 @@ def pack_text(
 
     Packing of `datasets` or TRL drops or pads the rest of a batch; here every token of the stream is seen once.
     """
-    tokens = encoder(*texts_of([item[column]], f"column {column!r} of the training stream"))[0]
+    tokens = encoder(*filter(None, [item[column]]))[0]
     tokens = tokens if rest is None else np.concatenate([rest, tokens])
     step = block_size - 1
     count = max(0, len(tokens) - 1) // step

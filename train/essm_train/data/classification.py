@@ -21,11 +21,9 @@ import torch
 
 from essm_train.data.documents import describe_files, items_of, load_splits, open_files, reading, stream_digest
 from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array
-from essm_train.data.rows import LabelledData, Split, TableSamples, collate, encode_row
+from essm_train.data.rows import LabelledData, Rows, Split, collate
 from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples, at_most, hold_out
 from essm_train.data.tokens import choose_tokenizer
-
-_ANY_CLASS = 1 << 31
 
 
 @dataclass
@@ -42,17 +40,13 @@ class ClassificationData(LabelledData):
 
 
 class _Opened(NamedTuple):
-    """The rows of a split, with two columns; what errors call them; the first one; and what the columns hold."""
+    """The rows of a split, what errors call them, the first one, what the two columns hold, and names of classes."""
 
     rows: Any
     source: str
     first: dict[str, Any]
-    feature: Any
-    label: Any
-
-    @property
-    def names(self) -> list[str] | None:
-        return list(self.label.names) if isinstance(self.label, datasets.ClassLabel) and self.label.names else None
+    features: datasets.Features
+    names: list[str]
 
 
 def load_classification(args: Any, label_names: Sequence[str] | None = None) -> ClassificationData:
@@ -66,15 +60,16 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     train = _open(args, "train", label_names)
     if train is None:
         raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
-    reader, num_labels = _make_reader(args, train), args.num_labels or len(train.names or ())
-    if not args.streaming:  # all rows are checked before any are held out, so that errors name rows of the file
-        samples = TableSamples(train.rows, reader, args.label_column, train.source)
-        labels, lengths, sha256 = samples.check(num_labels or _ANY_CLASS)
-        num_labels = num_labels or int(labels.max()) + 1
-        if num_labels < 2:
-            raise ValueError(f"num_labels must be at least 2, got {num_labels} from {train.source}")
-    elif not num_labels:
+    reader, num_labels = _make_reader(args, train), args.num_labels or len(train.names)
+    if args.streaming and not num_labels:
         raise ValueError(f"streaming needs num_labels: {train.source} does not say how many classes it has")
+    if not num_labels:
+        num_labels = 1 + max((label for label in train.rows[args.label_column] if isinstance(label, int)), default=1)
+    if num_labels < 2:
+        raise ValueError(f"num_labels must be at least 2, got {num_labels} from {train.source}")
+    samples = Rows(train.rows, reader, args.label_column, num_labels, train.source)
+    if not args.streaming:  # all rows are checked before any are held out, so that errors name rows of the file
+        labels, lengths, sha256 = samples.check()
     splits, digests = {}, {}
     for name, wanted in {"validation": args.validation_samples, "test": args.test_samples}.items():
         if (given := _open(args, name, train.names or label_names)) is not None:
@@ -87,14 +82,7 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
                 "streaming needs a validation_file or a split 'validation': a stream cannot be held out from, and the "
                 "test split is not to select by"
             )
-
-        def open_stream() -> Any:
-            again = _open(args, "train", None)
-            assert again is not None
-            return again.rows
-
-        expand = functools.partial(encode_row, reader, args.label_column, num_labels, train.source)
-        source = StreamSamples(open_stream, expand, args.shuffle_buffer, args.seed)
+        source = StreamSamples(functools.partial(_reopen, args), samples.expand, args.shuffle_buffer, args.seed)
         sha256 = stream_digest(train.rows, args.train_file or [args.dataset_name])
         length, what, cut = args.max_length, f"a stream of {reader.name}", 0.0
     else:
@@ -124,7 +112,7 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
         save_beside=reader.save_pretrained,
         reader=reader,
         num_labels=num_labels,
-        label_names=train.names if len(train.names or ()) == num_labels else None,
+        label_names=train.names if len(train.names) == num_labels else None,
     )
 
 
@@ -146,7 +134,7 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     if isinstance(reader, FeatureReader):
         reader.take(record)
     split, _ = _held_out(args, opened, reader, len(label_names), args.test_samples)
-    return reader, split, opened.names
+    return reader, split, opened.names or None
 
 
 def _open(args: Any, split: str, label_names: Sequence[str] | None) -> _Opened | None:
@@ -172,13 +160,18 @@ def _open(args: Any, split: str, label_names: Sequence[str] | None) -> _Opened |
         if not args.streaming and getattr(rows.features[label], "dtype", "") in ("string", "large_string"):
             names = label_names or sorted(name for name in rows.unique(label) if name is not None)
             rows = rows.cast_column(label, datasets.ClassLabel(names=list(names)))
-    first = next(items_of(rows, source), None)
-    if first is None:
+    if (first := next(items_of(rows, source), None)) is None:
         raise ValueError(f"{source} holds no rows")
     if split == "test" and first[label] == -1:
         return None  # a benchmark keeps its labels to itself
     features = rows.features or datasets.Dataset.from_list([first]).features  # a stream may not know its own
-    return _Opened(rows, source, first, features[column], features[label])
+    return _Opened(rows, source, first, features, list(getattr(features[label], "names", None) or []))
+
+
+def _reopen(args: Any) -> Any:
+    opened = _open(args, "train", None)
+    assert opened is not None
+    return opened.rows
 
 
 def _one_column(rows: Any, pattern: str, label: str) -> Any:
@@ -197,7 +190,7 @@ def _one_column(rows: Any, pattern: str, label: str) -> Any:
 def _make_reader(args: Any, opened: _Opened) -> Reader:
     if args.text_column is not None:
         return TextReader(args.text_column, args.max_length, choose_tokenizer(args))
-    column, leaf = args.features_column, opened.feature
+    column, leaf = args.features_column, opened.features[args.features_column]
     array, rate = as_array(opened.first[column], f"row 0 of {opened.source}: features_column {column!r}")
     while hasattr(leaf, "feature"):
         leaf = leaf.feature
@@ -207,13 +200,10 @@ def _make_reader(args: Any, opened: _Opened) -> Reader:
 
 def _held_out(args: Any, opened: _Opened, reader: Reader, num_labels: int, wanted: int | None) -> tuple[Split, str]:
     """At most so many samples, of a table at random and of a stream the first; and the SHA-256 of all."""
-    if not args.streaming:
-        table = TableSamples(opened.rows, reader, args.label_column, opened.source)
-        labels, _, sha256 = table.check(num_labels)
-        chosen = at_most(wanted, np.arange(len(table)), args.seed)
-        return Split(table.select(chosen), torch.from_numpy(labels[chosen]), opened.source), sha256
-    expand = functools.partial(encode_row, reader, args.label_column, num_labels, opened.source)
-    rows = enumerate(islice(items_of(opened.rows, opened.source), wanted))
-    samples = [sample for row, item in rows for sample in expand(item, row)[0]]
-    stream_labels = torch.tensor([sample.label for sample in samples])
-    return Split(samples, stream_labels, opened.source), stream_digest(opened.rows, [])
+    table = opened.rows
+    if args.streaming:
+        table = datasets.Dataset.from_list(list(islice(items_of(table, opened.source), wanted)))
+    rows = Rows(table, reader, args.label_column, num_labels, opened.source)
+    labels, _, sha256 = rows.check()
+    chosen = at_most(wanted, np.arange(len(rows)), args.seed)
+    return Split(rows.select(chosen), torch.from_numpy(labels[chosen]), opened.source), sha256

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -106,12 +106,13 @@ def open_files(paths: Sequence[str], streaming: bool, what: str = "", column: st
 
 
 def only_text(rows: Any, column: str, what: str) -> Any:
-    """Rows with that column alone. Raises ValueError if there is no such column."""
+    """Rows with that column alone. Raises ValueError if there is no such column, or it does not hold text."""
     with reading(what):
         rows = rows.select_columns([column])
-    if rows.features and getattr(rows.features[column], "dtype", "") == "large_string":  # as csv has it
-        rows = rows.cast_column(column, datasets.Value("string"))
-    return rows
+    kind = getattr(rows.features[column], "dtype", "lists") if rows.features else "string"  # a stream may not know it
+    if kind not in ("string", "large_string"):
+        raise ValueError(f"column {column!r} of {what} must hold text, got {kind}")
+    return rows if kind == "string" else rows.cast_column(column, datasets.Value("string"))  # as csv has it
 
 
 def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
@@ -135,24 +136,14 @@ def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
 
 
 def read_files(paths: Sequence[str], column: str = "text") -> Iterator[str]:
-    """Texts of local files. Raises ValueError as `open_files` and `texts_of`."""
-    rows = open_files(paths, streaming=False, column=column)
-    return texts_of(rows[column], f"column {column!r} of {describe_files(paths)}")
+    """Texts of local files that are not empty. Raises ValueError as `open_files`."""
+    return filter(None, open_files(paths, streaming=False, column=column)[column])
 
 
 def items_of(rows: Any, source: str) -> Iterator[dict[str, Any]]:
     """Rows of a data set. Raises ValueError if it cannot be read on."""
     with reading(source):
         yield from rows
-
-
-def texts_of(values: Iterable[Any], where: str) -> Iterator[str]:
-    """Those that are not empty. Raises ValueError, opened by `where`, for something else than text."""
-    for text in values:
-        if not isinstance(text, str | None):
-            raise ValueError(f"{where} must hold text, got {type(text).__name__}")
-        if text:
-            yield text
 
 
 def stream_digest(rows: Any, paths: Sequence[str]) -> str:

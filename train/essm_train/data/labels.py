@@ -3,10 +3,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.readers import Reader, TextReader
 from essm_train.models import check_vocabulary, holds_head
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification
+
+_HINTS = {
+    "num_input_features": " (None reads token ids)",
+    "num_labels": ": give num_labels if the data merely shows fewer, or start from weights without a head",
+}
 
 
 def check_weights(
@@ -17,30 +24,18 @@ def check_weights(
     Args:
         reader, num_labels, label_names: of the data.
     """
-    name, fields = repr(args.model_name_or_path), reader.config_fields
-    width = fields.get("num_input_features")
-    if config.num_input_features != width:
-        raise ValueError(
-            f"num_input_features of {name} must be {width} for column {reader.column!r}, got "
-            f"{config.num_input_features} (None reads token ids)"
-        )
+    asked: dict[str, Any] = {"num_input_features": reader.config_fields.get("num_input_features")}
+    if holds_head(config, ESSMForSequenceClassification):
+        asked |= {"num_labels": num_labels, "classifier_pooling": args.classifier_pooling or config.classifier_pooling}
+        asked |= {"id2label": dict(enumerate(label_names))} if label_names and trained_labels(config) else {}
+    for field, value in asked.items():
+        if (found := getattr(config, field)) != value:
+            raise ValueError(
+                f"{field} of {args.model_name_or_path!r} must be {value!r} for column {reader.column!r}, got {found!r}"
+                + _HINTS.get(field, "")
+            )
     if isinstance(reader, TextReader):
-        check_vocabulary(args, config, reader.name, fields["vocab_size"], reader.is_bytes)
-    if not holds_head(config, ESSMForSequenceClassification):
-        return
-    if config.num_labels != num_labels:
-        raise ValueError(
-            f"the head of {name} has {config.num_labels} labels, and the data {num_labels}: give num_labels "
-            f"{config.num_labels} if the data merely shows fewer, or start from weights without a head"
-        )
-    names = class_names(config)
-    if label_names is not None and names != unnamed_labels(len(names)) and names != label_names:
-        raise ValueError(f"the labels of {name} are {names}, and those of the data {label_names}")
-    if args.classifier_pooling not in (None, config.classifier_pooling):
-        raise ValueError(
-            f"classifier_pooling must be {config.classifier_pooling!r}, with which the head of {name} was trained, got "
-            f"{args.classifier_pooling!r}"
-        )
+        check_vocabulary(args, config, reader.name, reader.config_fields["vocab_size"], reader.is_bytes)
 
 
 def trained_labels(config: ESSMConfig) -> list[str] | None:

@@ -8,7 +8,6 @@ scaled and padded when it is put into a batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,8 @@ class Sample(NamedTuple):
 
 class TextReader:
     """Text to token ids: its UTF-8 bytes, or what a tokenizer of transformers makes of it."""
+
+    input_name = "input_ids"
 
     def __init__(self, column: str, max_length: int, tokenizer: Any = None):
         self.column, self.max_length, self.is_bytes = column, max_length, tokenizer is None
@@ -59,11 +60,8 @@ class TextReader:
             raise ValueError(f"{where}: the tokenizer makes no token of its text")
         return np.array(ids, np.int32)
 
-    def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
-        ids = np.full((len(samples), length), self.pad_id, np.int64)
-        for row, sample in zip(ids, samples):
-            row[: len(sample.values)] = sample.values
-        return {"input_ids": torch.from_numpy(ids)}
+    def convert(self, values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64))
 
     @property
     def config_fields(self) -> dict[str, Any]:
@@ -81,14 +79,15 @@ class FeatureReader:
     """A flat sequence of numbers, one feature per position, a list of frames of F features each, or a WAV file.
 
     Args:
-        num_features: F, or the channels of a sound; None for a flat sequence. dtype: of the column, as `datasets` names
-            it.
+        num_features: F, or the channels of a sound; None for a flat sequence. dtype: of the column, for `datasets`.
         scale: "auto" maps columns of type uint8 onto [-1, 1] and leaves other numbers as they are; "uint8" maps
             [0, 255] onto [-1, 1] whatever the type; a number multiplies. A sound lies in [-1, 1) before it.
         frame_length: steps of a row that one position of the model reads, all their numbers; an incomplete end is
             left out.
         sampling_rate: of all sounds; None for numbers.
     """
+
+    input_name, pad_id = "input_features", 0
 
     def __init__(
         self,
@@ -135,11 +134,9 @@ class FeatureReader:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""
         return self.check(value, where)[: self.max_length]
 
-    def collate(self, samples: Sequence[Sample], length: int) -> dict[str, Tensor]:
-        features = np.zeros((len(samples), length, self.width), np.float32)
-        for row, sample in zip(features, samples):
-            row[: len(sample.values)] = sample.values * np.float32(self.multiplier) + np.float32(self.offset)
-        return {"input_features": torch.from_numpy(features)}
+    def convert(self, values: np.ndarray) -> Tensor:
+        scaled = values * np.float32(self.multiplier) + np.float32(self.offset)
+        return torch.from_numpy(scaled.astype(np.float32))
 
     @property
     def config_fields(self) -> dict[str, Any]:

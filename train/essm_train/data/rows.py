@@ -61,16 +61,17 @@ class LabelledData:
         return self.test or self.validation
 
 
-class TableSamples(Sequence[Sample]):
-    """Samples of a map-style data set, read from its Arrow files.
+class Rows(Sequence[Sample]):
+    """Rows of a data set as samples; those of a map-style one stay in its Arrow files.
 
     Args:
-        rows: with a label in `label_column`. source: what errors call them.
+        rows: with a sequence in the reader's column, and its class, below `num_labels`, in `label_column`.
+        source: what errors call them.
     """
 
-    def __init__(self, rows: datasets.Dataset, reader: Reader, label_column: str, source: str):
-        self.rows = rows.select_columns([reader.column, label_column]).with_format("arrow")
-        self.reader, self.label_column, self.source = reader, label_column, source
+    def __init__(self, rows: Any, reader: Reader, label_column: str, num_labels: int, source: str):
+        self.rows = rows.with_format("arrow") if isinstance(rows, datasets.Dataset) else rows
+        self.reader, self.label_column, self.num_labels, self.source = reader, label_column, num_labels, source
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -85,11 +86,21 @@ class TableSamples(Sequence[Sample]):
         values = [cell.values if isinstance(cell, pa.ListScalar) else cell.as_py() for cell in cells]
         return values, table.column(self.label_column).to_pylist()
 
-    def select(self, rows: np.ndarray) -> TableSamples:
-        """The samples of those rows."""
-        return TableSamples(self.rows.select(rows), self.reader, self.label_column, self.source)
+    def _label(self, value: Any, where: str) -> int:
+        if not isinstance(value, int):
+            raise ValueError(
+                f"{where}: label_column {self.label_column!r} must hold integers from 0, got {value!r}; text is "
+                "numbered where all of it is text, without --streaming (else by `datasets.Dataset.class_encode_column`)"
+            )
+        if not 0 <= value < self.num_labels:
+            raise ValueError(f"{where}: labels must be in [0, {self.num_labels - 1}], got {value}")
+        return int(value)
 
-    def check(self, num_labels: int) -> tuple[np.ndarray, np.ndarray, str]:
+    def select(self, rows: np.ndarray) -> Rows:
+        """The samples of those rows."""
+        return Rows(self.rows.select(rows), self.reader, self.label_column, self.num_labels, self.source)
+
+    def check(self) -> tuple[np.ndarray, np.ndarray, str]:
         """Every row's class, its length before it is cut (in bytes of text), and the SHA-256 of all.
 
         Raises:
@@ -102,32 +113,17 @@ class TableSamples(Sequence[Sample]):
             for value, label in zip(*self._columns(table)):
                 where = f"row {len(labels)} of {self.source}"
                 raw = self.reader.check(value, where)
-                labels.append(read_label(label, num_labels, self.label_column, where))
+                labels.append(self._label(label, where))
                 lengths.append(len(raw))
                 data = raw if isinstance(raw, bytes) else raw.tobytes()
                 digest.update(f"{labels[-1]} {len(data)} ".encode() + data)
         return np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest()
 
-
-def read_label(value: Any, num_labels: int, column: str, where: str) -> int:
-    """An integer below num_labels. Raises ValueError for anything else."""
-    if not isinstance(value, int):
-        raise ValueError(
-            f"{where}: label_column {column!r} must hold integers from 0, got {value!r}; text is numbered where all of "
-            "the data is text and read whole, without --streaming (else by `datasets.Dataset.class_encode_column`)"
-        )
-    if not 0 <= value < num_labels:
-        raise ValueError(f"{where}: labels must be in [0, {num_labels - 1}], got {value}")
-    return int(value)
-
-
-def encode_row(
-    reader: Reader, label_column: str, num_labels: int, source: str, item: dict[str, Any], row: int | None
-) -> tuple[list[Sample], int]:
-    """The sample of a row of a stream, and the number of the next one, for errors; see `samples.Expand`."""
-    where = f"row {row or 0} of {source}"
-    label = read_label(item[label_column], num_labels, label_column, where)
-    return [Sample(reader.read(item[reader.column], where), label)], (row or 0) + 1
+    def expand(self, item: dict[str, Any], row: int | None) -> tuple[list[Sample], int]:
+        """The sample of a row of a stream, and the number of the next one, for errors; see `samples.Expand`."""
+        where = f"row {row or 0} of {self.source}"
+        label = self._label(item[self.label_column], where)
+        return [Sample(self.reader.read(item[self.reader.column], where), label)], (row or 0) + 1
 
 
 def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None) -> dict[str, Tensor]:
@@ -138,7 +134,11 @@ def collate(reader: Reader, samples: Sequence[Sample], length: int | None = None
     """
     lengths = torch.tensor([len(sample.values) for sample in samples])
     longest = int(lengths.max()) if length is None else length
-    batch = reader.collate(samples, longest)
+    values = [reader.convert(sample.values) for sample in samples]
+    padded = values[0].new_full((len(values), longest, *values[0].shape[1:]), reader.pad_id)
+    for row, value in zip(padded, values):
+        row[: len(value)] = value
+    batch = {reader.input_name: padded, "labels": torch.tensor([sample.label for sample in samples])}
     if int(lengths.min()) < longest:
         batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
-    return batch | {"labels": torch.tensor([sample.label for sample in samples])}
+    return batch

@@ -14,6 +14,7 @@ it has read, so this is our own.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
@@ -27,6 +28,11 @@ HELD_OUT_FRACTION = 0.1  # of data that comes without a validation part
 _BEGIN = {"epoch": 0, "drawn": 0, "ended": False, "buffer": [], "rest": None, "stream": None}
 
 
+@functools.lru_cache(4)
+def _order(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(count)
+
+
 class MapSamples:
     """Samples that can be indexed: one shuffled pass over all of them after the other.
 
@@ -38,19 +44,11 @@ class MapSamples:
 
     def __init__(self, samples: Any, seed: int):
         self.samples, self.seed, self.num_samples, self.position = samples, seed, len(samples), 0
-        self._epoch, self._order = -1, np.empty(0, int)
-
-    def index(self, position: int) -> int:
-        """Which sample stands at that position of the endless sequence."""
-        epoch, place = divmod(position, self.num_samples)
-        if epoch != self._epoch:
-            self._epoch = epoch
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
-        return int(self._order[place])
 
     def draw(self, count: int) -> list[int]:
         self.position += count
-        return [self.index(position) for position in range(self.position - count, self.position)]
+        places = (divmod(position, self.num_samples) for position in range(self.position - count, self.position))
+        return [int(_order(self.seed, epoch, self.num_samples)[place]) for epoch, place in places]
 
     def load(self, handles: Sequence[int]) -> list[Any]:
         return [self.samples[index] for index in handles]

@@ -54,10 +54,6 @@ def decode_wav(value: dict[str, Any], where: str) -> tuple[np.ndarray, int]:
     except (wave.Error, EOFError, OSError) as error:
         raise ValueError(f"{where}: is no WAV file of PCM: {error or 'it ends too early'}; {_CONVERT}") from error
     raw = raw[: len(raw) // (width * channels) * width * channels].reshape(-1, width)
-    if width == 1:
-        samples = raw[:, 0].astype(np.float32) / 128 - 1  # the only unsigned one
-    else:
-        wide = np.zeros((len(raw), 4), np.uint8)  # the sample in the highest bytes of 32 bits
-        wide[:, 4 - width :] = raw
-        samples = (wide.view("<i4")[:, 0].astype(np.float64) / 2**31).astype(np.float32)
-    return samples.reshape(-1, channels), rate
+    wide = np.zeros((len(raw), 4), np.uint8)  # the sample in the highest bytes of 32 bits
+    wide[:, 4 - width :] = raw ^ 128 if width == 1 else raw  # 8 bits are unsigned
+    return (wide.view("<i4") / 2.0**31).astype(np.float32).reshape(-1, channels), rate

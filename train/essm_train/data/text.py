@@ -51,7 +51,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     if args.train_file or args.dataset_name:
         splits, description = _open(args)
         for split, rows in splits.items():
-            streams[split] = blocks.to_mapped_stream(rows, args.text_column, f"the {split} text", encoder)
+            streams[split] = blocks.to_mapped_stream(rows, args.text_column, encoder)
     else:  # at most 16 MB
         description = "the sources of Python's standard library"
         for split, texts in zip(("train", "validation"), documents.standard_library()):
@@ -83,9 +83,10 @@ def _load_stream(args: Any, encoder: Encoder) -> TextData:
         raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
     column, wanted = args.text_column, args.sweep_blocks * args.block_size
     parts, num_tokens, num_bytes = [encoder()[0]], 0, 0
-    values = (item[column] for item in documents.items_of(splits["validation"], "the validation text"))
-    for text in documents.texts_of(values, f"column {column!r} of the validation text"):
-        ids, size = encoder(text)
+    for item in documents.items_of(splits["validation"], "the validation text"):
+        if not item[column]:
+            continue
+        ids, size = encoder(item[column])
         parts.append(ids)
         num_tokens, num_bytes = num_tokens + len(ids) - 1, num_bytes + size
         if num_tokens >= wanted:

@@ -10,27 +10,10 @@ import numpy as np
 from transformers.utils import cached_file
 
 from modeling_essm import build_byte_tokenizer
-from modeling_essm.training.byte_tokenizer import EOS_ID, PAD_ID
+from modeling_essm.training.byte_tokenizer import BOS_ID, EOS_ID, PAD_ID, VOCAB_SIZE
 
 # Names that an end-of-sequence token has in tokenizers that do not say which of their tokens it is.
 _END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|end|>", "[EOS]")
-
-
-class ByteEncoder:
-    """Every byte is a token."""
-
-    vocab_size, pad_id, dtype = 259, PAD_ID, np.uint16
-    special_ids = (PAD_ID, EOS_ID - 1, EOS_ID)
-    name = "bytes"
-
-    def __call__(self, *texts: str) -> tuple[np.ndarray, int]:
-        """Token ids of all texts, <eos> at the end of each, and the number of bytes they stand for."""
-        raw = [text.encode() for text in texts]
-        ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in raw]
-        return np.concatenate([np.empty(0, self.dtype), *ids]), sum(map(len, raw))
-
-    def save_pretrained(self, folder: Path, model_max_length: int) -> None:
-        build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
 
 
 class TokenizerEncoder:
@@ -45,13 +28,33 @@ class TokenizerEncoder:
         self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def __call__(self, *texts: str) -> tuple[np.ndarray, int]:
-        """As `ByteEncoder`; a fast tokenizer has a thread for each of several texts."""
+        """Token ids of all texts, <eos> at the end of each, and the number of bytes they stand for.
+
+        A fast tokenizer has a thread for each of several texts.
+        """
         rows = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
         ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
         return np.concatenate([np.empty(0, self.dtype), *ids]), sum(len(text.encode()) for text in texts)
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         self.tokenizer.save_pretrained(folder)
+
+
+class ByteEncoder:
+    """Every byte is a token: as the byte tokenizer, but faster."""
+
+    vocab_size, pad_id, dtype = VOCAB_SIZE, PAD_ID, np.uint16
+    special_ids = (PAD_ID, BOS_ID, EOS_ID)
+    name = "bytes"
+
+    def __call__(self, *texts: str) -> tuple[np.ndarray, int]:
+        """As `TokenizerEncoder`."""
+        raw = [text.encode() for text in texts]
+        ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in raw]
+        return np.concatenate([np.empty(0, self.dtype), *ids]), sum(map(len, raw))
+
+    def save_pretrained(self, folder: Path, model_max_length: int) -> None:
+        build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
 
 
 Encoder = ByteEncoder | TokenizerEncoder
