@@ -13,7 +13,6 @@ import resource
 import signal
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -31,6 +30,7 @@ from essm_train.data.arguments import CLMArguments
 from essm_train.run import checkpoints, language, loop, weights
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.weights import local
+from modeling_essm.training.budget_dropout import BudgetSchedule
 
 TRAIN = ROOT / "train"
 BLOCK = 32
@@ -77,9 +77,6 @@ def train(arguments: list[str], whole: bool = False) -> None:
         language.train_language_model(parse_arguments(CLMArguments, arguments))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A text of exactly 24 blocks, in one file and as rows of tables.
-
 NUM_BLOCKS = 24
 
 
@@ -124,10 +121,6 @@ def bpe_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer)
     fast.add_special_tokens({"eos_token": "<|end|>"})
     return fast
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run leaves.
 
 
 def tensors(state) -> list[torch.Tensor]:
@@ -177,10 +170,6 @@ def read_samples(folder: Path, updates: int) -> list[list[str]]:
     return [[b for key in sorted(seen) if key[0] == update for b in seen[key]] for update in range(1, updates + 1)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a run suffers.
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -217,17 +206,8 @@ def watch_samples(output_dir: Path, folder: Path) -> None:
 
 def kill_at_update(update: int) -> None:
     """The process dies when so many updates are done and the next begins."""
-    make_schedule = loop.make_schedule
-
-    class Deadly(SimpleNamespace):
-        def __call__(self, done):
-            return die() if done == update else self.schedule(done)
-
-    def deadly(*args):
-        schedule = make_schedule(*args)
-        return Deadly(schedule=schedule, budgets=schedule.budgets)
-
-    loop.make_schedule = deadly
+    call = BudgetSchedule.__call__
+    BudgetSchedule.__call__ = lambda self, done: die() if done == update else call(self, done)
 
 
 def break_weight_at_update(update: int, rank: int) -> None:
@@ -282,7 +262,7 @@ def full_disk_at(name: str) -> None:
 
 
 def _apart(
-    arguments: list[str], log: Path, samples: Path | None, fault: tuple | None, environment: dict[str, str]
+    command, arguments: list[str], log: Path, samples: Path | None, fault: tuple | None, environment: dict[str, str]
 ) -> None:
     redirect(log, 1, 2)
     os.environ.update(environment)
@@ -290,7 +270,7 @@ def _apart(
         watch_samples(Path(arguments[arguments.index("--output_dir") + 1]), samples)
     if fault is not None:
         globals()[fault[0]](*fault[1:])
-    train(arguments)
+    command(arguments)
 
 
 def train_apart(
@@ -300,8 +280,9 @@ def train_apart(
     ranks: int = 1,
     samples: bool = True,
     environment: dict[str, str] | None = None,
+    command=train,
 ) -> tuple[list[int | None], str]:
-    """`train` in as many processes of its own, which note their samples in `folder`.
+    """`train`, or another command, in as many processes of its own, which note their samples in `folder`.
 
     Args:
         fault: name of a function above, and its argument.
@@ -321,7 +302,7 @@ def train_apart(
     processes = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        parts = (arguments, log, folder if samples else None, fault, environment | own)
+        parts = (command, arguments, log, folder if samples else None, fault, environment | own)
         processes.append(start(_apart, parts))
     for process in processes:
         process.join()

@@ -9,15 +9,13 @@ import datasets
 import numpy as np
 import pytest
 from classification_run import ONCE, PIXELS, load, read, signals, train, write
+from helpers import random_model
 
 from essm_train.data.rows import collate
 from essm_train.data.sound import decode_wav
 from essm_train.run import classifier
 from essm_train.run.checkpoints import list_checkpoints
-from modeling_essm import build_byte_tokenizer
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A newcomer's own files: text as labels, a column per time step, folders of sound.
+from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
 
 
 def write_wide(path: Path, count: int, seed: int, labels: list[str]) -> str:
@@ -30,10 +28,6 @@ def write_wide(path: Path, count: int, seed: int, labels: list[str]) -> str:
             kind = labels[row % len(labels)]
             table.writerow([row, *rng.normal({"walk": 0, "run": 1, "sit": 2}[kind], 0.3, 24).round(3), kind])
     return str(path)
-
-
-def read_rows(path: str) -> list[dict[str, str]]:
-    return list(csv.DictReader(Path(path).read_text().splitlines()))
 
 
 def write_sounds(folder: Path, counts: dict[str, int], rate: int = 8000) -> str:
@@ -49,25 +43,23 @@ def write_sounds(folder: Path, counts: dict[str, int], rate: int = 8000) -> str:
     return str(folder)
 
 
-def test_wide_tables_with_text_as_labels_train(arguments, tmp_path):
-    """One column per number; classes are the sorted values of the label, in the config too."""
+def test_wide_tables_with_text_as_labels(arguments, tmp_path):
+    """One column per number; classes are the sorted values of the label, or those of weights that are trained on."""
     train_file = write_wide(tmp_path / "train.csv", 60, 0, ["walk", "run", "sit"])
     test_file = write_wide(tmp_path / "test.csv", 18, 1, ["walk", "sit"])
     changes = {"train_file": train_file, "test_file": test_file, "features_column": "[xy]*", "label_column": "kind"}
-    changes |= {"frame_length": 2, "max_steps": 40, "per_device_train_batch_size": 16, "dropout": 0.0, "eval_steps": 40}
-    train(arguments(tmp_path / "run", **changes, save_steps=40))
-    config = read(tmp_path / "run" / "model" / "config.json")
-    assert config["id2label"] == {"0": "run", "1": "sit", "2": "walk"} and config["num_input_features"] == 2
-    assert read(tmp_path / "run" / "model" / "features.json")["frame_length"] == 2
-    assert min(read(tmp_path / "run" / "budget_sweep.json")["values"]) >= 0.8  # of its two classes, 1 and 2
-    data = load(arguments(tmp_path / "x", **changes))
+    data = load(arguments(tmp_path / "x", **changes, frame_length=2))
+    assert data.label_names == ["run", "sit", "walk"] and set(data.test.labels.tolist()) == {1, 2}
     values = data.source.samples[0].values
-    rows = [[float(row[f"{axis}{i}"]) for i in range(12) for axis in "xy"] for row in read_rows(train_file)]
+    rows = csv.DictReader(Path(train_file).read_text().splitlines())
+    rows = [[float(row[f"{axis}{i}"]) for i in range(12) for axis in "xy"] for row in rows]
     assert values.shape == (12, 2) and any(values.flatten().tolist() == pytest.approx(row) for row in rows)
-    # Trained on: the classes of the weights count, whichever the data shows.
-    head = {"model_name_or_path": tmp_path / "run" / "model", "train_file": test_file, "test_file": None}
+    names = {i: name for i, name in enumerate(["run", "sit", "walk"])}
+    labels = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
+    random_model(ESSMForSequenceClassification, num_input_features=2, **labels).save_pretrained(tmp_path / "head")
+    head = {"model_name_or_path": tmp_path / "head", "train_file": test_file, "test_file": None, "frame_length": 2}
     train(arguments(tmp_path / "on", **changes | ONCE | head))
-    assert read(tmp_path / "on" / "model" / "config.json")["id2label"] == config["id2label"]
+    assert read(tmp_path / "on" / "model" / "config.json")["id2label"] == {"0": "run", "1": "sit", "2": "walk"}
 
 
 @pytest.mark.parametrize(
@@ -94,22 +86,19 @@ def test_labels_of_other_files_must_be_known(arguments, tmp_path):
         load(arguments(tmp_path / "run", "text", train_file=train_file, validation_file=validation))
 
 
-def test_a_folder_of_sound_trains(arguments, tmp_path):
+def test_a_folder_of_sound(arguments, tmp_path):
     """One sub-folder per class, splits by the folder's name, without any package that decodes."""
     for split, count in {"train": 24, "test": 8}.items():
         write_sounds(tmp_path / "clips" / split, {"low": count, "high": count})
     changes = {"train_file": None, "dataset_name": tmp_path / "clips", "features_column": "audio", "frame_length": 8}
-    changes |= {"max_steps": 30, "per_device_train_batch_size": 16, "dropout": 0.0, "eval_steps": 30}
-    train(arguments(tmp_path / "run", **changes, save_steps=30))
-    model = tmp_path / "run" / "model"
-    assert read(model / "config.json")["id2label"] == {"0": "high", "1": "low"}
-    assert read(model / "features.json") == {
+    data = load(arguments(tmp_path / "x", **changes))
+    assert data.label_names == ["high", "low"] and len(data.test.samples) == 16
+    batch = collate(data.reader, [data.source.samples[0]])
+    assert batch["input_features"].shape == (1, 40, 8) and 0.4 < batch["input_features"].abs().max() <= 0.5
+    data.save_beside(tmp_path)
+    assert read(tmp_path / "features.json") == {
         "multiplier": 1.0, "offset": 0.0, "max_length": 40, "frame_length": 8, "sampling_rate": 8000,
     }  # fmt: skip
-    sweep = read(tmp_path / "run" / "budget_sweep.json")
-    assert (sweep["split"], sweep["samples"]) == ("test", 16) and min(sweep["values"]) >= 0.9
-    batch = collate((data := load(arguments(tmp_path / "x", **changes))).reader, [data.source.samples[0]])
-    assert batch["input_features"].shape == (1, 40, 8) and 0.4 < batch["input_features"].abs().max() <= 0.5
 
 
 def test_wav_files_of_every_width_and_number_of_channels(tmp_path):
@@ -146,9 +135,6 @@ def test_sound_that_cannot_be_read(arguments, tmp_path):
         load_clips()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Errors.
-
 GOOD = {"pixels": [[1, 2], [3, 4], [5, 6]], "label": [0, 1, 2]}
 BAD_ARGUMENTS = [
     ({"train_file": None, "dataset_name": "NOWHERE/AT_ALL"}, "cannot read dataset 'NOWHERE/AT_ALL'"),
@@ -159,6 +145,11 @@ BAD_ARGUMENTS = [
     ({"features_column": "frames"}, r"Column name \['frames'\] not in .*\['pixels', 'label'\]"),
     ({"label_column": "class"}, r"Column name \['class'\] not in .*\['pixels', 'label'\]"),
     ({"num_labels": 2}, r"row \d+ of train_file pixels-train.parquet: labels must be in \[0, 1\], got 2"),
+    ({"train_file": "latin.csv"}, "cannot read .*: 'utf-8' codec can't decode byte 0xff"),
+    ({"train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
+    ({"validation_file": "none.parquet"}, r"validation_file none.parquet.* no (rows|data)"),
+    ({"streaming": True, "train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
+    ({"streaming": True, "train_file": "latin.csv"}, "cannot read .*: 'utf-8' codec can't decode byte 0xff"),
     ({"streaming": True, "num_labels": None}, "streaming needs num_labels"),
     ({"streaming": True, "validation_file": None}, "streaming needs a validation_file"),
     ({"streaming": True, "train_file": "broken.jsonl"}, "cannot read "),
@@ -175,6 +166,8 @@ def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monk
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     Path("EMPTY.jsonl").touch()
     Path("words.txt").write_text("words")
+    Path("latin.csv").write_bytes(b"pixels,label\n1,0\n\xff\xfe,1\n")
+    write(tmp_path, "none.parquet", {"pixels": [], "label": []}, PIXELS)
     Path("broken.parquet").write_bytes(b"no parquet")
     Path("broken.jsonl").write_text('{"pixels": [1], "label": 0}\nno json\n')
     monkeypatch.setattr(classifier, "train_and_sweep", None)
@@ -248,21 +241,3 @@ def test_text_rows_are_checked(arguments, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"cannot load tokenizer '.*empty'"):
         check(["a", "b", "c"], tokenizer_name=tmp_path / "empty")
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_undecodable_csv_is_a_clear_error(streaming, arguments, files, tmp_path):
-    path = tmp_path / "bad.csv"
-    path.write_bytes(b"text,label\nabc,0\n\xff\xfe,1\n")
-    changes = {"train_file": path, "streaming": streaming, "validation_file": files["text validation"]}
-    with pytest.raises(ValueError, match=r"cannot read .*: 'utf-8' codec can't decode byte 0xff"):
-        load(arguments(tmp_path / "run", "text", **changes))
-
-
-def test_files_without_rows_are_refused(arguments, tmp_path):
-    path = write(tmp_path, "none.parquet", {"pixels": [], "label": []}, PIXELS)
-    for streaming in (False, True):
-        with pytest.raises(ValueError, match=r"train_file none.parquet"):
-            load(arguments(tmp_path / "run", train_file=path, streaming=streaming))
-    with pytest.raises(ValueError, match=r"validation_file none.parquet"):
-        load(arguments(tmp_path / "run", validation_file=path))

@@ -1,15 +1,14 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm-train-classification: text and features, map-style and streamed; resume, errors that name the row, the sweep."""
 
-import json
 import signal
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from apart import run_script
 from classification_run import NO_SIZES, RUNS, final_tensors, load, read, same, signals, texts, train, write
+from training_run import read_log, train_apart
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
@@ -20,9 +19,6 @@ from essm_train.data.rows import collate
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.budget_dropout import budget_schedule
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Whole runs.
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -111,10 +107,6 @@ def test_dataset_folder_with_splits_and_class_names(tmp_path, arguments):
     assert data.test is None and data.num_labels == 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data.
-
-
 def test_a_tenth_is_held_out_where_nothing_is_given(arguments, tmp_path):
     data = load(arguments(tmp_path))
     assert (len(data.source.samples), len(data.validation.samples), data.test) == (108, 12, None)
@@ -159,10 +151,6 @@ def test_batches_are_padded_and_scaled():
     assert FeatureReader("x", 3, None, "float32", "-2").multiplier == -2.0
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Interruption. The scripts know nothing of this: a wrapper patches what they call so that the process kills itself.
-
-
 @pytest.mark.parametrize(
     ("changes", "first_half_full"), [({}, True), ({"block": "paper"}, False), ({"full_budget_updates": 0}, False)]
 )
@@ -171,51 +159,30 @@ def test_new_gated_models_begin_with_half_of_their_updates_at_the_full_budget(
 ):
     sizes = {"num_spectral_channels": 8, "max_steps": 12, "logging_steps": 1}
     train(arguments(tmp_path, **sizes, **changes))
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    budgets = [line["budget"] for line in lines if "budget" in line]
+    budgets = [line["budget"] for line in read_log(tmp_path)]
     assert len(budgets) == 12 and set(budgets[6:]) != {8}
     assert (set(budgets[:6]) == {8}) == first_half_full
     if first_half_full:  # an extension begins no second half
         train([*arguments(tmp_path, **sizes | {"max_steps": 32}, **changes), "--extend"])
-        lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-        assert [line["budget"] for line in lines if "budget" in line][:12] == budgets
         schedule = budget_schedule("discrete", 8, 0, full_budget_updates=6)
-        assert [line["budget"] for line in lines if "budget" in line] == [schedule(i)[0] for i in range(32)]
+        assert [line["budget"] for line in read_log(tmp_path)] == [schedule(i)[0] for i in range(32)]
 
 
 def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path):
     start = finished["pixels"] / "model"
     train(arguments(tmp_path, **NO_SIZES, logging_steps=1, model_name_or_path=start))
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     schedule = budget_schedule("discrete", 8, 0)
-    assert [line["budget"] for line in lines if "budget" in line] == [schedule(i)[0] for i in range(8)]
+    assert [line["budget"] for line in read_log(tmp_path)] == [schedule(i)[0] for i in range(8)]
 
 
-@pytest.mark.parametrize("run", ["streamed text"])
-def test_killed_run_resumes_bit_for_bit(run, tmp_path, arguments, finished, files, capsys):
-    script = """
-import os, signal, sys
-from essm_train.arguments import parse_arguments
-from essm_train.data.arguments import ClassificationArguments
-from essm_train.run.classifier import train_classifier
-from modeling_essm.training import budget_dropout
-call = budget_dropout.BudgetSchedule.__call__
-def die(self, update):
-    return os.kill(os.getpid(), signal.SIGKILL) if update == 5 else call(self, update)
-budget_dropout.BudgetSchedule.__call__ = die
-train_classifier(
-    parse_arguments(ClassificationArguments, sys.argv[1:])
-)
-"""
-    line = arguments(tmp_path, **RUNS[run], test_file=files[f"{RUNS[run]['kind']} test"])
-    (tmp_path / "killed.py").write_text(script)
-    killed = run_script(tmp_path / "killed.py", *line)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003"]
+def test_killed_run_resumes_bit_for_bit(tmp_path, arguments, finished, files):
+    line = arguments(tmp_path / "run", **RUNS["streamed text"], test_file=files["text test"])
+    codes, log = train_apart(line, tmp_path, ("kill_at_update", 5), samples=False, command=train)
+    assert codes == [-signal.SIGKILL], log
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
     train(line)
-    assert "checkpoint-00000003 holds update 3" in capsys.readouterr().out
-    assert same(tmp_path, finished[run])
-    sweeps = [read(folder / "budget_sweep.json")["values"] for folder in (tmp_path, finished[run])]
+    assert same(tmp_path / "run", finished["streamed text"])
+    sweeps = [read(folder / "budget_sweep.json")["values"] for folder in (tmp_path / "run", finished["streamed text"])]
     assert sweeps[0] == sweeps[1]
 
 

@@ -36,6 +36,8 @@ from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.language import build_model, make_encoder
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
+NO_SIZES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
+
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> dict:
@@ -134,14 +136,11 @@ def test_validation_reads_the_first_and_last_blocks_and_scores_no_special_tokens
 
 
 def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):
-    ESSMConfig(hidden_size=8, num_hidden_layers=1, num_spectral_channels=4, filter_length=64).save_pretrained(
-        tmp_path / "config"
-    )
-    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
-    train(command_line(tmp_path / "new", **data, **sizes, config_name=tmp_path / "config", max_steps=1))
+    ESSMConfig(hidden_size=8, num_hidden_layers=1, num_spectral_channels=4).save_pretrained(tmp_path / "config")
+    train(command_line(tmp_path / "new", **data, **NO_SIZES, config_name=tmp_path / "config", max_steps=1))
     assert AutoConfig.from_pretrained(tmp_path / "new" / "model").hidden_size == 8
     start = {"model_name_or_path": finished / "model", "max_steps": 1, "learning_rate": 0.0, "dropout": None}
-    train(command_line(tmp_path / "continued", **data, **sizes, **start))
+    train(command_line(tmp_path / "continued", **data, **NO_SIZES, **start))
     ours, theirs = (model_weights(folder / "model") for folder in (tmp_path / "continued", finished))
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in theirs)
 
@@ -153,8 +152,7 @@ def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
     def build(vocab_size: int, **changes):
         config = ESSMConfig(vocab_size=vocab_size, hidden_size=8, num_hidden_layers=1, pad_token_id=0)
         ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
-        sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
-        line = command_line(tmp_path / "run", **data, **sizes, **changes, model_name_or_path=tmp_path / "model")
+        line = command_line(tmp_path / "run", **data, **NO_SIZES, **changes, model_name_or_path=tmp_path / "model")
         args = parse_arguments(CLMArguments, line)
         return build_model(args, make_encoder(args))
 
@@ -174,8 +172,7 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
     config = ESSMConfig(vocab_size=320, hidden_size=8, num_hidden_layers=1, pad_token_id=0, eos_token_id=299)
     ESSMForCausalLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    sizes = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
-    changes = sizes | {"model_name_or_path": tmp_path / "model", "max_steps": 1}
+    changes = NO_SIZES | {"model_name_or_path": tmp_path / "model", "max_steps": 1}
     train(command_line(tmp_path / "run", **data, **changes))
     saved = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert saved.get_vocab() == tokenizer.get_vocab()
@@ -196,13 +193,13 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"train_file": "EMPTY"}, "EMPTY is empty"),
+        ({"train_file": "EMPTY"}, "cannot read EMPTY: no file with anything in it"),
         ({"train_file": "MISSING"}, "cannot read MISSING"),
         ({"train_file": "SHORT"}, "shorter than one block: it holds 21 tokens and block_size is 32"),
-        ({"validation_file": "EMPTY"}, "EMPTY is empty"),
+        ({"validation_file": "EMPTY"}, "cannot read EMPTY: no file with anything in it"),
         (
             {"train_file": "TABLE.parquet", "text_column": "body"},
-            r"text_column must be one of \['text'\] of .*got 'body'",
+            r"cannot read TABLE.parquet: Column name \['body'\] not",
         ),
         ({"train_file": "LATIN", "tokenizer_name": "tokenizer"}, "cannot read LATIN: .utf-8. codec"),
         ({"output_dir": "SHORT/run"}, "output_dir .*SHORT/run' cannot be written: Not a directory"),
@@ -239,12 +236,8 @@ def test_errors_of_the_script_are_one_line(data, tmp_path):
     """Under the launcher too, whose own traceback --quiet leaves out."""
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--cpu"]
     order = command_line(tmp_path, **data | {"train_file": "MISSING"})
-    run = subprocess.run(
-        [*launch, "--num_processes", "1", "-m", "essm_train.train_clm", *order],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    launch += ["--num_processes", "1", "-m", "essm_train.train_clm", *order]
+    run = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
     assert run.stderr.strip().splitlines()[-1].startswith("error: cannot read MISSING")
 
