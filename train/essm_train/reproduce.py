@@ -166,10 +166,8 @@ def write_results(
     record |= {"seeds": args.seeds, "left out": absent, "substitute data": substitutes}
     record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads, "rows": {}}
     for name, (evaluation, training) in collected.items():
-        row = experiment.rows[name]
-        found = {k: v for k, v in evaluation.record().items() if k not in ("peak_bytes", "active_parameters")}
-        found = {"task": row.task_name, "overrides": row.arguments} | found | {"training": training}
-        record["rows"][name] = found
+        given = {"task": experiment.rows[name].task_name, "overrides": experiment.rows[name].arguments}
+        record["rows"][name] = given | evaluation.record() | {"training": training}
     stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
     write_json(stem.with_suffix(".json"), record)
     hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))

@@ -1,12 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """What is inside a trained ES-SSM: which channels its gates use, how far it can amplify, and what a budget costs.
 
-Gates: the mean of alpha_k(t) (Eq. 8) over all positions, by layer and channel, and the mean entropy of alpha(t), at a
-budget. Stability (the paper's Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every mixer, with
-bound = |D| + max_k sigma_k^(1/4) |M_k| |phi_k|_1 (spectral norms; without a gate the sum over k instead of the
-maximum; where heads choose channels of their own, sum_t max_k sigma_k^(1/4) |M_k| |phi_k(t)|; and the short convolution
-before the mixer multiplies the bound by its gain). Cost: multiply-adds of one layer per token, by each algorithm,
-beside measured times.
+Gates: the mean of alpha_k(t) (Eq. 8) by layer and channel, and the mean entropy of alpha(t). Stability (the paper's
+Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every mixer, with bound = |D| + max_k sigma_k^(1/4)
+|M_k| |phi_k|_1 (spectral norms; without a gate the sum over k instead of the maximum; where heads choose channels of
+their own, sum_t max_k sigma_k^(1/4) |M_k| |phi_k(t)|; and the short convolution before the mixer multiplies the bound
+by its gain). Cost: multiply-adds of one layer per token, by each algorithm, beside measured times.
 """
 
 from __future__ import annotations
@@ -93,10 +92,9 @@ def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
 def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     """Multiply-adds of one spectral layer per token, forward, for L = length: Eq. (11) of the paper, term by term.
 
-    `part` is one of `parts_of`. Any algorithm: D^2 for the skip term; with a gate D D_g + D_g K for its two layers and
-    K for softmax and scaling; K D to weight the features and K D^2 to mix them. A gated block of inner width D and G
-    heads has D for the skip term and D for each tap of its convolution, G times as many gates, K D d to mix the
-    features in blocks of size d, and its projections and those of its feed-forward layer. The features themselves:
+    `part` is one of `parts_of`. Any algorithm: the skip term, D D_g + D_g K + K for the gate, K D to weight the
+    features and K D d to mix them in blocks of d (of D in the paper's). A gated block of G heads has G times as many
+    gates, a convolution, and its projections and those of its feed-forward layer. The features themselves:
 
     chunked  K (C + N) D, and (n C + (s + 1) N) N D / L for the states before each of n = L/C chunks and after the last,
              which a scan of s < 2 n products by N x N matrices connects.

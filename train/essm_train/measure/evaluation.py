@@ -49,11 +49,10 @@ class Evaluation:
     @property
     def curve(self) -> BudgetCurve:
         """The means as one curve, the standard deviations over seeds as its errors (0 for one seed)."""
-        columns = [*zip(*(curve.values for curve in self.curves))]
-        means, speeds = (tuple(map(statistics.fmean, x)) for x in (columns, zip(*(c.speeds for c in self.curves))))
-        several = len(self.curves) > 1
-        deviations = tuple(statistics.stdev(column) if several else 0.0 for column in columns)
-        return replace(self.curves[0], values=means, speeds=speeds, errors=deviations)
+        values, speeds = ([*zip(*(getattr(c, name) for c in self.curves))] for name in ("values", "speeds"))
+        deviations = tuple(statistics.stdev(each) if len(each) > 1 else 0.0 for each in values)
+        means, speed = (tuple(map(statistics.fmean, columns)) for columns in (values, speeds))
+        return replace(self.curves[0], values=means, speeds=speed, errors=deviations)
 
     def figures(self) -> list[str]:
         """Mean, and deviation of several seeds, of every budget."""
@@ -63,20 +62,13 @@ class Evaluation:
     def record(self) -> dict[str, Any]:
         """For JSON."""
         curve = self.curve
-        return {
-            "metric": {"name": curve.metric, "higher_is_better": curve.higher_is_better},
-            "budgets": curve.budgets,
-            "values": [each.values for each in self.curves],
-            "tokens_per_second": [each.speeds for each in self.curves],
-            "peak_bytes": self.peak_bytes,
-            "active_parameters": self.active_parameters,
-            "seeds": len(self.curves),
-            "mean": curve.values,
-            "deviation": curve.errors,
-            "retention": curve.retention,
-            "sweet_spot": curve.sweet_spot,
-            "collapse_boundary": curve.collapse_boundary,
-        }
+        metric = {"name": curve.metric, "higher_is_better": curve.higher_is_better}
+        seeds = {"values": [c.values for c in self.curves], "tokens_per_second": [c.speeds for c in self.curves]}
+        costs = {"peak_bytes": self.peak_bytes, "active_parameters": self.active_parameters} if self.peak_bytes else {}
+        summary = {"mean": curve.values, "deviation": curve.errors, "retention": curve.retention}
+        marks = {"sweet_spot": curve.sweet_spot, "collapse_boundary": curve.collapse_boundary}
+        found = {"metric": metric, "budgets": curve.budgets, **seeds, **costs, "seeds": len(self.curves)}
+        return {**found, **summary, **marks}
 
     def markdown(self) -> str:
         """The table, in the form of the paper's Table 6."""
