@@ -40,8 +40,7 @@ PHASES = ("prefill", "decode")
 _VERBS = {"prefill": "reads its input", "decode": "decodes a token"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a profile holds.
+# --- What a profile holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +164,20 @@ class BudgetProfile:
         batch_size: int = 1,
         device: str | torch.device | None = None,
     ) -> int:
-        """A measured budget that keeps to the limits; see `choose_budget` for arguments and errors."""
+        """A measured budget that keeps to limits of time, quality or both.
+
+        Args:
+            max_latency_ms: median time of a call, per decoded token or per prompt. Alone it gives the best budget that
+                keeps to it, the smallest of equals. The times are those of `forward`; `generate` adds its own.
+            max_quality_drop: relative to the full budget, 0.02 is 2%. It gives the smallest budget that keeps to it,
+                and with both limits the smallest that keeps to both.
+            phase: "decode" or "prefill"; by default decode, where it was measured.
+            batch_size: one that was measured.
+            device: name of one that was measured, by default this machine's. If only one was measured, that one is
+                taken, with a warning.
+        Raises:
+            ValueError: a bad argument, or limits that no budget keeps to: the error names the fastest.
+        """
         if max_latency_ms is None and max_quality_drop is None:
             raise ValueError("choose_budget needs max_latency_ms, max_quality_drop or both")
         for name, value in (("max_latency_ms", max_latency_ms), ("max_quality_drop", max_quality_drop)):
@@ -253,36 +265,19 @@ class BudgetProfile:
         return path
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# A model's profile, and its choice.
+# --- A model's profile, and its choice
 
 
-def choose_budget(
-    model: Any,
-    *,
-    profile: BudgetProfile | None = None,
-    max_latency_ms: float | None = None,
-    max_quality_drop: float | None = None,
-    phase: str | None = None,
-    batch_size: int = 1,
-    device: str | torch.device | None = None,
-) -> int:
+def choose_budget(model: Any, *, profile: BudgetProfile | None = None, **limits: Any) -> int:
     """The budget that keeps to limits of time, quality or both; only budgets that were measured are considered.
 
     Args:
         model: an ES-SSM. profile: its own, by default read from where the model was loaded from.
-        max_latency_ms: median time of a call, per decoded token or per prompt. Alone it gives the best budget that
-            keeps to it, the smallest of equals. The times are those of `forward`; `generate` adds its own to a token.
-        max_quality_drop: relative to the full budget, 0.02 is 2%. It gives the smallest budget that keeps to it, and
-            with both limits the smallest that keeps to both.
-        phase: "decode" or "prefill"; by default decode, where it was measured.
-        batch_size: one that was measured.
-        device: name of one that was measured, by default the model's. If only one was measured, that one is taken, with
-            a warning.
+        limits: of `BudgetProfile.choose`; device is by default the model's.
     Returns:
         K, for `spectral_budget`.
     Raises:
-        ValueError: no profile, a bad argument, or limits that no budget keeps to: the error names the fastest.
+        ValueError: no profile, or as `BudgetProfile.choose`.
     """
     profile = budget_profile(model) if profile is None else profile
     if profile is None:
@@ -290,13 +285,7 @@ def choose_budget(
             f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
             "write it with essm-calibrate"
         )
-    return profile.choose(
-        max_latency_ms=max_latency_ms,
-        max_quality_drop=max_quality_drop,
-        phase=phase,
-        batch_size=batch_size,
-        device=model.device if device is None else device,
-    )
+    return profile.choose(**{"device": model.device, **limits})
 
 
 def budget_profile(model: Any) -> BudgetProfile | None:
@@ -348,8 +337,7 @@ def device_name(device: torch.device | None = None) -> str:
     return f"{cpu}, {cores} cores"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The file: every field is checked before anything is believed.
+# --- The file: every field is checked before anything is believed
 
 
 def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:

@@ -42,78 +42,64 @@ def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BudgetSchedule:
-    """From the update index to its budgets; the kinds below differ in `draw`.
+    """From the update index to its budgets, as `budget_schedule` makes it.
 
     Attributes:
+        name: one of SCHEDULES.
         budgets: all budgets that it may train, distinct and ascending.
-        seed: any integer.
-        full_budget_updates: number of updates at the start that train the largest budget only.
+        seed: any integer. full_budget_updates, sandwich_random: see `budget_schedule`.
     """
 
+    name: str
     budgets: tuple[int, ...]
     seed: int = 0
     full_budget_updates: int = 0
+    sandwich_random: int = 2
 
     def __call__(self, update: int) -> tuple[int, ...]:
         """The budgets of that update (counted from 0), distinct and descending."""
-        return self.budgets[-1:] if update < self.full_budget_updates else self.draw(update)
+        return self.budgets[-1:] if update < self.full_budget_updates else SCHEDULES[self.name](self, update)
 
-    def draw(self, update: int) -> tuple[int, ...]:
-        """The budgets of an update after those of `full_budget_updates`."""
-        raise NotImplementedError
-
-    def _bits(self, update: int, draw: int = 0) -> int:
+    def bits(self, update: int, draw: int = 0) -> int:
         """Random integer in [0, 2^64); the probabilities of its remainders modulo n differ by at most 2^-64."""
         key = f"budget {self.seed} {update}" + (f" {draw}" if draw else "")
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
 
 
-@dataclass(frozen=True)
-class BudgetDropout(BudgetSchedule):
-    """One budget, uniform over `budgets`: the paper's."""
-
-    def draw(self, update: int) -> tuple[int, ...]:
-        return (self.budgets[self._bits(update) % len(self.budgets)],)
+def _draw_one(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
+    """One budget, uniform over all: the paper's budget dropout."""
+    return (schedule.budgets[schedule.bits(update) % len(schedule.budgets)],)
 
 
-@dataclass(frozen=True)
-class AuthorsBudgetDropout(BudgetSchedule):
+def _draw_as_the_authors(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
     """One budget, as in the training code that Song and Wang published, which is not the paper's uniform draw.
 
     The largest at updates 0, 8, 16, .. (and at the first `full_budget_updates`: theirs are 2 epochs of 4000). Otherwise
     K = smallest (largest / smallest)^v is snapped to the nearest of `budgets`, the smaller one at a tie, where v is
     1 - u^(1 / 0.6) and u is uniform: large budgets are drawn more often than log-uniformly.
     """
-
-    def draw(self, update: int) -> tuple[int, ...]:
-        if update % FULL_BUDGET_EVERY == 0:
-            return self.budgets[-1:]
-        v = 1.0 - (self._bits(update) / 2.0**64) ** (1.0 / BIAS_TO_LARGE)
-        low, high = math.log(self.budgets[0]), math.log(self.budgets[-1])
-        K = math.exp(low + v * (high - low))
-        return (min(self.budgets, key=lambda budget: abs(budget - K)),)
+    if update % FULL_BUDGET_EVERY == 0:
+        return schedule.budgets[-1:]
+    v = 1.0 - (schedule.bits(update) / 2.0**64) ** (1.0 / BIAS_TO_LARGE)
+    low, high = math.log(schedule.budgets[0]), math.log(schedule.budgets[-1])
+    K = math.exp(low + v * (high - low))
+    return (min(schedule.budgets, key=lambda budget: abs(budget - K)),)
 
 
-@dataclass(frozen=True)
-class SandwichRule(BudgetSchedule):
-    """The largest budget, `num_random` distinct others and the smallest, in every update (Yu and Huang 2019)."""
-
-    num_random: int = 2
-
-    def draw(self, update: int) -> tuple[int, ...]:
-        between = list(self.budgets[1:-1])
-        count = min(self.num_random, len(between))
-        drawn = [between.pop(self._bits(update, i) % len(between)) for i in range(count)]
-        return tuple(sorted({self.budgets[0], *drawn, self.budgets[-1]}, reverse=True))
+def _draw_sandwich(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
+    """The largest budget, `sandwich_random` distinct others and the smallest (Yu and Huang 2019)."""
+    budgets, between = schedule.budgets, list(schedule.budgets[1:-1])
+    count = min(schedule.sandwich_random, len(between))
+    drawn = [between.pop(schedule.bits(update, i) % len(between)) for i in range(count)]
+    return tuple(sorted({budgets[0], *drawn, budgets[-1]}, reverse=True))
 
 
-# name: (capacity, seed, full_budget_updates, sandwich_random) -> schedule
-SCHEDULES: dict[str, Callable[[int, int, int, int], BudgetSchedule]] = {
-    "discrete": lambda capacity, seed, full, _: BudgetDropout(clip_budgets(BUDGETS, capacity), seed, full),
-    "uniform": lambda capacity, seed, full, _: BudgetDropout(tuple(range(1, capacity + 1)), seed, full),
-    "authors": lambda capacity, seed, full, _: AuthorsBudgetDropout(clip_budgets(BUDGETS, capacity), seed, full),
-    "sandwich": lambda capacity, seed, full, n: SandwichRule(clip_budgets(BUDGETS, capacity), seed, full, n),
-    "full": lambda capacity, seed, full, _: BudgetDropout((capacity,), seed, full),
+SCHEDULES: dict[str, Callable[[BudgetSchedule, int], tuple[int, ...]]] = {
+    "discrete": _draw_one,
+    "uniform": _draw_one,
+    "authors": _draw_as_the_authors,
+    "sandwich": _draw_sandwich,
+    "full": _draw_one,
 }
 
 
@@ -132,13 +118,12 @@ def budget_schedule(
     """
     if name not in SCHEDULES:
         raise ValueError(f"budget_schedule must be one of {tuple(SCHEDULES)}, got {name!r}")
-    if capacity < 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
-    if full_budget_updates < 0:
-        raise ValueError(f"full_budget_updates must be at least 0, got {full_budget_updates}")
-    if sandwich_random < 0:
-        raise ValueError(f"sandwich_random must be at least 0, got {sandwich_random}")
-    return SCHEDULES[name](capacity, seed, full_budget_updates, sandwich_random)
+    numbers = {"capacity": capacity, "full_budget_updates": full_budget_updates, "sandwich_random": sandwich_random}
+    for what, value in numbers.items():
+        if value < (least := int(what == "capacity")):
+            raise ValueError(f"{what} must be at least {least}, got {value}")
+    budgets = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,)}.get(name, clip_budgets(BUDGETS, capacity))
+    return BudgetSchedule(name, budgets, seed, full_budget_updates, sandwich_random)
 
 
 # --- The loss of an update's budgets ----------------------------------------------------------------------------------

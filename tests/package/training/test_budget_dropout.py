@@ -18,7 +18,6 @@ from modeling_essm.training.budget_dropout import (
     BUDGETS,
     SCHEDULES,
     BudgetDropoutCallback,
-    SandwichRule,
     budget_losses,
     budget_schedule,
 )
@@ -209,4 +208,4 @@ def test_bad_losses_are_refused(budgets, output, options, message):
     with pytest.raises(ValueError, match=message):
         list(budget_losses(lambda K: made, budgets, **options))
     with pytest.raises(ValueError, match=r"distillation_weight must be in \[0, 1\], got"):
-        BudgetDropoutCallback(SandwichRule((2, 8)), 1.5)
+        BudgetDropoutCallback(budget_schedule("full", 8, seed=0), 1.5)
