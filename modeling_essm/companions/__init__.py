@@ -14,10 +14,10 @@ from .models import (
     DiagonalSSMModel,
     ElasticStateConfig,
     ElasticStateModel,
-    StateCache,
-    distillation_loss,
-    register_objective,
 )
+from .models.cache_states import StateCache
+from .models.modeling_elastic_state import distillation_loss
+from .models.objectives_elastic_state import register_objective
 from .pruning.certificates import certificate, certify, hinf_norm
 from .pruning.masks import is_pruned, prune, remove, restore
 from .pruning.plans import Plan, allocate

@@ -20,17 +20,9 @@ _TOOLS = {
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One layer.
-
-    Attributes:
-        size: modes or states stored; the largest number of any channel. Channels of a spectral layer.
-        modes: all of them, over channels. masked: those of them that `prune` masked.
-        states: real numbers of the recurrent state: two for each stored mode.
-        energy: sum over modes of their energy at the output, the conjugates included; None where it is not defined
-            without data, inf with a mode on or outside of the unit circle.
-        slowest: largest |lam|, None for layers whose recurrence depends on the input.
-        tools: what can make it smaller.
-    """
+    """One layer: `size` modes or states stored (the largest number of any channel; channels of a spectral layer),
+    `modes` over channels, how many are `masked`, `states` real numbers of the recurrent state, `energy` at the output
+    (None where it is not defined without data, inf with an unstable mode), `slowest` |lam|, and the tools to use."""
 
     name: str
     kind: str

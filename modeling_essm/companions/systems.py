@@ -105,11 +105,8 @@ class Adapter:
     """The modes of one kind of layer.
 
     A subclass must have `read`. Where the layer's tensors are divided into modes, `mode_dims` and `output_names`, of
-    the layer or of the adapter, are enough for the rest; other layers need `write`, and `masks` to be masked.
-
-    Attributes:
-        selective: whether lam, B and C depend on the input, so that energies are measured on calibration text: an
-            adapter of such a layer is a `mamba.SelectiveAdapter`.
+    the layer or of the adapter, are enough for the rest; other layers need `write`, and `masks` to be masked. An
+    adapter is `selective` if lam, B and C depend on the input, and then a `mamba.SelectiveAdapter`.
     """
 
     selective = False

@@ -7,23 +7,10 @@ A saved model carries those of the other files that it needs; they import nothin
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from .cache_states import StateCache
 from .configuration_diagonal_ssm import DiagonalSSMConfig
 from .configuration_elastic_state import ElasticStateConfig
-from .mixer_diagonal import MIXERS, DiagonalMixer, LRUMixer, S4DMixer, S5Mixer
-from .modeling_diagonal_ssm import (
-    DiagonalSSMForCausalLM,
-    DiagonalSSMForSequenceClassification,
-    DiagonalSSMModel,
-    DiagonalSSMPreTrainedModel,
-)
-from .modeling_elastic_state import (
-    ElasticStateModel,
-    ElasticStateOutput,
-    ElasticStatePreTrainedModel,
-    distillation_loss,
-)
-from .objectives_elastic_state import OBJECTIVES, register_objective
+from .modeling_diagonal_ssm import DiagonalSSMForCausalLM, DiagonalSSMForSequenceClassification, DiagonalSSMModel
+from .modeling_elastic_state import ElasticStateModel
 
 _DIAGONAL = {
     AutoModel: DiagonalSSMModel,
@@ -36,24 +23,3 @@ for config, classes in ((DiagonalSSMConfig, _DIAGONAL), (ElasticStateConfig, {Au
     for auto, model in classes.items():
         auto.register(config, model, exist_ok=True)
         model.register_for_auto_class(auto.__name__)
-
-__all__ = [
-    "MIXERS",
-    "OBJECTIVES",
-    "DiagonalMixer",
-    "DiagonalSSMConfig",
-    "DiagonalSSMForCausalLM",
-    "DiagonalSSMForSequenceClassification",
-    "DiagonalSSMModel",
-    "DiagonalSSMPreTrainedModel",
-    "ElasticStateConfig",
-    "ElasticStateModel",
-    "ElasticStateOutput",
-    "ElasticStatePreTrainedModel",
-    "LRUMixer",
-    "S4DMixer",
-    "S5Mixer",
-    "StateCache",
-    "distillation_loss",
-    "register_objective",
-]

@@ -1,17 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Where proposals come from: the model's own recurrence, or a latent beside any causal backbone of transformers.
 
-The recurrence is diagonal and linear (LRU, Orvieto et al. 2023), and its state is what is refined:
+    z0_{t+1} = lam z_t + exp(gamma) B (W x_{t+1} + b),    lam = exp(-exp(nu) + i exp(theta))     (LRU, Orvieto et al.)
 
-    z0_{t+1} = lam z_t + exp(gamma) B (W x_{t+1} + b),    lam = exp(-exp(nu) + i exp(theta))
-
-z_t is the state that was committed, after refinement. Complex numbers are pairs of real ones: z = [Re, Im], (B, 2n).
-
-Beside another backbone h = backbone(W_x x + W_z z), and z0 = Retract(W_p h). Refinement changes z and nothing else: the
-backbone's cache is what its inputs made it. With feedback the committed z enters the next input, and the backbone runs
-step by step; its cache is cut from the graph after each of them, so that training sends gradients through z from step
-to step, but not through the backbone's past. Without feedback the backbone reads a sequence that begins at once, and
-gradients are complete.
+z_t is the state that was committed, after refinement, as pairs of real numbers [Re, Im], (B, 2n). Beside another
+backbone h = backbone(W_x x + W_z z), and z0 = Retract(W_p h). With feedback the committed z enters the next input, and
+the backbone runs step by step; its cache is cut from the graph after each of them: gradients go through z from step to
+step. Without feedback the backbone reads a sequence that begins at once.
 Letters: B batch, L sequence, F input features, H width of the recurrence, n modes, d width of a latent.
 """
 

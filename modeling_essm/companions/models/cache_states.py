@@ -1,9 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """What a model with states keeps between calls, whatever the context's length.
 
-A diagonal model keeps one complex state for each layer: (B, n), with a recurrence per channel (B, H, n), empty where a
-layer has no modes. An elastic state model keeps its committed latent (B, d), the objective's history, and the cache of
-a backbone that is not its own.
+A diagonal model keeps one complex state for each layer: (B, n), with a recurrence per channel (B, H, n). An elastic
+state model keeps its latent (B, d), the objective's history, and the cache of a backbone that is not its own.
 """
 
 from __future__ import annotations

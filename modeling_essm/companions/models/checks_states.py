@@ -55,12 +55,10 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
 
 
 def read_mask(attention_mask: Any, B: int, L: int, past: int) -> Tensor | None:
-    """(B, L) bool of the positions that are read, None if all are.
+    """(B, L) bool of the positions that are read, None if all are. Raises ValueError for another shape.
 
     Args:
         attention_mask: (B, L), or (B, past + L) with the cached positions, which a state does not forget.
-    Raises:
-        ValueError: another shape.
     """
     if attention_mask is None:
         return None

@@ -4,16 +4,13 @@
     g = dl/dz,    v = -G^{-1} g,    kappa = g^T G^{-1} g = |v|_G^2,    v <- v min(1, rho / |v|_G)
     z' = Retract(z + alpha v + beta (z0 - z))
 
-The metric G is positive definite for every value of its weights, and the same for all inputs:
-
     cholesky:  G = L L^T + eps I, L lower triangular with a softplus diagonal         2 d^2 flops for each solve
     diagonal:  G = diag(softplus(delta)) + eps I                                       d
     low_rank:  G = diag(softplus(delta)) + eps I + U U^T, by Woodbury's identity       4 d r
 
-A new one is the identity, up to U U^T, whose entries are of size 1e-4, because U = 0 would get no gradient. A step is
-computed for the rows that take it and no others, so that the number of gradient calls is the sum of depths. A state is
-judged once: the evaluation that accepts a step is the one that the next gradient is taken from, and that the readout
-comes from in the end. Weights get no gradient from inner steps, which work under no_grad and inference_mode.
+A new G is the identity, up to U U^T, whose entries are of size 1e-4, because U = 0 would get no gradient. A step is
+computed for the rows that take it. A state is judged once: the evaluation that accepts a step is the one that the next
+gradient is taken from, and the readout. Weights get no gradient from inner steps.
 Letters: B batch, d width of the latent, r rank, K depth.
 """
 

@@ -4,15 +4,12 @@
     x_t = lam x_{t-1} + B u_t,    y_t = 2 Re(C x_t) + D u_t                             (LRU: Re(C x_t) + D u_t)
 
 S5 (Smith et al. 2023) and LRU (Orvieto et al. 2023) have H inputs, H outputs and n modes, S4D (Gu et al. 2022) one
-recurrence of n modes per channel; one mode of a conjugate pair is stored. S5 and S4D are x'(t) = A x(t) + B u(t) held
-over a step dt; with z = A dt
+recurrence of n modes per channel. S5 and S4D are x'(t) = A x(t) + B u(t) held over a step dt; with z = A dt
     zoh:       lam = exp(z),                B_bar = (exp(z) - 1) / A  B
     bilinear:  lam = (1 + z/2) / (1 - z/2), B_bar = dt / (1 - z/2)  B
-LRU is discrete from the start: lam = exp(-exp(nu) + i exp(theta)) with exp(gamma) B, gamma = log sqrt(1 - |lam|^2)
-when it is new. All three are stable for every value of their weights (S5 as long as `clip_eigs` is on).
-
-Two directions share lam and B: y = C_1 x-> + C_2 x<- + D u. Complex weights are real tensors whose last dimension holds
-real and imaginary part. The recurrence runs in complex64, with weights or inputs in fp64 in complex128.
+LRU: lam = exp(-exp(nu) + i exp(theta)) with exp(gamma) B, gamma = log sqrt(1 - |lam|^2) when it is new. Two directions
+share lam and B: y = C_1 x-> + C_2 x<- + D u. Complex weights are real tensors whose last dimension holds real and
+imaginary part. The recurrence runs in complex64, with weights or inputs in fp64 in complex128.
 Letters: B batch, L steps, H width, n modes.
 """
 

@@ -1,8 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Diagonal state space models for transformers: residual block, model, language-model and classification heads.
-
-The mixer of the block, in its three parameterizations, is in `mixer_diagonal`. A causal model keeps one state per layer
-between calls, see `cache_states`.
 Letters: B batch, L sequence, H width, F input features, n modes.
 """
 

@@ -1,13 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """An elastic state model: a causal recurrence whose state is refined where its self-supervised objective says so.
 
-At each step the backbone proposes a state z0, a gate reads the objective l0 = l(g(z0)) and grants K inner steps, the
-corrector takes them, and the refined state is committed: the next proposal starts from it.
+    z0_t = backbone(x_t, z_{t-1}),    K_t = gate(l(g(z0_t))),    z_t = corrector(z0_t, K_t),    y_t = g(z_t)
 
-    z0_t = backbone(x_t, z_{t-1}),    K_t = gate(l0_t),    z_t = corrector(z0_t, K_t),    y_t = g(z_t)
-
-Each of them has a file: `backbone_elastic_state`, `gate_elastic_state`, `corrector_elastic_state` and
-`objectives_elastic_state`.
+The refined state is committed: the next proposal starts from it. Backbone, gate, corrector and objective l have files.
 Letters: B batch, L sequence, F input features, d width of the latent, K depth.
 """
 
@@ -71,13 +67,8 @@ def mean_over(each: Tensor, real: Tensor) -> Tensor:
 
 
 def distillation_loss(output: ElasticStateOutput, attention_mask: Tensor | None = None) -> Tensor:
-    """() mean over real positions of |z_0 - z_K|^2, where z_K is data: proposals learn what they were refined to.
-
-    Added to the loss of a model that refines well already, it is to save steps (section 8 of the poster).
-
-    Args:
-        attention_mask: (B, L), 1 for real positions; None if all are.
-    """
+    """() mean over real positions of |z_0 - z_K|^2, where z_K is data: proposals learn what they were refined to, which
+    saves steps (section 8 of the poster). attention_mask: (B, L), 1 for real positions; None if all are."""
     assert output.proposals is not None and output.latents is not None
     each = (output.proposals - output.latents.detach()).square().sum(-1)
     return each.mean() if attention_mask is None else mean_over(each, attention_mask.bool())
@@ -117,12 +108,8 @@ class ElasticStatePreTrainedModel(PreTrainedModel):
 
 
 class ElasticStateModel(ElasticStatePreTrainedModel):
-    """Continuous features in, readouts of refined states out; `step` does the same for one position of a stream.
-
-    Attributes:
-        objective: what states are refined on, see `objectives_elastic_state`; None until one is attached, if the
-            configuration names none.
-    """
+    """Continuous features in, readouts of refined states out. `objective` is what states are refined on, see
+    `objectives_elastic_state`; None until one is attached, if the configuration names none."""
 
     def __init__(self, config: ElasticStateConfig):
         config = copy.deepcopy(config)  # a gate's temperature and a backbone's sizes change, of this model alone
@@ -164,12 +151,9 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
     def step(
         self, input_features: Tensor, past_key_values: StateCache | None = None, observation: Any = None, **dials
     ) -> ElasticStateOutput:
-        """One position of a stream: (B, F), and the observation (B, ..) if it is another.
+        """One position of a stream: (B, F), and the observation (B, ..) if it is another; dials as of `forward`, L = 1.
 
-        Args:
-            past_key_values: what the step before returned; None for the first. dials: as of `forward`.
-        Returns:
-            ElasticStateOutput of L = 1.
+        past_key_values is what the step before returned; None for the first.
         """
         observations = tree_map(lambda x: x[:, None], observation)
         dials = {"past_key_values": past_key_values, "use_cache": True, "return_dict": True} | dials

@@ -2,18 +2,17 @@
 """What a state is refined on: a self-supervised objective, and the committed past that it may look at.
 
 An objective is a callable, or a module, `objective(y, observation, history) -> (B,)`: one number >= 0 for each row from
-the readout y (B, d_y), what is observed at this step, and what was committed before. There is no argument for labels,
-so that the same objective runs at inference. It must be differentiable in y and treat rows one by one; it must not
-change its tensors or keep them.
+the readout y (B, d_y), what is observed at this step, and what was committed before. It must be differentiable in y,
+treat rows one by one, and neither change its tensors nor keep them.
 
 `history` is None, or a dict of the last `history_length` steps, oldest first: "readouts" (B, W, d_y), "observations"
 (B, W, ..) and "real" (B, W) bool. An objective with `initial_history(observation)` and `commit(history, y,
 observation)` keeps one of its own instead: any nest of tensors whose first dimension is B. It begins with the first
 real position of a row in the first call, or with an observation of zeros if there is none.
 
-Code does not travel with weights. An objective that a model should find when it loads has a name:
-`register_objective("repair", RepairEnergy)`, then config.objective = "repair", whose own weights are saved with the
-model. Others are attached after loading, `model.set_objective(objective)`, and bring their weights themselves.
+Code does not travel with weights. An objective that a model should find when it loads has a name in
+`register_objective` and config.objective; its own weights are saved with the model. Others are attached after loading,
+`set_objective`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The diagonal recurrence x_t = lam x_{t-1} + v_t, by definition, as a parallel scan and as a convolution.
 
-    x_t = lam^{t+1} x0 + sum_{j<=t} lam^{t-j} v_j                                                    (a convolution)
-
 The parallel scan cuts time into chunks of T steps. Inside a chunk the sum is one product with the Toeplitz matrix of
 the powers of lam; from chunk to chunk the last states obey the same recurrence with lam^T, so the scan calls itself:
-log_T(L) levels, all of them matrix products, instead of L small steps or log_2(L) passes over the data. A layer with
-one recurrence per channel never holds the states of all steps: it is a convolution with its impulse response.
-
+log_T(L) levels of matrix products. A layer with one recurrence per channel never holds the states of all steps: it is a
+convolution with its impulse response.
 Letters: B batch, L steps, n modes, H channels, T steps of a chunk. The shape M of the modes is (n,) or (H, n).
 """
 

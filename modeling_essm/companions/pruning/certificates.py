@@ -37,8 +37,6 @@ BOUNDS = ("sum_of_peaks", "paper_16", "paper_17", "hankel")
 def certify(plan: Plan, model: nn.Module) -> list[dict[str, float]]:
     """Bounds on the H-infinity norm of what each layer loses, by name; the least of them is "best".
 
-    Args:
-        model: as it is before it is pruned.
     Raises:
         ValueError: another model, or one with masks; a selective layer, which has no certificate; an unstable mode.
     """
@@ -52,10 +50,8 @@ def certify(plan: Plan, model: nn.Module) -> list[dict[str, float]]:
 
 @torch.no_grad()
 def certificate(system: DiagonalSystem, keep: Tensor, where: str = "system") -> dict[str, float]:
-    """Bounds on the H-infinity norm of the modes that are not kept, by name, and "best", the least.
+    """Bounds on the H-infinity norm of the modes of a layer that are not kept (bool like lam), and "best", the least.
 
-    Args:
-        system: all modes of a layer. keep: bool like lam.
     Raises:
         ValueError: a pruned mode with |lam| >= 1, a mask of another shape.
     """
@@ -101,12 +97,10 @@ def _block_bounds(lam: Tensor, B: Tensor, Cs: Sequence[Tensor]) -> dict[str, flo
 
 @torch.no_grad()
 def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int = 512) -> float:
-    """Largest gain of a layer's modes over all frequencies, on a grid: a lower estimate to judge bounds by.
+    """Largest gain of a layer's modes (bool like lam; None: all) over all frequencies, on a grid: a lower estimate.
 
-    Args:
-        modes: bool like lam, the modes that count; None: all.
-        points: of the uniform grid. Around every pole and its conjugate 65 more lie between 1e-3 and 1e3 half-widths
-            1 - |lam| of its resonance, on both sides, and on it.
+    Beside `points` uniform frequencies the grid has 65 around every pole and its conjugate, between 1e-3 and 1e3
+    half-widths 1 - |lam| of its resonance.
     """
     wanted = system.there if modes is None else modes & system.there
     largest = 0.0

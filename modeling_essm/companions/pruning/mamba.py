@@ -31,14 +31,8 @@ from ..systems import Adapter, StateLayer, padded_index, put
 
 @dataclass(frozen=True)
 class Steps:
-    """The recurrence along a text, float64.
-
-    Attributes:
-        delta: (B, L, G, D) for G groups of D channels.
-        A: (G, D, N), or (G, D, 1) where all states of a channel share it.
-        B, C: (B, L, G, N); zero at tokens that do not count.
-        counted: (B, L), 1 for tokens and 0 for padding.
-    """
+    """The recurrence along a text, float64: delta (B, L, G, D) for G groups of D channels; A (G, D, N), or (G, D, 1)
+    where all states of a channel share it; B and C (B, L, G, N), zero at tokens that are not counted (B, L)."""
 
     delta: Tensor
     A: Tensor

@@ -112,12 +112,10 @@ def restore(model: nn.Module) -> None:
 def remove(model: nn.Module) -> list[int]:
     """Take the modes that `prune` masked out of the weights, in place.
 
-    The model computes what the masked one did, with smaller weights and states, and save_pretrained and from_pretrained
-    work on it. An optimizer that held the old parameters must be built again, and so must caches.
-
-    A layer with modes per channel stores as many for each as the channel with most has; others are padded, with C zero.
-    The layers of a Mamba model have one state_size in common, that of the layer with most states; layers with
-    fewer are padded likewise. Both become smaller everywhere with granularity="mode_index" and scope="uniform".
+    The model computes what the masked one did, and save_pretrained and from_pretrained work on it. Optimizers and
+    caches must be built again. A layer with modes per channel stores as many for each as the channel with most has; the
+    layers of a Mamba model have one state_size, that of the layer with most states. The rest is padding, with C zero.
+    Both become smaller everywhere with granularity="mode_index" and scope="uniform".
 
     Returns:
         The number of modes that each layer now stores per channel.

@@ -74,12 +74,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Plan:
-        """Read a plan that `save` wrote.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: not such a file.
-        """
+        """Read a plan that `save` wrote. Raises FileNotFoundError, or ValueError for another file."""
         try:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             layers = []

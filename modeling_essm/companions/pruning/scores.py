@@ -10,21 +10,8 @@ Mode i of x_t = lam x_{t-1} + B u_t, y = C x has the impulse response c_i lam_i^
     magnitude  r ||c_i|| ||b_i||, an assumption: the papers' text does not have theirs
 
 All are those of the complex map; `exact_energy` is that of the real one, where a stored mode stands for a conjugate
-pair. A method is such a value and a rule:
-
-    raw     the value itself, over all layers or, with allocate(scope="uniform"), by rank within each
-    prefix  values of a layer in descending order v_(1) >= v_(2) >= ..., score_(r) = v_(r) / (sum_{j<=r} v_(j) + eps)
-                                                                                             (AIRE-Prune, Eq. 11)
-
-    | method | value | rule |
-    | --- | --- | --- |
-    | aire | energy as published, frozen-time energy of a selective layer | prefix |
-    | aire_exact | energy with the conjugate and both directions, energy along the text of a selective layer | prefix |
-    | last | hinf | prefix |
-    | lamp | square of the magnitude | prefix |
-    | energy, hinf, magnitude, hankel | as they say | raw |
-    | random | U(0, 1) | raw |
-
+pair. METHODS names a value and a rule: scores are the raw values, or those of a layer in descending order over their
+prefix sums, score_(r) = v_(r) / (sum_{j<=r} v_(j) + eps)                                     (AIRE-Prune, Eq. 11)
 Letters: n modes, p inputs, q outputs, H channels; c1, c2 the columns of C for the two directions.
 """
 
@@ -57,9 +44,6 @@ _RELEASED_EPS = 1e-8  # what the authors' code adds to the denominators of energ
 _ENERGY_FACTORS = {"complex": 1.0, "real": 0.5, "twice_real": 2.0}  # of a pair's real output, without its cross term
 
 
-# --- What a mode is worth by itself: float64, shape of lam ------------------------------------------------------------
-
-
 def _input_energy(system: DiagonalSystem) -> Tensor:
     """||b_i||^2."""
     power = system.B.abs().square()
@@ -71,55 +55,36 @@ def _output_dot(system: DiagonalSystem, left: Tensor, right: Tensor) -> Tensor:
     return left * right if system.siso else (left * right).sum(0)
 
 
-def _output_norms(system: DiagonalSystem) -> list[Tensor]:
-    """||c_i|| of every direction."""
-    return [_output_dot(system, C.conj(), C).real.sqrt() for C in system.directions]
-
-
 def _output_energy(system: DiagonalSystem, bidirectional: str) -> Tensor:
-    """What stands for ||c_i||^2 in products of norms.
-
-    With two directions: the mean of the squares ("paper"); (||c1|| + ||c2||)^2, which no gain exceeds ("exact"); and
-    (||c1|| + ||c2||) / 4 ("released"), as the operators of the authors' code bind.
+    """What stands for ||c_i||^2 in products of norms. With two directions the mean of the squares ("paper");
+    (||c1|| + ||c2||)^2, which no gain exceeds ("exact"); (||c1|| + ||c2||) / 4, as the authors compute it ("released").
     """
-    norms = _output_norms(system)
-    if not system.bidirectional:
-        return norms[0].square()
-    if bidirectional == "paper":
-        return (norms[0].square() + norms[1].square()) / 2
+    norms = [_output_dot(system, C.conj(), C).real.sqrt() for C in system.directions]
+    if len(norms) == 1 or bidirectional == "paper":
+        return sum(norm.square() for norm in norms) / len(norms)  # type: ignore[return-value]
     return (norms[0] + norms[1]).square() if bidirectional == "exact" else (norms[0] + norms[1]) / 4
 
 
-def _geometric(z: Tensor, horizon: int | None) -> Tensor:
-    """sum_{k < horizon} z^k, or all of it: real or complex, elementwise.
-
-    expm1 of the logarithm keeps the digits that 1 - z^T loses near z = 1, whose sum is T.
-    """
-    if horizon is None:
-        return 1 / (1 - z)
+def _decay(z: Tensor, horizon: int) -> Tensor:
+    """sum_{k < horizon} z^k. expm1 of the logarithm keeps the digits that 1 - z^T loses near z = 1, whose sum is T."""
     log = torch.log(z)
     powers = torch.expm1(horizon * log) / torch.expm1(log)
     return torch.where(z == 1, horizon, torch.where(z == 0, 1, powers))
 
 
-def _decay(system: DiagonalSystem, horizon: int | None, eps: float = 0.0) -> Tensor:
-    """sum_k r^(2k)."""
-    r = system.lam.abs()
-    return _geometric(r.square(), horizon) if horizon is not None else 1 / ((1 - r) * (1 + r) + eps)
-
-
 def energy(system: DiagonalSystem, bidirectional: str = "paper", horizon: int | None = None) -> Tensor:
-    """Energy of each mode's complex impulse response (Eq. 8; Eq. 7 with a horizon).
+    """Energy of each mode's complex impulse response (Eq. 8; Eq. 7 with a horizon), float64, shape of lam.
 
     Two directions share lam and B: "paper" averages them, "released" is the authors' code, "exact" is the energy of
     their sum, in which lag 0 is counted by both: (||c1||^2 + ||c2||^2) ||b||^2 / (1 - r^2) + 2 Re(c1^H c2) ||b||^2.
     """
-    b = _input_energy(system)
+    b, r = _input_energy(system), system.lam.abs()
+    eps = _RELEASED_EPS if bidirectional == "released" else 0.0
+    decay = 1 / ((1 - r) * (1 + r) + eps) if horizon is None else _decay(r.square(), horizon)
     if not (system.bidirectional and bidirectional == "exact"):
-        eps = _RELEASED_EPS if bidirectional == "released" else 0.0
-        return _output_energy(system, bidirectional) * b * _decay(system, horizon, eps)
+        return _output_energy(system, bidirectional) * b * decay
     first, second = system.directions
-    both = sum(norm.square() for norm in _output_norms(system)) * _decay(system, horizon)
+    both = sum(_output_dot(system, C.conj(), C).real.sqrt().square() for C in system.directions) * decay
     return ((both + 2 * _output_dot(system, first.conj(), second).real) * b).clamp(min=0)
 
 
@@ -131,11 +96,11 @@ def exact_energy(system: DiagonalSystem, horizon: int | None = None) -> Tensor:
     E = energy(system, "exact", horizon)
     if system.output == "complex":
         return E
-    b = system.B.square() if system.siso else system.B.square().sum(1)
-    each = system.directions
-    cross = sum(_output_dot(system, C, C) for C in each) * _geometric(system.lam.square(), horizon)
+    b, square = (system.B.square() if system.siso else system.B.square().sum(1)), system.lam.square()
+    decay = 1 / (1 - square) if horizon is None else _decay(square, horizon)
+    cross = sum(_output_dot(system, C, C) for C in system.directions) * decay
     if system.bidirectional:
-        cross = cross + 2 * _output_dot(system, *each)
+        cross = cross + 2 * _output_dot(system, *system.directions)
     return (_ENERGY_FACTORS[system.output] * (E + (cross * b).real)).clamp(min=0)
 
 
@@ -162,7 +127,7 @@ def mode_values(
     elif value == "hinf":
         found = both / ((1 - r).square() + (_RELEASED_EPS if bidirectional == "released" else 0.0))
     elif value == "hankel":
-        found = both.sqrt() * _decay(system, None)
+        found = both.sqrt() * (1 / ((1 - r) * (1 + r)))
     else:
         found = r * both.sqrt()
     if (bad := ~torch.isfinite(found)).any():
@@ -173,14 +138,9 @@ def mode_values(
 
 def _output_factor(output: str, value: str) -> float:
     """What makes values of layers with different outputs comparable: the real map's value over the complex one's."""
-    if value == "energy":
-        return _ENERGY_FACTORS[output]
-    if value == "hinf":
-        return OUTPUTS[output] ** 2
-    return OUTPUTS[output] if value in ("hankel", "magnitude") else 1.0
-
-
-# --- Scores of a model's modes ----------------------------------------------------------------------------------------
+    norm = OUTPUTS[output]
+    factors = {"energy": _ENERGY_FACTORS[output], "hinf": norm**2, "hankel": norm, "magnitude": norm}
+    return factors.get(value, 1.0)
 
 
 @dataclass(frozen=True)
@@ -220,12 +180,9 @@ class Importance:
 
 
 def prefix_scores(values: Tensor, eps: float = 0.0) -> Tensor:
-    """v_(r) / (v_(1) + ... + v_(r) + eps) at each value's own place, float64; ties by index.
+    """v_(r) / (v_(1) + ... + v_(r) + eps) of values (n,) >= 0, each at its own place, float64; ties by index.
 
     Non-increasing in r. 0 / 0 is 0, but 1 for the first of a layer, as of any other layer without eps.
-
-    Args:
-        values: at least 0, (n,).
     """
     ranked, index = torch.sort(values, descending=True, stable=True)
     scores = torch.where(ranked > 0, ranked / (ranked.cumsum(0) + eps), 0)

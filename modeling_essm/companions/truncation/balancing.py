@@ -1,21 +1,14 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Balanced truncation (CompreSSM, Chahine et al. 2025): from n modes to the r that matter most, and diagonal again.
 
-How well inputs reach a state and outputs show it is told by Gramians, and by the Hankel singular values sigma:
-
     P = A P A^H + B B^H,    Q = A^H Q A + C^H C,    sigma_i = sqrt(eig_i(P Q))                              (Eq. 3-5)
-
-With A = diag(lam) both are closed forms, which need their conjugations (the paper's Eq. 14 leaves them out):
-
     P_ij = (B B^H)_ij / (1 - lam_i conj(lam_j)),    Q_ij = (C^H C)_ij / (1 - conj(lam_i) lam_j)
-
-A system is brought to its leading balanced directions, which T of the square-root algorithm spans:
-
     A_r = T^+ A T,  B_r = T^+ B,  C_r = C T,      A_r = W diag(mu) W^(-1),  B_d = W^(-1) B_r,  C_d = C_r W
 
-The error is ||G - G_r||_inf <= 2 sum_{i > r} sigma_i of the complex system x, C x, whatever is taken of its output.
-Channels of a system with one recurrence each are reduced one by one.
-Letters: n modes or states, p inputs, q outputs, H channels. All in complex128.
+The second line is the Gramians P and Q of A = diag(lam); the paper's Eq. 14 leaves the conjugations out. T of the
+square-root algorithm spans the leading balanced directions. The error is ||G - G_r||_inf <= 2 sum_{i > r} sigma_i of
+the complex system x, C x, whatever is taken of its output. Channels of a system with one recurrence each are reduced
+one by one. Letters: n modes or states, p inputs, q outputs, H channels. All in complex128.
 """
 
 from __future__ import annotations
@@ -60,13 +53,8 @@ def gramians(system: DiagonalSystem) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Balancing:
-    """Hankel singular values, and the transform to the leading directions of the balanced coordinates.
-
-    Attributes:
-        sigma: (..., n) float64, descending.
-        lifted: Lc V, (..., n, n). reduced: U^H Lo^H, (..., n, n); T and T^+ before the division by sqrt(sigma).
-        rank: how many of sigma are above rounding, (...) integers.
-    """
+    """Hankel singular values sigma (..., n) float64, descending, how many are above rounding, `rank` (...), and T and
+    T^+ before the division by sqrt(sigma): Lc V and U^H Lo^H, (..., n, n)."""
 
     sigma: Tensor
     lifted: Tensor
@@ -80,13 +68,10 @@ class Balancing:
 
 
 def balance(P: Tensor, Q: Tensor) -> Balancing:
-    """The square-root algorithm: P = Lc Lc^H, Q = Lo Lo^H, U Sigma V^H = svd(Lo^H Lc), T = Lc V Sigma^(-1/2).
+    """The square-root algorithm of Hermitian P, Q (..., n, n): P = Lc Lc^H, Q = Lo Lo^H, U Sigma V^H = svd(Lo^H Lc).
 
-    The roots come from Hermitian eigendecompositions, in which eigenvalues below n eps times the largest count as 0,
-    and no n x n matrix is inverted. Modes are scaled to P_ii = Q_ii first, which changes nothing but rounding.
-
-    Args:
-        P, Q: (..., n, n), Hermitian (or real symmetric) and non-negative.
+    The roots come from Hermitian eigendecompositions, in which eigenvalues below n eps times the largest count as 0.
+    Modes are scaled to P_ii = Q_ii first, which changes nothing but rounding.
     """
     reached, shown = P.diagonal(dim1=-2, dim2=-1).real, Q.diagonal(dim1=-2, dim2=-1).real
     scale = torch.where((reached > 0) & (shown > 0), shown / reached, 1.0) ** 0.25
@@ -122,14 +107,9 @@ class NotDiagonalisable(ValueError):
 
 @dataclass(frozen=True)
 class Truncation:
-    """What became of a system.
-
-    Attributes:
-        system: the reduced one, or the one given.
-        hankel: Hankel singular values before, descending: (n,) or (H, n).
-        bound: of the largest singular value of the error at any frequency, for the system's kind of output.
-        refused: why the system, or some of its channels, stayed larger than asked for; "" if nothing did.
-    """
+    """What became of a system: the reduced one, or the one given; Hankel singular values before, descending, (n,) or
+    (H, n); the bound of the error's largest singular value at any frequency; and why the system, or some of its
+    channels, stayed larger than asked for, "" if nothing did."""
 
     system: DiagonalSystem
     hankel: Tensor
@@ -138,12 +118,9 @@ class Truncation:
 
 
 def rank_by_discarded(sigma: Tensor, tau: float) -> int:
-    """r = min{k: sum_{i <= k} sigma_i >= (1 - tau) sum_i sigma_i}: the smallest order that discards a share of tau.
+    """r = min{k: sum_{i <= k} sigma_i >= (1 - tau) sum_i sigma_i}, of sigma (n,) descending; tau 0 keeps all.
 
-    Args:
-        sigma: (n,) Hankel singular values, descending. tau: share of their sum, not of their squares; 0 keeps all.
-    Returns:
-        In [1, n], and n where rounding keeps the sums below the threshold.
+    In [1, n], and n where rounding keeps the sums below the threshold. Shares are of the sum, not of squares.
     """
     kept = sigma.double().cumsum(0)
     enough = (kept >= (1.0 - tau) * kept[-1]).nonzero()

@@ -18,21 +18,15 @@ class BalancedTruncationCallback(TrainerCallback):
 
     After steps round(j T / attempts), j = 1..attempts, every layer gives up the modes that hold at most a share `tau`
     of its Hankel singular values, if that is more than `min_reduction` of its modes. Shares compound: four attempts at
-    0.15 keep about 0.85^4 = 0.52. New tensors start with fresh optimizer state; the learning rate goes on. What is
-    saved has the new sizes in config.state_sizes, so a run is resumed with the model of its checkpoint:
-
-        model = AutoModelForCausalLM.from_pretrained(checkpoint)
-        Trainer(model, .., callbacks=[BalancedTruncationCallback()]).train(resume_from_checkpoint=checkpoint)
-
-    With load_best_model_at_end, the best is searched for among the models since the last truncation: earlier ones have
-    other shapes, and their score is not this model's.
+    0.15 keep about 0.85^4 = 0.52. The learning rate goes on. What is saved has the new sizes in config.state_sizes, so
+    a run is resumed with the model of its checkpoint: AutoModelForCausalLM.from_pretrained(checkpoint). With
+    load_best_model_at_end, the best is searched for among the models since the last truncation.
 
     Args:
         tau: share to discard in an attempt. attempts: how many. until: T, "warmup", a step, or a share of all steps.
         min_reduction: as in `InTrainingTruncation`. say: takes a line per attempt, on the first process.
     Attributes:
-        history: a dict per attempt, as in `InTrainingTruncation`. The Trainer's log_history has them too, as
-            `truncation`, and with it every checkpoint.
+        history: a dict per attempt, as in `InTrainingTruncation`; the Trainer's log_history has them as `truncation`.
     Raises:
         ValueError: values out of range. When training begins: a schedule that does not fit the run, a model without
             diagonal layers, or a sharded one.

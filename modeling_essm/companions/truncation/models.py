@@ -21,15 +21,8 @@ Replaced = tuple[nn.Parameter, nn.Parameter]  # a Parameter that was, and the on
 
 @dataclass(frozen=True)
 class LayerTruncation:
-    """What became of a layer.
-
-    Attributes:
-        before, after: modes, of all channels. size: modes stored now; where channels have modes of their own, the
-            largest number of any.
-        bound: of the error's largest singular value at any frequency, without the skip; 0 for an untouched layer.
-        hankel: Hankel singular values before, as in `Truncation`; none for a layer without modes or unstable.
-        refused: why it is larger than asked for; "" if it is not.
-    """
+    """What became of a layer: modes of all channels before and after; `size`, modes stored now, the largest number of
+    any channel; bound, hankel and refused as of `Truncation`, bound 0 for an untouched layer."""
 
     name: str
     before: int
@@ -61,13 +54,8 @@ class TruncationReport:
 
 
 def write_layer(layer: StateLayer, system: DiagonalSystem) -> list[Replaced]:
-    """Give the layer these modes; which of its Parameters are new objects.
-
-    They keep what was set on the old ones: requires_grad, and attributes such as `_no_weight_decay`.
-
-    Raises:
-        ValueError: a layer whose tensors are masked or otherwise parametrized.
-    """
+    """Give the layer these modes; which of its Parameters are new objects. They keep requires_grad, and attributes such
+    as `_no_weight_decay`. Raises ValueError for a layer whose tensors are masked or otherwise parametrized."""
     if is_parametrized(layer.module):
         raise ValueError("a layer with parametrized tensors cannot be truncated: remove its masks first")
     before = dict(layer.module.named_parameters())

@@ -72,13 +72,11 @@ class InTrainingTruncation:
     def after_step(self, model: nn.Module, optimizer: Any, step: int) -> TruncationReport | None:
         """If that step is one to attempt at: truncate, and tell the optimizer. All processes must call it.
 
-        Gradients must have been used and cleared. A torch.compile'd model compiles anew; DistributedDataParallel takes
-        the new Parameters in (communication hooks have to be registered again).
+        Gradients must have been used and cleared. DistributedDataParallel takes the new Parameters in (communication
+        hooks have to be registered again); an average of the weights needs the report's `replaced`.
 
-        Returns:
-            What was done. Others that hold Parameters, such as an average of the weights, need its `replaced`.
         Raises:
-            ValueError: no diagonal layers, or values out of range; a sharded model.
+            ValueError: no diagonal layers, or a sharded model.
         """
         if step not in self.steps:
             return None
@@ -152,11 +150,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def rebuild_wrappers(model: nn.Module) -> None:
     """After Parameters of a model were replaced: DistributedDataParallel around it exchanges the new ones' gradients,
-    and compiled graphs of old shapes are dropped, so that torch.compile's limit of graphs counts the new ones only.
-
-    transformers' Trainer keeps its wrapper to itself, and its loop holds it in a variable. So wrappers are found among
-    the live objects, and made anew in place.
-    """
+    and torch.compile's graphs of old shapes are dropped. transformers' Trainer keeps its wrapper to itself, so wrappers
+    are found among the live objects, and made anew in place."""
     if dist.is_available() and dist.is_initialized():
         for ddp in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
             if unwrap(ddp) is model:

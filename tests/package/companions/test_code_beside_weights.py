@@ -14,8 +14,7 @@ from transformers import GPT2Config
 from transformers.dynamic_module_utils import get_imports
 
 import modeling_essm
-from modeling_essm.companions import models
-from modeling_essm.companions.models import DiagonalSSMConfig, DiagonalSSMForCausalLM
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM, models
 from modeling_essm.companions.systems import DiagonalAdapter
 
 PACKAGE = Path(modeling_essm.__file__).parent

@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from modeling_essm import companions
-from modeling_essm.companions import DiagonalSSMConfig, ElasticStateConfig, models
+from modeling_essm.companions import DiagonalSSMConfig, ElasticStateConfig
 
 
 def test_defaults():
@@ -69,6 +69,6 @@ def test_bad_backbones(given):
 def test_names():
     """All are there, also what is imported when it is asked for, and none is the library's."""
     assert all(getattr(companions, name).__name__ == name for name in companions.__all__)
-    names = set(models.__all__)
+    names = set(companions.__all__)
     assert not names & set(dir(transformers)) and not [name for name in names if name.startswith(("Esm", "EssmE"))]
     assert type(AutoConfig.for_model("elastic_state")) is ElasticStateConfig

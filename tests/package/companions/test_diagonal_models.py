@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from modeling_essm.companions.models import (
+from modeling_essm.companions import (
     DiagonalSSMConfig,
     DiagonalSSMForCausalLM,
     DiagonalSSMForSequenceClassification,

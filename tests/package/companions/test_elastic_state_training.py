@@ -9,7 +9,7 @@ from elastic_states import hard_stream, tiny
 from transformers import Trainer, TrainingArguments
 
 from modeling_essm.companions import ElasticStateModel, distillation_loss
-from modeling_essm.companions.models import ElasticStateOutput
+from modeling_essm.companions.models.modeling_elastic_state import ElasticStateOutput
 
 
 @functools.cache

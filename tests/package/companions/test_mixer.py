@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from modeling_essm.companions.models import MIXERS, DiagonalSSMConfig
-from modeling_essm.companions.models.mixer_diagonal import hippo_frequencies
+from modeling_essm.companions import DiagonalSSMConfig
+from modeling_essm.companions.models.mixer_diagonal import MIXERS, hippo_frequencies
 from modeling_essm.companions.systems import OUTPUTS, DiagonalAdapter, DiagonalSystem
 
 H = 3
