@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""hub_configs/: every configuration is whole, loads, runs and can be published; the released model is as its card says."""
+"""hub_configs/: every configuration is whole, loads, runs and can be published; the released model is as it says."""
 
 import json
 import os

@@ -116,7 +116,7 @@ def test_mambas_with_calibration_text(make, texts, tmp_path):
     ("changes", "message"),
     [
         ({"amount": 0.5, "max_loss": 0.1}, "give amount or max_loss, got 0.5 and 0.1"),
-        ({"amount": 1.0}, r"amount must be the share of the modes to prune, in \(0, 1\), got 1.0"),
+        ({"amount": 1.0}, r"amount must be in \(0, 1\), got 1.0"),
         ({"amount": 0.5, "step": 0.0}, r"step must be in \[0.001, 0.5\], got 0.0"),
         ({"amount": 0.5, "method": "best"}, "method must be one of aire, .*got 'best'"),
         ({"amount": 0.5, "task": "smnist"}, "give task or text_files"),

@@ -7,13 +7,25 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from essm_train.arguments import TRUST_HELP, arg, check_at_least
+from essm_train.arguments import TRUST_HELP, arg, check_at_least, check_within, refuse
 
-DTYPES = ("float32", "bfloat16", "float16")
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
 # What modeling_essm.companions.importance knows.
 METHODS = ("aire", "aire_exact", "last", "lamp", "magnitude", "energy", "hinf", "hankel", "random")
-SCOPES = ("global", "uniform")
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    "format": tuple(PACKAGES),
+    "method": METHODS,
+    "scope": ("global", "uniform"),
+}
+
+
+def check_choices(arguments: Any, *names: str) -> None:
+    """Raises ValueError for a value that is none of CHOICES."""
+    for name in names:
+        if (value := getattr(arguments, name)) not in CHOICES[name]:
+            raise ValueError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
 
 
 @dataclass
@@ -22,12 +34,10 @@ class CalibrateArguments:
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM; the results go there too."})
     text_files: list[str] | None = arg(None, "Held-out text, for a language model.")
-    test_file: list[str] | None = arg(
-        None, "Held-out parquet, json(l) or csv files, for a classifier, with their columns:"
-    )
+    test_file: list[str] | None = arg(None, "Held-out parquet, json(l) or csv files, for a classifier.")
     dataset_name: str | None = arg(None, "Or a data set of the Hub or a local folder, whose test split counts if any.")
     dataset_config_name: str | None = arg(None, "Which configuration of that data set.")
-    text_column: str | None = arg(None, "As in essm-train-classification.")
+    text_column: str | None = arg(None, "Of those rows, as in essm-train-classification.")
     features_column: str | None = arg(None, "As in essm-train-classification.")
     label_column: str = arg("label", "As in essm-train-classification.")
     task: str | None = arg(None, "Or a task of essm-list-tasks, by its held-out data.")
@@ -36,9 +46,7 @@ class CalibrateArguments:
     timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
     budgets: list[int] | None = arg(None, "Budgets K, the full one always among them; by default those of training.")
     batch_sizes: list[int] = arg([1, 8], "Rows of a timed call.")
-    prompt_length: int | None = arg(
-        None, "Positions of a timed prefill; by default those of a held-out block or sample."
-    )
+    prompt_length: int | None = arg(None, "Positions of a timed prefill; by default those of a held-out sample.")
     decode_tokens: int = arg(64, "Tokens decoded for one timing.")
     rounds: int = arg(7, "Rounds of timing; beyond a minute, three.")
     dtype: str = arg("auto", "auto (as saved), float32, bfloat16 or float16.")
@@ -50,18 +58,14 @@ class CalibrateArguments:
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:
-        names = ("text_files", "test_file", "dataset_name", "task")
+        names = ("text_files", "test_file", "dataset_name", "task", "timing_only")
         given = [name for name in names if getattr(self, name)]
-        if self.timing_only and given:
-            raise ValueError(f"timing_only measures no quality: give it without {', '.join(given)}")
-        if not self.timing_only and len(given) != 1:
-            raise ValueError(f"give {', '.join(names)} or timing_only, one of them, got {given or 'none'}")
+        if len(given) != 1:
+            raise ValueError(f"give {' or '.join(names)}, one of them, got {', '.join(given) or 'none'}")
         check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
         check_at_least(self, 1, "batch_sizes", "budgets")
         check_at_least(self, 2, "block_size")
-        for name, legal in (("dtype", ("auto", *DTYPES)), ("device", ("auto", "cpu", "cuda"))):
-            if getattr(self, name) not in legal:
-                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
+        check_choices(self, "dtype", "device")
 
 
 @dataclass
@@ -72,18 +76,12 @@ class ExportArguments:
     output_dir: str = field(metadata={"help": "New folder, or that of an earlier export, which is replaced."})
     spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
     format: str = arg("onnx", "onnx, torch or executorch.")
-    max_length: int | None = arg(
-        None, "Most positions of one call, by default filter_length; a longer prompt takes several calls."
-    )
+    max_length: int | None = arg(None, "Most positions of one call, by default filter_length.")
 
     def __post_init__(self) -> None:
-        if self.format not in PACKAGES:
-            raise ValueError(f"format must be one of {list(PACKAGES)}, got {self.format!r}")
-        missing = [name for name in PACKAGES[self.format] if importlib.util.find_spec(name) is None]
-        if missing:
-            raise ValueError(
-                f"format {self.format!r} needs packages that are not here: pip install {' '.join(missing)}"
-            )
+        check_choices(self, "format")
+        missing = " ".join(name for name in PACKAGES[self.format] if importlib.util.find_spec(name) is None)
+        refuse({f"format {self.format!r} needs packages that are not here: pip install {missing}": missing})
 
     @property
     def budget(self) -> Any:
@@ -100,7 +98,7 @@ class PruneArguments:
     output_dir: str = field(metadata={"help": "Where the smaller model and what was measured go."})
     amount: float | None = arg(None, "Share of the modes to prune, in (0, 1).")
     max_loss: float | None = arg(
-        None, "Instead of amount: the most that quality may lose, in accuracy (0.01 is a point) or in bits per byte."
+        None, "Instead of amount: the most accuracy (0.01 is a point) or bits per byte to lose."
     )
     method: str = arg("aire", f"How modes are ranked, one of {', '.join(METHODS)}.")
     scope: str = arg("global", "'global' ranks over all layers, 'uniform' takes the same share of each.")
@@ -113,24 +111,18 @@ class PruneArguments:
     block_size: int = arg(512, "Tokens per block of held-out and calibration text.")
     max_blocks: int = arg(64, "Blocks of each, spread evenly over the text.")
     calibration_files: list[str] | None = arg(None, "Text that the energies of Mamba's states are measured on.")
-    horizon: int | None = arg(
-        None, "Steps that energies are summed over, for modes that are not stable (|lam| >= 1); by default all."
-    )
+    horizon: int | None = arg(None, "Steps that energies are summed over, for modes with |lam| >= 1; by default all.")
     step: float = arg(0.05, "Between the ratios that are measured.")
     seed: int = arg(0, "Seed of the method 'random'.")
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:
         for one, other in (("amount", "max_loss"), ("task", "text_files")):
-            if (getattr(self, one) is None) == (getattr(self, other) is None):
-                raise ValueError(f"give {one} or {other}, got {getattr(self, one)} and {getattr(self, other)}")
-        if self.amount is not None and not 0 < self.amount < 1:
-            raise ValueError(f"amount must be the share of the modes to prune, in (0, 1), got {self.amount}")
-        if not 0.001 <= self.step <= 0.5:
-            raise ValueError(f"step must be in [0.001, 0.5], got {self.step}")
-        for name, legal in (("method", METHODS), ("scope", SCOPES)):
-            if getattr(self, name) not in legal:
-                raise ValueError(f"{name} must be one of {', '.join(legal)}, got {getattr(self, name)!r}")
+            values = getattr(self, one), getattr(self, other)
+            refuse({f"give {one} or {other}, got {values[0]} and {values[1]}": values.count(None) != 1})
+        check_within(self, "(0, 1)", "amount")
+        check_within(self, "[0.001, 0.5]", "step")
+        check_choices(self, "method", "scope")
         check_at_least(self, 0, "max_loss")
         check_at_least(self, 1, "horizon", "max_blocks")
         check_at_least(self, 2, "block_size")
@@ -157,7 +149,6 @@ class PushArguments:
     dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
 
     def __post_init__(self) -> None:
-        if self.card_only and self.keep_card:
-            raise ValueError("card_only writes the card and keep_card does not: give one of them")
-        if not (self.card_only or self.dry_run or self.hub_model_id):
-            raise ValueError("hub_model_id is needed to push: --hub_model_id org/name")
+        named = self.card_only or self.dry_run or self.hub_model_id
+        refuse({"card_only writes the card, keep_card does not: give one of them": self.card_only and self.keep_card})
+        refuse({"hub_model_id is needed to push: --hub_model_id org/name": not named})

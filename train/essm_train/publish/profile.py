@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from essm_train.arguments import check_within, refuse
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_test
 from essm_train.data.labels import check_weights, class_names
@@ -42,17 +43,16 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     """
     folder = Path(args.model)
     config = read_saved_config(folder, pairs=True)
-    longest = config["filter_length"] - (args.decode_tokens if is_causal(config) else 0)
-    for name, value, least, most in (
-        ("decode_tokens", args.decode_tokens, 1, config["filter_length"] - 1 if is_causal(config) else None),
-        ("prompt_length", args.prompt_length, 1, longest),
-        ("block_size", args.block_size, 2, config["filter_length"]),
-        ("budgets", max(args.budgets or [1]), 1, config["num_spectral_channels"]),
-    ):
-        if value is not None and most is not None and value > most:
-            raise ValueError(f"{name} must be in [{least}, {most}] with this model, got {value}")
+    causal, H, capacity = is_causal(config), config["filter_length"], config["num_spectral_channels"]
+    longest = H - args.decode_tokens if causal else H
+    if causal:
+        check_within(args, f"[1, {H - 1}]", "decode_tokens")
+    check_within(args, f"[1, {longest}]", "prompt_length")
+    check_within(args, f"[2, {H}]", "block_size")
+    check_within(args, f"[1, {capacity}]", "budgets")
+    refuse({"device 'cuda' is not on this machine": args.device == "cuda" and not torch.cuda.is_available()})
     check_writable(folder)
-    auto = AutoModelForCausalLM if is_causal(config) else AutoModelForSequenceClassification
+    auto = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     model = load_model(auto, folder, trust_remote_code=args.trust_remote_code, dtype="auto").eval()
     model.to(pick_device(args.device))
     # One that is of other weights is refused: it may hold the figures of other devices.
@@ -67,7 +67,6 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
             if unknown := sorted(set(budgets) - set(profile.quality.budgets)):
                 raise ValueError(f"budgets must be of {list(profile.quality.budgets)}, measured before, got {unknown}")
         else:
-            capacity = config["num_spectral_channels"]
             budgets = clip_budgets((*(args.budgets or BUDGETS), capacity), capacity)
             quality = measure_quality(model, open_held_out(args, config), budgets)
             devices = profile.devices if profile else {}
