@@ -58,7 +58,7 @@ def write_model_card(
     template: Path | None,
     local: str | None = None,
 ) -> Path:
-    """Write `folder`/README.md and put the curve's picture, `folder`/../budget_sweep.png, beside it.
+    """Write `folder`/README.md, put the curve's picture, `folder`/../budget_sweep.png, beside it; the card's path.
 
     Args:
         folder: a saved model (config.json at least).
@@ -67,30 +67,25 @@ def write_model_card(
         hub_model_id: the repository it will have; else the card says `org/name`.
         template: a card with the five markers; None for a plain one.
         local: the folder it is loaded from, where it lies in a clone and is not on the Hub.
-    Returns:
-        The path of the card.
     Raises:
         ValueError, OSError: no config.json, a template without its markers or with a broken head, or a damaged sweep.
     """
     config, curve = read_json(folder / "config.json"), None if sweep is None else read_sweep(sweep)
-    sweep, training = sweep or {}, training or {}
-    place = folder.resolve()
+    sweep, training, place = sweep or {}, training or {}, folder.resolve()
     title = (hub_model_id or (place.parent.name if place.name == "model" else place.name)).split("/")[-1]
     own, text = {}, "\n\n".join([f"\n# {title}", _PLAIN, *(f"<!-- {name} -->" for name in SECTIONS)])
     if template is not None:
         user = check_template(template.read_text(encoding="utf-8"), str(template))
         own, text = user.data.to_dict(), user.text
     data = _metadata(own, folder, config, title, curve, sweep, training)
-    source, target = place.parent / PICTURE, folder / PICTURE
-    if source.is_file():
-        shutil.copyfile(source, target)
-    widget = data.get("widget")
-    example = json.dumps(widget[0]["text"] if widget else "def main(", ensure_ascii=False)
+    if (place.parent / PICTURE).is_file():
+        shutil.copyfile(place.parent / PICTURE, folder / PICTURE)
+    example = data["widget"][0]["text"] if data.get("widget") else "def main("
     sections = (
         _model(folder, config),
-        _results(curve, sweep, training, target.is_file()),
+        _results(curve, sweep, training, (folder / PICTURE).is_file()),
         _training(training),
-        _loading(folder, config, example, hub_model_id or "org/name", local),
+        _loading(folder, config, json.dumps(example, ensure_ascii=False), hub_model_id or "org/name", local),
         _limits(config),
     )
     for name, section in zip(SECTIONS, sections):
@@ -122,13 +117,12 @@ def _metadata(
 ) -> dict[str, Any]:
     """Fields of ModelCardData: those of the user's card, and what the folder tells besides."""
     kind = _architecture(config)
-    task = data.get("pipeline_tag")
-    if task is None and "CausalLM" in kind:
-        task = "text-generation"
-    elif task is None and "Classification" in kind and config.get("num_input_features") is None:
+    task = "text-generation" if "CausalLM" in kind else None
+    if "Classification" in kind and config.get("num_input_features") is None:
         task = "text-classification"
-    elif task is None and "Classification" in kind and (folder / "preprocessor_config.json").exists():
+    elif "Classification" in kind and (folder / "preprocessor_config.json").exists():
         task = "audio-classification"
+    task = data.get("pipeline_tag") or task
     dataset = (training.get("arguments") or {}).get("dataset_name")
     if not (isinstance(dataset, str) and re.fullmatch(r"[\w-]+(/[\w.-]+)?", dataset) and not Path(dataset).exists()):
         dataset = None  # a path, which no other machine has
@@ -251,49 +245,48 @@ def _public(name: str, value: Any) -> Any:
         return value if isinstance(value, (int, float, bool)) else None
     if re.search(r"token$|secret|password|key$", name):
         return None
-    local = PurePath(value).is_absolute() or value.startswith(("~", "..")) or re.match(r"[A-Za-z]:\\|\\\\", value)
-    return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if local else value
+    path = PurePath(value)
+    return path.name if path.is_absolute() or value.startswith(("~", "..")) else value
 
 
 def _loading(folder: Path, config: dict[str, Any], example: str, repository: str, local: str | None) -> str:
     causal, features = "CausalLM" in _architecture(config), config.get("num_input_features")
     auto = "AutoModelForCausalLM" if causal else "AutoModelForSequenceClassification"
-    budget, channels = max(1, min(6, config["num_spectral_channels"] - 1)), config["num_spectral_channels"]
-    extractor = folder / "preprocessor_config.json"
+    channels = config["num_spectral_channels"]
+    budget, extractor = max(1, min(6, channels - 1)), folder / "preprocessor_config.json"
     rate = read_json(extractor)["sampling_rate"] if features is not None and extractor.exists() else None
+    where, remote = f'folder = "{local}"', "folder, trust_remote_code=True"
     if local is None:
-        intro = _ON_THE_HUB.format(repository)
         where = f'repository = "{repository}"\nrevision = "the 40 digits of the commit you have read"'
         remote = "repository, revision=revision, trust_remote_code=True"
-    else:
-        intro = _IN_A_CLONE
-        where, remote = f'folder = "{local}"', "folder, trust_remote_code=True"
-    imports, prepare = f"from transformers import {auto}, AutoTokenizer", ""
-    if features is not None:
-        names = f"AutoFeatureExtractor, {auto}" if rate else auto
-        imports = f"import torch\nfrom transformers import {names}"
-        shape = f"1, {config['filter_length']}, {features}"
-        prepare = f'\ninputs = {{"input_features": torch.zeros({shape})}}  # (batch, length, features): yours here'
-        if rate:
-            prepare = f"""extractor = AutoFeatureExtractor.from_pretrained({remote})
+    imports = f"from transformers import {auto}, AutoTokenizer"
+    if rate:
+        imports = f"import torch\nfrom transformers import AutoFeatureExtractor, {auto}"
+        prepare = f"""extractor = AutoFeatureExtractor.from_pretrained({remote})
 
 waveform = torch.randn({rate}).numpy()  # one second of sound, mono: yours here
 inputs = extractor(waveform, sampling_rate={rate}, return_tensors="pt")"""
+    elif features is not None:
+        imports = f"import torch\nfrom transformers import {auto}"
+        shape = f"1, {config['filter_length']}, {features}"
+        prepare = f'\ninputs = {{"input_features": torch.zeros({shape})}}  # (batch, length, features): yours here'
     else:
-        inputs = f'inputs = tokenizer({example}, return_tensors="pt")'
+        prepare = f"tokenizer = AutoTokenizer.from_pretrained({remote})\n\n"
         if _reads_pairs(config):
             documents = f'[{example}, "the other document: yours here"]'
-            inputs = f"""documents = tokenizer({documents}, padding=True, return_tensors="pt")
+            prepare += f"""documents = tokenizer({documents}, padding=True, return_tensors="pt")
 inputs = {{name: value[None] for name, value in documents.items()}}  # (batch, 2, length)"""
-        prepare = f"tokenizer = AutoTokenizer.from_pretrained({remote})\n\n{inputs}"
-    use = f"""probabilities = model(**inputs, spectral_budget={budget}).logits.softmax(-1)
-print(model.config.id2label[probabilities.argmax().item()])"""
+        else:
+            prepare += f'inputs = tokenizer({example}, return_tensors="pt")'
     if causal:
         use = f"""output = model.generate(**inputs, spectral_budget={budget}, max_new_tokens=40)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
+    else:
+        use = f"""probabilities = model(**inputs, spectral_budget={budget}).logits.softmax(-1)
+print(model.config.id2label[probabilities.argmax().item()])"""
     text = f"""## How to load it
 
-{intro}
+{_IN_A_CLONE if local else _ON_THE_HUB.format(repository)}
 
 ```python
 {imports}
