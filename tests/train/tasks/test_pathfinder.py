@@ -128,12 +128,12 @@ def test_an_image_depends_on_seed_split_and_index_only():
 def test_parameters_that_cannot_work_are_refused(monkeypatch):
     for changes, message in (
         ({"difficulty": "easy"}, "difficulty must be one of baseline, intermediate, hard, got 'easy'"),
-        ({"paddle_margins": []}, "paddle_margins must be positive, got"),
+        ({"paddle_margins": []}, "paddle_margins must name at least one"),
         ({"image_size": 28}, r"image_size must be at least 4 seed_distance \+ paddle_length = 30, got 28"),
         ({"continuity": math.nan}, "continuity must be"),
     ):
         with pytest.raises(ValueError, match=message):
             Pathfinder(**changes)
     monkeypatch.setattr("essm_train.tasks.pathfinder._MAX_ROUNDS", 300)
-    with pytest.raises(ValueError, match="image 3 of test has no room for two snakes of 90 paddles at image_size 32"):
+    with pytest.raises(ValueError, match="no room for two snakes of 90 paddles at image_size 32"):
         grow(Pathfinder(contour_length=90), "test", 3)

@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import ClassLabel, Features, List, Value
 
-from essm_train.arguments import arg, check_at_least
+from essm_train.arguments import arg, check_at_least, check_within, refuse
 from essm_train.tasks.shards import SPLITS, RowGenerator
 
 LABELS = ("separate", "connected")
@@ -70,20 +70,16 @@ class Pathfinder(RowGenerator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.difficulty not in CONTOUR_LENGTHS:
-            raise ValueError(f"difficulty must be one of {', '.join(CONTOUR_LENGTHS)}, got {self.difficulty!r}")
         check_at_least(self, 0, "seed", "distractor_paddles", "padding")
         check_at_least(self, 1, "paddle_length", "seed_distance", "paddle_margins")
         check_at_least(self, 0.5, "marker_radius", "continuity")
         check_at_least(self, 2, "contour_length")
-        for name in ("paddle_thickness", "paddle_contrast", "paddle_margins"):
-            if not (getattr(self, name) and np.all(np.asarray(getattr(self, name)) > 0)):
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.image_size - 4 * self.seed_distance < self.paddle_length:
-            raise ValueError(
-                f"image_size must be at least 4 seed_distance + paddle_length = "
-                f"{4 * self.seed_distance + self.paddle_length}, got {self.image_size}"
-            )
+        check_within(self, "(0, inf)", "paddle_thickness", "paddle_contrast")
+        least = 4 * self.seed_distance + self.paddle_length
+        unknown = f"difficulty must be one of {', '.join(CONTOUR_LENGTHS)}, got {self.difficulty!r}"
+        small = f"image_size must be at least 4 seed_distance + paddle_length = {least}, got {self.image_size}"
+        refuse({unknown: self.difficulty not in CONTOUR_LENGTHS, small: self.image_size < least})
+        refuse({"paddle_margins must name at least one": not self.paddle_margins})
 
     @property
     def num_paddles(self) -> int:
@@ -181,44 +177,42 @@ class _Growth:
     def __init__(self, task: Pathfinder, rng: np.random.Generator, margin: int):
         self.task, self.rng, self.margin = task, rng, margin
         self.length = float(task.paddle_length + 2 * margin)
-        self.snakes: list[list[Link]] = [[], []]
         points = task.paddle_length + 2 * max(task.paddle_margins)  # on a candidate, to be tested
         self.along = np.arange(points + 1) / points * self.length
         self.cells_per_pixel = max(1, 2 // min(task.paddle_margins))
+        self.snakes: list[list[Link]] = [[], []]
         self.rounds = 0
 
     def extend(self, snake: list[Link]) -> bool:
         """Append the first of 24 random links that lies inside and clear of all others; False if none does."""
-        task, margin, units = self.task, self.margin, _unit_vectors()
+        task, margin, units, u = self.task, self.margin, _unit_vectors(), self.rng.random((_CANDIDATES, 3)).T
         self.rounds += 1
         if self.rounds > _MAX_ROUNDS:
             raise ValueError(
-                f"has no room for two snakes of {task.num_paddles} paddles at image_size {task.image_size}: choose "
-                "fewer, shorter or closer ones"
+                f"no room for two snakes of {task.num_paddles} paddles at image_size {task.image_size}: choose fewer, "
+                "shorter or closer ones"
             )
-        u = self.rng.random((_CANDIDATES, 3)).T
         inner = 2 * task.seed_distance if snake is self.snakes[0] and not snake else task.padding + margin
         if snake:
             theta = (snake[-1].direction + _turns(task.continuity)[(u[0] * 4096).astype(int)]) % _DIRECTIONS
-            gap = margin * units[:, theta]
-            pivot = np.tile(snake[-1].at(self.length), _CANDIDATES)
         else:
             theta = (u[0] * _DIRECTIONS).astype(int)
-            gap = margin * units[:, theta]
+        gap = margin * units[:, theta]
+        if snake:
+            pivot = np.tile(snake[-1].at(self.length), _CANDIDATES)
+        elif snake is self.snakes[1]:
+            around = units[:, (u[1] * _DIRECTIONS).astype(int)]
+            pivot = self.snakes[0][0].at(margin) + task.seed_distance * around - gap
+        else:
             pivot = inner + np.floor(u[1:] * (task.image_size - 2 * inner) * _FINE) / _FINE - gap
-            if snake is self.snakes[1]:
-                around = units[:, (u[1] * _DIRECTIONS).astype(int)]
-                pivot = self.snakes[0][0].at(margin) + task.seed_distance * around - gap
         ends = np.stack([pivot + gap, pivot + gap + task.paddle_length * units[:, theta]])
         inside = ((ends >= inner) & (ends <= task.image_size - inner)).all((0, 1))
         pivot, theta = pivot[:, inside], theta[inside]
         free = np.flatnonzero(self._clear(pivot, units[:, theta], snake[-1:]))
-        if not len(free):
-            return False
-        (y, x), direction = pivot[:, free[0]], theta[free[0]]
-        unit_y, unit_x = units[:, direction]
-        snake.append(Link(y, x, unit_y, unit_x, direction))
-        return True
+        if len(free):
+            direction = theta[free[0]]
+            snake.append(Link._make((*pivot[:, free[0]], *units[:, direction], direction)))
+        return len(free) > 0
 
     def _clear(self, pivot: np.ndarray, unit: np.ndarray, continued: list[Link]) -> np.ndarray:
         """(C,): whether candidates (2, C) keep 2 margin from all links but the one that they continue.
@@ -245,14 +239,12 @@ class _Growth:
         while min(map(len, self.snakes)) < self.task.num_paddles:
             s = int(len(self.snakes[1]) < len(self.snakes[0]))
             snake = self.snakes[s]
-            if self.extend(snake):
-                continue
-            failures[s] += 1
-            lost = failures[s] & -failures[s]
-            if lost < len(snake):
+            if not self.extend(snake):
+                failures[s] += 1
+                lost = failures[s] & -failures[s]
                 del snake[-lost:]
-            else:
-                self.snakes, failures = [[], []], [0, 0]
+                if not snake:
+                    self.snakes, failures = [[], []], [0, 0]
 
     def grow_distractors(self) -> None:
         """Short snakes one after the other; each begins again where it meets no room, but not forever."""
@@ -271,18 +263,15 @@ def grow(task: Pathfinder, split: str, index: int) -> Scene:
     """The geometry of an image, a function of (task, split, index) alone.
 
     Raises:
-        ValueError: it has no room for snakes of this length.
+        ValueError: there is no room for snakes of this length.
     """
     rng = np.random.Generator(np.random.PCG64([task.seed, SPLITS.index(split), index]))
     coins = rng.random(4)
     label, origin = int(coins[0] < 0.5), int(coins[1] < 0.5)
     margin = task.paddle_margins[int(coins[2] * len(task.paddle_margins))]
     growth = _Growth(task, rng, margin)
-    try:
-        growth.grow_marked()
-        growth.grow_distractors()
-    except ValueError as error:
-        raise ValueError(f"image {index} of {split} {error}") from None
+    growth.grow_marked()
+    growth.grow_distractors()
     snakes = [np.array(snake)[:, :4] for snake in growth.snakes if snake]
     # Markers: the first end of a snake, and the last end of the same or of the other.
     first, last = snakes[origin][0], snakes[origin if label else 1 - origin][-1]
@@ -302,11 +291,11 @@ def render(task: Pathfinder, scene: Scene) -> np.ndarray:
     half = math.ceil(max((task.paddle_length + task.paddle_thickness) / 2, task.marker_radius) + 0.5) + 1
     image = np.zeros((task.image_size + 2 * half,) * 2)
 
-    def window(centre: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], list[np.ndarray]]:
-        """Pixels around centres (n, 2), rows (n, w, 1) and columns (n, 1, w), and how far from them theirs are."""
-        place = np.floor(centre).astype(int)[:, :, None] + np.arange(-half, half + 1)
-        dy, dx = np.moveaxis(place + 0.5 - centre[:, :, None], 1, 0)
-        return (place[:, 0, :, None] + half, place[:, 1, None] + half), [dy[:, :, None], dx[:, None]]
+    def around(centres: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+        """Pixels near centres (n, 2), as indices (n, w, 1) and (n, 1, w), and their offsets from them."""
+        y, x = (np.floor(centres).astype(int)[:, :, None] + np.arange(-half, half + 1)).swapaxes(0, 1)
+        offsets = (y + 0.5 - centres[:, :1])[:, :, None], (x + 0.5 - centres[:, 1:])[:, None]
+        return (y[:, :, None] + half, x[:, None] + half), offsets
 
     def covered(distance: np.ndarray, width: float) -> np.ndarray:
         """Length of [distance - 1/2, distance + 1/2] inside of [-width/2, width/2]."""
@@ -314,12 +303,11 @@ def render(task: Pathfinder, scene: Scene) -> np.ndarray:
         return np.maximum(np.minimum(distance + 0.5, width / 2) - np.maximum(distance - 0.5, -width / 2), 0.0)
 
     links = np.concatenate(scene.snakes)
-    unit_y, unit_x = links[:, 2:].T[:, :, None, None]
-    place, (dy, dx) = window(links[:, :2] + (scene.margin + task.paddle_length / 2) * links[:, 2:])
-    along, across = dy * unit_y + dx * unit_x, dy * unit_x - dx * unit_y
-    area = covered(along, task.paddle_length) * covered(across, task.paddle_thickness)
-    np.maximum.at(image, place, task.paddle_contrast * area)
-    place, (dy, dx) = window(scene.markers)
-    np.maximum.at(image, place, task.marker_radius + 0.5 - np.sqrt(dy * dy + dx * dx))
-    image = image[half:-half, half:-half]
-    return np.floor(np.minimum(image, 1.0) * 255 + 0.5).astype(np.uint8)
+    unit_y, unit_x = links[:, 2:].T[..., None, None]
+    pixels, (dy, dx) = around(links[:, :2] + (scene.margin + task.paddle_length / 2) * links[:, 2:])
+    area = covered(dy * unit_y + dx * unit_x, task.paddle_length)
+    area = area * covered(dy * unit_x - dx * unit_y, task.paddle_thickness)
+    np.maximum.at(image, pixels, task.paddle_contrast * area)
+    pixels, (dy, dx) = around(scene.markers)
+    np.maximum.at(image, pixels, task.marker_radius + 0.5 - np.sqrt(dy * dy + dx * dx))
+    return np.floor(np.minimum(image[half:-half, half:-half], 1.0) * 255 + 0.5).astype(np.uint8)

@@ -56,28 +56,21 @@ class PairFile(Dataset[Pair]):
         if not self.path.is_file():
             raise ValueError(
                 f"{path} is not there: fetch lra_release.gz, linked in the README of "
-                "https://github.com/google-research/long-range-arena, unpack it (`tar -xvf lra_release.gz`) and name "
-                "lra_release/lra_release/tsv_data/new_aan_pairs.{train,eval,test}.tsv, or copy them there"
+                "https://github.com/google-research/long-range-arena, and name one of its new_aan_pairs.*.tsv"
             )
-        options: dict[str, Any] = {
-            "sep": "\t",
-            "column_names": list(COLUMNS),
-            "quoting": csv.QUOTE_NONE,
-            "keep_default_na": False,
-        }
-        options |= {"skip_blank_lines": False, "data_files": [str(self.path.absolute())], "split": "train"}
         texts = datasets.Features(dict.fromkeys(COLUMNS, datasets.Value("string")))
-        self.rows = load(str(path), "csv", features=texts, **options)
+        options: dict[str, Any] = {"sep": "\t", "column_names": list(COLUMNS), "features": texts, "split": "train"}
+        options |= {"quoting": csv.QUOTE_NONE, "keep_default_na": False, "skip_blank_lines": False}
+        self.rows = load(str(path), "csv", data_files=[str(self.path.absolute())], **options)
         table = self.rows.with_format("arrow")[:]
         sizes = [pc.fill_null(pc.binary_length(table.column(name)), 0).to_numpy() for name in COLUMNS[3:]]
         self.lengths, self.sha256 = np.stack(sizes, 1), sha256_of(self.path)
         labels = table.column("label").to_pylist()
         for number, (label, lengths) in enumerate(zip(labels, self.lengths), 1):
-            if label not in ("0", "1", "0.0", "1.0"):
-                raise ValueError(f"line {number} of {path}: label must be 0 or 1, got {label!r}")
-            if not lengths.all():
+            if label not in ("0", "1", "0.0", "1.0") or not lengths.all():
                 raise ValueError(
-                    f"line {number} of {path} must hold {', '.join(COLUMNS)} between tabs, and texts that are not empty"
+                    f"line {number} of {path} must hold {', '.join(COLUMNS)} between tabs, label 0 or 1 and texts that "
+                    f"are not empty, got label {label!r} and texts of {' and '.join(map(str, lengths))} bytes"
                 )
         self.labels = torch.tensor([int(label[0]) for label in labels])
 
@@ -111,31 +104,29 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     assert args.train_file is not None
     pairs = PairFile(args.train_file, args.max_length)
     digests = {"sha256 of the training data": pairs.sha256}
-    held, kept = pairs, np.arange(len(pairs))
-    if args.validation_file is not None:
+    held, kept, test = pairs, np.arange(len(pairs)), None
+    if args.validation_file is None:
+        kept, rows = hold_out(len(pairs), args.seed, str(pairs.path), "lines")
+    else:
         held = PairFile(args.validation_file, args.max_length)
         rows, digests["sha256 of the validation data"] = np.arange(len(held)), held.sha256
-    else:
-        kept, rows = hold_out(len(pairs), args.seed, str(pairs.path), "lines")
-    validation, test = held.split(rows, args.validation_samples, args.seed), None
+    validation = held.split(rows, args.validation_samples, args.seed)
     cut = float((pairs.lengths > args.max_length).mean())
     description = (
         f"{pairs.path.name}: {len(kept):,} pairs of bytes, {cut:.1%} of the documents cut at {args.max_length}"
-        f"; validation on {len(validation.samples):,}"
     )
+    description += f"; validation on {len(validation.samples):,}"
     if args.test_file is not None:
         file = PairFile(args.test_file, args.max_length)
         test = file.split(np.arange(len(file)), args.test_samples, args.seed)
         description += f"; test on {len(test.samples):,}"
-    lengths = np.minimum(pairs.lengths[kept], args.max_length).sum(1)
-    tokens = max(1, round(float(lengths.mean())))
-    source = MapSamples(Subset(pairs, kept.tolist()), args.seed)
-    save = partial(save_tokenizer, max_length=args.max_length)
+    tokens = max(1, round(float(np.minimum(pairs.lengths[kept], args.max_length).sum(1).mean())))
+    source, save = MapSamples(Subset(pairs, kept.tolist()), args.seed), partial(save_tokenizer, length=args.max_length)
     return LabelledData(source, validation, test, tokens, digests, description, collate, save)
 
 
-def save_tokenizer(folder: Path, max_length: int) -> None:
+def save_tokenizer(folder: Path, length: int) -> None:
     """The byte tokenizer, which cuts and pads as it was done here."""
-    tokenizer = build_byte_tokenizer(model_max_length=max_length)
+    tokenizer = build_byte_tokenizer(model_max_length=length)
     tokenizer.padding_side = "right"
     tokenizer.save_pretrained(folder)
