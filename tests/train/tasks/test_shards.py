@@ -123,7 +123,6 @@ def test_missing_shards_are_made_again_and_no_others(made, tmp_path, monkeypatch
         (tmp_path / name).write_bytes(data)
     times = {name: (tmp_path / name).stat().st_mtime_ns for name in NAMES}
     (tmp_path / NAMES[1]).unlink()
-    (tmp_path / ".partial-old.parquet").write_bytes(b"half")
     assert not found(tmp_path)
     generate(TASK, tmp_path)
     assert contents(tmp_path) == contents(made) and found(tmp_path)

@@ -7,6 +7,7 @@ A recipe of this folder goes by its name ("smnist" is tasks/smnist.yaml), any ot
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,20 +33,29 @@ def recipe_path(kind: str, name: str) -> Path:
     return _FOLDER / kind / f"{name}.yaml"
 
 
-def read_table(path: Path) -> Any:
-    """What a YAML file holds. Raises ValueError if it is none, OSError if it cannot be read."""
+def read_recipe(kind: str, name: str, cls: type[Strict], parts: Mapping[str, type]) -> Strict:
+    """The `@strict` dataclass of a recipe, whose `name` is the file's without the suffix.
+
+    Args:
+        parts: fields that are lists or tables of dataclasses themselves.
+    Raises:
+        ValueError: an unknown name; or, opened by the file, no YAML, keys that are unknown or missing, a value of
+            another type. OSError: it cannot be read.
+    """
+    path = recipe_path(kind, name)
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
+    for key, part in parts.items() if isinstance(values, dict) else ():
+        if isinstance(found := values.get(key), list):
+            values[key] = [_build(part, item, f"{path}: {key}[{i}]") for i, item in enumerate(found)]
+        elif isinstance(found, dict):
+            values[key] = {name: _build(part, item, f"{path}: {key}: {name}") for name, item in found.items()}
+    return _build(cls, values, str(path), name=path.stem)
 
 
-def build(cls: type[Strict], values: Any, where: str, **given: Any) -> Strict:
-    """A `@strict` dataclass from a table of its fields, less those that are given.
-
-    Raises:
-        ValueError, opened by `where`: no table, keys that are unknown or missing, or a value of another type.
-    """
+def _build(cls: type[Strict], values: Any, where: str, **given: Any) -> Strict:
     names = [field.name for field in dataclasses.fields(cls) if field.name not in given]  # type: ignore[arg-type]
     if not isinstance(values, dict):
         raise ValueError(f"{where}: must be a table of {', '.join(names)}, got {values!r}")

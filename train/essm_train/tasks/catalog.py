@@ -23,7 +23,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict, type_validator
 
 from essm_train.arguments import make_arguments_of, sort_values
-from essm_train.recipes.reading import build, read_table, recipe_names, recipe_path
+from essm_train.recipes.reading import read_recipe, recipe_names, recipe_path
 from essm_train.tasks.shards import SPLITS, UNFINISHED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -83,11 +83,11 @@ class Files:
 @strict
 @dataclass
 class TaskSpec:
-    """One task. The keys of its file are these fields, without the name.
+    """One task. The keys of its file are these fields, but for the name, which is the file's.
 
     Attributes:
-        name: that of the file. title: for people. script: in train/.
-        note: how the data differs from the official set. origin: where the arguments of `full` come from.
+        title, note: for people; the note says how the data differs from the official set.
+        origin: where the arguments of `full` come from.
         data: its places, the first that is there counts. small_data, medium_data: those of reduced data, if other.
         hub: arguments that read a data set on the Hub which has the same columns, or none.
         arguments: of the script, at every size. full, small, medium: those of each size; a task may lack medium.
@@ -135,17 +135,8 @@ class TaskSpec:
 
 
 def get_task(name: str) -> TaskSpec:
-    """A task of TASKS or of a .yaml file.
-
-    Raises:
-        ValueError: an unknown name, or a file that is no task. OSError: it cannot be read.
-    """
-    path = recipe_path("tasks", name)
-    values = read_table(path)
-    for key in ("data", "small_data", "medium_data"):
-        if isinstance(values, dict) and isinstance(places := values.get(key), list):
-            values[key] = [build(Files, place, f"{path}: {key}[{i}]") for i, place in enumerate(places)]
-    return build(TaskSpec, values, str(path), name=path.stem)
+    """A task of TASKS or of a .yaml file. Raises ValueError and OSError as `read_recipe`."""
+    return read_recipe("tasks", name, TaskSpec, dict.fromkeys(("data", "small_data", "medium_data"), Files))
 
 
 def arguments_class(script: str) -> type[Any]:
@@ -161,10 +152,9 @@ def check_arguments(script: str, values: Mapping[str, Any], where: str) -> None:
     cls = arguments_class(script)
     hints = typing.get_type_hints(cls)
     for name, value in sort_values(cls, values, where).items():
-        if type(value) is int and float in (hints[name], *typing.get_args(hints[name])):
-            value = float(value)
+        real = type(value) is int and float in (hints[name], *typing.get_args(hints[name]))
         try:
-            type_validator(name, value, hints[name])
+            type_validator(name, float(value) if real else value, hints[name])
         except TypeError as error:
             raise ValueError(f"{where}: {error}") from error
 
@@ -184,13 +174,13 @@ def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str,
     if (found := _found(spec, scale, data_dir)) is not None:
         return found[1]
     folders, (first, *others) = data_folders(data_dir), spec.places(scale)
-    reduced = f" ({scale})" if first not in spec.data else ""
-    message = f"no data for task {spec.name!r}{reduced} in {', '.join(map(str, folders))}: "
-    message += first.instructions(folders[0])
-    message += "".join(f"; or, in its place, {other.instructions(folders[0])}" for other in others if other.substitute)
+    advice = "; or, in its place, ".join(
+        place.instructions(folders[0]) for place in (first, *(other for other in others if other.substitute))
+    )
     if spec.hub:
-        message += f"; or read {spec.hub['dataset_name']!r} from the Hub (`use_hub=True`, `essm-list-tasks --use_hub`)"
-    raise FileNotFoundError(message)
+        advice += f"; or read {spec.hub['dataset_name']!r} from the Hub (`use_hub=True`, `essm-list-tasks --use_hub`)"
+    reduced = f" ({scale})" if first not in spec.data else ""
+    raise FileNotFoundError(f"no data for task {spec.name!r}{reduced} in {', '.join(map(str, folders))}: {advice}")
 
 
 def substitute_data(name: str, scale: str, data_dir: Folders = None) -> str:

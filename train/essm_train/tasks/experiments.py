@@ -9,13 +9,13 @@ rows:
   my text: {task: my_task.yaml}                # beside this file
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
-from essm_train.recipes.reading import build, read_table, recipe_names, recipe_path
+from essm_train.recipes.reading import read_recipe, recipe_names, recipe_path
 from essm_train.tasks.catalog import check_arguments, get_task
 
 EXPERIMENTS = recipe_names("experiments")
@@ -72,29 +72,21 @@ def get_experiment(name: str) -> Experiment:
     """An experiment of EXPERIMENTS or of a .yaml file; tasks and files that it names lie beside it.
 
     Raises:
-        ValueError: an unknown name, key, task or argument; names the file and the row. OSError: a file cannot be read.
+        ValueError: an unknown task or argument, and as `read_recipe`. OSError: a file cannot be read.
     """
-    path = recipe_path("experiments", name)
-    values = read_table(path)
-    if isinstance(values, dict) and isinstance(rows := values.get("rows"), dict):
-        values["rows"] = {
-            key: _checked(build(Row, row, f"{path}: rows: {key}"), values, path, key) for key, row in rows.items()
-        }
-    experiment = build(Experiment, values, str(path), name=path.stem)
-    figures = experiment.paper_figures and str(path.parent / experiment.paper_figures)
-    return replace(experiment, paper_figures=figures)
-
-
-def _checked(row: Row, experiment: dict[str, Any], path: Path, key: str) -> Row:
-    """The row with its task, of its own or the experiment's."""
-    where, task = f"{path}: rows: {key}", row.task or experiment.get("task")
-    if not task:
-        raise ValueError(f"{where}: names no task, and neither does the experiment")
-    if task.endswith((".yaml", ".yml")):
-        task = str(path.parent / task)
-    try:
-        script = get_task(task).script
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    check_arguments(script, row.arguments, f"{where}: arguments")
-    return replace(row, task=task)
+    path, experiment = recipe_path("experiments", name), read_recipe("experiments", name, Experiment, {"rows": Row})
+    for key, row in experiment.rows.items():
+        where = f"{path}: rows: {key}"
+        row.task = row.task or experiment.task
+        if not row.task:
+            raise ValueError(f"{where}: names no task, and neither does the experiment")
+        if row.task.endswith((".yaml", ".yml")):
+            row.task = str(path.parent / row.task)
+        try:
+            script = get_task(row.task).script
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        check_arguments(script, row.arguments, f"{where}: arguments")
+    if experiment.paper_figures:
+        experiment.paper_figures = str(path.parent / experiment.paper_figures)
+    return experiment

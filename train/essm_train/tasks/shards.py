@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from essm_train.arguments import check_at_least
-from essm_train.files import PARTIAL, check_writable, replacing, write_json
+from essm_train.files import check_writable, replacing, write_json
 
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 SPLITS = ("train", "validation", "test")
@@ -40,15 +40,13 @@ class RowGenerator:
     """What a task has to offer: a picklable object whose attributes define the data.
 
     Attributes:
-        name: of the data set, and the beginning of its files' names.
+        name: of the data set, and the beginning of its files' names. rows_per_shard: in a file, at most.
         VERSION: raised whenever the same parameters give other rows.
         UNIQUE: the text column whose values must be distinct over all splits, or None.
-        rows_per_shard: in a file, at most. train_size, validation_size, test_size: rows, unless `size` says otherwise.
     """
 
     VERSION: ClassVar[int] = 1
     UNIQUE: ClassVar[str | None] = None
-
     name: ClassVar[str]
     rows_per_shard: int
 
@@ -58,6 +56,7 @@ class RowGenerator:
         check_at_least(self, 0, "validation_size", "test_size")
 
     def size(self, split: str) -> int:
+        """Rows of a split."""
         return getattr(self, f"{split}_size")
 
     @property
@@ -100,17 +99,22 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers}")
     folder = Path(output_dir)
-    manifest, unfinished = folder / MANIFEST, folder / UNFINISHED
+    manifest, unfinished, shards = folder / MANIFEST, folder / UNFINISHED, plan(generator, folder)
     record = {"name": generator.name, "version": generator.VERSION, **generator.parameters}
     record = json.loads(json.dumps({"data": record, "attempts": {}}))  # tuples to lists
     for path in filter(Path.exists, (manifest, unfinished)):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        _refuse_other(held.get("data", {}), record["data"], folder)
-        record = held
+        wanted, record = record["data"], json.loads(path.read_text(encoding="utf-8"))
+        held = record.get("data", {})
+        differs = [
+            f"{name} is {held.get(name)!r} there, {wanted.get(name)!r} was asked for"
+            for name in {**wanted, **held}
+            if held.get(name) != wanted.get(name)
+        ]
+        if differs:
+            raise ValueError(
+                f"{folder} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
+            )
     check_writable(folder)
-    for stale in folder.glob(f"{PARTIAL}*"):
-        stale.unlink()
-    shards = plan(generator, folder)
     if manifest.exists() and all(path.exists() for path, *_ in shards):
         return manifest
     for _ in range(_MAX_ROUNDS):
@@ -128,18 +132,6 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
         f"{len(repeated)} of the rows still repeat others after {_MAX_ROUNDS} attempts: there are too few different "
         "ones with these parameters; ask for fewer rows or longer ones"
     )
-
-
-def _refuse_other(held: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    differs = [
-        f"{name} is {held.get(name)!r} there, {wanted.get(name)!r} was asked for"
-        for name in {**wanted, **held}
-        if held.get(name) != wanted.get(name)
-    ]
-    if differs:
-        raise ValueError(
-            f"{folder} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
-        )
 
 
 def _make(shards: list[Shard], generator: RowGenerator, attempts: Mapping[str, int], num_workers: int) -> None:
