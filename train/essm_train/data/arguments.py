@@ -39,25 +39,19 @@ class DataArguments(SequenceArguments):
     """Files and data sets, and how text becomes tokens."""
 
     train_file: list[str] | None = arg(
-        None,
-        "Local files to train on: parquet, json(l) or csv; for a language model also others, each one document of "
-        "UTF-8. A folder stands for all files in it.",
+        None, "Files of parquet, json(l) or csv, or folders of them; each other file is one document of UTF-8."
     )
     validation_file: list[str] | None = arg(
         None, "Held-out files; without them, the last tenth of a language model's text, or a random tenth of the rows."
     )
     dataset_name: str | None = arg(
-        None,
-        "Instead of files: a data set on the Hub, a local file, or a local folder of tables, of text files, each one "
-        "document, or of WAV files, one folder per class.",
+        None, "Instead of files: a data set on the Hub, or a folder of tables, texts, or WAV files, a folder per class."
     )
     dataset_config_name: str | None = arg(None, "Which configuration of that data set.")
     streaming: bool = arg(False, "Read while training instead of before: for data larger than memory or disk.")
     shuffle_buffer: int = arg(1000, "With streaming: blocks or samples among which the next one is drawn.")
     tokenizer_name: str | None = arg(
-        None,
-        "A tokenizer of the Hub, a local folder or a tokenizer.json; by default that of model_name_or_path, else bytes "
-        "are tokens. For a language model one without an end-of-sequence token gets <eos>.",
+        None, "A tokenizer of the Hub, a folder or a tokenizer.json; by default that of model_name_or_path, else bytes."
     )
     replace_tokenizer: bool = arg(False, "Take tokenizer_name although model_name_or_path has another one.")
 
@@ -104,40 +98,29 @@ class ClassificationArguments(DataArguments):
 
     output_dir: str = arg("runs/train_classification", "Where everything goes; a run found there is continued.")
     full_budget_updates: int | None = arg(
-        None,
-        "With any schedule: updates at the full budget before all others; by default half of the updates "
-        "that a new gated model is started with, of others none.",
+        None, "Updates at the full budget before all others; by default half of a new gated model's, else none."
     )
-    test_file: list[str] | None = arg(
-        None, "Files for the final sweep, looked at once; without them it reports validation."
-    )
+    test_file: list[str] | None = arg(None, "Files for the final sweep; without them it reports validation.")
     text_column: str | None = arg(None, "The column that holds text. Give this one or features_column.")
     features_column: str | None = arg(
         None,
-        "The column that holds a flat list of numbers per sample (pixels, mu-law codes, ..), each one a position, a "
-        "list of frames, each one a list of as many numbers, or WAV files (of a folder of them: audio). A pattern such "
-        "as 't*' stands for all columns of numbers of such names, in the order of the file.",
+        "The column of flat lists of numbers, each one a position, of lists of frames, each as many numbers, or of WAV "
+        "files (of a folder of them: audio). 't*' stands for all columns of numbers of such names, in their order.",
     )
-    frame_length: int | None = arg(
-        None, "So many consecutive numbers, frames or samples of a sound are one position; by default 1."
-    )
+    frame_length: int | None = arg(None, "So many numbers, frames or samples of a sound are a position; by default 1.")
     label_column: str = arg("label", "The column that holds the class, an integer from 0 or text.")
     num_labels: int | None = arg(None, "Classes; by default what the data says. Streams of plain integers need it.")
-    max_length: int | None = arg(
-        None, "Positions (bytes, tokens or frames) that are read of a sample; by default filter_length."
-    )
+    max_length: int | None = arg(None, "Positions that are read of a sample; by default filter_length.")
     feature_scale: str = arg(
         "auto",
-        "'auto' maps columns of type uint8 from [0, 255] onto [-1, 1] and leaves others as they are; 'uint8' does so "
-        "whatever the type; a number multiplies.",
+        "'auto' maps [0, 255] onto [-1, 1] where the type is uint8, 'uint8' whatever it is; a number multiplies.",
     )
     validation_samples: int | None = arg(None, "At most so many validation samples, at random (of a stream the first).")
     test_samples: int | None = arg(None, "At most so many test samples, at random (of a stream the first).")
     eval_batch_size: int = arg(32, "Samples per process and forward pass of validation and sweep.")
     per_device_train_batch_size: int = arg(16, "Samples per process and forward pass.")
     classifier_pooling: str | None = arg(
-        None,
-        "What is classified: the 'mean' over all positions, or the 'last' one; by default 'mean', or as configured.",
+        None, "What is classified: the 'mean' of all positions, or the 'last' one; by default 'mean', or as configured."
     )
 
     RESUMABLE = DataArguments.RESUMABLE | {"eval_batch_size", "test_file", "test_samples"}
