@@ -11,8 +11,8 @@ import pytest
 from classification_run import ONCE, PIXELS, load, read, signals, train, write
 from helpers import random_model
 
+from essm_train.data.documents import decode_wav
 from essm_train.data.rows import collate
-from essm_train.data.sound import decode_wav
 from essm_train.run import classifier
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer

@@ -9,6 +9,7 @@ block before it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -27,11 +28,20 @@ _TEXTS_AT_ONCE = 100
 _FORMAT = 2  # raised whenever the same texts and encoder give other tokens
 
 
-def to_stream(texts: Iterable[str], encoder: Encoder) -> tuple[np.ndarray, float]:
-    """(n,) token ids of every text followed by <eos>, and bytes per token that is not <eos>."""
-    rows = [encoder(text) for text in texts] or [encoder()]
-    stream = np.concatenate([ids for ids, _ in rows])
-    return stream, sum(size for _, size in rows) / max(1, len(stream) - len(rows))
+def to_stream(texts: Iterable[str], encoder: Encoder, at_least: float = math.inf) -> tuple[np.ndarray, float]:
+    """(n,) token ids of texts, each followed by <eos>, and bytes per token that is not <eos>.
+
+    Args:
+        at_least: so many tokens that are not <eos> are enough.
+    """
+    parts, num_tokens, num_bytes = [encoder()[0]], 0, 0
+    for text in texts:
+        ids, size = encoder(text)
+        parts.append(ids)
+        num_tokens, num_bytes = num_tokens + len(ids) - 1, num_bytes + size
+        if num_tokens >= at_least:
+            break
+    return np.concatenate(parts), num_bytes / max(1, num_tokens)
 
 
 def to_mapped_stream(rows: datasets.Dataset, column: str, encoder: Encoder) -> tuple[pa.ChunkedArray, float]:

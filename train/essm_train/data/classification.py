@@ -19,11 +19,19 @@ import datasets
 import numpy as np
 import torch
 
+from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.documents import describe_files, items_of, load_splits, open_files, reading, stream_digest
 from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array
 from essm_train.data.rows import LabelledData, Rows, Split, collate
 from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples, at_most, hold_out
 from essm_train.data.tokens import choose_tokenizer
+from essm_train.models import check_vocabulary, holds_head
+from modeling_essm import ESSMConfig, ESSMForSequenceClassification
+
+_HINTS = {
+    "num_input_features": " (None reads token ids)",
+    "num_labels": ": give num_labels if the data merely shows fewer, or start from weights without a head",
+}
 
 
 @dataclass
@@ -207,3 +215,39 @@ def _held_out(args: Any, opened: _Opened, reader: Reader, num_labels: int, wante
     labels, _, sha256 = rows.check()
     chosen = at_most(wanted, np.arange(len(rows)), args.seed)
     return Split(rows.select(chosen), torch.from_numpy(labels[chosen]), opened.source), sha256
+
+
+def check_weights(
+    args: ClassificationArguments, config: ESSMConfig, reader: Reader, num_labels: int, label_names: list[str] | None
+) -> None:
+    """Raises ValueError if the weights read other inputs than the data's, or hold a head for other classes.
+
+    Args:
+        reader, num_labels, label_names: of the data.
+    """
+    asked: dict[str, Any] = {"num_input_features": reader.config_fields.get("num_input_features")}
+    if holds_head(config, ESSMForSequenceClassification):
+        asked |= {"num_labels": num_labels, "classifier_pooling": args.classifier_pooling or config.classifier_pooling}
+        asked |= {"id2label": dict(enumerate(label_names))} if label_names and trained_labels(config) else {}
+    for field, value in asked.items():
+        if (found := getattr(config, field)) != value:
+            raise ValueError(
+                f"{field} of {args.model_name_or_path!r} must be {value!r} for column {reader.column!r}, got {found!r}"
+                + _HINTS.get(field, "")
+            )
+    if isinstance(reader, TextReader):
+        check_vocabulary(args, config, reader.name, reader.config_fields["vocab_size"], reader.is_bytes)
+
+
+def trained_labels(config: ESSMConfig) -> list[str] | None:
+    """The names of the classes of a trained head; None if there is no such head, or it has none."""
+    names = class_names(config)
+    return names if holds_head(config, ESSMForSequenceClassification) and names != unnamed_labels(len(names)) else None
+
+
+def class_names(config: ESSMConfig) -> list[str]:
+    return [config.id2label[i] for i in range(config.num_labels)]
+
+
+def unnamed_labels(count: int) -> list[str]:
+    return [f"LABEL_{i}" for i in range(count)]

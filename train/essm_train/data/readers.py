@@ -16,7 +16,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from essm_train.data.sound import decode_wav, is_sound
+from essm_train.data.documents import decode_wav, is_sound
 from modeling_essm import build_byte_tokenizer
 
 FEATURES = "features.json"  # beside a model of features

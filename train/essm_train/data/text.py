@@ -45,61 +45,45 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     Raises:
         ValueError: anything about it that cannot work; see documents.py and blocks.py.
     """
-    if args.streaming:
-        return _load_stream(args, encoder)
-    streams: dict[str, tuple[blocks.Stream, float]] = {}
-    if args.train_file or args.dataset_name:
-        splits, description = _open(args)
-        for split, rows in splits.items():
-            streams[split] = blocks.to_mapped_stream(rows, args.text_column, encoder)
-    else:  # at most 16 MB
-        description = "the sources of Python's standard library"
-        for split, texts in zip(("train", "validation"), documents.standard_library()):
-            streams[split] = blocks.to_stream(texts, encoder)
-    stream, density = streams["train"]
-    if "validation" in streams:
-        held_out, density = streams["validation"]
-    else:
-        end = len(stream) - int(len(stream) * HELD_OUT_FRACTION)
-        stream, held_out = stream[:end], stream[end:]
-        description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
-    digest = hashlib.sha256()
-    for chunk in stream.chunks if isinstance(stream, pa.ChunkedArray) else [stream]:
-        digest.update(np.asarray(chunk).data)
-    return TextData(
-        MapSamples(blocks.Blocks(stream, args.block_size), args.seed),
-        blocks.evaluation_blocks(held_out, args.block_size, args.sweep_blocks, encoder.pad_id),
-        density,
-        f"{description}: {len(stream):,} tokens of {encoder.name}, {len(held_out):,} held out",
-        digest.hexdigest(),
-    )
-
-
-def _load_stream(args: Any, encoder: Encoder) -> TextData:
-    if not args.train_file and not args.dataset_name:
+    column, named = args.text_column, args.train_file or args.dataset_name
+    if args.streaming and not named:
         raise ValueError("streaming needs train_file or dataset_name")
-    splits, description = _open(args)
-    if "validation" not in splits:
-        raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
-    column, wanted = args.text_column, args.sweep_blocks * args.block_size
-    parts, num_tokens, num_bytes = [encoder()[0]], 0, 0
-    for item in documents.items_of(splits["validation"], "the validation text"):
-        if not item[column]:
-            continue
-        ids, size = encoder(item[column])
-        parts.append(ids)
-        num_tokens, num_bytes = num_tokens + len(ids) - 1, num_bytes + size
-        if num_tokens >= wanted:
-            break
-    expand = functools.partial(blocks.pack_text, encoder, args.block_size, column)
-    rows = documents.items_of(splits["train"], description)
-    return TextData(
-        StreamSamples(lambda: _open(args)[0]["train"], expand, args.shuffle_buffer, args.seed),
-        blocks.evaluation_blocks(np.concatenate(parts), args.block_size, args.sweep_blocks, encoder.pad_id),
-        num_bytes / max(1, num_tokens),
-        f"{description}, streamed as {encoder.name}; {num_tokens:,} tokens held out",
-        documents.stream_digest(rows, args.train_file or [args.dataset_name]),
-    )
+    splits, description = _open(args) if named else ({}, "the sources of Python's standard library")
+    source: SampleSource
+    held_out: blocks.Stream | None
+    if args.streaming:
+        if "validation" not in splits:
+            raise ValueError(
+                "streaming needs validation_file or a split 'validation': the end of a stream is not held out"
+            )
+        rows = documents.items_of(splits["validation"], "the validation text")
+        texts = (item[column] for item in rows if item[column])
+        held_out, density = blocks.to_stream(texts, encoder, args.sweep_blocks * args.block_size)
+        expand = functools.partial(blocks.pack_text, encoder, args.block_size, column)
+        source = StreamSamples(lambda: _open(args)[0]["train"], expand, args.shuffle_buffer, args.seed)
+        rows = documents.items_of(splits["train"], description)
+        sha256 = documents.stream_digest(rows, args.train_file or [args.dataset_name])
+        description += f", streamed as {encoder.name}"
+    else:
+        streams: dict[str, tuple[blocks.Stream, float]] = {}
+        for split, rows in splits.items():
+            streams[split] = blocks.to_mapped_stream(rows, column, encoder)
+        if not named:  # at most 16 MB
+            for split, sources in zip(("train", "validation"), documents.standard_library()):
+                streams[split] = blocks.to_stream(sources, encoder)
+        stream, density = streams["train"]
+        held_out, density = streams.get("validation", (None, density))
+        if held_out is None:
+            end = len(stream) - int(len(stream) * HELD_OUT_FRACTION)
+            stream, held_out = stream[:end], stream[end:]
+            description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
+        digest = hashlib.sha256()
+        for chunk in stream.chunks if isinstance(stream, pa.ChunkedArray) else [stream]:
+            digest.update(np.asarray(chunk).data)
+        source, sha256 = MapSamples(blocks.Blocks(stream, args.block_size), args.seed), digest.hexdigest()
+        description += f": {len(stream):,} tokens of {encoder.name}"
+    evaluated = blocks.evaluation_blocks(held_out, args.block_size, args.sweep_blocks, encoder.pad_id)
+    return TextData(source, evaluated, density, f"{description}, {len(held_out):,} held out", sha256)
 
 
 def _open(args: Any) -> tuple[dict[str, Any], str]:

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from essm_train.arguments import check_within, refuse
 from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.classification import load_test
-from essm_train.data.labels import check_weights, class_names
+from essm_train.data.classification import check_weights, class_names, load_test
 from essm_train.data.readers import read_record
 from essm_train.data.rows import collate
 from essm_train.data.tokens import encoder_beside, open_tokenizer

@@ -11,8 +11,14 @@ from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
 from essm_train.data.arguments import ClassificationArguments, RetrievalArguments
-from essm_train.data.classification import ClassificationData, load_classification
-from essm_train.data.labels import check_weights, class_names, trained_labels, unnamed_labels
+from essm_train.data.classification import (
+    ClassificationData,
+    check_weights,
+    class_names,
+    load_classification,
+    trained_labels,
+    unnamed_labels,
+)
 from essm_train.data.rows import LabelledData
 from essm_train.measure.scoring import ACCURACY, hold_out_samples
 from essm_train.models import make_config, make_model

@@ -21,7 +21,7 @@ from datasets import ClassLabel, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from essm_train.arguments import arg
-from essm_train.data.sound import decode_wav
+from essm_train.data.documents import decode_wav
 from essm_train.files import sha256_of
 from essm_train.tasks.shards import SPLITS, RowGenerator
 
