@@ -1,9 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Files and folders that are whole or not there at all: filled under a temporary name, then renamed.
+"""Files and folders that are whole or not there at all: filled under a temporary name, synced to disk, then renamed.
 
-A file that is replaced is `.partial-<name>` until then, a folder `.tmp-<name>`. Folders, and files that ask for it, are
-synced to disk before they get their name. The model's `replacing` (loading_essm) is another one, because generators of
-data start without torch.
+A file that is replaced is `.partial-<name>` until then, a folder `.tmp-<name>`. The model's `replacing` (_files) is
+another one, because generators of data start without torch.
 """
 
 from __future__ import annotations
@@ -27,35 +26,25 @@ _REPLACED = f"{TEMPORARY}replaced-"
 
 
 @contextmanager
-def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write to, which takes its place when the block ends; after an error nothing has changed.
-
-    Args:
-        durable: sync to disk, so that not even a crash of the machine leaves half of it.
-    """
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to. It takes its place when the block ends; after an error nothing has changed."""
     temporary = path.with_name(PARTIAL + path.name)
     try:
         yield temporary
-        if durable:
-            _sync(temporary)
+        _sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    if durable:
-        _sync(path.parent)
+    _sync(path.parent)
 
 
-def write_bytes(path: Path, content: bytes, durable: bool = False) -> None:
-    with replacing(path, durable) as temporary:
-        temporary.write_bytes(content)
+def write_text(path: Path, text: str) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
 
 
-def write_text(path: Path, text: str, durable: bool = False) -> None:
-    write_bytes(path, text.encode(), durable)
-
-
-def write_json(path: Path, record: Any, indent: int = 2, durable: bool = False) -> None:
-    write_text(path, json.dumps(record, indent=indent) + "\n", durable)
+def write_json(path: Path, record: Any, indent: int = 2) -> None:
+    write_text(path, json.dumps(record, indent=indent) + "\n")
 
 
 def write_figure(path: Path, figure: Figure, dpi: int = 150) -> None:

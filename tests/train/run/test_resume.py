@@ -198,7 +198,7 @@ def cut(path: Path) -> None:
     ("name", "damage", "said"),
     [
         ("pytorch_model.bin", flip, "pytorch_model.bin is not what was written"),
-        ("optimizer.bin", cut, r"optimizer.bin has [\d,]+ bytes, and had"),
+        ("optimizer.bin", cut, "optimizer.bin is not what was written"),
         ("random_states_0.pkl", Path.unlink, "random_states_0.pkl is missing"),
         ("manifest.json", cut, "run_state.json or manifest.json cannot be read"),
     ],

@@ -62,37 +62,23 @@ from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled
 
 @dataclass
 class Task:
-    """What a script trains.
+    """What a script trains."""
 
-    Attributes:
-        script: the command. description: of the data, for people.
-        model: on the CPU, initialised.
-        source: training samples.
-        collate: samples to keyword arguments of the model, labels among them, as CPU tensors.
-        figure: (outputs, batch) to the metric on a training batch, a scalar tensor.
-        metric: of training batches and validation. validation: what selects. held_out: what the final sweep scores.
-        tokens_per_sample: for the speed shown.
-        save_beside: writes tokenizer and the like into the folder of a saved model.
-        identity: what defines the data; a run found with another identity is not continued.
-        swept: what stands in budget_sweep.json beside the figures. heading: above the table.
-        show: called on one process with the saved model after the sweep.
-    """
-
-    script: str
-    description: str
-    model: PreTrainedModel
-    source: SampleSource
-    collate: Callable[[list[Any]], dict[str, Tensor]]
-    figure: Callable[[Any, dict[str, Tensor]], Tensor]
-    metric: Metric
-    validation: HeldOut
-    held_out: HeldOut
-    tokens_per_sample: int
-    save_beside: Callable[[Path], None]
-    identity: dict[str, str]
-    swept: dict[str, Any] = field(default_factory=dict)
-    heading: str = ""
-    show: Callable[[PreTrainedModel], object] = lambda model: None
+    script: str  # the command
+    description: str  # of the data, for people
+    model: PreTrainedModel  # on the CPU, initialised
+    source: SampleSource  # training samples
+    collate: Callable[[list[Any]], dict[str, Tensor]]  # samples to arguments of the model, with labels, on the CPU
+    figure: Callable[[Any, dict[str, Tensor]], Tensor]  # (outputs, batch) to the metric on a training batch, ()
+    metric: Metric  # of training batches and validation
+    validation: HeldOut  # what selects
+    held_out: HeldOut  # what the final sweep scores
+    tokens_per_sample: int  # for the speed shown
+    save_beside: Callable[[Path], None]  # writes tokenizer and the like into the folder of a saved model
+    identity: dict[str, str]  # of the data; a run found with another one is not continued
+    swept: dict[str, Any] = field(default_factory=dict)  # stands in budget_sweep.json beside the figures
+    heading: str = ""  # above the table of the sweep
+    show: Callable[[PreTrainedModel], object] = lambda model: None  # called on one process with the saved model
 
 
 def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
@@ -189,28 +175,30 @@ class _Run:
     def __init__(self, accelerator: Accelerator, args: ModelArguments, task: Task):
         self.accelerator, self.args, self.task = accelerator, args, task
         self.output_dir, self.progress = Path(args.output_dir), Progress()
-        self.samples_per_update = (
-            args.per_device_train_batch_size * accelerator.num_processes * args.gradient_accumulation_steps
-        )
+        per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self.samples_per_update = per_process * accelerator.num_processes
         capacity = capacity_of(task.model)
         self.schedule = make_schedule(args, capacity)
         if not args.is_baseline:
             task.model.config.trained_budgets = list(self.schedule.budgets)
-        self.validated = eval_budgets(args, self.schedule, capacity)
-        self.max_steps = self._num_updates()
+        self.validated, self.max_steps = eval_budgets(args, self.schedule, capacity), args.max_steps
+        if args.num_train_epochs is not None:
+            if task.source.num_samples is None:
+                raise ValueError("num_train_epochs needs a data set of known length; for a stream give max_steps")
+            self.max_steps = max(1, round(args.num_train_epochs * task.source.num_samples / self.samples_per_update))
         self.truncation = self._make_truncation()
-        self.identity = self._identity()
+        self.identity = (
+            args.identity()
+            | task.identity
+            | {"max_steps": self.max_steps, "eval_budgets": list(self.validated)}
+            | {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
+            | {"distributed_type": str(accelerator.distributed_type)}
+            | {"device": accelerator.device.type}  # each kind has random states of its own
+            | {"model": model_identity(task.model)}
+        )
         self.checkpoint = find_run(accelerator, args, self.identity)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
         self._prepare()
-
-    def _num_updates(self) -> int:
-        args, num_samples = self.args, self.task.source.num_samples
-        if args.num_train_epochs is None:
-            return args.max_steps
-        if num_samples is None:
-            raise ValueError("num_train_epochs needs a data set of known length; for a stream give max_steps")
-        return max(1, round(args.num_train_epochs * num_samples / self.samples_per_update))
 
     def _make_truncation(self) -> InTrainingTruncation | None:
         args, until = self.args, self.args.truncation_until
@@ -220,19 +208,6 @@ class _Run:
         end: str | int | float = until if until == "warmup" else float(until) if "." in until else int(until)
         steps = attempt_steps(args.truncation_attempts, end, max_steps=self.max_steps, warmup_steps=args.warmup_steps)
         return InTrainingTruncation(steps, tau=args.truncation_tau)
-
-    def _identity(self) -> dict[str, Any]:
-        """What defines the run."""
-        accelerator = self.accelerator
-        return (
-            self.args.identity()
-            | self.task.identity
-            | {"max_steps": self.max_steps, "eval_budgets": list(self.validated)}
-            | {"num_processes": accelerator.num_processes, "mixed_precision": accelerator.mixed_precision}
-            | {"distributed_type": str(accelerator.distributed_type)}
-            | {"device": accelerator.device.type}  # each kind has random states of its own
-            | {"model": model_identity(self.task.model)}
-        )
 
     def _prepare(self) -> None:
         """Model, optimizer, learning rate and average, as they are before the first update."""
@@ -252,11 +227,9 @@ class _Run:
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
-        self.scheduler = make_scheduler(
-            optimizer, args.warmup_steps, self.plan, args.lr_scheduler_type, args.min_lr_rate
-        )
-        # Not prepared: it steps once per update, on any number of ranks.
-        accelerator.register_for_checkpointing(self.scheduler)
+        course = args.lr_scheduler_type, args.min_lr_rate
+        self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, *course)
+        accelerator.register_for_checkpointing(self.scheduler)  # not prepared: it steps once per update on any ranks
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
 
@@ -277,8 +250,8 @@ class _Run:
                 self.scheduler.step()  # to the rate of its own plan; that of another was loaded
                 self.progress.stopped_early, self.progress.validations_without_best = False, 0
             done = self.progress.update == self.max_steps or self.progress.stopped_early
-            extended = f"extended to {self.max_steps} updates" if self.extended else "resuming"
-            what = "finished already" if done else extended
+            what = f"extended to {self.max_steps} updates" if self.extended else "resuming"
+            what = "finished already" if done else what
             say(self.accelerator, f"{what}: {self.checkpoint} holds update {self.progress.update}")
         self.log = RunLog(self.accelerator, self.output_dir / "log.jsonl", self.identity, self.progress.update)
         return done
@@ -286,13 +259,9 @@ class _Run:
     def perform_updates(self) -> None:
         """All that are left, with validations, log and checkpoints. Raises as `train_and_sweep`."""
         args, progress = self.args, self.progress
-        bar = tqdm(
-            total=self.max_steps,
-            initial=progress.update,
-            unit="update",
-            disable=not self.accelerator.is_main_process,
-            mininterval=0.5 if sys.stderr.isatty() else 10,  # seconds between lines in a log file
-        )
+        silent = not self.accelerator.is_main_process
+        seconds = 0.5 if sys.stderr.isatty() else 10  # between lines in a log file
+        bar = tqdm(total=self.max_steps, initial=progress.update, unit="update", disable=silent, mininterval=seconds)
         self.model.train()
         with bar, closing(Prefetch(self._fetch)) as next_batches:
             for done in range(self.max_steps if progress.stopped_early else progress.update, self.max_steps):
@@ -426,7 +395,7 @@ class _Run:
             mean = sum(figures.values()) / len(figures)
             if is_best := progress.record_validation(mean, metric, self.args.early_stopping_threshold):
                 record = {"update": progress.update, "metric": metric._asdict(), "validation": figures}
-                self._save_model("best", lambda folder: write_json(folder / "best.json", record))
+                self._save_model("best", record)
         self.model.train()
         shown = ", ".join(f"{value:.4f} at K={K}" for K, value in figures.items())
         new = " (best mean so far)" if is_best else ""
@@ -440,10 +409,11 @@ class _Run:
         """A context in which the model has the weights that count."""
         return self.average.applied() if self.average is not None else nullcontext()
 
-    def _save_model(self, name: str, also: Callable[[Path], object] = lambda folder: None) -> None:
+    def _save_model(self, name: str, record: dict[str, Any] | None = None) -> None:
         def beside(folder: Path) -> None:
             self.task.save_beside(folder)
-            also(folder)
+            if record is not None:
+                write_json(folder / f"{name}.json", record)
 
         save_model(self.accelerator, self.model, self.task.model, self.output_dir / name, beside)
 

@@ -118,7 +118,7 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
     if manifest.exists() and all(path.exists() for path, *_ in shards):
         return manifest
     for _ in range(_MAX_ROUNDS):
-        write_json(unfinished, record, durable=True)
+        write_json(unfinished, record)
         manifest.unlink(missing_ok=True)
         _make([shard for shard in shards if not shard[0].exists()], generator, record["attempts"], num_workers)
         repeated = _repeated(generator.UNIQUE, shards) if generator.UNIQUE else []
@@ -167,7 +167,7 @@ def _die_with_parent() -> None:
 
 def _write(generator: RowGenerator, attempts: Mapping[str, int], shard: Shard) -> None:
     path, split, rows = shard
-    with replacing(path, durable=True) as temporary:
+    with replacing(path) as temporary:
         pq.write_table(generator.rows(split, rows, attempts), temporary, compression="zstd")
 
 
