@@ -64,22 +64,22 @@ class ReproduceArguments:
             raise ValueError(f"seeds and jobs must be at least 1, got {self.seeds} and {self.jobs}")
 
 
-def arguments_of(row: Row, args: ReproduceArguments, output_dir: Path, seed: int) -> dict[str, Any]:
+def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
+    """Where a run goes; the same arguments of a task always mean the same folder."""
+    name = "-".join(f"{key}={value}" for key, value in sorted(row.arguments.items())) or "default"
+    return Path(args.output_dir) / f"{row.task_name}-{args.scale}" / f"{name}-seed{seed}"
+
+
+def arguments_of(row: Row, args: ReproduceArguments, seed: int) -> dict[str, Any]:
     """The arguments of one run. Raises FileNotFoundError where its data is absent."""
     from essm_train.tasks.catalog import published_folder, task_arguments
 
     values = task_arguments(row.task, args.data_dir, args.scale)
     values |= {key: published_folder(value, row.task_name) for key, value in row.arguments.items()}
-    values |= {"output_dir": str(output_dir), "seed": seed, "cpu_threads": args.cpu_threads}
+    values |= {"output_dir": str(folder_of(row, args, seed)), "seed": seed, "cpu_threads": args.cpu_threads}
     if args.max_steps:
         values["max_steps"] = args.max_steps
     return {name: value for name, value in values.items() if value is not None}
-
-
-def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
-    """Where a run goes; the same arguments of a task always mean the same folder."""
-    name = "-".join(f"{key}={value}" for key, value in sorted(row.arguments.items())) or "default"
-    return Path(args.output_dir) / f"{row.task_name}-{args.scale}" / f"{name}-seed{seed}"
 
 
 def perform(script: str, arguments: dict[str, Any], output_dir: Path) -> float:
@@ -124,26 +124,29 @@ def reproduce(args: ReproduceArguments) -> None:
     check_writable(Path(args.results_dir))
     figures = args.paper_figures or experiment.paper_figures
     paper = read_paper_figures(figures, [*experiment.rows]) if figures else figures_of(experiment)
-    jobs: list[tuple[str, dict[str, Any], Path]] = []
+    rows: dict[str, Row] = {}
     absent: dict[str, str] = {}  # task to what to fetch
-    for seed in range(args.seeds):  # seed by seed, so that an interrupted table has all rows
-        for row in (experiment.rows[name] for name in wanted):
-            if row.task_name not in absent:
-                folder = folder_of(row, args, seed)
-                try:
-                    jobs.append((get_task(row.task).script, arguments_of(row, args, folder, seed), folder))
-                except FileNotFoundError as error:
-                    absent[row.task_name] = str(error)
-                    print(f"{row.task_name} is left out: {error}", flush=True)
-    if not jobs:
+    for name in wanted:
+        row = experiment.rows[name]
+        try:
+            arguments_of(row, args, seed=0)
+            rows[name] = row
+        except FileNotFoundError as error:
+            absent[row.task_name] = str(error)
+    for task, fetch in absent.items():
+        print(f"{task} is left out: {fetch}", flush=True)
+    if not rows:
         raise FileNotFoundError("; ".join(absent.values()))
+    runs = [(row, seed) for seed in range(args.seeds) for row in rows.values()]  # an interrupted table has all rows
+
+    def perform_run(row: Row, seed: int) -> None:
+        folder = folder_of(row, args, seed)
+        seconds = perform(get_task(row.task).script, arguments_of(row, args, seed), folder)
+        print(f"{folder.name}: {seconds:.0f} s" if seconds else f"{folder.name}: done before", flush=True)
+
     with ThreadPoolExecutor(args.jobs) as pool:
-        for (_, _, folder), seconds in zip(jobs, pool.map(lambda job: perform(*job), jobs)):
-            print(f"{folder.name}: {seconds:.0f} s" if seconds else f"{folder.name}: done before", flush=True)
-    rows = {name: experiment.rows[name] for name in wanted if experiment.rows[name].task_name not in absent}
-    collected = {
-        name: collect([folder_of(row, args, seed) for seed in range(args.seeds)]) for name, row in rows.items()
-    }
+        list(pool.map(perform_run, *zip(*runs)))
+    collected = {n: collect([folder_of(row, args, seed) for seed in range(args.seeds)]) for n, row in rows.items()}
     write_results(experiment, args, collected, paper, sorted(absent))
 
 

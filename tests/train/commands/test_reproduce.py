@@ -122,8 +122,8 @@ def test_a_task_starts_at_its_own_length(task, data, tmp_path, monkeypatch):
 
 def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monkeypatch) -> None:
     """Two updates of one sample cut to that many positions; validated only at full length."""
-    args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=2)
-    values = reproduce.arguments_of(row, args, tmp_path / "run", seed=0)
+    args = reproduce.ReproduceArguments(scale="full", data_dir=str(data), max_steps=2, output_dir=str(tmp_path))
+    values = reproduce.arguments_of(row, args, seed=0)
     module, main, arguments = SCRIPTS[get_task(row.task).script]
 
     def start(accelerator, args, task):
@@ -141,7 +141,7 @@ def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monke
         run = loop._Run(accelerator, args, task)
         run.resume()
         run.perform_updates()
-        assert run.progress.update == 2 and len(list_checkpoints(tmp_path / "run")) == 0
+        assert run.progress.update == 2 and not list_checkpoints(Path(values["output_dir"]))
         raise Started(task.model)
 
     monkeypatch.setattr(module, "train_and_sweep", start)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNLayer, TCResNet
 from essm_train.baselines.mamba import ChunkedMambaMixer, by_chunks
-from essm_train.baselines.state_spaces import S4DMixer, S4Mixer, StateSpaceLayer
+from essm_train.baselines.state_spaces import StateSpaceLayer
 
 
 @strict  # or the base class would check the type of `expand`
@@ -34,9 +33,11 @@ class _FreeWidthMamba2Config(transformers.Mamba2Config):
 class ResidualStack(nn.Module):
     """Layers of this package and a last LayerNorm; called as the library's backbones are."""
 
-    def __init__(self, layers: Iterable[nn.Module], hidden_size: int, eps: float):
+    def __init__(self, config: BaselineConfig):
         super().__init__()
-        self.layers, self.norm = nn.ModuleList(layers), nn.LayerNorm(hidden_size, eps=eps)
+        layer: Any = CNNLayer if config.architecture == "cnn" else StateSpaceLayer
+        self.layers = nn.ModuleList(layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
 
     def forward(self, inputs_embeds: Tensor, attention_mask: Tensor | None = None) -> BaseModelOutput:
         """(B, L, D) and (B, L), 1 for real positions -> last_hidden_state (B, L, D)."""
@@ -56,32 +57,18 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         A module called with `inputs_embeds` (B, L, D) and `attention_mask` (B, L) or None, without parameters that
         this call does not use.
     """
-    D, inner, depth, eps = config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.norm_eps
     if config.architecture == "tc_resnet":
-        return TCResNet(config.num_input_features or 0, D)
+        return TCResNet(config.num_input_features or 0, config.hidden_size)
     if config.architecture in ("cnn", "s4", "s4d"):
-
-        def make_layer() -> nn.Module:
-            if config.architecture == "cnn":
-                return CNNLayer(D, inner, config.dropout, eps)
-            s4 = config.architecture == "s4"
-            size = config.state_size
-            mixer = S4Mixer(D, size, config.max_position_embeddings) if s4 else S4DMixer(D, size)
-            return StateSpaceLayer(mixer, D, inner, config.dropout, eps)
-
-        return ResidualStack([make_layer() for _ in range(depth)], D, eps)
-
-    common: dict[str, Any] = {
-        "hidden_size": D,
-        "num_hidden_layers": depth,
-        "initializer_range": config.initializer_range,
-    }
+        return ResidualStack(config)
+    inner, eps = config.intermediate_size, config.norm_eps
+    common = {name: getattr(config, name) for name in ("hidden_size", "num_hidden_layers", "initializer_range")}
     common |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     common |= {"vocab_size": 1, "use_cache": False}  # their embedding goes, see below
     backbone: transformers.PreTrainedModel
     if config.architecture == "transformer":
         common |= {"intermediate_size": inner, "max_position_embeddings": config.max_position_embeddings}
-        common |= {"num_attention_heads": D // config.head_dim, "rms_norm_eps": eps}
+        common |= {"num_attention_heads": config.hidden_size // config.head_dim, "rms_norm_eps": eps}
         if causal:
             backbone = transformers.LlamaModel(transformers.LlamaConfig(**common))
         else:  # the same blocks without the causal mask

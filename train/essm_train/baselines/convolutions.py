@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-_CNN_KERNEL = 9
+from essm_train.baselines.config import BaselineConfig
 
 
 class CNNLayer(GradientCheckpointingLayer):
     """(B, L, D) -> (B, L, D): x + W GELU(convolution over 9 positions of LayerNorm(x)), positions on both sides."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, dropout: float, eps: float):
+    def __init__(self, config: BaselineConfig):
         super().__init__()
-        self.norm = nn.LayerNorm(hidden_size, eps=eps)
-        self.conv = nn.Conv1d(hidden_size, intermediate_size, _CNN_KERNEL, padding=_CNN_KERNEL // 2)
-        self.out = nn.Linear(intermediate_size, hidden_size)
-        self.dropout = nn.Dropout(dropout)
+        D, inner = config.hidden_size, config.intermediate_size
+        self.norm = nn.LayerNorm(D, eps=config.norm_eps)
+        self.conv = nn.Conv1d(D, inner, 9, padding="same")
+        self.out = nn.Linear(inner, D)
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Tensor:
         """`padding` (B, L, 1), True where there is nothing, reads as the zeros beyond the ends."""

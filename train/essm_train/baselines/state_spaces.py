@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from essm_train.baselines.config import BaselineConfig
+
 DT_RANGE = (1e-3, 1e-1)  # of the initial dt, log-uniform
 _FREQUENCIES = 1024  # at a time: at H = 256 and N = 64 some 300 MB
 
@@ -178,15 +180,14 @@ class S4Mixer(StateSpaceMixer):
 class StateSpaceLayer(GradientCheckpointingLayer):
     """The paper's block of ES-SSM with its mixer exchanged: LayerNorm -> mixer -> +, LayerNorm -> feed-forward -> +."""
 
-    def __init__(self, mixer: StateSpaceMixer, hidden_size: int, intermediate_size: int, dropout: float, eps: float):
+    def __init__(self, config: BaselineConfig):
         super().__init__()
-        self.input_norm = nn.LayerNorm(hidden_size, eps=eps)
-        self.mixer = mixer
-        self.ffn_norm = nn.LayerNorm(hidden_size, eps=eps)
-        self.ffn = nn.Sequential(
-            nn.Linear(hidden_size, intermediate_size), nn.GELU(), nn.Linear(intermediate_size, hidden_size)
-        )
-        self.dropout = nn.Dropout(dropout)
+        D, N, inner = config.hidden_size, config.state_size, config.intermediate_size
+        self.input_norm = nn.LayerNorm(D, eps=config.norm_eps)
+        self.mixer = S4Mixer(D, N, config.max_position_embeddings) if config.architecture == "s4" else S4DMixer(D, N)
+        self.ffn_norm = nn.LayerNorm(D, eps=config.norm_eps)
+        self.ffn = nn.Sequential(nn.Linear(D, inner), nn.GELU(), nn.Linear(inner, D))
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, hidden_states: Tensor, padding: Tensor | None = None) -> Tensor:
         """(B, L, H) -> (B, L, H); `padding` (B, L, 1), True where there is nothing, is silence to the state space."""
