@@ -191,14 +191,12 @@ def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the table and write it, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
     add_arguments(p, 800_000)
     sweeps.add_arguments(p, ROWS, "runs/ablation", 500)
     args = p.parse_args(argv)
     sweep = Sweep(settings_of(args), perform, define, METRIC)
-    records = sweeps.records_of(args, sweep, lambda name: ROWS[name].rates)
-    _, report = common.start("ablation", args, **records[0]["settings"])
+    records, report = sweeps.run("ablation", args, sweep, lambda name: ROWS[name].rates)
     report["results"] = sweeps.summarise_all(records, METRIC)
     gated = next((r for r in report["results"] if r["model"] == "gated"), {})
     for result in report["results"]:

@@ -41,7 +41,6 @@ def updates(model: Any, block: int) -> tuple[Callable[[], None], int]:
 
 
 def measure(parameters: int, names: list[str], block: int, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """A row for each model of that size."""
     calls, tokens, sizes, rows = {}, {}, {}, []
     for name in names:
         torch.manual_seed(0)

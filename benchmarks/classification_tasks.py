@@ -137,7 +137,6 @@ def load(settings: Settings, name: str) -> Loaded:
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
-    """The task, with its data, and the row. Raises ValueError if there is no model of that size."""
     model_config(ROWS[run.name], run.task, settings)
     task = {"name": run.task.partition(":")[0]} | dataclasses.asdict(settings.task(run.task))
     return {"task": task | load(settings, run.task).identity} | ROWS[run.name].definition
@@ -201,7 +200,6 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables and write them, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
     sweeps.add_data(p)
     p.add_argument("--parameters", type=int, default=120_000, help=f"of every model, to {TOLERANCE:.0%}%")
@@ -210,8 +208,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = p.parse_args(argv)
     size = (50_000, min(args.updates, 3), 40) if args.quick else (args.parameters, args.updates, args.test_samples)
     settings = Settings(args.data_dir, *size, quick=args.quick, device=str(common.pick_device(args.device)))
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
-    _, report = common.start("classification_tasks", args, **records[0]["settings"] | {"quick": args.quick})
+    records, report = sweeps.run(
+        "classification_tasks", args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates
+    )
     report["results"] = sweeps.summarise_all(records, METRIC)
     return common.finish(report, args)
 

@@ -44,7 +44,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
-    """--config, of benchmarks that make a model of their own."""
     text = "folder whose config.json makes the model, such as hub_configs/essm-gated-20m; by default the paper's model"
     p.add_argument("--config", type=_config_folder, help=text)
 
@@ -142,7 +141,6 @@ def cells_of(row: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows, right-aligned under the names of what they hold."""
     cells = [cells_of(row) for row in rows]
     columns = list(dict.fromkeys(name for row in cells for name in row))
     lines = [columns, *([row.get(name, "-") for name in columns] for row in cells)]

@@ -251,7 +251,6 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def read_prompt(model: ESSMForCausalLM, ids: Tensor, budget: int, chunk: int | None) -> ESSMCache:
-    """The state after the prompt and one new byte."""
     options = {"max_new_tokens": 1, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     options |= {"spectral_budget": budget, "prefill_chunk_size": chunk, "return_dict_in_generate": True}
     return model.generate(ids, **options).past_key_values

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -51,12 +50,10 @@ def around_events(measured: Measured) -> list[float | None]:
     return found
 
 
-def told(measured: Measured, most: int) -> dict[str, Any]:
-    """Metrics and what depths have to do with difficulty."""
+def told(measured: Measured) -> dict[str, Any]:
     fields = (measured.depths, measured.losses, measured.refined, measured.errors, measured.difficult)
     depths, losses, refined, errors, hard = (x[measured.real] for x in fields)
     result = {"values": measured.values, "mean_depth": float(depths.double().mean())}
-    result["histogram"] = torch.bincount(depths, minlength=most + 1).tolist()
     result |= {"proposal_objective": float(losses.mean()), "objective": float(refined.mean())}
     if result["mean_depth"]:
         result |= {"auroc": auroc(depths, hard), "rank_correlation": rank_correlation(depths, losses)}
@@ -64,7 +61,6 @@ def told(measured: Measured, most: int) -> dict[str, Any]:
         result |= {"error_correlation_difficult": rank_correlation(depths[hard], errors[hard])}
         result |= {"depth_difficult": float(depths[hard].double().mean())}
         result |= {"depth_easy": float(depths[~hard].double().mean())}
-        result["lowered"] = float((refined < losses)[depths > 0].double().mean())
         result["around_events"] = around_events(measured)
     return result
 
@@ -92,9 +88,9 @@ def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict
     found = {}
     for name, depth in depths.items():
         generator.manual_seed(seed)
-        found[name] = told(task.measure(model, depth), most)
+        found[name] = told(task.measure(model, depth))
     for shift in SHIFTS:
-        found[f"thresholds {shift:+g}"] = told(task.measure(model, gate, gate_threshold_shift=shift), most)
+        found[f"thresholds {shift:+g}"] = told(task.measure(model, gate, gate_threshold_shift=shift))
     return found
 
 
@@ -123,24 +119,9 @@ class Flops(TorchDispatchMode):
         return out
 
 
-def cost(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> dict[str, float]:
-    """FLOPs of a position of test streams, batch 1, as they come, and processor seconds of the model's own steps,
-    without the task's part. Every row looks at the objective once a position, also one that never refines."""
-    original, spent = model.step, 0.0
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal spent
-        started = time.process_time()
-        output = original(*args, **kwargs)
-        spent += time.process_time() - started
-        return output
-
+def flops_of(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> float:
+    """FLOPs of a position of test streams, batch 1, as they come. Every row looks at the objective once a position,
+    also one that never refines."""
     with Flops() as flops:
         positions = sum(task.stream(model, i, always(depth), **dials) for i in range(streams))
-    model.step = timed
-    try:
-        for i in range(streams):
-            task.stream(model, i, always(depth), **dials)
-    finally:
-        del model.step
-    return {"flops": flops.total / positions, "seconds": spent / positions}
+    return flops.total / positions

@@ -17,7 +17,7 @@ that learnt without refinement are also refined in use alone, by a corrector and
 
 Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
 objective of the proposal and with how wrong the proposal is by what the objective does not see, the mean depth around
-where difficult stretches begin, FLOPs of a position and processor time, quality as a multiple of the SSM's and FLOPs as
+where difficult stretches begin, FLOPs of a position, quality as a multiple of the SSM's and FLOPs as
 one of the Transformer's. A row that ran at several --rates has its best one, by streams that are set aside.
 """
 
@@ -44,7 +44,7 @@ from modeling_essm import ESSMConfig
 from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, distillation_loss
 
 from . import common, sweeps
-from .elastic_measures import AROUND, STREAMS, auroc, controls, cost, told
+from .elastic_measures import AROUND, STREAMS, controls, flops_of, told
 from .elastic_tasks import TASKS, Measured, Repair, always
 from .sweeps import Run, Sweep, mean
 
@@ -111,8 +111,6 @@ ROWS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a table have in common."""
-
     data_dir: str
     updates: int
     batch_size: int = 8
@@ -121,10 +119,6 @@ class Settings:
     max_refine_depth: int = 3
     compute_penalty: float = 0.03
     test_count: int = 44
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# One run.
 
 
 @functools.cache
@@ -230,7 +224,6 @@ def share(batch: dict[str, Any], index: int, size: int) -> dict[str, Any]:
 
 
 def parameters_of(model: Any, method: Method) -> int:
-    """Those that the row has a use for."""
     idle = (() if method.refined else ("corrector.",)) + (() if method.depth is None else ("gate.",))
     return sum(p.numel() for name, p in model.named_parameters() if not name.startswith(idle))
 
@@ -244,13 +237,13 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
         return record | {METRIC: None}
     model.eval()
     most, own = settings.max_refine_depth, task.measure(model, always(method.depth))
-    record |= {"own": told(own, most), METRIC: {"1": task.validate(model, always(method.depth))}}
+    record |= {"own": told(own), METRIC: {"1": task.validate(model, always(method.depth))}}
     record["controls"] = other_depths(task, model, method, own, most, run.seed)
     model.set_objective(task.objective())
     streams = min(STREAMS, settings.test_count)
-    record["cost"] = cost(task, model, method.depth, streams)
-    if IN_USE in record["controls"]:
-        record["cost_in_use"] = cost(task, model, None, streams)
+    for control, depth in ((record["own"], method.depth), (record["controls"].get(IN_USE), None)):
+        if control is not None:
+            control["flops"] = flops_of(task, model, depth, streams)
     return record
 
 
@@ -262,18 +255,15 @@ def other_depths(task: Any, model: Any, method: Method, own: Measured, most: int
     if method.refined:
         return {}
     in_use = task.measure(model)
-    return {IN_USE: told(in_use, most)} | controls(task, model, in_use, most, seed)
+    return {IN_USE: told(in_use)} | controls(task, model, in_use, most, seed)
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
     return {"task": open_task(settings, run.task).identity, "row": dataclasses.asdict(ROWS[run.name])}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All runs.
-
 TOLD = ("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult")
-TOLD += ("depth_difficult", "depth_easy", "proposal_objective", "objective", "lowered")
+TOLD += ("depth_difficult", "depth_easy", "proposal_objective", "objective", "flops")
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -292,8 +282,6 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 values = [f["values"].get(name, f.get(name, math.nan)) for f in found]
                 if all(map(math.isfinite, values)):  # no correlation where depth is constant, no detour without arrival
                     row[name] = mean(values)
-            if costs := {None: "cost", IN_USE: "cost_in_use"}.get(control):
-                row |= {name: mean([r[costs][name] for r in whole]) for name in ("flops", "seconds")}
             if control is None and (aligned := [f["around_events"] for f in found if "around_events" in f]):
                 row["around_events"] = [None if None in at else mean([*at]) for at in zip(*aligned)]
             results.append(row)
@@ -382,21 +370,16 @@ def color_of(model: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables, draw and write them."""
     p = common.parser(__doc__)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
     sweeps.add_arguments(p, ROWS, "runs/elastic_states", 400, TASKS)
     args = p.parse_args(argv)
     small: dict[str, int] = {"batch_size": 2, "test_count": 2} if args.quick else {}
     settings = Settings(args.data_dir, min(args.updates, 2) if args.quick else args.updates, **small)
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
-    _, report = common.start("elastic_states", args, **records[0]["settings"])
+    records, report = sweeps.run("elastic_states", args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
     report["results"] = summarise(records)
     if "repair" in args.tasks and Path(args.data_dir, "protein_chains").is_dir():
-        report["references"] = {
-            name: found.values | {"objective_auroc": auroc(found.losses.flatten(), found.difficult.flatten())}
-            for name, found in Repair(args.data_dir, records[0]["settings"]["test_count"]).references().items()
-        }
+        report["references"] = Repair(args.data_dir, records[0]["settings"]["test_count"]).references()
         print(f"\nthe chains of repair themselves: {report['references']}")
     path = common.report_path(report, args)
     for name, figure in {"": draw_rows(report["results"]), "_depths": draw_depths(report["results"])}.items():

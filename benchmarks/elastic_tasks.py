@@ -60,7 +60,6 @@ class Measured:
 
 @contextlib.contextmanager
 def evaluated(model: Any) -> Iterator[None]:
-    """In eval mode, without gradients."""
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -75,7 +74,6 @@ def told_of(output: Any) -> dict[str, Tensor]:
 
 
 def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """(B, L, ..) of (B, ..) for each position."""
     return {name: torch.stack([row[name] for row in rows], 1) for name in rows[0]}
 
 
@@ -130,7 +128,6 @@ class Repair:
         return (output.readouts - batch["native"]).square().sum(-1).mean()
 
     def validate(self, model: Any, depths: Depths) -> float:
-        """The metric on chains that are set aside."""
         found = self.follow(model, self.validation, depths)
         return chains.quality(found["readouts"], found["refined"], self.validation)[self.metric]
 
@@ -147,18 +144,16 @@ class Repair:
         return self.follow(model, one, depths, **dials)["readouts"].shape[1]
 
     @torch.no_grad()
-    def references(self) -> dict[str, Measured]:
-        """The test windows "as read", with their disturbed loops, and "native": what a model that copies them finds."""
-        observations, loop, objective, found = self.test["observations"], self.test["loop"], self.objective(), {}
+    def references(self) -> dict[str, dict[str, float]]:
+        """What a model finds that copies the test windows "as read", with their disturbed loops, or "native"."""
+        observations, objective, found = self.test["observations"], self.objective(), {}
         for name, steps in {"as read": observations["step"], "native": self.test["native"]}.items():
             history, rows = objective.initial_history({n: x[:, 0] for n, x in observations.items()}), []
             for t in range(steps.shape[1]):
                 seen = {n: x[:, t] for n, x in observations.items()}
                 rows.append(objective(steps[:, t], seen, history))
                 history = objective.commit(history, steps[:, t], seen)
-            energies, errors = torch.stack(rows, 1), (steps - self.test["native"]).norm(dim=-1)
-            values, depths = chains.quality(steps, energies, self.test), torch.zeros_like(loop, dtype=torch.long)
-            found[name] = Measured(values, depths, energies, energies, errors, loop, torch.ones_like(loop))
+            found[name] = chains.quality(steps, torch.stack(rows, 1), self.test)
         return found
 
 
@@ -259,7 +254,6 @@ class Maze:
         return copy.deepcopy(self.starts[seed])
 
     def validate(self, model: Any, depths: Depths) -> float:
-        """The metric on mazes of their own."""
         walks = self.walks(self.validation_seed)
         self.follow(model, walks, depths)
         return 1 - sum(walk.arrived for walk in walks) / len(walks)
@@ -278,7 +272,6 @@ class Maze:
 
 
 def observation_of(seen: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the objective sees."""
     return {name: seen[name] for name in ("view", "goal", "moved")}
 
 

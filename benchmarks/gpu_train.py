@@ -45,7 +45,6 @@ SHARES = {"flagship": 0.6, "Mamba-2": 0.2, "Llama": 0.2}
 
 
 def make_model(name: str, quick: bool) -> nn.Module:
-    """A new model."""
     torch.manual_seed(0)
     if name == "flagship":
         small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if quick else {}
@@ -99,8 +98,6 @@ def rate(number: int, share: float) -> float:
 
 
 class Run:
-    """One model's training, on disk in --output_dir."""
-
     def __init__(self, name: str, seconds: float, args: argparse.Namespace, device: torch.device):
         self.path, self.seconds, self.args, self.device = args.output_dir / f"{name}.pt", seconds, args, device
         self.model = make_model(name, args.quick).to(device).train()
@@ -122,7 +119,6 @@ class Run:
             self.model.compile()
 
     def save(self) -> None:
-        """In one move."""
         record = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "state": self.state}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(self.path) as temporary:

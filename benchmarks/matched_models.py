@@ -56,7 +56,6 @@ class Row:
 
     @property
     def definition(self) -> dict[str, Any]:
-        """What makes the row, but for its rates."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "rates"}
 
 

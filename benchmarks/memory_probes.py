@@ -59,10 +59,6 @@ ROWS: dict[str, Row] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tasks.
-
-
 def _distinct(rng: np.random.Generator, weights: np.ndarray, count: int, size: int) -> np.ndarray:
     """(count, size) distinct indices of `weights` a row, drawn one after the other in proportion to them.
 
@@ -221,10 +217,6 @@ TASKS: dict[str, Task] = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Runs.
-
-
 @dataclass(frozen=True)
 class Settings:
     """What all runs of a table have in common.
@@ -266,7 +258,6 @@ class Regressor(nn.Module):
         self.head = nn.Linear(config.hidden_size, 1)
 
     def forward(self, input_features: Tensor, **options: Any) -> Any:
-        """(B, L, 2) -> logits (B, L)."""
         if self.elastic:
             hidden_states = self.model(input_features=input_features, **options).last_hidden_state
         else:
@@ -291,7 +282,6 @@ def make_model(config: Any) -> nn.Module:
 
 
 def batch_of(task: Task, count: int, rng: np.random.Generator, device: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """What a model reads, and the targets."""
     inputs, targets = (torch.from_numpy(x).to(device) for x in task.sample(count, rng))
     if inputs.is_floating_point():
         return {"input_features": torch.stack([inputs, torch.ones_like(inputs)], -1)}, targets
@@ -311,7 +301,6 @@ def batch_size(task: Task, positions: int) -> int:
 
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
-    """All updates, each on new samples."""
     count, number = batch_size(task, settings.positions), iter(range(settings.updates))
     args = RunArguments(max_steps=settings.updates, learning_rate=run.rate, seed=run.seed)
 
@@ -324,7 +313,6 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
 
 @torch.inference_mode()
 def score(model: nn.Module, budgets: Sequence[int], task: Task, settings: Settings) -> dict[str, float]:
-    """The error on held-out samples at every budget."""
     size, rng = batch_size(task, settings.positions), np.random.default_rng(HELD_OUT)
     wrong, questions = dict.fromkeys(budgets, 0.0), 0.0
     model.eval()
@@ -342,7 +330,6 @@ def score(model: nn.Module, budgets: Sequence[int], task: Task, settings: Settin
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
-    """The task and the row. Raises ValueError if there is no model of that size."""
     row, task = ROWS[run.name], settings.task(run.task)
     model_config(row, task, settings)
     return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | row.definition
@@ -359,7 +346,6 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables and write them, with every rate and the spread over seeds."""
     p = common.parser(__doc__)
     p.add_argument("--parameters", type=int, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
     sweeps.add_arguments(p, ROWS, "runs/memory_probes", 800, TASKS)
@@ -367,8 +353,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
     if args.quick:
         settings = Settings(50_000, min(args.updates, 3), positions=64, held_out=128, quick=True)
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates)
-    _, report = common.start("memory_probes", args, **records[0]["settings"] | {"quick": args.quick})
+    records, report = sweeps.run(
+        "memory_probes", args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates
+    )
     report["results"] = sweeps.summarise_all(records, METRIC)
     return common.finish(report, args)
 

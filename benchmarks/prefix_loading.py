@@ -57,7 +57,6 @@ print(json.dumps({"seconds": seconds, "read": read, "memory": memory, "held": he
 
 
 def load(folder: Path, K: int | None) -> dict[str, Any]:
-    """One load in a fresh process."""
     command = [sys.executable, "-c", _LOAD, str(folder), json.dumps(K)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -39,7 +39,6 @@ WAYS = {"exact energies": "aire_exact", "frozen energies": "aire", "random state
 
 @torch.no_grad()
 def reduced(model: Any, bits: Any, calibration: list[Tensor], seed: int) -> dict[str, dict[str, float]]:
-    """Bits per byte by way and number of states."""
     found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
     for way, method in WAYS.items():
         scores = importance(model.eval(), method, calibration=calibration, seed=seed)
@@ -65,7 +64,6 @@ def define(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every way and number of states: the mean over seeds, and what it loses against the whole model, paired."""
     whole, results = [record for record in records if not record["diverged"]], []
     for way, size in itertools.product(WAYS, whole[0]["reduced"]["random states"]) if whole else ():
         row = {"way": way, "states": int(size), "seeds": [r["seed"] for r in whole]}
@@ -75,14 +73,14 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the table and write it."""
     p = common.parser(__doc__)
     ablation.add_arguments(p, 400_000)
     sweeps.add_arguments(p, ["mamba"], "runs/selective_states", 800)
     args = p.parse_args(argv)
     settings = ablation.settings_of(args, validation_blocks=32, block_size=256, batch_size=8)
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: ROW.rates)
-    _, report = common.start("selective_states", args, **records[0]["settings"])
+    records, report = sweeps.run(
+        "selective_states", args, Sweep(settings, perform, define, METRIC), lambda name: ROW.rates
+    )
     report["whole"] = mean([r[METRIC]["1"] for r in records if not r["diverged"]])
     report["results"] = summarise(records)
     return common.finish(report, args)

@@ -45,7 +45,6 @@ class Arrival:
 
 
 def draw_requests(count: int, capacity: int, quick: bool) -> list[Arrival]:
-    """Without times of arrival."""
     rng, requests = np.random.default_rng(0), []
     longest, new = (24, 6) if quick else (512, 128)
     budgets = sorted({min(K, capacity) for K in (2, 4, capacity)})
@@ -79,7 +78,6 @@ def serve(model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, rows
 
 
 def waiting(arrivals: list[Arrival]) -> dict[str, dict[str, float]]:
-    """Percentiles of what requests waited, in seconds."""
     samples = {
         "first token": [one.times[0] - one.at for one in arrivals],
         "between tokens": [gap for one in arrivals for gap in np.diff(one.times)],
@@ -89,7 +87,6 @@ def waiting(arrivals: list[Arrival]) -> dict[str, dict[str, float]]:
 
 
 def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespace) -> dict[str, Any]:
-    """Throughput of both servers, and waiting under every load."""
     tokens, servers = sum(one.new for one in drawn), {"batch": args.rows, "one at a time": 1}
     serve(model, drawn[:2], None, args.rows)  # warm-up
     throughput: dict[str, list[float]] = {name: [] for name in servers}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -42,37 +42,34 @@ def filter_spectra(K: int, L: int, device: torch.device) -> Tensor:
     return torch.fft.rfft(phi.T.contiguous(), 2 * L).to(torch.complex64).to(device)
 
 
-def paper_fft(u: Tensor, gates: Tensor, M: Tensor, group: int = 8) -> Tensor:
-    """u (B, L, D), gates (B, L, K), dense M (K, D, D) -> (B, L, D)."""
-    L, K = gates.shape[1:]
-    phi_f = filter_spectra(K, L, u.device)
+def features_of(u: Tensor, K: int, group: int) -> Iterator[tuple[slice, Tensor]]:
+    """Channels, and the features (B, k, D, L) that they make of u (B, L, D), a group after the other."""
+    L, phi_f = u.shape[1], filter_spectra(K, u.shape[1], u.device)
     u_f = torch.fft.rfft(u.float().mT.contiguous(), 2 * L)  # (B, D, L + 1)
-    y: Tensor | float = 0.0
+    group = group or max(1, GROUP_BYTES[u.device.type] // (u_f.numel() * u_f.element_size()))
     for a in range(0, K, group):
         g = slice(a, min(a + group, K))
-        features = torch.fft.irfft(u_f[:, None] * phi_f[g, None], 2 * L)[..., :L]  # (B, k, D, L)
-        mixed = torch.einsum("bkdl,kde->bkle", features.to(u.dtype), M[g])
-        y = y + torch.einsum("bkle,blk->ble", mixed, gates[..., g])
-    return y  # type: ignore[return-value]
+        yield g, torch.fft.irfft(u_f[:, None] * phi_f[g, None], 2 * L)[..., :L].to(u.dtype)
+
+
+def paper_fft(u: Tensor, gates: Tensor, M: Tensor) -> Tensor:
+    """u (B, L, D), gates (B, L, K), dense M (K, D, D) -> (B, L, D)."""
+    y = torch.zeros_like(u)
+    for g, features in features_of(u, len(M), 8):
+        y = y + torch.einsum("bkle,blk->ble", torch.einsum("bkdl,kde->bkle", features, M[g]), gates[..., g])
+    return y
 
 
 def tuned_fft(u: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """As `paper_fft`; of diagonal M (K, D) with gates (B, L, K, heads)."""
-    L, K = gates.shape[1:3]
-    phi_f = filter_spectra(K, L, u.device)
-    u_f = torch.fft.rfft(u.float().mT.contiguous(), 2 * L)  # (B, D, L + 1)
+    y = torch.zeros_like(u)
     gates = gates.reshape(*gates.shape[:3], -1).permute(0, 2, 3, 1).unsqueeze(3)  # (B, K, heads, 1, L)
-    group = max(1, GROUP_BYTES[u.device.type] // (u_f.numel() * u_f.element_size()))
-    y: Tensor | float = 0.0
-    for a in range(0, K, group):
-        g = slice(a, min(a + group, K))
-        features = torch.fft.irfft(u_f[:, None] * phi_f[g, None], 2 * L)[..., :L].to(u.dtype)  # (B, k, D, L)
+    for g, features in features_of(u, len(M), 0):
         gated = (features.unflatten(2, (gates.shape[2], -1)) * gates[:, g]).flatten(2, 3)
-        if M.ndim == 2:
-            y = y + torch.einsum("bkdl,kd->bld", gated, M[g])
-        else:
-            y = y + gated.flatten(1, 2).mT @ M[g].flatten(0, 1)
-    return y  # type: ignore[return-value]
+        y = y + (
+            torch.einsum("bkdl,kd->bld", gated, M[g]) if M.ndim == 2 else gated.flatten(1, 2).mT @ M[g].flatten(0, 1)
+        )
+    return y
 
 
 def products(op: SpectralOperator, u: Tensor, M: Tensor, group: int) -> Callable[[], None]:
@@ -96,7 +93,6 @@ def products(op: SpectralOperator, u: Tensor, M: Tensor, group: int) -> Callable
 
 
 def fastest_products(op: SpectralOperator, u: Tensor, M: Tensor) -> Callable[[], None]:
-    """With the grouping with which they run fastest here."""
     groups = (1, 2, 4, 8, 16) if u.device.type == "cpu" else (16, 64, 256, 1024)
     candidates = {group: products(op, u, M, group) for group in groups}
     seconds = common.paired(candidates, u.device, rounds=3, warmup=1)
@@ -105,11 +101,11 @@ def fastest_products(op: SpectralOperator, u: Tensor, M: Tensor) -> Callable[[],
 
 def make_inputs(B: int, L: int, D: int, K: int, mixing: str, device: torch.device) -> list[Tensor]:
     """u, gates and channel_mixing as a model has them: unit inputs, gates near 1/K, mixing of the size of 1/sqrt(D)."""
-    generator = torch.Generator().manual_seed(0)
+    generator, diagonal = torch.Generator().manual_seed(0), mixing == "diagonal"
     u = torch.randn(B, L, D, generator=generator)
-    gates = torch.randn(B, L, K, *((HEADS,) if mixing == "diagonal" else ()), generator=generator).softmax(2)
-    M = torch.randn(K, D, *(() if mixing == "diagonal" else (D,)), generator=generator)
-    return [t.to(device, common.dtype_of(device)) for t in (u, gates, M if mixing == "diagonal" else M / D**0.5)]
+    gates = torch.randn(B, L, K, *([HEADS] if diagonal else []), generator=generator).softmax(2)
+    M = torch.randn(K, D, *([] if diagonal else [D]), generator=generator)
+    return [t.to(device, common.dtype_of(device)) for t in (u, gates, M if diagonal else M / D**0.5)]
 
 
 def both_passes(layer: Callable[..., Tensor], inputs: list[Tensor], dy: Tensor) -> Callable[[], tuple[Tensor, ...]]:
@@ -129,20 +125,15 @@ def check(layers: dict[str, Callable[..., Tensor]], inputs: list[Tensor]) -> flo
 
 
 def measure(B: int, L: int, D: int, K: int, mixing: str, device: torch.device, rounds: int) -> list[dict[str, Any]]:
-    """One row for forward and one for forward and backward."""
     op = SpectralOperator(FILTER_LENGTH, chunk_size=CHUNK[mixing])
     layers: dict[str, Callable[..., Tensor]] = {"chunked": lambda u, gates, M: op(u, gates, M)[0], "tuned": tuned_fft}
-    if mixing == "dense":
-        layers["paper"] = paper_fft
+    layers |= {"paper": paper_fft} if mixing == "dense" else {}
     error = check(layers, make_inputs(1, L, D, K, mixing, device))
     inputs = make_inputs(B, L, D, K, mixing, device)
-    dy, floor = torch.randn_like(inputs[0]), fastest_products(op, inputs[0], inputs[2])
-    rows = []
-    for passes, factor in (("forward", 1), ("both", 3)):
-        if factor == 1:
-            calls = {name: functools.partial(torch.no_grad()(layer), *inputs) for name, layer in layers.items()}
-        else:
-            calls = {name: both_passes(layer, inputs, dy) for name, layer in layers.items()}
+    dy, floor, rows = torch.randn_like(inputs[0]), fastest_products(op, inputs[0], inputs[2]), []
+    forward = {name: functools.partial(torch.no_grad()(layer), *inputs) for name, layer in layers.items()}
+    both: dict[str, Any] = {name: both_passes(layer, inputs, dy) for name, layer in layers.items()}
+    for passes, calls, factor in (("forward", forward, 1), ("both", both, 3)):
         memory = {name: common.peak_memory(call, device) for name, call in calls.items()}
         seconds = common.paired({**calls, "floor": floor}, device, rounds)
         seconds["floor"] = [factor * s for s in seconds["floor"]]
@@ -162,14 +153,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for name in ("widths", "lengths", "batches", "budgets", "threads"):
         p.add_argument(f"--{name}", type=int, nargs="+")
     args = p.parse_args(argv)
-    widths, batches = args.widths or [64 if args.quick else 256], args.batches or ([1] if args.quick else [1, 4])
-    lengths = args.lengths or ([1024] if args.quick else [1024, 4096, 16384])
-    budgets = args.budgets or ([4] if args.quick else [2, 4, 8, 16, 32])
     device, report = common.start("spectral_layer", args, filter_length=FILTER_LENGTH, rounds=args.rounds)
-    counts = args.threads or ([1] if args.quick or device.type == "cuda" else [1, 2])
+    one = args.quick or device.type == "cuda"
+    shapes = itertools.product(
+        args.threads or ([1] if one else [1, 2]),
+        args.widths or [64 if args.quick else 256],
+        args.mixing,
+        args.batches or ([1] if args.quick else [1, 4]),
+        args.lengths or ([1024] if args.quick else [1024, 4096, 16384]),
+        args.budgets or ([4] if args.quick else [2, 4, 8, 16, 32]),
+    )
     torch.backends.cuda.matmul.allow_tf32 = False  # fp32 means fp32
     report["results"] = []
-    for count, D, mixing, B, L, K in itertools.product(counts, widths, args.mixing, batches, lengths, budgets):
+    for count, D, mixing, B, L, K in shapes:
         with common.threads(count):
             rows = [{"threads": count} | row for row in measure(B, L, D, K, mixing, device, args.rounds)]
         report["results"] += rows

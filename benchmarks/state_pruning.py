@@ -74,9 +74,6 @@ TASKS = {name: state_tasks.TASKS[name] for name in ("digits", "reviews", "words"
 CHOICE = {"aire": ("AIRE", "C0"), "last": ("LAST", "C3")}
 CHOICE |= {"balanced": ("balanced truncation", "C2"), "random": ("random", "0.6")}
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run.
-
 
 def pruned(model: nn.Module, method: str, ratio: float, seed: int) -> tuple[nn.Module, list[int]]:
     """A smaller copy of a model, and the modes that each layer has left."""
@@ -130,10 +127,6 @@ def define(settings: Settings, run: Run) -> dict[str, Any]:
     return {"task": state_tasks.identity(settings, run), "model": MODELS[run.name]}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All runs.
-
-
 def largest_within(errors: Sequence[float], ratios: Sequence[float]) -> float:
     """The largest ratio up to which none loses more than a point against the first, the whole model."""
     lost = [error - errors[0] > POINT + 1e-9 for error in errors]
@@ -141,13 +134,11 @@ def largest_within(errors: Sequence[float], ratios: Sequence[float]) -> float:
 
 
 def area_of(curve: dict[str, Any]) -> float:
-    """Mean accuracy over the ratios."""
     ratios = curve["ratios"]
     return float(np.trapezoid([1 - e for e in curve["errors"]], ratios)) / (ratios[-1] - ratios[0])
 
 
 def by_model(records: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs that did not diverge, of every task and model."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
         if not record["diverged"]:
@@ -206,15 +197,13 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables, draw the curves and write both."""
     p = common.parser(__doc__)
     sweeps.add_data(p)
     sweeps.add_arguments(p, MODELS, "runs/state_pruning", 600, TASKS)
     args = p.parse_args(argv)
     sizes = (min(args.updates, 3), 8, 2, 20) if args.quick else (args.updates, 32, 2, 600)
     settings = Settings(args.data_dir, *sizes, quick=args.quick, device=str(common.pick_device(args.device)))
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
-    _, report = common.start("state_pruning", args, **records[0]["settings"])
+    records, report = sweeps.run("state_pruning", args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
     report["results"], report["certificates"] = summarise(records), over_truth(records)
     common.table(report["certificates"])
     write_figure(common.report_path(report, args).with_suffix(".png"), draw(report["results"]))

@@ -27,7 +27,6 @@ KINDS = ("s5", "lru", "s4d", "mamba")
 
 
 def make_model(kind: str, width: int, layers: int, modes: int) -> Any:
-    """A new language model of bytes."""
     sizes = {"vocab_size": 259, "hidden_size": width, "num_hidden_layers": layers, "state_size": modes}
     torch.manual_seed(0)
     if kind == "mamba":
@@ -47,7 +46,6 @@ def smaller(model: Any, ratio: float) -> Any:
 
 @torch.inference_mode()
 def measure(kind: str, device: torch.device, rounds: int, quick: bool) -> list[dict[str, Any]]:
-    """The whole model and those with fewer modes."""
     width, layers, length, batch = (16, 1, 32, 1) if quick else (256, 6, 1024, 4)
     modes = {"s4d": 64, "mamba": 64}.get(kind, 256) if not quick else 10
     whole = make_model(kind, width, layers, modes).to(device)

@@ -47,8 +47,6 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a table have in common."""
-
     data_dir: str | None
     updates: int
     hidden_size: int
@@ -65,7 +63,6 @@ class Settings:
 
 
 def identity(settings: Settings, run: Run) -> dict[str, Any]:
-    """The task and its data."""
     task = TASKS[run.task]
     return dataclasses.asdict(task) | classification_tasks.load(settings.data(), task.name).identity
 

@@ -64,7 +64,6 @@ def steps_of(settings: Settings, row: Truncated) -> tuple[int, ...]:
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
-    """Train both."""
     row, lru = ROWS[run.name], {"parameterization": "lru", "norm": "batch"}
     whole = lru | {"state_sizes": [settings.state_size] * settings.num_hidden_layers}
     if row.tau == 0:
@@ -78,7 +77,6 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
-    """The task and the row. Raises ValueError as `steps_of`."""
     steps_of(settings, ROWS[run.name])
     return {"task": state_tasks.identity(settings, run), "row": dataclasses.asdict(ROWS[run.name])}
 
@@ -114,7 +112,6 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables and write them."""
     p = common.parser(__doc__)
     sweeps.add_data(p)
     sweeps.add_arguments(p, ROWS, "runs/state_truncation", 4000, TASKS)
@@ -125,8 +122,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         args.only = [name for name in args.only if ROWS[name].every is None]  # others need longer runs
     sizes = (updates, 16, 1, test_samples, state_size, max(4, updates // 10))  # one block; a tenth is the warm-up
     settings = Settings(args.data_dir, *sizes, args.quick, str(common.pick_device(args.device)))
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
-    _, report = common.start("state_truncation", args, **records[0]["settings"])
+    records, report = sweeps.run(
+        "state_truncation", args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,)
+    )
     report["results"] = summarise(records)
     return common.finish(report, args)
 

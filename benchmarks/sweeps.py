@@ -35,9 +35,6 @@ from .matched_models import Row, cache_bytes, sizes_of
 
 SPEED = "_per_cpu_second"  # how the name of a speed ends
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One run.
-
 
 @dataclass(frozen=True)
 class Run:
@@ -114,9 +111,6 @@ def measure(
     return record if length is None else record | {"cache_bytes": cache_bytes(model, length)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# All runs.
-
 Perform = Callable[[Any, Run], dict[str, Any]]
 
 
@@ -162,11 +156,10 @@ class Sweep:
                 waiting.append(run)
                 continue
             record = json.loads(path.read_text())
-            held, wanted = ({"definition": r["definition"]} | r["settings"] for r in (record, identity))
-            changed = [f"{k} was {held.get(k)!r} and is now {wanted[k]!r}" for k in wanted if held.get(k) != wanted[k]]
-            if changed:
-                reason = f"{path} is of another table: {', '.join(changed)}; choose another --runs_dir, or delete it"
-                raise ValueError(reason)
+            for part, wanted in identity.items():
+                if (held := record[part]) != wanted:
+                    reason = f"its {part} was {held} and is now {wanted}; choose another --runs_dir, or delete it"
+                    raise ValueError(f"{path} is of another table: {reason}")
         folder.mkdir(parents=True, exist_ok=True)
         print(f"{len(runs) - len(waiting)} of {len(runs)} runs are there", flush=True)
         for i, record in enumerate(_performed(functools.partial(self.one, folder=folder), waiting, processes), 1):
@@ -204,14 +197,9 @@ def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[di
     return sorted(records, key=lambda r: tasks.index(r.get("task", "")))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Command line.
-
-
 def add_arguments(
     p: argparse.ArgumentParser, rows: Iterable[str], runs_dir: str, updates: int, tasks: Iterable[str] = ()
 ) -> None:
-    """What every sweep is told."""
     p.set_defaults(device="cpu", tasks=[""])
     if tasks:
         p.add_argument("--tasks", nargs="+", default=[*tasks], help=f"out of {[*tasks]}")
@@ -234,14 +222,21 @@ def _positive(text: str) -> int:
     return value
 
 
-def records_of(args: argparse.Namespace, sweep: Sweep, rates: Callable[[str], Sequence[float]]) -> list[dict[str, Any]]:
-    """Perform what is missing, unless --table says otherwise, and collect: every model at each of its rates, at every
-    seed, on every task. Seed by seed, so that a sweep cut short is a whole table of fewer seeds."""
+def run(
+    name: str, args: argparse.Namespace, sweep: Sweep, rates: Callable[[str], Sequence[float]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Perform what is missing, unless --table says otherwise; the records of all runs, and the report of that name.
+
+    Every model runs at each of its rates, at every seed, on every task: seed by seed, so that a sweep cut short is a
+    whole table of fewer seeds.
+    """
     if not args.table:
         points = itertools.product(args.seeds, args.tasks, args.only)
-        runs = [Run(name, rate, seed, task) for seed, task, name in points for rate in args.rates or rates(name)]
+        runs = [Run(model, rate, seed, task) for seed, task, model in points for rate in args.rates or rates(model)]
         sweep.perform_missing(runs, args.runs_dir, args.processes)
-    return collect(args.runs_dir, args.only, args.tasks)
+    records = collect(args.runs_dir, args.only, args.tasks)
+    settings = {"quick": args.quick} | records[0]["settings"]
+    return records, common.start(name, args, **settings)[1]
 
 
 def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:
@@ -264,10 +259,6 @@ def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:
         except (KeyError, ValueError):
             raise ValueError(f"parameters of {kind} are numbers named {[*legal]}, got {part!r} in {name!r}") from None
     return dataclasses.replace(tasks[kind], **given)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Summaries.
 
 
 def mean(values: Sequence[float]) -> dict[str, float]:

@@ -9,15 +9,13 @@ backbone is a spectral layer and after it a diagonal state space (S5), so that a
 weights: it is trained once, with a random K of its eight channels and a random cap on K_t in every update, each drawn
 on its own. Then K is set per call, states are removed after training (AIRE, all layers in one ranking), and depth is
 0, 1, 3 or what the gate asks for. For each combination: energy of held-out chains, distance from the native ones, and
-FLOPs a position while streaming, counted as there. A combination is on the front of a seed if no other one has less of
-both.
+FLOPs a position while streaming, counted as there.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,14 +40,15 @@ from modeling_essm.companions import (
 )
 
 from . import common, sweeps
-from .elastic_measures import STREAMS, cost
-from .elastic_states import one_cycle, open_task
+from .elastic_measures import STREAMS, flops_of
+from .elastic_states import Settings, one_cycle, open_task
 from .elastic_tasks import always
 from .sweeps import Run, Sweep, mean
 
 METRIC = "energy"
 RATE = 3e-3
 BUDGETS = (2, 4, 8)
+STATES = 32
 KEPT = (1.0, 0.5, 0.25)  # share of the modes
 GATE = "gate"
 DEPTHS = (0, 1, 3, GATE)
@@ -100,27 +99,12 @@ AutoConfig.register(TwoStageConfig.model_type, TwoStageConfig, exist_ok=True)
 AutoModel.register(TwoStageConfig, TwoStageModel, exist_ok=True)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What all runs of a table have in common."""
-
-    data_dir: str
-    updates: int
-    batch_size: int = 8
-    hidden_size: int = 32
-    state_size: int = 32
-    latent_size: int = 32
-    max_refine_depth: int = 3
-    compute_penalty: float = 0.03
-    test_count: int = 44
-
-
 def make_model(settings: Settings, task: Any) -> Any:
     """A new elastic state model around both stages, without feedback, so that sequences are read at once."""
     D = settings.hidden_size
     spectral = {"hidden_size": D, "intermediate_size": D, "vocab_size": 8, "block": "gated", "num_hidden_layers": 1}
     spectral |= {"inner_size": D, "num_heads": 1, "num_spectral_channels": max(BUDGETS), "filter_length": 512}
-    diagonal = {"hidden_size": D, "state_size": settings.state_size, "num_hidden_layers": 1, "vocab_size": 8}
+    diagonal = {"hidden_size": D, "state_size": STATES, "num_hidden_layers": 1, "vocab_size": 8}
     names = ("latent_size", "max_refine_depth", "compute_penalty")
     fields = {name: getattr(settings, name) for name in names} | {"feedback": False}
     fields |= {"num_input_features": task.features, "readout_size": task.readouts}
@@ -167,7 +151,7 @@ def grid(model: Any, task: Any, streams: int) -> list[dict[str, Any]]:
             measured = task.measure(small, always(fixed), spectral_budget=K)
             row = {"budget": K, "kept": kept, "states": sizes, "depth": depth}
             row |= {"mean_depth": float(measured.depths.double().mean())} | measured.values
-            found.append(row | {"flops": cost(task, small, fixed, streams, spectral_budget=K)["flops"]})
+            found.append(row | {"flops": flops_of(task, small, fixed, streams, spectral_budget=K)})
     return found
 
 
@@ -185,34 +169,15 @@ def define(settings: Settings, run: Run) -> dict[str, Any]:
     return {"budgets": BUDGETS, "kept": KEPT, "depths": DEPTHS, "task": open_task(settings, "repair").identity}
 
 
-def front(rows: list[dict[str, Any]]) -> list[bool]:
-    """Which rows no other one beats in energy at no more FLOPs, or in FLOPs at no more energy."""
-    points = [(row[METRIC], row["flops"]) for row in rows]
-    return [all((a, b) == (x, y) or a > x or b > y for a, b in points) for x, y in points]
-
-
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every combination: mean and deviation over seeds, and at how many seeds it is on the front."""
-    whole = [r["grid"] for r in records if not r["diverged"]]
-    fronts, results = [front(rows) for rows in whole], []
+    """Every combination: mean and deviation over seeds."""
+    whole, results = [r["grid"] for r in records if not r["diverged"]], []
     for i, row in enumerate(whole[0] if whole else ()):
         result: dict[str, Any] = {name: row[name] for name in ("budget", "kept", "states", "depth")}
         for name in (METRIC, "rmsd_outside", "rmsd_loop", "gap", "mean_depth", "flops"):
             result[name] = mean([rows[i][name] for rows in whole])
-        results.append(result | {"on_front": sum(marks[i] for marks in fronts), "seeds": len(whole)})
+        results.append(result | {"seeds": len(whole)})
     return results
-
-
-def effects(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each dial turned down by itself from everything: what energy it costs, and the share of FLOPs it saves."""
-    rows = {(r["budget"], r["kept"], r["depth"]): r for r in results}
-    whole, found = rows[EVERYTHING], []
-    for i, (dial, values) in enumerate((("budget", BUDGETS[:-1]), ("kept", KEPT[1:]), ("depth", DEPTHS[:-1]))):
-        for value in values:
-            row = rows[(*EVERYTHING[:i], value, *EVERYTHING[i + 1 :])]
-            change, over = (row[name]["mean"] / whole[name]["mean"] for name in (METRIC, "flops"))
-            found.append({"dial": dial, "set_to": value, "energy_change": change - 1, "flops_saved": 1 - over})
-    return found
 
 
 def draw(results: list[dict[str, Any]]) -> Figure:
@@ -231,19 +196,16 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Perform what is missing, then print the tables, draw and write them."""
     p = common.parser(__doc__)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
     sweeps.add_arguments(p, ["three dials"], "runs/three_dials", 400)
     args = p.parse_args(argv)
     small: dict[str, int] = {"batch_size": 1, "test_count": 1} if args.quick else {}
+    small |= {"latent_size": 32, "hidden_size": 32}
     settings = Settings(args.data_dir, min(args.updates, 2) if args.quick else args.updates, **small)
-    records = sweeps.records_of(args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
-    _, report = common.start("three_dials", args, **records[0]["settings"])
-    report["results"] = results = summarise(records)
-    report["one_dial"] = effects(results)
-    common.table(report["one_dial"])
-    write_figure(common.report_path(report, args).with_suffix(".png"), draw(results), dpi=110)
+    records, report = sweeps.run("three_dials", args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,))
+    report["results"] = summarise(records)
+    write_figure(common.report_path(report, args).with_suffix(".png"), draw(report["results"]), dpi=110)
     return common.finish(report, args)
 
 

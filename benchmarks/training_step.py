@@ -105,13 +105,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def gradient(model: Any, tokens: Tensor, K: int) -> Tensor:
-    """The gradient of the first layer's M_k."""
     loss = loss_of(model, tokens, {"spectral_budget": K})
     return torch.autograd.grad(loss, model.model.layers[0].mixer.channel_mixing)[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The tables.
 
 
 def begin(name: str, args: argparse.Namespace) -> tuple[torch.device, dict[str, Any]]:

@@ -2,7 +2,6 @@
 """How far back does a budget K reach: by what the first K filters span, and by what trained models remember?
 
     python -m benchmarks.what_budgets_buy                # 13 short runs, then report and figure
-    python -m benchmarks.what_budgets_buy --analytic     # the first part alone, seconds
 
 Exact part. The share of energy of a response h(tau) that the span of the first K filters holds is |Phi^T h|^2 / |h|^2,
 as the filters are orthonormal: for the impulse at lag tau (a delay), exp(-lag / tau) and a window of tau steps. The
@@ -18,7 +17,7 @@ Runs are those of `benchmarks.memory_probes`.
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 import itertools
 import math
 from typing import Any
@@ -40,24 +39,18 @@ MODEL = "gated"
 NOISE = 1e-3
 
 
-def delays(quick: bool) -> dict[str, list[str]]:
-    """Tasks of the trained part by the kind of their noise; a sample is twice as long as its delay, and at least 64."""
-
-    def task(tau: int, band: float) -> str:
-        kind = "delay-white" if band == 0.5 else "delay-band"
-        return f"{kind}:length={max(64, 2 * tau)},tau={tau}" + (f",band={band:g}" if band < 0.5 else "")
-
-    if quick:
-        return {"white": [task(1, 0.5)], "one cycle per delay": [task(4, 0.25)]}
-    return {
-        "white": [task(tau, 0.5) for tau in (1, 4, 16, 64)],
-        "0.01 cycles a step": [task(tau, 0.01) for tau in (16, 64, 256, 1024)],
-        "one cycle per delay": [task(tau, 1 / tau) for tau in (4, 16, 64, 256, 1024)],
-    }
+def delay(tau: int, band: float) -> str:
+    """A task whose samples are twice as long as the delay, and at least 64."""
+    kind, rest = ("delay-white", "") if band == 0.5 else ("delay-band", f",band={band:g}")
+    return f"{kind}:length={max(64, 2 * tau)},tau={tau}{rest}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Exact.
+DELAYS = {  # by the kind of noise
+    "white": [delay(tau, 0.5) for tau in (1, 4, 16, 64)],
+    "0.01 cycles a step": [delay(tau, 0.01) for tau in (16, 64, 256, 1024)],
+    "one cycle per delay": [delay(tau, 1 / tau) for tau in (4, 16, 64, 256, 1024)],
+}
+QUICK = {"white": [delay(1, 0.5)], "one cycle per delay": [delay(4, 0.25)]}
 
 
 def shares(filter_length: int, num_channels: int, kind: str, taus: np.ndarray) -> np.ndarray:
@@ -128,91 +121,67 @@ def readout_errors(filter_length: int, band: float, tau: int, noise: float = NOI
     return errors
 
 
-def analytic(tasks: dict[str, list[str]], lengths: tuple[int, ...], filter_length: int) -> dict[str, Any]:
-    """All of the exact part."""
+def analytic(names: list[str], lengths: tuple[int, ...], filter_length: int) -> dict[str, Any]:
     errors = []
-    for name in [name for names in tasks.values() for name in names]:
-        task = sweeps.choose_task(memory_probes.TASKS, name)
+    for name in names:
+        task: Any = sweeps.choose_task(memory_probes.TASKS, name)
         found = readout_errors(filter_length, task.band, task.tau)
         errors.append({"task": name, "tau": task.tau, "band": task.band, "error": found})
-    return {
-        "horizons": [horizons(H, kind) for kind in LEVELS for H in lengths],
-        "readout_errors": errors,
-    }
+    return {"horizons": [horizons(H, kind) for kind in LEVELS for H in lengths], "readout_errors": errors}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Trained, and what comes of both.
-
-
-def trained(args: Any, tasks: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """A row for each delay: its error at every budget, mean and deviation over seeds."""
-    settings = memory_probes.Settings(args.parameters, args.updates, budgets=BUDGETS, device=args.device)
-    if args.quick:
-        settings = dataclasses.replace(settings, positions=128, held_out=128)
-    args.tasks = [name for group in tasks.values() for name in group]
-    sweep = Sweep(settings, memory_probes.perform, memory_probes.define, memory_probes.METRIC)
-    return sweeps.summarise_all(sweeps.records_of(args, sweep, lambda name: args.rates), memory_probes.METRIC)
-
-
-def draw(report: dict[str, Any], tasks: dict[str, list[str]]) -> Figure:
+def draw(results: dict[str, Any], delays: dict[str, list[str]], filter_length: int) -> Figure:
     """Error against K, a panel for each kind of noise and a line for each delay; and the horizons."""
     figure = Figure(figsize=(10.5, 7.6), layout="constrained")
     panels = figure.subplots(2, 2).flatten()
-    exact = report["results"]["analytic"]
-    measured = {row["task"]: row for row in report["results"]["trained"]}
-    for axes, (kind, names) in zip(panels, tasks.items()):
+    exact = {row["task"]: row for row in results["analytic"]["readout_errors"]}
+    trained = {row["task"]: row.get("error", {}) for row in results["trained"]}
+    for axes, (kind, names) in zip(panels, delays.items()):
         for i, name in enumerate(names):
-            row = next(row for row in exact["readout_errors"] if row["task"] == name)
-            color = f"C{i}"
-            axes.plot(BUDGETS, [*row["error"].values()], ":", color=color, linewidth=1.2)
-            errors = measured.get(name, {}).get("error", {})
-            line = [errors[str(K)]["mean"] for K in BUDGETS] if errors else []
-            axes.plot(BUDGETS[: len(line)], line, "o-", color=color, markersize=3.5, label=f"{row['tau']}")
+            axes.plot(BUDGETS, [*exact[name]["error"].values()], ":", color=f"C{i}", linewidth=1.2)
+            line = [trained[name][str(K)]["mean"] for K in BUDGETS if trained[name]]
+            style: dict[str, Any] = {"color": f"C{i}", "markersize": 3.5, "label": f"{exact[name]['tau']}"}
+            axes.plot(BUDGETS[: len(line)], line, "o-", **style)
         axes.set(title=f"noise: {kind}", xlabel="budget K", ylabel="squared error / variance")
         axes.set(xscale="log", yscale="log", ylim=(1e-4, 2))
-        axes.legend(
-            title="delay, trained (dotted: linear read-out)", fontsize=8, title_fontsize=8, ncols=5, loc="lower left"
-        )
-    axes = panels[3]
-    names = {"impulse": "impulse, half", "exponential": "exponential, 90%", "window": "window, 90%"}
-    for row in exact["horizons"]:
-        if row["filter_length"] == report["settings"]["filter_length"]:
-            held = {int(K): value for K, value in row["horizon"].items() if value}
-            axes.plot(list(held), list(held.values()), "o-", markersize=3.5, label=names[row["response"]])
-    line = [6.3 * CLAIM ** (K - 2) for K in BUDGETS if K <= 12]  # through the exponential's at K = 2
-    axes.plot(BUDGETS[: len(line)], line, "--", color="gray", linewidth=1, label=f"{CLAIM} per channel")
-    axes.set(title="horizon of the first K filters (exact)", xlabel="budget K", ylabel="steps")
-    axes.set(yscale="log")
-    axes.legend(fontsize=8)
+        title = "delay, trained (dotted: linear read-out)"
+        axes.legend(title=title, fontsize=8, title_fontsize=8, ncols=5, loc="lower left")
     for axes in panels[:3]:
         axes.set_xticks(BUDGETS, [str(K) for K in BUDGETS])
         axes.minorticks_off()
+    axes = panels[3]
+    names = {"impulse": "impulse, half", "exponential": "exponential, 90%", "window": "window, 90%"}
+    for row in results["analytic"]["horizons"]:
+        if row["filter_length"] == filter_length:
+            held = {int(K): value for K, value in row["horizon"].items() if value}
+            axes.plot(list(held), list(held.values()), "o-", markersize=3.5, label=names[row["response"]])
+    few = [K for K in BUDGETS if K <= 12]
+    line = [6.3 * CLAIM ** (K - 2) for K in few]  # through the exponential's at K = 2
+    axes.plot(few, line, "--", color="gray", linewidth=1, label=f"{CLAIM} per channel")
+    axes.set(title="horizon of the first K filters (exact)", xlabel="budget K", ylabel="steps", yscale="log")
+    axes.legend(fontsize=8)
     return figure
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    sweeps.add_arguments(p, {MODEL: memory_probes.ROWS[MODEL]}, "runs/what_budgets_buy", updates=300)
+    sweeps.add_arguments(p, [MODEL], "runs/what_budgets_buy", 300)
     p.set_defaults(rates=[5e-3], seeds=[0])
     p.add_argument("--parameters", type=int, default=30_000, help="of every model")
-    p.add_argument("--analytic", action="store_true", help="the exact part alone")
-    args = p.parse_args(argv)
-    if args.quick:
-        args.updates, args.parameters = min(args.updates, 3), 12_000
-    tasks, lengths = delays(args.quick), (512,) if args.quick else LENGTHS
-    filter_length = 512 if args.quick else 4096
-    settings = {"filter_length": filter_length, "model": MODEL, "budgets": list(BUDGETS)}
-    settings |= {name: getattr(args, name) for name in ("parameters", "updates", "rates", "seeds")}
-    _, report = common.start("what_budgets_buy", args, **settings)
-    report["results"] = {"analytic": analytic(tasks, lengths, filter_length)}
-    report["results"]["trained"] = [] if args.analytic else trained(args, tasks)
-    for part in report["results"]["analytic"].values():
-        common.table(part)
-    common.table(report["results"]["trained"])
-    common.finish(report, args)
-    write_figure(common.report_path(report, args).with_suffix(".png"), draw(report, tasks), dpi=130)
-    return report
+    args: argparse.Namespace = p.parse_args(argv)
+    delays, filter_length, lengths = (QUICK, 512, (512,)) if args.quick else (DELAYS, 4096, LENGTHS)
+    args.tasks = [name for group in delays.values() for name in group]
+    size = (12_000, min(args.updates, 3), 128, 128) if args.quick else (args.parameters, args.updates)
+    settings = memory_probes.Settings(*size, budgets=BUDGETS, device=str(common.pick_device(args.device)))
+    sweep = Sweep(settings, memory_probes.perform, memory_probes.define, memory_probes.METRIC)
+    records, report = sweeps.run("what_budgets_buy", args, sweep, lambda name: args.rates)
+    results = {"analytic": analytic(args.tasks, lengths, filter_length)}
+    results["trained"] = sweeps.summarise_all(records, memory_probes.METRIC)
+    for rows in (*results["analytic"].values(), results["trained"]):
+        common.table(rows)
+    figure = draw(results, delays, filter_length)
+    write_figure(common.report_path(report, args).with_suffix(".png"), figure, dpi=130)
+    return common.finish(report | {"results": results}, args)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Elastic state models compared: statistics of depths that are known, sizes that match, batches, and tiny sweeps."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import elastic_states, three_dials
-from benchmarks.elastic_measures import AROUND, Flops, around_events, auroc, controls, cost, rank_correlation, told
+from benchmarks.elastic_measures import AROUND, Flops, around_events, auroc, controls, flops_of, rank_correlation, told
 from benchmarks.elastic_states import IN_USE, ROWS, Settings, summarise
 from benchmarks.elastic_tasks import SET_ASIDE, Maze, Measured, Repair, gate
 from essm_train.tasks import chains
@@ -35,11 +33,10 @@ def test_depths_are_told_of_positions_that_exist():
     hard = torch.tensor([[False, True, False, True], [False, False, True, True]])
     real = torch.tensor([[True, True, True, True], [True, True, True, False]])
     errors = torch.tensor([[9.0, 1, 2, 3], [8, 7, 6, 0]])
-    refined = torch.tensor([[0.0, 0, 0.5, 4], [1, 0, 3, 0]])  # of five that worked, three are lower
+    refined = torch.tensor([[0.0, 0, 0.5, 4], [1, 0, 3, 0]])
     measured = Measured({"energy": 1.0}, depths, depths.float(), refined, errors, hard, real)
-    found = told(measured, 3)
-    assert found["lowered"] == pytest.approx(3 / 5) and found["objective"] == pytest.approx(8.5 / 7)
-    assert found["mean_depth"] == pytest.approx(8 / 7) and found["histogram"] == [2, 3, 1, 1]
+    found = told(measured)
+    assert found["mean_depth"] == pytest.approx(8 / 7) and found["objective"] == pytest.approx(8.5 / 7)
     assert found["depth_difficult"] == pytest.approx(5 / 3) and found["depth_easy"] == pytest.approx(3 / 4)
     assert found["error_correlation"] == pytest.approx(rank_correlation(depths[real], errors[real]))
     # Stretches begin at 1 and 3 of the first stream and at 2 of the second; what follows their end counts as well.
@@ -63,7 +60,7 @@ def test_flops_are_counted(data_dir):
     task = Repair(data_dir, 1)
     model = make_model("ESM, metric I", task)
     model.corrector.log_step_size.data.fill_(-6.0)  # so that no step is refused
-    none, one = (cost(task, model, depth, streams=1)["flops"] for depth in (0, 1))
+    none, one = (flops_of(task, model, depth, streams=1) for depth in (0, 1))
     readout = 2 * (8 * 64 + 64 * 3)
     assert none == 2 * (15 * 8 + 8 * 8) + readout
     assert one - none == pytest.approx(2 * readout)  # backward where the state is, and forward where it went
@@ -157,9 +154,9 @@ def test_a_rate_is_not_chosen_by_what_is_tested(data_dir, monkeypatch):
 
 def test_rows_are_means_of_what_every_seed_has():
     def record(seed, energy, **more):
-        own = {"values": {"energy": energy}, "mean_depth": 1.0} | more
+        own = {"values": {"energy": energy}, "mean_depth": 1.0, "flops": 8.0} | more
         record = {"task": "repair", "model": "ESM", "rate": 0.01, "seed": seed, "diverged": False, "parameters": 9}
-        return record | {"own": own, "metric": {"1": energy}, "controls": {}, "cost": {"flops": 8.0, "seconds": 2.0}}
+        return record | {"own": own, "metric": {"1": energy}, "controls": {}}
 
     aligned = {"around_events": [None, 1.0, 2.0]}
     records = [record(0, 1.0, auroc=0.5, rank_correlation=float("nan"), **aligned), record(1, 3.0, auroc=0.7)]
@@ -176,50 +173,28 @@ def test_elastic_states_from_end_to_end(quick, data_dir, tmp_path):
     rows = {(r["model"], r["control"]): r for r in report["results"]}
     assert rows["SSM", None]["over_ssm"] == 1 and rows["Transformer", None]["flops_over_transformer"] == 1
     assert {control for model, control in rows if model == "ESM"} >= {None, "none", "all", "by chance"}
-    assert IN_USE in {control for model, control in rows if model == "SSM"}
+    assert rows["SSM", IN_USE]["flops"]["mean"] > rows["SSM", None]["flops"]["mean"]
     assert rows["ESM", None]["minus_esm"]["mean"] == 0 and "native" in report["references"]
     assert {path.name for path in tmp_path.glob("*.png")} == {"report.png", "report_depths.png"}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Three dials.
 
 
 @torch.no_grad()
 def test_every_dial_changes_the_output_and_costs_more_when_it_is_turned_up(data_dir):
     torch.manual_seed(0)
     task = Repair(data_dir, 1)
-    model = three_dials.make_model(three_dials.Settings(data_dir, 1), task).eval()
+    model = three_dials.make_model(Settings(data_dir, 1, latent_size=32, hidden_size=32), task).eval()
     smaller, errors, costs = three_dials.smaller(model, 0.25), [], []
     for small, K, depth in ((model, 8, 3), (model, 2, 3), (smaller, 8, 3), (model, 8, 1)):
         errors.append(task.measure(small, lambda difficult, depth=depth: depth, spectral_budget=K).errors)
-        costs.append(cost(task, small, depth, 1, spectral_budget=K)["flops"])
+        costs.append(flops_of(task, small, depth, 1, spectral_budget=K))
     for found, flops in zip(errors[1:], costs[1:]):
         assert (found - errors[0]).abs().max() > 1e-4 and flops < costs[0]
     assert model.source.backbone.diagonal.config.state_sizes == [32]  # a copy was made smaller
 
 
-def test_the_front_and_the_effects_of_one_dial():
-    rows = [{"energy": e, "flops": f} for e, f in ((3, 1), (2, 2), (2, 3), (1, 3), (4, 1), (1, 3))]
-    assert three_dials.front(rows) == [True, True, False, True, False, True]
-
-    def row(K, kept, depth, energy, flops):
-        return {"budget": K, "kept": kept, "depth": depth, "energy": {"mean": energy}, "flops": {"mean": flops}}
-
-    rows = [row(8, 1.0, "gate", 2.0, 100), *(row(K, 1.0, "gate", 2.0 + 1 / K, 10 * K) for K in (2, 4))]
-    rows += [row(8, kept, "gate", 2.0 / kept, 100 * kept) for kept in (0.5, 0.25)]
-    rows += [row(8, 1.0, depth, 4.0, 30) for depth in (0, 1, 3)]
-    found = {(r["dial"], r["set_to"]): r for r in three_dials.effects(rows)}
-    assert found["budget", 2]["energy_change"] == pytest.approx(0.25)
-    assert found["budget", 4]["flops_saved"] == pytest.approx(0.6)
-    assert found["kept", 0.25]["energy_change"] == pytest.approx(3.0) and len(found) == 7
-
-
 @pytest.mark.slow
 def test_three_dials_from_end_to_end(quick, data_dir, tmp_path):
-    report = quick(three_dials, "--data_dir", data_dir, "--seeds", 0, "--runs_dir", tmp_path / "runs")
-    rows = report["results"]
+    rows = quick(three_dials, "--data_dir", data_dir, "--seeds", 0, "--runs_dir", tmp_path / "runs")["results"]
     assert len(rows) == 36 and {r["states"][0] for r in rows} == {32, 16, 8}
     assert all(r["depth"] == "gate" or r["mean_depth"]["mean"] == r["depth"] for r in rows)
-    assert 1 <= sum(r["on_front"] for r in rows) < 36 and (tmp_path / "report.png").stat().st_size > 10_000
-    assert json.loads(next((tmp_path / "runs").iterdir()).read_text())["energy"]
+    assert (tmp_path / "report.png").stat().st_size > 10_000

@@ -32,32 +32,26 @@ def ablate(quick, tmp_path):
 def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
     """At a seed every model and rate sees the same blocks."""
     seen, run_at_budget = [], ablation.run_at_budget
-
-    def watched(model, batch, budget):
-        seen.append(batch["input_ids"])
-        return run_at_budget(model, batch, budget)
-
+    watched = lambda model, batch, K: seen.append(batch["input_ids"]) or run_at_budget(model, batch, K)  # noqa: E731
     monkeypatch.setattr(ablation, "run_at_budget", watched)
     names = ["gated", "llama"]
     report = ablate("--only", *names, "--rates", 0.001, 0.1, "--seeds", 0, 1)
     runs = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").iterdir())]
-    assert len(runs) == 8 and {r["model"] for r in report["results"]} == {*names}
-    for result in report["results"]:
+    results = {r["model"]: r for r in report["results"]}
+    assert len(runs) == 8 and results.keys() == {*names}
+    for result in results.values():
         assert result["seeds"] == [0, 1] and abs(result["parameters"] / 60_000 - 1) <= matched_models.TOLERANCE
         assert result["rates"][f"{result['best_rate']:g}"] == min(result["rates"].values()) and result["at_the_edge"]
         best = [r for r in runs if (r["model"], r["rate"]) == (result["model"], result["best_rate"])]
         for K, bits in result["bits_per_byte"].items():
             assert bits["mean"] == pytest.approx(statistics.fmean(r["bits_per_byte"][K] for r in best))
-    assert {r["model"]: [*r["bits_per_byte"]] for r in report["results"]} == {
-        "gated": ["2", "4", "8", "16"],
-        "llama": ["1"],
-    }
-    gated, llama = (next(r for r in report["results"] if r["model"] == name) for name in names)
+    gated, llama = results["gated"], results["llama"]
+    assert [*gated["bits_per_byte"]] == ["2", "4", "8", "16"] and [*llama["bits_per_byte"]] == ["1"]
     above = [llama["by_seed"][seed]["1"] - gated["by_seed"][seed]["16"] for seed in "01"]
     assert llama["against_gated"]["mean"] == pytest.approx(statistics.fmean(above))
     orders = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]  # of 3 updates
-    assert all(torch.equal(order, orders[0]) for order in orders[:4])
-    assert all(torch.equal(order, orders[4]) for order in orders[4:]) and not torch.equal(orders[0], orders[4])
+    assert all(torch.equal(order, orders[i // 4 * 4]) for i, order in enumerate(orders))
+    assert len(orders) == 8 and not torch.equal(orders[0], orders[4])
     # A rate that has a seed of its own is compared by those that it shares.
     (worse,) = {*llama["rates"]} - {f"{llama['best_rate']:g}"}
     extra = json.loads((tmp_path / "runs" / f"llama-rate{worse}-seed0.json").read_text())
@@ -85,10 +79,10 @@ def test_a_sweep_goes_on_where_it_was_killed(ablate, tmp_path, monkeypatch):
     (tmp_path / "runs" / ".partial-x-seed1.json").write_text("{")  # killed while it was written
     assert [r["seeds"] for r in ablate(*order)["results"]] == [[0, 1, 2]] * 2
     assert all(path.stat().st_mtime_ns == time for path, time in found.items())
-    with pytest.raises(ValueError, match=r"updates was 3 and is now 2; choose another --runs_dir"):
+    with pytest.raises(ValueError, match=r"its settings was .* and is now .*; choose another --runs_dir"):
         ablate(*order, "--updates", 2)
     (tmp_path / "text2.txt").write_text("other text " * 300)
-    with pytest.raises(ValueError, match=r"definition was .* and is now .*; choose another --runs_dir"):
+    with pytest.raises(ValueError, match=r"its definition was .* and is now .*; choose another --runs_dir"):
         ablate(*order, "--validation_file", tmp_path / "text2.txt")
 
 
@@ -113,10 +107,6 @@ def test_models_have_as_many_parameters(name):
         matched_models.matched_config(row, 500)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Classification.
-
-
 @pytest.fixture
 def classify(quick, data_dir, tmp_path):
     def run(*arguments):
@@ -136,21 +126,20 @@ def test_every_model_classifies_every_task(classify):
 
 
 def test_models_classify_the_same_samples_at_their_budgets(classify, monkeypatch):
-    seen, budgets, run_at_budget = [], [], classification_tasks.run_at_budget
+    seen, run_at_budget = [], classification_tasks.run_at_budget
 
     def watched(model, batch, budget):
         if "labels" in batch:  # an update
-            seen.append(torch.cat([batch["input_features"].flatten(), batch["labels"]]))
-            budgets.append(budget)
+            seen.append((torch.cat([batch["input_features"].flatten(), batch["labels"]]), budget))
         return run_at_budget(model, batch, budget)
 
     monkeypatch.setattr(classification_tasks, "run_at_budget", watched)
     results = classify("--tasks", "smnist:updates=8", "--only", "gated", "s4d", "--rates", 0.01, "--seeds", 0, 1)
     assert [r["definition"]["task"]["updates"] for r in results["results"]] == [8, 8]
-    orders = [torch.stack(seen[i : i + 8]) for i in range(0, len(seen), 8)]
-    assert len(orders) == 4 and torch.equal(orders[0], orders[1]) and torch.equal(orders[2], orders[3])
-    assert not torch.equal(orders[0], orders[2])
+    orders = torch.stack([samples for samples, _ in seen]).unflatten(0, (4, 8))
+    assert orders[0].equal(orders[1]) and orders[2].equal(orders[3]) and not orders[0].equal(orders[2])
     # The gated block: the first half at the full budget, then what dropout draws; S4D has one.
+    budgets = [budget for _, budget in seen]
     assert budgets[:4] == [16] * 4 != budgets[4:8] and {*budgets[8:16]} == {1}
 
 
@@ -198,10 +187,6 @@ def test_what_cannot_be_run_is_refused_before_any_work(classify, data_dir, tmp_p
     with pytest.raises(ValueError, match="has 50 parameters"):
         classification_tasks.define(settings, sweeps.Run("paper", 0.01, 0, "smnist"))
     assert not (tmp_path / "runs").exists()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Memory.
 
 
 def answers_of(name, row):
