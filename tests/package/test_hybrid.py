@@ -185,23 +185,6 @@ def test_what_needs_a_constant_size_is_refused():
 
 
 @torch.no_grad()
-def test_budgets_act_on_spectral_layers():
-    """One for each of them, in order; an attention layer is the same at all, and holds the same."""
-    model, ids, seen, caches = hybrid(), random_ids(2, 13), [], {}
-    model.model.layers[1].self_attn.register_forward_hook(lambda module, args, output: seen.append(output))
-    for K in ((32, 32), (32, 4), (4, 32)):
-        output = model(ids, spectral_budget=K, use_cache=True)
-        assert output.spectral_budget == K
-        caches[K] = output.past_key_values
-    assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2])  # the layer before it decides
-    sizes = [[tuple(t.shape) for t in layer.tensors.values()] for layer in caches[4, 32].layers]
-    assert sizes[0][0][1] < sizes[2][0][1]
-    assert sizes[1] == [tuple(t.shape) for t in caches[32, 32].layers[1].tensors.values()]
-    with pytest.raises(ValueError, match="each of the 2 spectral layers, got 4"):
-        model(ids, spectral_budget=[4, 4, 4, 4])
-
-
-@torch.no_grad()
 def test_keys_of_another_dtype_are_read_in_the_models():
     model, ids = hybrid(), random_ids(2, 9)
     cache = model(ids[:, :8]).past_key_values

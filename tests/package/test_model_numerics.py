@@ -33,32 +33,28 @@ def test_logits_to_keep_hidden_states_and_tuples():
     assert torch.equal(full.hidden_states[0], model.model.embed_tokens(ids))
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+POOLS = {"mean": lambda h: h.mean(1), "last": lambda h: h[:, -1]}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pooling", POOLS)
 @pytest.mark.parametrize(
     "block, features", [({}, None), ({}, 5), (VARIANTS["gated"], None)], ids=["ids", "features", "gated"]
 )
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_classifier_ignores_padding(pooling, features, side, block):
+def test_a_classifier_pools_real_positions(pooling, features, side, block):
     fields = block | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
-    model, ids = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20)
-    lengths = [20, 11, 1]
+    model, ids, lengths = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20), [20, 11, 1]
     padded, mask = pad(ids, lengths, side)
     encode = torch.randn(259, 5, generator=torch.Generator().manual_seed(0))
 
-    def run(x, **kwargs):
-        return model(**({"input_ids": x} if features is None else {"input_features": encode[x]}), **kwargs).logits
+    def inputs(x):
+        return {"input_ids": x} if features is None else {"input_features": encode[x]}
 
-    with torch.no_grad():
-        logits = run(padded, attention_mask=mask, spectral_budget=9)
-        assert logits.shape == (3, 3)
-        for i, n in enumerate(lengths):
-            assert_close(logits[i : i + 1], run(ids[i : i + 1, :n], spectral_budget=9))
-
-
-@pytest.mark.parametrize("pooling, pool", [("mean", lambda h: h.mean(1)), ("last", lambda h: h[:, -1])], ids=str)
-def test_pooling_modes_are_the_mean_and_the_last_position(pooling, pool):
-    model, ids = random_model(ESSMForSequenceClassification, classifier_pooling=pooling), random_ids(2, 20)
-    assert_close(model(ids).logits, model.score(pool(model.model(ids).last_hidden_state)), atol=1e-6)
+    logits = model(**inputs(padded), attention_mask=mask, spectral_budget=9).logits
+    for i, n in enumerate(lengths):
+        alone = model.model(**inputs(ids[i : i + 1, :n]), spectral_budget=9).last_hidden_state
+        assert_close(logits[i : i + 1], model.score(POOLS[pooling](alone)))
 
 
 @pytest.mark.parametrize(

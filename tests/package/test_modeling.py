@@ -7,7 +7,6 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from helpers import (
-    HYBRID,
     VARIANTS,
     assert_close,
     blocks,
@@ -17,7 +16,7 @@ from helpers import (
     tiny_config,
     variants,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.mixer_essm import LayerCall
@@ -67,33 +66,37 @@ def test_checkpoint_names_and_shapes_are_the_documented_format(name):
 
 @pytest.mark.parametrize("embeddings", [None, 0.1])
 @variants
-def test_initial_values(variant, embeddings):
+def test_initial_values(variant, embeddings, tmp_path):
     """Small random M_k, gate bias constant and nonzero, norms and diagonal skip terms at identity.
 
-    The gated block's projections keep unit scale but for those that write to the residual stream.
+    The gated block's projections keep unit scale but for those that write to the residual stream. What is missing in a
+    checkpoint starts like that too, which transformers' own test_can_init_all_missing_weights asks.
     """
-    torch.manual_seed(0)
     tied, own = embeddings is None, {} if embeddings is None else {"embedding_initializer_range": embeddings}
     fields = {"hidden_size": 32, "initializer_range": 0.02, "gate_bias": -2.0, "tie_word_embeddings": tied}
     config = tiny_config(**fields, **own, **variant)
-    for name, tensor in ESSMForCausalLM(config).state_dict().items():
-        if "channel_mixing" in name:
-            std = 1e-3 if config.block == "paper" else config.mixing_size**-0.5
-            assert 0.9 * std < tensor.std() < 1.1 * std, name  # at least 768 draws: the standard error is below 3%
-        elif name.endswith("convolution"):
-            assert 0.4 < tensor.abs().max() * config.conv_kernel_size**0.5 <= 1.0, name
-        elif name.endswith("gate_out.bias"):
-            assert (tensor == -2.0).all(), name
-        elif "norm.weight" in name or (config.block == "gated" and "skip" in name):
-            assert (tensor == 1.0).all(), name
-        elif name.endswith("bias"):
-            assert (tensor == 0.0).all(), name
-        elif ("embed_tokens" in name or (tied and "lm_head" in name)) and (own or config.block == "gated"):
-            assert 0.09 < tensor.std() < 0.11, name
-        elif config.block == "gated" and re.search("in_proj|gate_|ffn.up", name):
-            assert 0.85 < tensor.std() * tensor.shape[-1] ** 0.5 < 1.15, name
-        else:
-            assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
+    config.save_pretrained(tmp_path)
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    torch.manual_seed(0)
+    for model in (ESSMForCausalLM(config), ESSMForCausalLM.from_pretrained(tmp_path)):
+        for name, tensor in model.state_dict().items():
+            if "channel_mixing" in name:
+                std = 1e-3 if config.block == "paper" else config.mixing_size**-0.5
+                assert 0.9 * std < tensor.std() < 1.1 * std, name  # at least 768 draws: their standard error is 3%
+            elif name.endswith("convolution"):
+                assert 0.4 < tensor.abs().max() * config.conv_kernel_size**0.5 <= 1.0, name
+            elif name.endswith("gate_out.bias"):
+                assert (tensor == -2.0).all(), name
+            elif "norm.weight" in name or (config.block == "gated" and "skip" in name):
+                assert (tensor == 1.0).all(), name
+            elif name.endswith("bias"):
+                assert (tensor == 0.0).all(), name
+            elif ("embed_tokens" in name or (tied and "lm_head" in name)) and (own or config.block == "gated"):
+                assert 0.09 < tensor.std() < 0.11, name
+            elif config.block == "gated" and re.search("in_proj|gate_|ffn.up", name):
+                assert 0.85 < tensor.std() * tensor.shape[-1] ** 0.5 < 1.15, name
+            else:
+                assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
 
 
 @pytest.mark.parametrize("block", ["paper", "gated"])
@@ -106,31 +109,6 @@ def test_a_single_feature_keeps_its_size_from_the_start(block):
     small, large = (model.layers[0].input_norm(encoder(torch.full((1, 1, 1), x))) for x in (0.2, 0.9))
     assert (small - large).abs().max() > 0.2
     assert (ESSMModel(tiny_config(num_input_features=2)).embed_features.bias == 0).all()
-
-
-@pytest.mark.parametrize(
-    "cls, variant", [*((ESSMForCausalLM, x) for x in (*VARIANTS.values(), HYBRID)), (ESSMForSequenceClassification, {})]
-)
-def test_every_missing_weight_is_initialised(cls, variant, tmp_path):
-    """What transformers' own test_can_init_all_missing_weights asks: load a checkpoint that holds next to nothing."""
-    config = tiny_config(**variant)
-    cls(config).save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    kept = next(name for name in weights if name.endswith("norm.weight"))
-    save_file({kept: torch.full_like(weights[kept], 7.0)}, tmp_path / "model.safetensors", {"format": "pt"})
-    found = []
-    for make in (cls.from_pretrained, cls.from_pretrained, lambda path: cls(config)):
-        torch.manual_seed(0)
-        found.append(make(tmp_path).state_dict())
-    first, again, fresh = found
-    for name in first:
-        assert torch.equal(first[name], again[name]), name
-        if name == kept:
-            assert (first[name] == 7.0).all()
-        elif fresh[name].std() == 0:
-            assert torch.equal(first[name], fresh[name]), name  # constants
-        else:  # 128 draws at least: the standard error of a standard deviation is below 7%
-            assert 0.7 < first[name].std() / fresh[name].std() < 1.4, name
 
 
 # --- Budgets
@@ -165,33 +143,6 @@ def test_outputs_report_the_budget_that_ran():
 
 
 # --- Time, masks, batch
-
-
-@variants
-def test_causality(variant):
-    model, ids = random_model(**variant), random_ids(1, 40)
-    changed = ids.clone()
-    changed[0, 21] = (ids[0, 21] + 1) % 256
-    with torch.no_grad():
-        before, after = model(ids).logits, model(changed).logits
-    assert_close(after[:, :21], before[:, :21])
-    assert ((after - before)[0, 21:].abs().amax(-1) > 1e-4).all()  # and the change is felt by every later position
-
-
-@variants
-def test_algorithms_agree(variant):
-    """Whole and in pieces, whose states serve each other: features are the same for all."""
-    ids, mask = random_ids(4, 37), random_masks(4, 37, torch.Generator().manual_seed(3))
-    logits = {}
-    with torch.no_grad():
-        for algorithm in ("naive", "chunked", "fft", "step"):
-            model = random_model(spectral_algorithm=algorithm, **variant)
-            cache = ESSMCache(model.config)
-            pieces = [model(ids[:, a:b], mask[:, a:b].long(), past_key_values=cache) for a, b in ((0, 20), (20, 37))]
-            logits[algorithm] = torch.cat([piece.logits for piece in pieces], 1)[mask]
-            whole = model(ids, mask.long(), use_cache=False).logits
-            assert_close(whole[mask], logits["naive"])
-            assert_close(logits[algorithm], logits["naive"])
 
 
 @variants

@@ -69,17 +69,6 @@ def test_gradients(variant):
         torch.testing.assert_close(packed[name], p.grad, rtol=1e-4, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_nothing_leaks_from_one_sequence_to_another():
-    model, lengths = random_model(), [7, 9, 16]
-    embeds = model.get_input_embeddings()(random_ids(1, 32)).detach()
-    with torch.no_grad():
-        clean = model(inputs_embeds=embeds, **described("seq_idx", lengths)).logits
-        embeds[0, 7:16] = torch.nan
-        dirty = model(inputs_embeds=embeds, **described("seq_idx", lengths)).logits
-    assert torch.equal(dirty[0, :7], clean[0, :7]) and torch.equal(dirty[0, 16:], clean[0, 16:])
-    assert dirty[0, 7:16].isnan().all()
-
-
 @variants
 def test_several_rows_budgets_and_padding(variant):
     """Rows with boundaries of their own, a budget each, and one padded on the left."""

@@ -1,7 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """A model of fewer channels, cut in memory or read from a part of a checkpoint, is the large one at that budget."""
 
+import contextlib
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,31 +110,20 @@ def test_only_the_prefix_is_read(tmp_path, monkeypatch):
     random_model().save_pretrained(tmp_path)
     counted: dict[str, int] = {}
 
-    class Counting:
-        def __init__(self, *args, **kwargs):
-            self.file = safe_open(*args, **kwargs)
+    def count(name, tensor):
+        counted[name] = tensor.nbytes
+        return tensor
 
-        def __enter__(self):
-            return self
+    @contextlib.contextmanager
+    def counting(*args, **kwargs):
+        with safe_open(*args, **kwargs) as file:
 
-        def __exit__(self, *args):
-            pass
+            def cut(name):
+                return type("Slice", (), {"__getitem__": lambda _, index: count(name, file.get_slice(name)[index])})()
 
-        def __getattr__(self, name):
-            return getattr(self.file, name)
+            yield SimpleNamespace(keys=file.keys, get_tensor=lambda n: count(n, file.get_tensor(n)), get_slice=cut)
 
-        def get_tensor(self, name):
-            return self._count(name, self.file.get_tensor(name))
-
-        def get_slice(self, name):
-            whole = self.file.get_slice(name)
-            return type("Slice", (), {"__getitem__": lambda _, index: self._count(name, whole[index])})()
-
-        def _count(self, name, tensor):
-            counted[name] = tensor.nbytes
-            return tensor
-
-    monkeypatch.setattr(loading_essm, "safe_open", Counting)
+    monkeypatch.setattr(loading_essm, "safe_open", counting)
     for K in (2, 32):
         counted.clear()
         model = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=K)
