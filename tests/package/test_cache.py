@@ -174,17 +174,6 @@ def test_shrinking_makes_nothing_larger():
     assert filled(model, ids, 4, roomy).num_bytes == filled(model, ids, 8).num_bytes
 
 
-@blocks
-@pytest.mark.parametrize("length", [1, 9])
-def test_states_of_one_row_lie_as_their_shapes_say(block, length):
-    """A clone of a part keeps the whole's stride in a dimension of size 1, and compiled steps look at strides."""
-    model = random_model(**block)
-    cache = filled(model, random_ids(1, length), 9)
-    for held in (cache, cache.select([0]), copy.deepcopy(cache).shrink(5), cache):
-        assert all(tensor.stride() == torch.empty(tensor.shape).stride() for tensor in states(held))
-        step(model, held, random_ids(1, 1), 5)
-
-
 # --- As a whole
 
 
@@ -206,16 +195,6 @@ def test_a_copy_is_a_checkpoint_and_crop_says_so():
     with pytest.raises(ValueError, match=r"cannot be cropped to 4.*deepcopy"):
         cache.crop(4)
     assert cache.to("meta") is cache and all(t.is_meta for t in states(cache))
-
-
-@blocks
-def test_the_step_of_named_states_is_that_of_a_cache(block):
-    model, token = random_model(**block), random_ids(2, 1)
-    held, other = filled(model, random_ids(2, 9), 5).states, ESSMCache(model.config)
-    other.set_states(held)
-    logits, after = model.step(token, (5, 5), held)
-    assert torch.equal(logits, step(model, other, token, 5))
-    assert after.keys() == held.keys() and all(torch.equal(after[name], other.states[name]) for name in after)
 
 
 @blocks

@@ -11,7 +11,6 @@ import random
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from helpers import BLOCK, HYBRID, VARIANTS, random_ids, random_model
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-import modeling_essm
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, build_byte_tokenizer
 
 # What is saved, "gated" in several files, and the Auto class of its head.
@@ -29,12 +27,6 @@ SAVED = {
     "classifier": (ESSMForSequenceClassification, {"num_labels": 3}, "AutoModelForSequenceClassification"),
     "gated": (ESSMForCausalLM, VARIANTS["gated"], "AutoModelForCausalLM"),
     "hybrid": (ESSMForCausalLM, HYBRID, "AutoModelForCausalLM"),
-}
-AUTO_MAP = {
-    "AutoConfig": "configuration_essm.ESSMConfig",
-    "AutoModel": "modeling_essm.ESSMModel",
-    "AutoModelForCausalLM": "modeling_essm.ESSMForCausalLM",
-    "AutoModelForSequenceClassification": "modeling_essm.ESSMForSequenceClassification",
 }
 SHA = "0123456789abcdef0123456789abcdef01234567"
 IDS = random_ids(2, 21)
@@ -145,17 +137,6 @@ def test_a_folder_loads_without_the_package(loaded, models, folders, saved):
         prompt = torch.tensor([list(b"elastic")])
         tokens = model.generate(prompt, max_new_tokens=6, do_sample=False, spectral_budget=3)
         assert found["pipeline"] == tokens[0].tolist()
-
-
-@pytest.mark.parametrize("saved", ["base", "causal", "hybrid"])
-def test_a_folder_carries_the_packages_code_and_the_whole_auto_map(folders, saved):
-    config = json.loads((folders / saved / "config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP and config["architectures"] == [SAVED[saved][0].__name__]
-    package = Path(modeling_essm.__file__).parent
-    copied = {path.name for path in (folders / saved).glob("*.py")}
-    assert {"modeling_essm.py", "configuration_essm.py", "cache_essm.py", "spectral_ops.py"} <= copied
-    for name in copied:
-        assert (folders / saved / name).read_text() == (package / name).read_text()
 
 
 def test_package_and_remote_copies_live_in_one_process(folders, models, tmp_path):

@@ -1,38 +1,43 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every example runs offline from end to end."""
 
+import pytest
 from apart import run_script
 from helpers import ROOT, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_essm import build_byte_tokenizer
 
-EXAMPLES = ROOT / "examples"
 
-
-def run_example(name: str, *arguments: str, stdin: str = "") -> str:
-    run = run_script(EXAMPLES / name, *arguments, stdin=stdin)
+def run_example(name: str, *arguments: str, stdin: str = "") -> list[str]:
+    """Lines that it writes."""
+    run = run_script(ROOT / "examples" / name, *arguments, stdin=stdin)
     assert run.returncode == 0, run.stderr
-    return run.stdout
+    return run.stdout.splitlines()
 
 
-def test_any_budget(tmp_path):
+@pytest.fixture
+def saved(tmp_path):
     random_model().save_pretrained(tmp_path)
     build_byte_tokenizer().save_pretrained(tmp_path)
-    output = run_example("any_budget.py", str(tmp_path), "import ")
-    state_bytes = [int(line.split()[4].replace(",", "")) for line in output.splitlines() if "bytes of state" in line]
+    return str(tmp_path)
+
+
+def test_any_budget(saved):
+    lines = run_example("any_budget.py", saved, "import ")
+    state_bytes = [int(line.split()[4].replace(",", "")) for line in lines if "bytes of state" in line]
     assert len(state_bytes) == 3
     assert state_bytes == sorted(set(state_bytes))  # a larger budget carries a larger state
 
 
 def test_classify_signals():
-    lines = run_example("classify_signals.py", "3").splitlines()
+    lines = run_example("classify_signals.py", "3")
     assert [line.split(":")[0] for line in lines] == ["K =  2", "K =  4", "K =  8", "K = 16"]
 
 
 def test_prune_a_state_space():
     """Whatever a few updates have learned: no ratio leaves more modes or parameters, and none changes nothing."""
-    lines = run_example("prune_a_state_space.py", "2").splitlines()[-12:]
+    lines = run_example("prune_a_state_space.py", "2")[-12:]
     modes = [sum(map(int, line.split("[")[1].split("]")[0].split(","))) for line in lines]
     assert modes == [64] * 3 + [48] * 3 + [32] * 3 + [16] * 3
     assert len({line.split("accuracy")[1] for line in lines[:3]}) == 1
@@ -40,26 +45,25 @@ def test_prune_a_state_space():
 
 def test_refine_a_stream():
     """After a few updates the gate may do anything; what is refined at all fits better than what is not."""
-    lines = run_example("refine_a_stream.py", "2").splitlines()[-3:]
+    lines = run_example("refine_a_stream.py", "2")[-3:]
     none, _, everywhere = (float(line.split("error")[1].split(",")[0]) for line in lines)
     assert everywhere < none and "0.00 inner steps" in lines[0] and "4.00 inner steps" in lines[2]
 
 
 def test_finetune_with_trainer():
-    before, after = run_example("finetune_with_trainer.py", "20").splitlines()[-2:]
-    values = [[float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in (before, after)]
-    assert len(values[0]) == 3 and all(new < old - 1 for old, new in zip(*values))
+    lines = run_example("finetune_with_trainer.py", "20")[-2:]
+    before, after = ([float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in lines)
+    assert len(before) == 3 and all(new < old - 1 for old, new in zip(before, after))
 
 
 def test_train_with_trainer(tmp_path):
     """Better than the frequencies of bytes would be, at every budget; the saved folder loads with its tokenizer."""
-    text = tmp_path / "a.txt"
-    text.write_bytes(b"abcdefgh" * 500)
-    model = ["--config_overrides", "hidden_size=16,num_hidden_layers=1,filter_length=64"]
-    data = ["--train_file", str(text), "--block_size", "32", "--sweep_blocks", "2", "--validation_blocks", "2"]
-    times = ["--max_steps", "40", "--warmup_steps", "2", "--learning_rate", "0.02", "--eval_steps", "40"]
-    output = run_example("train_with_trainer.py", "--output_dir", str(tmp_path / "run"), *model, *data, *times)
-    figures = [line.split() for line in output.splitlines() if line.startswith("K = ")]
+    (tmp_path / "a.txt").write_bytes(b"abcdefgh" * 500)
+    options = "--config_overrides hidden_size=16,num_hidden_layers=1,filter_length=64 --block_size 32 --sweep_blocks 2"
+    options += " --validation_blocks 2 --max_steps 40 --warmup_steps 2 --learning_rate 0.02 --eval_steps 40"
+    places = ["--output_dir", str(tmp_path / "run"), "--train_file", str(tmp_path / "a.txt")]
+    lines = run_example("train_with_trainer.py", *places, *options.split())
+    figures = [line.split() for line in lines if line.startswith("K = ")]
     assert [figure[2] for figure in figures] == ["2:", "3:", "4:", "6:", "8:"]
     assert all(float(figure[3]) < 2 for figure in figures)  # 8 letters, equally frequent, take 3 bits
     assert (tmp_path / "run" / "checkpoint-40").is_dir()  # save_steps is 100, and the last has one
@@ -67,18 +71,15 @@ def test_train_with_trainer(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").vocab_size == 259
 
 
-def test_serve_mixed_budgets(tmp_path):
-    random_model().save_pretrained(tmp_path)
-    speeds, equal = run_example("serve_mixed_budgets.py", str(tmp_path)).splitlines()[-2:]
+def test_serve_mixed_budgets(saved):
+    speeds, equal = run_example("serve_mixed_budgets.py", saved)[-2:]
     assert speeds.startswith("24 requests at K in (2, 4, 6, 32): ") and equal == "rows equal solo runs: True"
 
 
-def test_byte_terminal(tmp_path):
+def test_byte_terminal(saved):
     """Two completions, the second at another budget; a number typed while text comes changes it at once."""
-    random_model().save_pretrained(tmp_path)
     # Lines that wait are read while text comes: the number, then the empty line, which stops the completion.
-    lines = "def main(\n4\n\n2\nx = 1\n\n\n"
-    output = run_example("byte_terminal.py", str(tmp_path), "30", stdin=lines)
+    output = "\n".join(run_example("byte_terminal.py", saved, "30", stdin="def main(\n4\n\n2\nx = 1\n\n\n"))
     assert output.startswith("K = 32 of 32> ")
     prompts = [int(part.split(" of 32> ")[0]) for part in output.split("K = ")[1:] if " of 32> " in part]
     assert prompts == [32, 4, 2, 2]
