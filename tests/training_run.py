@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Tiny runs of essm-train-clm for the tests: in this process, or in one of their own that may be killed.
+"""Tiny training runs for the tests: in this process, or in one of their own that may be killed.
 
 Whatever a test breaks or watches is patched in here; the scripts know nothing of it.
 """
@@ -15,45 +15,37 @@ import socket
 from pathlib import Path
 from unittest import mock
 
+import datasets
 import numpy as np
 import tokenizers
 import torch
 from apart import redirect, start
 from datasets import Dataset
-from helpers import ROOT
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import PreTrainedTokenizerFast
 
 from essm_train.arguments import as_words, parse_arguments
-from essm_train.data.arguments import CLMArguments
+from essm_train.data.arguments import ClassificationArguments, CLMArguments
+from essm_train.data.classification import load_classification
 from essm_train.run import checkpoints, language, loop, weights
 from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.classifier import train_classifier
 from essm_train.run.weights import local
 from modeling_essm.training.budget_dropout import BudgetSchedule
 
-TRAIN = ROOT / "train"
 BLOCK = 32
 
 # A checkpoint after updates 3, 6 and 8. Dropout makes the random states matter, the average its own state.
-TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_spectral_channels": 8,
-    "filter_length": 512,
-    "block_size": BLOCK,
-    "per_device_train_batch_size": 2,
-    "max_steps": 8,
-    "warmup_steps": 2,
-    "dropout": 0.1,
-    "ema_decay": 0.9,
-    "eval_steps": 4,
-    "validation_blocks": 2,
-    "sweep_blocks": 2,
-    "save_steps": 3,
-    "logging_steps": 1,
-    "cpu_threads": 1,  # more would wait for each other
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_spectral_channels": 8, "filter_length": 512, "dropout": 0.1}
+SHORT = {"max_steps": 8, "warmup_steps": 2, "eval_steps": 4, "save_steps": 3, "logging_steps": 1}
+SHORT |= {"cpu_threads": 1}  # more would wait for each other
+OF_TEXT = {"block_size": BLOCK, "per_device_train_batch_size": 2, "validation_blocks": 2, "sweep_blocks": 2}
+TINY = SIZES | SHORT | OF_TEXT | {"ema_decay": 0.9}
+NO_SIZES = dict.fromkeys(SIZES)
+TINY_CLASSIFIER = SIZES | SHORT | {"max_length": 40, "per_device_train_batch_size": 4, "eval_batch_size": 8}
+TINY_CLASSIFIER |= {"learning_rate": 0.01}
+ONCE = NO_SIZES | {"max_length": None, "max_steps": 1, "learning_rate": 0.0}  # one update that changes nothing
 
 
 def command_line(output_dir: Path, **changes) -> list[str]:
@@ -78,6 +70,16 @@ def train(arguments: list[str], whole: bool = False) -> None:
 
 
 NUM_BLOCKS = 24
+
+
+def train_classes(arguments: list[str]) -> None:
+    """Run essm-train-classification."""
+    train_classifier(parse_arguments(ClassificationArguments, arguments))
+
+
+def load_classes(arguments: list[str]):
+    """Its data."""
+    return load_classification(parse_arguments(ClassificationArguments, arguments))
 
 
 def documents() -> list[str]:
@@ -112,6 +114,36 @@ def write_held_out(folder: Path) -> str:
     path = folder / "held_out.txt"
     path.write_text("".join(random.Random(2).choices("abcdefgh ", k=100)))
     return str(path)
+
+
+def texts(count: int, seed: int) -> dict[str, list]:
+    """Of class 1 if three quarters of the bytes are "a", of class 0 if a quarter is; 20 to 48 bytes."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(2, size=count)
+    rows = ["".join(rng.choice(["a", "ü"], rng.integers(16, 40), p=[p, 1 - p])) for p in 0.25 + 0.5 * labels]
+    return {"text": rows, "label": labels.tolist()}
+
+
+def signals(count: int, seed: int) -> dict[str, list]:
+    """24 numbers in [0, 255] about one of three means."""
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(3, size=count)
+    return {"pixels": (rng.integers(0, 90, (count, 24)) + 80 * labels[:, None]).tolist(), "label": labels.tolist()}
+
+
+PIXELS = {"pixels": datasets.List(datasets.Value("uint8")), "label": datasets.Value("int64")}
+
+
+def write(folder: Path, name: str, columns: dict[str, list], features: dict | None = None) -> str:
+    """A parquet, jsonl or csv file; its path."""
+    path = folder / name
+    table = Dataset.from_dict(columns, features=None if features is None else datasets.Features(features))
+    {".parquet": table.to_parquet, ".jsonl": table.to_json, ".csv": table.to_csv}[path.suffix](path)
+    return str(path)
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
 
 
 def bpe_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -160,16 +192,6 @@ def read_log(output_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (output_dir / "log.jsonl").read_text().splitlines()]
 
 
-def read_samples(folder: Path, updates: int) -> list[list[str]]:
-    """Which blocks each update trained on, micro-batches and ranks in order; of an update done twice, the last time."""
-    seen: dict[tuple[int, int, int], list[str]] = {}
-    for path in folder.glob("samples-*"):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            seen[record["update"], record["micro_step"], record["rank"]] = record["blocks"]
-    return [[b for key in sorted(seen) if key[0] == update for b in seen[key]] for update in range(1, updates + 1)]
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -179,29 +201,6 @@ def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def watch_samples(output_dir: Path, folder: Path) -> None:
-    """Every batch is noted in `folder` before it is used."""
-    make_task = language.make_task
-    rank = os.environ.get("RANK", "0")
-
-    def watched(args, *rest):
-        task = make_task(args, *rest)
-        done = int(list_checkpoints(output_dir)[-1].name.split("-")[1]) if list_checkpoints(output_dir) else 0
-        collate, calls = task.collate, iter(range(done * args.gradient_accumulation_steps, 1 << 30))
-
-        def note(blocks):
-            update, micro_step = divmod(next(calls), args.gradient_accumulation_steps)
-            record = {"update": update + 1, "micro_step": micro_step, "rank": int(rank)}
-            with open(folder / f"samples-{rank}", "a") as file:
-                file.write(json.dumps(record | {"blocks": [bytes(b.astype(np.uint8)).hex() for b in blocks]}) + "\n")
-            return collate(blocks)
-
-        task.collate = note
-        return task
-
-    language.make_task = watched
 
 
 def kill_at_update(update: int) -> None:
@@ -261,13 +260,9 @@ def full_disk_at(name: str) -> None:
     checkpoints.publishing = weights.publishing = limited
 
 
-def _apart(
-    command, arguments: list[str], log: Path, samples: Path | None, fault: tuple | None, environment: dict[str, str]
-) -> None:
+def _apart(command, arguments: list[str], log: Path, fault: tuple | None, environment: dict[str, str]) -> None:
     redirect(log, 1, 2)
     os.environ.update(environment)
-    if samples is not None:
-        watch_samples(Path(arguments[arguments.index("--output_dir") + 1]), samples)
     if fault is not None:
         globals()[fault[0]](*fault[1:])
     command(arguments)
@@ -278,14 +273,13 @@ def train_apart(
     folder: Path,
     fault: tuple | None = None,
     ranks: int = 1,
-    samples: bool = True,
     environment: dict[str, str] | None = None,
     command=train,
 ) -> tuple[list[int | None], str]:
-    """`train`, or another command, in as many processes of its own, which note their samples in `folder`.
+    """`train`, or another command, in as many processes of its own.
 
     Args:
-        fault: name of a function above, and its argument.
+        folder: where `log` goes. fault: name of a function above, and its argument.
         environment: set in those processes, beside what `torchrun` sets.
     Returns:
         The exit code of every process (-9: killed), and what they wrote.
@@ -302,8 +296,7 @@ def train_apart(
     processes = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        parts = (command, arguments, log, folder if samples else None, fault, environment | own)
-        processes.append(start(_apart, parts))
+        processes.append(start(_apart, (command, arguments, log, fault, environment | own)))
     for process in processes:
         process.join()
     return [process.exitcode for process in processes], log.read_text()

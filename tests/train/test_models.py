@@ -6,10 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from classification_run import read, write
 from helpers import random_model
 from safetensors.torch import load_file, save_file
-from training_run import options
+from training_run import options, read, write
 
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import ClassificationArguments, CLMArguments

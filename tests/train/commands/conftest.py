@@ -4,7 +4,11 @@
 from pathlib import Path
 
 import pytest
-from classification_run import PIXELS, RUNS, TINY, command_line, signals, texts, train, write
+from training_run import PIXELS, TINY_CLASSIFIER, options, signals, texts, train_classes, write
+
+from essm_train.data.arguments import ClassificationArguments
+
+RUNS = {"pixels": {"kind": "pixels"}, "streamed text": {"kind": "text", "streaming": True}}
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +27,10 @@ def arguments(files):
 
     def build(output_dir: Path, kind: str = "pixels", **changes) -> list[str]:
         column = {"text": "text_column", "pixels": "features_column"}[kind]
-        values = {**TINY, "output_dir": output_dir, "train_file": files[f"{kind} train"], column: kind}
+        values = {**TINY_CLASSIFIER, "output_dir": output_dir, "train_file": files[f"{kind} train"], column: kind}
         if changes.get("streaming"):
             values |= {"validation_file": files[f"{kind} validation"], "num_labels": 3, "shuffle_buffer": 10}
-        return command_line(values | changes)
+        return options(ClassificationArguments, values | changes)
 
     return build
 
@@ -36,5 +40,5 @@ def finished(tmp_path_factory, arguments, files) -> dict[str, Path]:
     """Folders of runs that nothing interrupted."""
     folders = {name: tmp_path_factory.mktemp("finished") for name in RUNS}
     for name, run in RUNS.items():
-        train(arguments(folders[name], **run, test_file=files[f"{run['kind']} test"]))
+        train_classes(arguments(folders[name], **run, test_file=files[f"{run['kind']} test"]))
     return folders

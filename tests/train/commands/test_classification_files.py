@@ -8,8 +8,10 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from classification_run import ONCE, PIXELS, load, read, signals, train, write
 from helpers import random_model
+from training_run import ONCE, PIXELS, read, signals, write
+from training_run import load_classes as load
+from training_run import train_classes as train
 
 from essm_train.data.documents import decode_wav
 from essm_train.data.rows import collate

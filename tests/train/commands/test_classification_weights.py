@@ -6,9 +6,9 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from classification_run import ONCE, read, texts, train, write
 from helpers import random_model
-from training_run import bpe_tokenizer
+from training_run import ONCE, bpe_tokenizer, read, texts, write
+from training_run import train_classes as train
 from transformers import AutoTokenizer
 
 from essm_train.arguments import parse_arguments

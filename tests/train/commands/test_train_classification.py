@@ -7,13 +7,10 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from classification_run import NO_SIZES, RUNS, final_tensors, load, read, same, signals, texts, train, write
-from training_run import read_log, train_apart
+from training_run import NO_SIZES, final_state, load_classes, read, read_log, same, signals, texts, train_apart, write
+from training_run import train_classes as train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from essm_train.arguments import parse_arguments
-from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.classification import load_classification
 from essm_train.data.readers import FeatureReader, Sample, TextReader
 from essm_train.data.rows import collate
 from essm_train.run.checkpoints import list_checkpoints
@@ -21,7 +18,7 @@ from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.budget_dropout import budget_schedule
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", ["pixels", "streamed text"])
 def test_run_leaves_a_model_and_a_sweep(run, finished):
     folder = finished[run]
     assert [path.name for path in list_checkpoints(folder)] == ["checkpoint-00000006", "checkpoint-00000008"]
@@ -39,7 +36,7 @@ def test_run_leaves_a_model_and_a_sweep(run, finished):
 
 
 def test_saved_model_brings_what_its_inputs_need(finished):
-    pixels, text = (finished[run] / "model" for run in RUNS)
+    pixels, text = (finished[run] / "model" for run in finished)
     assert read(pixels / "features.json") == {"multiplier": 1 / 127.5, "offset": -1.0, "max_length": 40}
     config = AutoModelForSequenceClassification.from_pretrained(pixels, trust_remote_code=True).config
     assert (config.num_input_features, config.num_labels, config.filter_length) == (1, 3, 512)
@@ -103,24 +100,24 @@ def test_dataset_folder_with_splits_and_class_names(tmp_path, arguments):
     train(arguments(tmp_path / "streamed", "text", **common, streaming=True, validation_file=None, num_labels=None))
     assert read(tmp_path / "streamed" / "model" / "config.json")["id2label"]["2"] == "none"
     hidden = {"test_file": tmp_path / "test.parquet", "train_file": tmp_path / "data" / "train.parquet"}
-    data = load_classification(parse_arguments(ClassificationArguments, arguments(tmp_path / "x", "text", **hidden)))
+    data = load_classes(arguments(tmp_path / "x", "text", **hidden))
     assert data.test is None and data.num_labels == 3
 
 
 def test_a_tenth_is_held_out_where_nothing_is_given(arguments, tmp_path):
-    data = load(arguments(tmp_path))
+    data = load_classes(arguments(tmp_path))
     assert (len(data.source.samples), len(data.validation.samples), data.test) == (108, 12, None)
     rows = [sample.values.tobytes() for part in (data.source.samples, data.validation.samples) for sample in part]
     assert len(set(rows)) == 120  # disjoint, and nothing is lost
-    again = load(arguments(tmp_path))
+    again = load_classes(arguments(tmp_path))
     assert again.validation.labels.tolist() == data.validation.labels.tolist()
-    assert load(arguments(tmp_path, seed=1)).validation.labels.tolist() != data.validation.labels.tolist()
+    assert load_classes(arguments(tmp_path, seed=1)).validation.labels.tolist() != data.validation.labels.tolist()
     assert [sample.label for sample in data.validation.samples] == data.validation.labels.tolist()
 
 
 def test_validation_and_test_are_never_trained_on_or_mixed(arguments, files, tmp_path):
     given = {"validation_file": files["pixels validation"], "test_file": files["pixels test"], "test_samples": 7}
-    data = load(arguments(tmp_path, **given))
+    data = load_classes(arguments(tmp_path, **given))
     assert (len(data.source.samples), len(data.validation.samples), len(data.test.samples)) == (120, 24, 7)
     assert data.validation.labels.tolist() == signals(24, seed=24)["label"]
     assert data.tokens_per_sample == 24 and data.num_labels == 3
@@ -128,8 +125,8 @@ def test_validation_and_test_are_never_trained_on_or_mixed(arguments, files, tmp
 
 def test_streams_and_tables_hold_the_same_samples(arguments, files, tmp_path):
     for kind in ("pixels", "text"):
-        table = load(arguments(tmp_path, kind, validation_file=files[f"{kind} validation"]))
-        stream = load(arguments(tmp_path, kind, streaming=True, shuffle_buffer=1))
+        table = load_classes(arguments(tmp_path, kind, validation_file=files[f"{kind} validation"]))
+        stream = load_classes(arguments(tmp_path, kind, streaming=True, shuffle_buffer=1))
         for own, streamed in zip(table.source.samples, stream.source.draw(120), strict=True):
             assert own.label == streamed.label and own.values.tolist() == streamed.values.tolist()
         assert table.validation.labels.tolist() == stream.validation.labels.tolist()
@@ -176,8 +173,8 @@ def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path
 
 
 def test_killed_run_resumes_bit_for_bit(tmp_path, arguments, finished, files):
-    line = arguments(tmp_path / "run", **RUNS["streamed text"], test_file=files["text test"])
-    codes, log = train_apart(line, tmp_path, ("kill_at_update", 5), samples=False, command=train)
+    line = arguments(tmp_path / "run", kind="text", streaming=True, test_file=files["text test"])
+    codes, log = train_apart(line, tmp_path, ("kill_at_update", 5), command=train)
     assert codes == [-signal.SIGKILL], log
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
     train(line)
@@ -195,9 +192,9 @@ def test_resuming_on_changed_data_is_refused(streaming, tmp_path, arguments):
     rows["text"][-1] = rows["text"][-1][1:] + rows["text"][-1][0]  # as many bytes as before
     assert rows != texts(30, seed=0)
     write(tmp_path, "train.jsonl", rows)
-    before = final_tensors(tmp_path / "run")
+    before = final_state(tmp_path / "run")
     with pytest.raises(ValueError, match=r"sha256 of the training data was .* and is now"):
         train(line)
-    assert all(torch.equal(a, b) for a, b in zip(before, final_tensors(tmp_path / "run"), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, final_state(tmp_path / "run"), strict=True))
     with pytest.raises(ValueError, match="max_length was 40 and is now 39"):
         train([*line, "--max_length", "39"])

@@ -70,7 +70,7 @@ def test_what_was_best_before_a_truncation_is_not_compared(arguments, validation
 def test_a_killed_run_goes_on_across_a_truncation(whole, arguments, tmp_path, update):
     """The checkpoint, of update 3 or 6, holds fewer modes than a new model; killed in the next update but one."""
     killed = arguments(tmp_path / "run")
-    codes, _ = train_apart(killed, tmp_path, ("kill_at_update", update + 1), samples=False)
+    codes, _ = train_apart(killed, tmp_path, ("kill_at_update", update + 1))
     assert codes == [-signal.SIGKILL]
     train(killed)
     assert history_of(tmp_path / "run")["sizes"] == history_of(whole)["sizes"]
@@ -79,7 +79,7 @@ def test_a_killed_run_goes_on_across_a_truncation(whole, arguments, tmp_path, up
 
 
 def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
-    codes, log = train_apart(arguments(tmp_path / "run", save_steps=8), tmp_path, ranks=2, samples=False)
+    codes, log = train_apart(arguments(tmp_path / "run", save_steps=8), tmp_path, ranks=2)
     assert codes == [0, 0], log
     found = history_of(tmp_path / "run")
     assert found["history"][0]["before"] == [8, 8] and all(after < 8 for after in found["sizes"])
