@@ -68,11 +68,7 @@ def to_mapped_stream(rows: datasets.Dataset, column: str, encoder: Encoder) -> t
 
 
 class Blocks(Sequence[np.ndarray]):
-    """Windows (block_size,) of a stream that share one token with the next; an incomplete end is left out.
-
-    Raises:
-        ValueError: the stream is shorter than one block.
-    """
+    """Windows (block_size,) of a stream, without an incomplete end. Raises ValueError if there is none."""
 
     def __init__(self, stream: Stream, block_size: int):
         if len(stream) < block_size:

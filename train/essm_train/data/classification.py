@@ -36,11 +36,7 @@ _HINTS = {
 
 @dataclass
 class ClassificationData(LabelledData):
-    """Labelled sequences out of tables.
-
-    Attributes:
-        reader: how they become tensors. label_names: one per class, or None where the data gives none.
-    """
+    """Labelled sequences, and how they are read; label_names are None where the data gives none."""
 
     reader: Reader
     num_labels: int

@@ -1,14 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """In which order samples are read, and how a run finds its place again.
 
-A source hands out samples in one global order, the same on every process; each process keeps its share of every draw.
-So the order depends neither on the number of processes nor on an interruption, and every sample of an epoch is drawn
-exactly once before the next epoch begins. A DataLoader shuffles per process and finds its place again by reading what
-it has read, so this is our own.
-
-    share = source.draw(samples_per_update)[mine]      # cheap: for a map-style set these are indices
-    batch = collate(source.load(share))
-    state = source.state_dict()                        # the place reached, for torch.save; later draws do not change it
+Every process draws the same samples and loads its share: `collate(source.load(source.draw(n)[mine]))`. So the order
+depends neither on the number of processes nor on an interruption, and every sample of an epoch is drawn exactly once
+before the next epoch begins. `source.state_dict()` is the place reached, which later draws do not change. (A DataLoader
+shuffles per process and finds its place again by reading what it has read.)
 """
 
 from __future__ import annotations
@@ -34,12 +30,9 @@ def _order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 
 class MapSamples:
-    """Samples that can be indexed: one shuffled pass over all of them after the other.
+    """Anything with len() and integer indexing: one shuffled pass over all of it after the other.
 
     The order is a pure function of (seed, position), so that the place in the data is one integer.
-
-    Args:
-        samples: anything with len() and integer indexing.
     """
 
     def __init__(self, samples: Any, seed: int):
@@ -61,10 +54,9 @@ class MapSamples:
 
 
 class StreamSamples:
-    """Samples of a `datasets.IterableDataset`, shuffled in a buffer that is part of the state.
+    """Samples of a `datasets.IterableDataset`, shuffled in a buffer that is part of the state, and emptied each epoch.
 
-    (Accelerate's and `datasets`' own shuffle buffers are refilled on resume, which loses samples.) Every process reads
-    the whole stream and keeps its share. At the end of the stream the buffer is emptied before the next epoch begins.
+    (Accelerate's and `datasets`' own shuffle buffers are refilled on resume, which loses samples.)
 
     Args:
         open_stream: makes the stream anew, for every epoch: an IterableDataset that resumed once begins every later
@@ -154,10 +146,7 @@ def even_shares(count: int, rank: int, ranks: int) -> list[int | None]:
 
 
 class Prefetch:
-    """Draws and loads the batches of the next update while the current one computes; from the first call on.
-
-    One thread, not a DataLoader's processes: batches are copies of memory, and what was drawn stays countable.
-    """
+    """Draws and loads the batches of the next update while the current one computes, in one thread."""
 
     def __init__(self, fetch: Callable[[], Any]):
         self._fetch, self._pool = fetch, ThreadPoolExecutor(1)

@@ -25,11 +25,8 @@ class TextData:
     """What a language model trains on.
 
     Attributes:
-        source: training blocks (block_size,).
-        held_out: (n, block_size) int64.
-        bytes_per_token: of the held-out text; 1 for bytes.
-        description: for people.
-        sha256: changes if the training text does. For a stream it covers the first rows and the files' sizes only.
+        source: training blocks (block_size,). held_out: (n, block_size) int64. bytes_per_token: of the held-out text.
+        description: for people. sha256: of the training text; of a stream's first rows and files' sizes.
     """
 
     source: SampleSource
@@ -49,13 +46,11 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     if args.streaming and not named:
         raise ValueError("streaming needs train_file or dataset_name")
     splits, description = _open(args) if named else ({}, "the sources of Python's standard library")
+    if args.streaming and "validation" not in splits:
+        raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
     source: SampleSource
     held_out: blocks.Stream | None
     if args.streaming:
-        if "validation" not in splits:
-            raise ValueError(
-                "streaming needs validation_file or a split 'validation': the end of a stream is not held out"
-            )
         rows = documents.items_of(splits["validation"], "the validation text")
         texts = (item[column] for item in rows if item[column])
         held_out, density = blocks.to_stream(texts, encoder, args.sweep_blocks * args.block_size)
@@ -68,7 +63,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         streams: dict[str, tuple[blocks.Stream, float]] = {}
         for split, rows in splits.items():
             streams[split] = blocks.to_mapped_stream(rows, column, encoder)
-        if not named:  # at most 16 MB
+        if not named:
             for split, sources in zip(("train", "validation"), documents.standard_library()):
                 streams[split] = blocks.to_stream(sources, encoder)
         stream, density = streams["train"]
