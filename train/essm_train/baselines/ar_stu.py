@@ -49,7 +49,7 @@ class ARSTUConfig(ESSMConfig):
 
 
 class ARSTUMixer(ESSMSpectralMixer):
-    """The mixer of the module's docstring. Arguments as of `ESSMSpectralMixer`."""
+    """The mixer of the module's docstring."""
 
     def __init__(self, config: ARSTUConfig, capacity: int):
         super().__init__(config, capacity)
@@ -78,27 +78,23 @@ class ARSTUMixer(ESSMSpectralMixer):
             return call.packing.apply(self, u, call)
         gates, L = self.gates(u, call.budget, call.rows), u.shape[1]
 
-        def filtered(x: Tensor, M: Tensor) -> Tensor:
-            return self.operator(x, gates, M, algorithm=self.algorithm)[0]
+        def late(x: Tensor, steps: int) -> Tensor:
+            return F.pad(x, (0, 0, steps, 0))[:, :L]
 
-        x = F.pad(u, (0, 0, self.shift, 0))[:, :L]  # features of a delayed input are delayed features
-        y = filtered(x, self.channel_mixing) + self.skip(u)
+        x = late(u, self.shift)  # features of a delayed input are delayed features
+        y = self.operator(x, gates, self.channel_mixing, algorithm=self.algorithm)[0] + self.skip(u)
         if self.negative:  # phi^-_k is phi_k on an input modulated by (-1)^t
             sign = 1.0 - 2.0 * (torch.arange(1, L + 1, device=u.device, dtype=u.dtype)[:, None] % 2)
-            y = y + filtered(x * sign, self.channel_mixing_negative) * sign
-        u_all = F.pad(u, (0, 0, _ORDER, 0))  # u(t - i) stands at index t + 2 - i
-        for i in range(1, _ORDER + 1):
-            y = y + u_all[:, _ORDER - i : _ORDER - i + L] @ self.input_mixing[i - 1]
+            y = y + self.operator(x * sign, gates, self.channel_mixing_negative, algorithm=self.algorithm)[0] * sign
+        for i, M in enumerate(self.input_mixing, 1):
+            y = y + late(u, i) @ M
         return linear_feedback(y, self.output_mixing)
 
 
 def linear_feedback(v: Tensor, mixing: Tensor) -> Tensor:
     """y(t) = v(t) + y(t-1) mixing[0] + y(t-2) mixing[1] from silence, all t in log2(L) matrix products.
 
-    Args:
-        v: (B, L, D). mixing: (2, D, D).
-    Returns:
-        (B, L, D).
+    (B, L, D) and (2, D, D) -> (B, L, D).
     """
     L, D = v.shape[1:]
     identity = torch.eye(D, dtype=v.dtype, device=v.device)

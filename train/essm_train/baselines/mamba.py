@@ -2,8 +2,8 @@
 """The library's Mamba and Mamba-2 mixers, quick where their CUDA kernels are not installed.
 
 There the library walks through the positions of Mamba one by one, with a backward pass of order L^2, and repeats B, C
-and their products for every head of Mamba-2. Here both work in chunks, and Mamba-2 in matrix products that its heads
-share. Weights and functions are the library's, and so is every call with a cache.
+and their products for every head of Mamba-2. Here both work in chunks, Mamba-2 in matrix products that its heads share.
+Weights are the library's, and so is every call with a cache.
 Letters: b batch, L sequence, D width, I inner width, N state; h heads of width p.
 """
 
@@ -35,11 +35,7 @@ def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     """h_l = exp(dt_l A) h_{l-1} + dt_l B_l u_l, y_l = C_l h_l, in 2 sqrt(L) steps (Gu and Dao 2023, Algorithm 2).
 
     Chunks of m ~ sqrt(L) positions advance side by side from h = 0; then the states at their ends are carried over.
-
-    Args:
-        u, dt: (b, L, I). A: (I, N), negative. B, C: (b, L, N).
-    Returns:
-        (b, L, I).
+    u and dt (b, L, I), A (I, N), negative, B and C (b, L, N) -> (b, L, I).
     """
     L = u.shape[1]
     m = math.isqrt(L - 1) + 1
@@ -80,12 +76,7 @@ def chunked_scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size:
 
     Inside a chunk y = (exp(sum of a from s to t) C_t . B_s) x as a product of matrices, and what was before it comes
     through the states at the ends of chunks. Sums of a are taken in fp64: their differences are small where decays are
-    strong. Under autocast the products have its dtype, as those of the library have from transformers 5.23 on.
-
-    Args:
-        x: (b, L, h, p), fp32 or fp64. log_decay: (b, L, h), a, at most 0. B, C: (b, L, N), of all heads.
-    Returns:
-        (b, L, h, p) in x's dtype.
+    strong. x (b, L, h, p), fp32 or fp64, a (b, L, h), at most 0, B and C (b, L, N) -> (b, L, h, p) in x's dtype.
     """
     L, heads, dtype = x.shape[1], x.shape[2:], x.dtype
     chunk_size = min(chunk_size, L)

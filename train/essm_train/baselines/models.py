@@ -30,7 +30,7 @@ from modeling_essm.packing import pool
 
 
 class BaselineEncoder(nn.Module):
-    """Token ids (B, L) or features (B, L, F) to hidden states: embedding or linear encoder, then the backbone."""
+    """Embedding or linear encoder, then the backbone."""
 
     def __init__(self, config: BaselineConfig, causal: bool):
         super().__init__()
@@ -44,12 +44,8 @@ class BaselineEncoder(nn.Module):
     def forward(
         self, input_ids: Tensor | None, features: Tensor | None, attention_mask: Tensor | None, use_cache: Any = None
     ) -> tuple[Tensor, Tensor | None]:
-        """
-        Args:
-            attention_mask: (B, L), 1 for real positions, or None. use_cache: is refused.
-        Returns:
-            (B, L, D), for "tc_resnet" (B, ceil(L / 8), D), and the mask of these, or None.
-        """
+        """Ids (B, L) or features (B, L, F), and mask (B, L) -> (B, L, D), for "tc_resnet" (B, ceil(L / 8), D), and the
+        mask of these, or None."""
         if use_cache:
             raise ValueError(f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences")
         inputs, other, name = input_ids, features, "input_ids (B, L)"
