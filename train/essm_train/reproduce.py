@@ -22,7 +22,6 @@ from full scale.
 from __future__ import annotations
 
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -35,12 +34,10 @@ import yaml
 
 from essm_train.arguments import arg
 from essm_train.console import Failed, command
-from essm_train.files import check_writable, write_figure, write_json, write_text
+from essm_train.files import check_writable, write_text
 
 if TYPE_CHECKING:
-    from essm_train.measure.paper import Figures
-    from essm_train.measure.tables import Collected
-    from essm_train.tasks.experiments import Experiment, Row
+    from essm_train.tasks.experiments import Row
 
 
 @dataclass
@@ -113,7 +110,7 @@ def reproduce(args: ReproduceArguments) -> None:
         FileNotFoundError: every row's data is absent. Failed: a run failed.
     """
     from essm_train.measure.paper import figures_of, read_paper_figures
-    from essm_train.measure.tables import collect
+    from essm_train.measure.tables import collect, write_results
     from essm_train.tasks.catalog import get_task
     from essm_train.tasks.experiments import get_experiment
 
@@ -148,39 +145,6 @@ def reproduce(args: ReproduceArguments) -> None:
         list(pool.map(perform_run, *zip(*runs)))
     collected = {n: collect([folder_of(row, args, seed) for seed in range(args.seeds)]) for n, row in rows.items()}
     write_results(experiment, args, collected, paper, sorted(absent))
-
-
-def write_results(
-    experiment: Experiment, args: ReproduceArguments, collected: Collected, paper: Figures, absent: list[str]
-) -> None:
-    """Print the table; write JSON, Markdown and picture to results_dir. `absent` are tasks that were left out."""
-    import torch
-
-    from essm_train.measure.plots import draw_panels
-    from essm_train.measure.tables import cost_tables, departures, markdown, panels_of
-    from essm_train.tasks.catalog import substitute_data
-
-    tasks = list(dict.fromkeys(experiment.rows[row].task for row in collected))
-    named = {Path(task).stem: substitute_data(task, args.scale, args.data_dir) for task in tasks}
-    substitutes = {task: meaning for task, meaning in named.items() if meaning}
-    text = markdown(experiment, collected, paper, substitutes) + cost_tables(experiment, collected)
-    print("\n" + text)
-    record: dict[str, Any] = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale}
-    record |= {"seeds": args.seeds, "left out": absent, "substitute data": substitutes}
-    record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads, "rows": {}}
-    for name, (evaluation, training) in collected.items():
-        given = {"task": experiment.rows[name].task_name, "overrides": experiment.rows[name].arguments}
-        record["rows"][name] = given | evaluation.record() | {"training": training}
-    stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
-    write_json(stem.with_suffix(".json"), record)
-    hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
-    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n"
-    text += departures(tasks, args.scale, substitutes)
-    text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
-    write_text(stem.with_suffix(".md"), text)
-    figure = draw_panels(*panels_of(experiment, collected, paper, substitutes))
-    write_figure(stem.with_suffix(".png"), figure, dpi=120)
-    print(f"saved {stem}.json, .md and .png")
 
 
 def main(args: ReproduceArguments) -> None:

@@ -14,18 +14,25 @@ import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 
+from essm_train.analyze import AnalyzeArguments
+from essm_train.data.text import read_blocks
+from essm_train.data.tokens import ByteEncoder
+from essm_train.files import check_writable, write_figure, write_json
 from essm_train.measure.timing import paired
+from essm_train.models import load_model
 from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
+from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
 def parts_of(model: nn.Module) -> list[Any]:
@@ -181,3 +188,34 @@ def draw_cost(budgets: Sequence[int], model: Mapping[str, list[float]], measured
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
+
+
+def analyze(args: AnalyzeArguments) -> None:
+    """Analyse a saved model."""
+    output_dir = Path(args.output_dir)
+    check_writable(output_dir)
+    input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
+    model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
+    config = model.config
+    budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
+    _, largest = max(zip(spectral_mixers(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
+    modelled = [layer_cost(largest, K, args.block_size) for K in budgets]
+    measured = measured_cost(largest, budgets, args.block_size)
+    record: dict[str, Any] = {"model": args.model, "budgets": budgets}
+    record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
+    record["seconds_per_layer"] = measured
+    write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
+    record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
+    for K in (budgets[0], budgets[-1]):
+        shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])
+        print(f"stability bound by layer at K={K}: {shown}")
+    if config.gating == "softmax":
+        means, entropies = gate_statistics(model, input_ids, budgets[-1])
+        record["gates"] = {"budget": budgets[-1], "mean": means.tolist(), "entropy": entropies.tolist()}
+        rows = rows_of(means, entropies)
+        write_figure(output_dir / "gates.png", draw_gates(rows))
+        for name, mean, entropy in rows:
+            most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
+            print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(budgets[-1]):.3f}")
+    write_json(output_dir / "analysis.json", record)
+    print(f"saved {output_dir / 'analysis.json'}, gates.png and cost.png")

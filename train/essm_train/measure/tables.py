@@ -6,26 +6,33 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from essm_train.arguments import config_fields
+from essm_train.files import write_figure, write_json, write_text
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.paper import Figures, paper_curve
-from essm_train.tasks.catalog import ROOT, TaskSpec, arguments_class, get_task
+from essm_train.measure.plots import Panels, draw_panels
+from essm_train.tasks.catalog import ROOT, TaskSpec, arguments_class, get_task, substitute_data
 from essm_train.tasks.experiments import Experiment
 from modeling_essm.budgets.curve import BudgetCurve
+
+if TYPE_CHECKING:
+    from essm_train.reproduce import ReproduceArguments
 
 # How often a run looks and saves, which changes no figure, and what stands for sizes.
 _NO_DIFFERENCE = frozenset({"eval_steps", "save_steps", "config_name"})
 _RECORDED = ("data", "updates", "samples_per_update", "tokens_per_update", "parameters", "hardware", "schedule")
 Collected = Mapping[str, tuple[Evaluation, Mapping[str, Any]]]  # of each row, what `collect` gives
-Panels = dict[str, dict[str, BudgetCurve]]
 
 
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
@@ -164,8 +171,8 @@ def panels_of(
     Args:
         substitutes: tasks whose data is in the place of the official, which their panels say.
     """
-    ours: Panels = {}
-    theirs: Panels = {}
+    ours: dict[str, dict[str, BudgetCurve]] = {}
+    theirs: dict[str, dict[str, BudgetCurve]] = {}
     lines = {name: evaluation for name, (evaluation, _) in collected.items() if not experiment.rows[name].series}
     for name, evaluation in (lines | series_of(experiment, collected)).items():
         task = experiment.rows.get(name, next(iter(experiment.rows.values()))).task_name  # a series has one task
@@ -209,3 +216,30 @@ def _changes(spec: TaskSpec, reduced: Mapping[str, Any]) -> Iterator[str]:
             continue  # the configurations are of the paper's block, as all tasks are
         meant = f"that of {configured}" if configured and name in sizes else "the default"
         yield f"{name} {'the default' if ours is None else ours} for {meant if official is None else official}"
+
+
+def write_results(
+    experiment: Experiment, args: ReproduceArguments, collected: Collected, paper: Figures, absent: list[str]
+) -> None:
+    """Print the table; write JSON, Markdown and picture to results_dir. `absent` are tasks that were left out."""
+    tasks = list(dict.fromkeys(experiment.rows[row].task for row in collected))
+    named = {Path(task).stem: substitute_data(task, args.scale, args.data_dir) for task in tasks}
+    substitutes = {task: meaning for task, meaning in named.items() if meaning}
+    text = markdown(experiment, collected, paper, substitutes) + cost_tables(experiment, collected)
+    print("\n" + text)
+    record: dict[str, Any] = {"experiment": experiment.name, "question": experiment.question, "scale": args.scale}
+    record |= {"seeds": args.seeds, "left out": absent, "substitute data": substitutes}
+    record |= {"machine": platform.machine(), "torch": torch.__version__, "cpu_threads": args.cpu_threads, "rows": {}}
+    for name, (evaluation, training) in collected.items():
+        given = {"task": experiment.rows[name].task_name, "overrides": experiment.rows[name].arguments}
+        record["rows"][name] = given | evaluation.record() | {"training": training}
+    stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
+    write_json(stem.with_suffix(".json"), record)
+    hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
+    text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n"
+    text += departures(tasks, args.scale, substitutes)
+    text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
+    write_text(stem.with_suffix(".md"), text)
+    figure = draw_panels(*panels_of(experiment, collected, paper, substitutes))
+    write_figure(stem.with_suffix(".png"), figure, dpi=120)
+    print(f"saved {stem}.json, .md and .png")
