@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -79,38 +79,46 @@ def open_program(path: Path, name: str) -> Run:
 
 
 @torch.inference_mode()
-def compare(
-    model: PreTrainedModel, budget: Any, run: Mapping[str, Run], past: Mapping[str, Tensor], L: int, B: int
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Random rows, padded on the left; of a language model also what is read on from the states, and two steps.
+def check(
+    model: PreTrainedModel, budget: Any, run: Mapping[str, Run], empty: Mapping[str, Tensor], max_length: int, B: int
+) -> None:
+    """Compare with the model: rows padded on the left; of a language model also what is read on, and two steps.
 
     Args:
-        run: the programs. past: a language model's states before any token, by their names as inputs.
-        L: positions of the first call. B: rows.
-    Yields:
-        "logits" or "states", as exported and as the model has them.
+        run: the programs. empty: a language model's states before any token, by their names as inputs. B: rows.
+    Raises:
+        Failed: logits or states are too far off.
     """
-    H, F, generator = model.config.filter_length, model.config.num_input_features, torch.Generator().manual_seed(L)
-    mask, position, cache = torch.arange(L) >= torch.arange(B)[:, None] * L // 3 % L, 0, None
-    pieces = [("prefill", L), ("prefill", min(3, L)), ("step", 1), ("step", 1)] if past else [("classify", L)]
-    for name, length in pieces:
-        position += length
-        if position > H:
-            return
-        inputs = {"input_ids": torch.randint(0, model.config.vocab_size, (B, length), generator=generator)}
-        if F is not None:
-            inputs = {"input_features": torch.randn(B, length, F, generator=generator)}
-        inputs["attention_mask"] = mask.long() if cache is None else torch.ones(B, length, dtype=torch.int64)
-        kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1} if past else {}
-        expected = model(**inputs, **kept, spectral_budget=budget)
-        if name == "step":
-            del inputs["attention_mask"]
-        logits, *states = map(torch.as_tensor, run[name]({**inputs, **past}))
-        yield "logits", logits, expected.logits[:, -1] if past else expected.logits
-        cache, past = expected.get("past_key_values"), dict(zip(past, states, strict=True))
-        if position <= H // 8:  # later, rounding in fp32 fills the states beyond K, which count for little
-            for key, state in past.items():
-                yield "states", state, cache.states[key.removeprefix("past.")]
+    H, F = model.config.filter_length, model.config.num_input_features
+    found: dict[str, list[tuple[float, float]]] = {}
+    for L in sorted({1, min(model.config.chunk_size + 1, max_length), max_length}):
+        generator, past, position, cache = torch.Generator().manual_seed(L), empty, 0, None
+        mask = torch.arange(L) >= torch.arange(B)[:, None] * L // 3 % L
+        pieces = [("prefill", L), ("prefill", min(3, L)), ("step", 1), ("step", 1)] if past else [("classify", L)]
+        for name, length in pieces:
+            if (position := position + length) > H:
+                break
+            inputs = {"input_ids": torch.randint(0, model.config.vocab_size, (B, length), generator=generator)}
+            if F is not None:
+                inputs = {"input_features": torch.randn(B, length, F, generator=generator)}
+            inputs["attention_mask"] = mask.long() if cache is None else torch.ones(B, length, dtype=torch.int64)
+            kept = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1} if past else {}
+            expected = model(**inputs, **kept, spectral_budget=budget)
+            if name == "step":
+                del inputs["attention_mask"]
+            logits, *states = map(torch.as_tensor, run[name]({**inputs, **past}))
+            cache, past = expected.get("past_key_values"), dict(zip(past, states, strict=True))
+            compared = [("logits", logits, expected.logits[:, -1] if past else expected.logits)]
+            if position <= H // 8:  # later, rounding in fp32 fills the states beyond K, which count for little
+                compared += [("states", past[key], cache.states[key.removeprefix("past.")]) for key in past]
+            for kind, actual, wanted in compared:
+                found.setdefault(kind, []).append((float((actual - wanted).abs().max()), float(wanted.abs().max())))
+    for kind, pairs in found.items():
+        worst, largest = torch.tensor(pairs).amax(0).tolist()  # NaN if any is
+        said = f"in {kind}: {worst:.1e}, of values up to {largest:.1e}"
+        print(f"largest difference from the model {said}")
+        if not worst <= _TOLERANCE * largest:
+            raise Failed(f"the exported programs differ from the model {said}: nothing was written")
 
 
 def describe(
@@ -169,20 +177,7 @@ def export(args: ExportArguments) -> dict[str, Any]:
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
         run = {name: open_program(temporary / file, name) for name, file in files.items()}
         past = {f"past.{k}": v for k, v in empty_states(programs["step"], B).items()} if "step" in programs else {}
-        longest = description["max_length"]
-        compared = [
-            found
-            for L in sorted({1, min(model.config.chunk_size + 1, longest), longest})
-            for found in compare(model, args.budget, run, past, L, B)
-        ]
-        for kind in ("logits", "states") if past else ("logits",):
-            pairs = [(actual, expected) for name, actual, expected in compared if name == kind]
-            difference = max(float((actual - expected).abs().max()) for actual, expected in pairs)
-            largest = max(float(expected.abs().max()) for _, expected in pairs)
-            said = f"in {kind}: {difference:.1e}, of values up to {largest:.1e}"
-            print(f"largest difference from the model {said}")
-            if not difference <= _TOLERANCE * largest:
-                raise Failed(f"the exported programs differ from the model {said}: nothing was written")
+        check(model, args.budget, run, past, description["max_length"], B)
         publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
