@@ -77,7 +77,8 @@ def write_model_card(
     if template is not None:
         user = check_template(template.read_text(encoding="utf-8"), str(template))
         own, text = user.data.to_dict(), user.text
-    data = _metadata(own, folder, config, title, curve, sweep, training)
+    task = own.get("pipeline_tag") or _task(folder, config)
+    data = _metadata(own, task, title, curve, sweep.get("split"), training)
     if (place.parent / PICTURE).is_file():
         shutil.copyfile(place.parent / PICTURE, folder / PICTURE)
     example = data["widget"][0]["text"] if data.get("widget") else "def main("
@@ -107,22 +108,9 @@ def check_template(text: str, name: str = "template") -> ModelCard:
 
 
 def _metadata(
-    data: dict[str, Any],
-    folder: Path,
-    config: dict[str, Any],
-    title: str,
-    curve: BudgetCurve | None,
-    sweep: dict[str, Any],
-    training: dict[str, Any],
+    data: dict[str, Any], task: str | None, title: str, curve: BudgetCurve | None, split: str | None, training: Any
 ) -> dict[str, Any]:
-    """Fields of ModelCardData: those of the user's card, and what the folder tells besides."""
-    kind = _architecture(config)
-    task = "text-generation" if "CausalLM" in kind else None
-    if "Classification" in kind and config.get("num_input_features") is None:
-        task = "text-classification"
-    elif "Classification" in kind and (folder / "preprocessor_config.json").exists():
-        task = "audio-classification"
-    task = data.get("pipeline_tag") or task
+    """Fields of ModelCardData: those of the user's card, and what is known besides."""
     dataset = (training.get("arguments") or {}).get("dataset_name")
     if not (isinstance(dataset, str) and re.fullmatch(r"[\w-]+(/[\w.-]+)?", dataset) and not Path(dataset).exists()):
         dataset = None  # a path, which no other machine has
@@ -137,7 +125,7 @@ def _metadata(
             task_type=task or "other",
             dataset_type=dataset or "custom",
             dataset_name=summary if len(summary) <= 100 else summary[:97] + "...",
-            dataset_split=sweep.get("split"),
+            dataset_split=split,
             metric_type=curve.metric,
             metric_name=f"{curve.title} (K = {K})",
             metric_value=round(value, 6),
@@ -146,6 +134,15 @@ def _metadata(
         for K, value in zip(curve.budgets, curve.values)
     ]
     return data | {"metrics": [curve.metric], "model_name": title, "eval_results": results}
+
+
+def _task(folder: Path, config: dict[str, Any]) -> str | None:
+    """The Hub's name of the task, where the folder tells."""
+    if "Classification" not in _architecture(config):
+        return "text-generation" if "CausalLM" in _architecture(config) else None
+    if config.get("num_input_features") is None:
+        return "text-classification"
+    return "audio-classification" if (folder / "preprocessor_config.json").exists() else None
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -103,15 +103,11 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     record, max_length = read_record(folder), saved.filter_length
     if args.text_column and (folder / "tokenizer_config.json").exists():
         max_length = min(max_length, open_tokenizer(args.model).model_max_length)
+    same = ("test_file", "dataset_name", "dataset_config_name", "text_column", "features_column", "label_column")
     arguments = ClassificationArguments(
+        **{name: getattr(args, name) for name in same},
         model_name_or_path=args.model,
         train_file=args.test_file,  # is not looked at
-        test_file=args.test_file,
-        dataset_name=args.dataset_name,
-        dataset_config_name=args.dataset_config_name,
-        text_column=args.text_column,
-        features_column=args.features_column,
-        label_column=args.label_column,
         max_length=record.get("max_length", max_length),
         frame_length=record.get("frame_length"),
     )

@@ -60,12 +60,5 @@ def write_card_and_push(args: RunArguments) -> None:
         print(f"kept {card}, which was edited; `essm-push --run {output_dir} --card_only` replaces it")
         if not args.push_to_hub:
             return
-    push_run(
-        PushArguments(
-            args.output_dir,
-            args.hub_model_id,
-            args.hub_private_repo,
-            card_only=not args.push_to_hub,
-            keep_card=edited,
-        )
-    )
+    where = (args.output_dir, args.hub_model_id, args.hub_private_repo)
+    push_run(PushArguments(*where, card_only=not args.push_to_hub, keep_card=edited))
