@@ -12,8 +12,7 @@ import torch
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 
 ROOT = Path(__file__).parents[1]
-CAPACITY = 32
-BUDGETS = (1, 2, 5, 8, 17, 32)
+SHA = "0123456789abcdef0123456789abcdef01234567"
 # What differs in code: both blocks, no gate, and attention layers between spectral ones.
 VARIANTS = {
     "paper": {},
@@ -121,6 +120,14 @@ try:
 except ModuleNotFoundError:
     pass
 """
+
+
+def hub_snapshot(cache: Path, name: str, sha: str = SHA) -> Path:
+    """The folder of a repository's files in a Hub cache, as a download leaves it behind; `main` points there."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True, exist_ok=True)
+    (repository / "refs" / "main").write_text(sha)
+    return repository / "snapshots" / sha
 
 
 def pad(ids, lengths, side):

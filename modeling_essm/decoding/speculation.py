@@ -79,21 +79,17 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
     return decode
 
 
-def _check(generation_config: Any, model_kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for options that speculative decoding cannot serve."""
-    if generation_config.num_beams not in (None, 1):
-        beams = generation_config.num_beams
-        raise ValueError(f"draft_budget works with greedy decoding and sampling, got num_beams={beams}")
-    if generation_config.use_cache is False:
-        raise ValueError("draft_budget needs the states that use_cache=False forbids")
-    if generation_config.guidance_scale not in (None, 1):
-        raise ValueError(f"draft_budget cannot be combined with guidance_scale, got {generation_config.guidance_scale}")
-    for name in ("output_scores", "output_logits", "output_hidden_states"):
-        if getattr(generation_config, name, None):
-            raise ValueError(f"draft_budget cannot be combined with {name}")
-    if model_kwargs.get("step_budgets") is not None:
-        raise ValueError("give draft_budget or step_budgets, not both")
+def _check(config: Any, model_kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for options of generate that speculative decoding cannot serve."""
     check_left_padding("draft_budget", model_kwargs.get("attention_mask"))
+    given = {name: getattr(config, name, None) for name in ("output_scores", "output_logits", "output_hidden_states")}
+    given |= {"step_budgets": model_kwargs.get("step_budgets")}
+    given |= {name: value for name in ("num_beams", "guidance_scale") if (value := getattr(config, name)) != 1}
+    for name, value in given.items():
+        if value:
+            raise ValueError(f"draft_budget cannot be combined with {name}, got {value}")
+    if config.use_cache is False:
+        raise ValueError("draft_budget needs the states that use_cache=False forbids")
     if model_kwargs["past_key_values"].get_seq_length() or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "draft_budget starts from input_ids: give the whole text, no past_key_values, no inputs_embeds"

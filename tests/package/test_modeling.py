@@ -1,21 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Models: the checkpoint's format, first values, budgets, causality and masks, for everything that differs in code."""
+"""Models: the checkpoint's format, first values, budgets and masks, for everything that differs in code."""
 
 import re
 
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from helpers import (
-    VARIANTS,
-    assert_close,
-    blocks,
-    random_ids,
-    random_masks,
-    random_model,
-    tiny_config,
-    variants,
-)
+from helpers import VARIANTS, assert_close, blocks, random_ids, random_masks, random_model, tiny_config, variants
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_close, filled, random_ids, random_model, variants
+from helpers import SHA, assert_close, filled, hub_snapshot, random_ids, random_model, variants
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -90,14 +90,11 @@ def test_by_the_name_of_a_repository(tmp_path):
     """From a Hub cache as a download leaves it, offline: revision, subfolder and generation config are found."""
     large = random_model()
     large.generation_config.spectral_budget, large.generation_config.max_new_tokens = 4, 11
-    sha = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--org--elastic"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(sha)
-    large.save_pretrained(repository / "snapshots" / sha)
-    large.save_pretrained(repository / "snapshots" / sha / "deep" / "er")
+    snapshot = hub_snapshot(tmp_path, "org/elastic")
+    large.save_pretrained(snapshot)
+    large.save_pretrained(snapshot / "deep" / "er")
     where = {"cache_dir": tmp_path, "local_files_only": True}
-    for options in ({}, {"revision": sha}, {"subfolder": "deep/er"}):
+    for options in ({}, {"revision": SHA}, {"subfolder": "deep/er"}):
         small = ESSMForCausalLM.from_pretrained("org/elastic", spectral_capacity=6, **where, **options)
         assert torch.equal(outputs(small, 6), outputs(large, 6))
         assert small.generation_config.max_new_tokens == 11 and small.name_or_path == "org/elastic"

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from helpers import BLOCK, HYBRID, VARIANTS, random_ids, random_model
+from helpers import BLOCK, HYBRID, VARIANTS, hub_snapshot, random_ids, random_model
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -28,7 +28,6 @@ SAVED = {
     "gated": (ESSMForCausalLM, VARIANTS["gated"], "AutoModelForCausalLM"),
     "hybrid": (ESSMForCausalLM, HYBRID, "AutoModelForCausalLM"),
 }
-SHA = "0123456789abcdef0123456789abcdef01234567"
 IDS = random_ids(2, 21)
 LOAD = """
 import json, sys
@@ -102,11 +101,8 @@ def loaded(request, folders, tmp_path_factory):
     where = {name: (str(folders / name), auto) for name, (*_, auto) in SAVED.items()}
     if request.param == "hub":
         for name, (*_, auto) in SAVED.items():
-            repository = cwd / "hf_home" / "hub" / f"models--essm-tests--{name}"
-            shutil.copytree(folders / name, repository / "snapshots" / SHA)
-            (repository / "refs").mkdir()
-            (repository / "refs" / "main").write_text(SHA)
             where[name] = f"essm-tests/{name}", auto
+            shutil.copytree(folders / name, hub_snapshot(cwd / "hf_home" / "hub", where[name][0]))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
     env |= {"HF_HOME": str(cwd / "hf_home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-I", "-c", BLOCK + LOAD, json.dumps(where), str(cwd)]

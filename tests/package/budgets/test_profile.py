@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, VARIANTS, captured_warnings, random_model
+from helpers import ROOT, SHA, VARIANTS, captured_warnings, hub_snapshot, random_model
 from huggingface_hub import constants
 from profiles import HERE, THERE, as_here, device, of, profile, quality
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -256,7 +256,6 @@ def test_a_budget_counts_where_every_layer_runs_what_it_ran(measured, now, budge
 
 
 LOADS = {
-    "class": ESSMForCausalLM.from_pretrained,
     "auto": AutoModelForCausalLM.from_pretrained,
     "prefix": lambda source: ESSMForCausalLM.from_pretrained(source, spectral_capacity=32),
     "config": lambda source: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source)),
@@ -289,19 +288,15 @@ def test_a_local_model_finds_its_profile_and_never_asks_the_hub(load, tmp_path, 
 
 def test_the_profile_of_a_repository(tmp_path, monkeypatch):
     model, other = random_model(seed=3), random_model(seed=4)
-    repository = tmp_path / "cache" / "models--org--name"
-    shas = {model: "0123456789abcdef0123456789abcdef01234567", other: "76543210fedcba9876543210fedcba9876543210"}
-    for each, sha in shas.items():
-        each.save_pretrained(repository / "snapshots" / sha)
-        of(each).save(repository / "snapshots" / sha)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(shas[other])
+    snapshot, main = (hub_snapshot(tmp_path, "org/name", sha) for sha in (SHA, SHA[::-1]))
+    for each, folder in ((model, snapshot), (other, main)):
+        each.save_pretrained(folder)
+        of(each).save(folder)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    where = {"cache_dir": str(tmp_path / "cache")}
-    loaded = AutoModelForCausalLM.from_pretrained("org/name", revision=shas[model], **where)
+    loaded = AutoModelForCausalLM.from_pretrained("org/name", revision=SHA, cache_dir=tmp_path)
     assert budget_profile(loaded) == of(model)
-    assert budget_profile(AutoModelForCausalLM.from_pretrained("org/name", **where)) == of(other)
-    (repository / "snapshots" / shas[model] / "budget_profile.json").unlink()
+    assert budget_profile(AutoModelForCausalLM.from_pretrained("org/name", cache_dir=tmp_path)) == of(other)
+    (snapshot / PROFILE_NAME).unlink()
     assert budget_profile(loaded) is None
 
 
