@@ -162,26 +162,20 @@ def test_eigenvalues_stay_above_epsilon(metric):
 
 
 def test_a_kept_factor_follows_the_weights():
-    """A stream factors G once; an optimizer's step, loading, another dtype and a copy make it anew."""
+    """A stream factors G once; new values, loading, another dtype and a copy make it anew."""
     model = random_model(metric="cholesky")
     metric, g = model.corrector.metric, random_inputs(3, 6)
     with torch.no_grad():
         first = metric.factor()
         assert metric.factor() is first
-        with torch.inference_mode():
-            assert metric.factor() is first
         copied = copy.deepcopy(model).corrector.metric
         pickle.loads(pickle.dumps(metric))
-        metric.lower.add_(0.5)
+        metric.lower.data.add_(0.5)  # as averages of weights are swapped in: no version tells
         torch.testing.assert_close(metric.solver()(g), torch.linalg.solve(metric.matrix(), g.mT).mT)
-        assert not torch.equal(metric.factor(), first)
         torch.testing.assert_close(copied.factor(), first)
         metric.load_state_dict(copied.state_dict())
         torch.testing.assert_close(metric.factor(), first)
         assert metric.float().factor().dtype == torch.float32
-        before = metric.factor()
-        metric.lower.data.mul_(3)  # as averages of weights are swapped in: no version tells
-        assert not torch.equal(metric.factor(), before)
     assert metric.factor().requires_grad and metric.factor() is not metric.factor()
 
 
@@ -278,20 +272,14 @@ def wavy(z, rows):
     return (3 * z).sin().square().sum(1) + z.square().sum(1)
 
 
-@pytest.mark.parametrize("acceptance", ["reject", "backtrack"])
-def test_accepted_steps_never_raise_the_objective(acceptance):
+def test_accepted_steps_never_raise_the_objective():
     z0 = random_inputs(40, 6)
     taken, _ = refine(random_model(acceptance="none", step_size=1.0), z0, 1, wavy)
     raised = wavy(taken, None) > wavy(z0, None)
     assert 5 < raised.sum() < 40  # there is something to reject, and something to accept
-    z, work = refine(random_model(acceptance=acceptance, step_size=1.0), z0, 1, wavy)
-    assert (wavy(z, None) <= wavy(z0, None)).all() and torch.equal(z[~raised], taken[~raised])
-    kept = (z == z0).all(1)
-    assert work.gradients == 40 and work.kept == 40 - kept.sum()
-    if acceptance == "reject":
-        assert torch.equal(kept, raised) and work.values == 40
-    else:
-        assert kept.sum() < raised.sum() and 40 + raised.sum() < work.values <= 40 + 2 * raised.sum()
+    z, work = refine(random_model(acceptance="reject", step_size=1.0), z0, 1, wavy)
+    assert torch.equal(z, torch.where(raised[:, None], z0, taken))
+    assert work.gradients == work.values == 40 and work.kept == 40 - raised.sum()
 
 
 def test_a_shorter_step_is_half_of_the_longer():
