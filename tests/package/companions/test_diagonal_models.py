@@ -1,10 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Diagonal models as transformers models: configuration, padding, cache, generation, heads, saving and loading."""
 
-import json
-
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_essm.companions import (
@@ -101,15 +100,6 @@ def test_bidirectional_padding(kind):
     for given in ({"use_cache": True}, {"past_key_values": StateCache()}):
         with pytest.raises(ValueError, match="a bidirectional model reads whole sequences"):
             body(ids, **given)
-
-
-@pytest.mark.parametrize("kind", ["lru", "s4d"])
-def test_one_direction_is_causal(kind):
-    model, ids = make(kind), ids_of(1, 12)
-    changed = ids.clone()
-    changed[:, 8:] = ids_of(1, 4, seed=9)
-    difference = (model(ids).logits - model(changed).logits).abs()[0].amax(-1)
-    assert difference[:8].max() < 1e-4 and difference[8:].min() > 1e-3  # an FFT rounds over the whole row
 
 
 def test_bad_inputs():
@@ -287,32 +277,18 @@ def test_auto_classes_load_what_was_saved(kind, cls, tmp_path):
     model, ids = make(kind, cls, state_sizes=[4, 0, 3], norm="batch"), ids_of(2, 12)
     if kind == "s4d":
         present = ragged(model)
+    keep_modes(model.mixers[2], 0, 2)  # nobody has to remember config.state_sizes
     model.train()(ids)  # running statistics are not what they were
     model.eval().save_pretrained(tmp_path)
     loaded, info = AUTO[cls].from_pretrained(tmp_path, output_loading_info=True)
     assert type(loaded) is cls and not info["missing_keys"] and not info["unexpected_keys"]
-    assert loaded.config.state_sizes == [4, 0, 3] and AutoConfig.from_pretrained(tmp_path).state_sizes == [4, 0, 3]
+    assert loaded.config.state_sizes == AutoConfig.from_pretrained(tmp_path).state_sizes == [4, 0, 2]
     assert torch.equal(loaded(ids)[0], model(ids)[0])
     assert all(getattr(getattr(m, name), "_no_weight_decay", False) for m in loaded.mixers for name in m.pole_names)
     if kind == "s4d":
         assert torch.equal(loaded.mixers[0].present, present)
     body = AutoModel.from_pretrained(tmp_path)
     assert torch.equal(body(ids)[0], (model if cls is DiagonalSSMModel else model.model)(ids)[0])
-
-
-@pytest.mark.parametrize("kind", ["s5", "s4d"])
-def test_a_pruned_model_is_saved_as_it_is(kind, tmp_path):
-    """Nobody has to remember config.state_sizes."""
-    model, ids = make(kind), ids_of(2, 12)
-    keep_modes(model.mixers[0], 1, 4)
-    lam, B, C, *_ = model.mixers[2].lti()
-    model.mixers[2].set_lti(lam[..., :0], B[:, :0] if kind == "s4d" else B[:0], C[..., :0])
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
-    model.save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["state_sizes"] == [2, 0, 0]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert torch.equal(loaded.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None), expected)
 
 
 @pytest.mark.parametrize("kind", ["lru", "s4d"])
@@ -334,24 +310,14 @@ def test_bf16(kind, tmp_path):
     assert model.to(torch.bfloat16)(ids).logits.isfinite().all()  # poles too, by hand
 
 
-@pytest.mark.parametrize("kind", ["s5", "lru"])
-def test_missing_weights_are_initialised(kind, tmp_path):
+def test_missing_weights_are_initialised(tmp_path):
     """Load a checkpoint that holds next to nothing."""
-    from safetensors.torch import load_file, save_file
-
-    make(kind, initializer_range=0.02).save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+    make("lru", initializer_range=0.02).save_pretrained(tmp_path)
     kept = {"model.layers.0.mixer.D": torch.full((8,), 7.0)}
-    assert kept.keys() < weights.keys()
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    torch.manual_seed(0)
-    first = DiagonalSSMForCausalLM.from_pretrained(tmp_path)
-    torch.manual_seed(0)
-    again = DiagonalSSMForCausalLM.from_pretrained(tmp_path)
-    for (name, one), other in zip(first.state_dict().items(), again.state_dict().values()):
-        assert torch.equal(one, other) and one.isfinite().all(), name
-    assert (first.mixers[0].D == 7.0).all()
-    for mixer in (first.mixers[0], first.mixers[2]):
+    model = DiagonalSSMForCausalLM.from_pretrained(tmp_path)
+    assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+    assert (model.mixers[0].D == 7.0).all()
+    for mixer in (model.mixers[0], model.mixers[2]):
         modulus = mixer.lti()[0].abs()
-        assert 0.9 - 1e-6 < modulus.min() <= modulus.max() < 1  # steps of at most 0.1 and real parts of -1/2, or r_min
-        assert mixer.C.std() > 0.3
+        assert 0.9 - 1e-6 < modulus.min() <= modulus.max() < 1 and mixer.C.std() > 0.3
