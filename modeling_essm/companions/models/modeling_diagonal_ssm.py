@@ -21,29 +21,19 @@ from .configuration_diagonal_ssm import DiagonalSSMConfig
 from .mixer_diagonal import MIXERS, DiagonalMixer
 
 
-class DiagonalSSMBatchNorm(nn.BatchNorm1d):
-    """Batch normalisation of (B, L, H) over the real positions, without weights."""
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__(hidden_size, eps=eps, affine=False)
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        if real is None or not self.training:
-            return super().forward(x.flatten(0, 1)).view_as(x)
-        return torch.zeros_like(x).index_put((real,), super().forward(x[real]))
-
-
-class DiagonalSSMLayerNorm(nn.LayerNorm):
-    """Layer normalisation of (B, L, H), which padding does not touch."""
-
-    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        return super().forward(x)
-
-
 def make_norm(config: DiagonalSSMConfig) -> nn.Module:
-    """The norm that the configuration asks for, of (B, L, H) and `real` (B, L) or None."""
-    norm = DiagonalSSMLayerNorm if config.norm == "layer" else DiagonalSSMBatchNorm
-    return norm(config.hidden_size, eps=config.layer_norm_eps)
+    if config.norm == "layer":
+        return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+    return nn.BatchNorm1d(config.hidden_size, eps=config.layer_norm_eps, affine=False)
+
+
+def normalised(norm: nn.Module, x: Tensor, real: Tensor | None) -> Tensor:
+    """(B, L, H) after its norm; the statistics of a batch are those of the positions that are real (B, L)."""
+    if isinstance(norm, nn.LayerNorm):
+        return norm(x)
+    if real is None or not norm.training:
+        return norm(x.flatten(0, 1)).view_as(x)
+    return torch.zeros_like(x).index_put((real,), norm(x[real]))
 
 
 class DiagonalSSMLayer(GradientCheckpointingLayer):
@@ -58,7 +48,7 @@ class DiagonalSSMLayer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, state: Tensor | None, real: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """(B, L, H) to (B, L, H) and the state after it; state and real as of `DiagonalMixer.forward`."""
-        y, state = self.mixer(self.norm(hidden_states, real), state, real)
+        y, state = self.mixer(normalised(self.norm, hidden_states, real), state, real)
         branch = F.glu(self.mix(self.dropout(F.gelu(y))), dim=-1)
         return hidden_states + self.dropout(branch), state
 
@@ -164,7 +154,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             hidden_states, state = layer(hidden_states, before, real)
             states.append(state)
             each.append(hidden_states)
-        each = [*each[:-1], self.norm(hidden_states, real)]
+        each = [*each[:-1], normalised(self.norm, hidden_states, real)]
         if place is not None:
             each = [reorder(x, place) for x in (each if output_hidden_states else each[-1:])]
         if cache is not None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from .models import truncatable
 from .training import InTrainingTruncation, attempt_steps, unwrap
 
 
-class BalancedTruncationCallback(TrainerCallback):
+class BalancedTruncationCallback(InTrainingTruncation, TrainerCallback):
     """Shrinks the diagonal state spaces of the model while it trains.
 
     After steps round(j T / attempts), j = 1..attempts, every layer gives up the modes that hold at most a share `tau`
@@ -40,13 +39,8 @@ class BalancedTruncationCallback(TrainerCallback):
         min_reduction: float = 0.05,
         say: Callable[[str], None] = print,
     ):
-        self.truncation = InTrainingTruncation((), tau=tau, min_reduction=min_reduction)
+        super().__init__((), tau=tau, min_reduction=min_reduction)
         self.attempts, self.until, self.say = attempts, until, say
-        self._since = (0, 0.0)  # step and time of the last attempt
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        return self.truncation.history
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
@@ -54,21 +48,17 @@ class BalancedTruncationCallback(TrainerCallback):
         truncatable(unwrap(model))
         warmup_steps = args.get_warmup_steps(state.max_steps)
         steps = attempt_steps(self.attempts, self.until, max_steps=state.max_steps, warmup_steps=warmup_steps)
-        self.truncation.steps = frozenset(steps)
-        self.truncation.history = [entry["truncation"] for entry in state.log_history if "truncation" in entry]
-        self._since = state.global_step, time.perf_counter()
+        self.steps = frozenset(steps)
+        self.history = [entry["truncation"] for entry in state.log_history if "truncation" in entry]
 
     def on_step_end(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        now = time.perf_counter()
-        report = self.truncation.after_step(model, optimizer, state.global_step)
+        report = self.after_step(model, optimizer, state.global_step)
         if report is None:
             return
         state.log_history.append({"step": state.global_step, "truncation": self.history[-1]})
         if report.replaced:
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
         if state.is_world_process_zero:
-            speed = (state.global_step - self._since[0]) / max(now - self._since[1], 1e-9)
-            self.say(f"{self.truncation.line()}, {speed:.2f} updates/s before")
-        self._since = state.global_step, time.perf_counter()
+            self.say(self.line())
