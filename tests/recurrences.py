@@ -12,7 +12,7 @@ from modeling_essm.companions.systems import DiagonalSystem
 from modeling_essm.companions.truncation.training import InTrainingTruncation
 
 
-def random_system(n=12, p=3, q=2, output="complex", r_min=0.4, r_max=0.95, seed=0, channels=None, directions=1):
+def random_system(n=5, p=3, q=2, output="complex", r_min=0.4, r_max=0.95, seed=0, channels=None, directions=1):
     """Modes with moduli in [r_min, r_max] and any phase; with `channels` one recurrence of n modes for each."""
     g = torch.Generator().manual_seed(seed)
     C = (channels, n) if channels else (q, n)

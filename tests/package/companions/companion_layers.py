@@ -11,23 +11,6 @@ from modeling_essm.companions import Adapter, DiagonalSystem, register
 LAGS = 400  # 0.9^800 = 2e-37: what lies behind is below rounding
 
 
-def random_system(n=5, p=3, q=2, output="complex", directions=1, channels=None, seed=0, radius=(0.3, 0.9)):
-    """Modes at random angles; with `channels` each channel has n of its own."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, dtype=torch.complex128, generator=generator)
-
-    shape = (n,) if channels is None else (channels, n)
-    low, high = radius
-    r = low + (high - low) * torch.rand(shape, dtype=torch.float64, generator=generator)
-    angle = 6.28 * torch.rand(shape, dtype=torch.float64, generator=generator)
-    B = normal(n, p) if channels is None else normal(*shape)
-    C = normal(q, n) if channels is None else normal(*shape)
-    C = C if directions == 1 else torch.stack([C, normal(*C.shape)])
-    return DiagonalSystem(torch.polar(r, angle), B, C, output)
-
-
 def impulse_responses(system, lags=LAGS):
     """What each mode adds to the output, summed over its conjugate: (modes.., q, p) for lags -(lags-1) .. lags-1."""
     powers = system.lam[..., None].expand(*system.lam.shape, lags).clone()

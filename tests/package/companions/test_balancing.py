@@ -32,8 +32,8 @@ from modeling_essm.companions.truncation.models import balanced_truncate, resize
 
 N = 12
 SYSTEMS = {
-    "mimo": random_system(),
-    "bidirectional": random_system(directions=2),
+    "mimo": random_system(N),
+    "bidirectional": random_system(N, directions=2),
     "channels": random_system(n=5, channels=3),
     "bidirectional-channels": random_system(n=5, channels=3, directions=2),
 }
@@ -134,7 +134,7 @@ def test_errors_are_below_the_bound(output, directions, size):
 
 
 def test_full_size_and_no_share_leave_the_system_alone():
-    system, empty = random_system(), random_system(n=0)
+    system, empty = random_system(N), random_system(n=0)
     assert truncate(empty, tau=0.1).system is empty
     for limit in ({"tau": 0.0}, {"size": N}):
         result = truncate(system, **limit)
@@ -171,7 +171,7 @@ def test_channels_are_truncated_one_by_one(directions):
 
 def test_an_eigenvalue_at_the_circle_keeps_the_layer():
     """The strongest mode is one that training has driven to 1 - 5e-8: parameters of an LRU cannot hold it."""
-    system = random_system()
+    system = random_system(N)
     lam = system.lam.clone()
     lam[0] = 1 - 5e-8
     result = truncate(dataclasses.replace(system, lam=lam), size=6)
@@ -192,7 +192,7 @@ def test_a_defective_matrix_is_refused():
 
 
 def test_a_system_that_does_nothing():
-    system = random_system(output="real")
+    system = random_system(N, output="real")
     for name in ("B", "C"):
         silent = dataclasses.replace(system, **{name: torch.zeros_like(getattr(system, name))})
         for limit in ({"tau": 0.1}, {"size": 5}):
@@ -202,7 +202,7 @@ def test_a_system_that_does_nothing():
 
 def test_rounding_is_not_kept():
     """Modes that no output shows have sigma = 0: a size that would keep them does not."""
-    system = random_system(output="real")
+    system = random_system(N, output="real")
     C = system.C.clone()
     C[:, 4:] = 0
     system = dataclasses.replace(system, C=C)
@@ -218,14 +218,14 @@ def test_bad_arguments():
         ({"size": 13}, r"size must be an integer in \[1, 12\], got 13"),
     ]:
         with pytest.raises(ValueError, match=message):
-            truncate(random_system(), **options)
+            truncate(random_system(N), **options)
     with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), Linear has none"):
         balanced_truncate(torch.nn.Linear(2, 2), tau=0.1)
     with pytest.raises(ValueError, match=r"sizes must be one number or 2, .* got \[4\]"):
         balanced_truncate(RecurrentModel(RecurrentConfig()), sizes=[4])
 
 
-@pytest.mark.parametrize("system", [random_system(directions=2), random_system(n=4, channels=3)], ids=["mimo", "siso"])
+@systems
 def test_equal_scales(system):
     lam, B, C = matrices(equalise(system))
     gamma = (1 - lam.abs() ** 2).sqrt()

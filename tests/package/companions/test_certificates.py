@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from companion_layers import Stack, impulse_responses, random_system
+from companion_layers import Stack, impulse_responses
+from recurrences import random_system
 
 from modeling_essm.companions import (
     DiagonalSystem,
@@ -26,8 +27,8 @@ ROUNDING = 1 + 1e-10
 @pytest.mark.parametrize(("output", "count"), [("complex", 1), ("real", 2), ("twice_real", 1), ("twice_real", 2)])
 def test_bounds_bound(channels, output, count):
     for seed in range(6):
-        radius = (0.2, 0.99) if seed % 2 else (0.9, 0.999)
-        system = random_system(6, 3, 3, output, count, channels, seed, radius)
+        low, high = (0.2, 0.99) if seed % 2 else (0.9, 0.999)
+        system = random_system(6, 3, 3, output, low, high, seed, channels, count)
         keep = torch.rand(system.lam.shape, generator=torch.Generator().manual_seed(seed)) < 0.4
         found = certificate(system, keep)
         gain = hinf_norm(system, ~keep, points=64)
@@ -43,7 +44,7 @@ def test_bounds_bound(channels, output, count):
 @pytest.mark.parametrize(("output", "count"), [("complex", 1), ("real", 2), ("twice_real", 2)])
 def test_the_grid_s_gain_is_that_of_the_impulse_response(channels, output, count):
     """Summed over lags at 8192 frequencies: the peaks are wider than 100 of their steps."""
-    system = random_system(4, 2, 3, output, count, channels)
+    system = random_system(4, 2, 3, output, channels=channels, directions=count)
     kernel = impulse_responses(system)
     kernel = kernel.sum(1)[:, None, None] if channels else kernel.sum(0)
     gains = torch.linalg.matrix_norm(torch.fft.fft(kernel, 8192).movedim(-1, -3), ord=2)

@@ -5,8 +5,9 @@ import copy
 
 import pytest
 import torch
-from companion_layers import Recurrence, RecurrenceAdapter, Stack, random_system
+from companion_layers import Recurrence, RecurrenceAdapter, Stack
 from helpers import random_model
+from recurrences import random_system
 
 from modeling_essm.companions import (
     Adapter,

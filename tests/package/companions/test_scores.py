@@ -5,7 +5,8 @@ import dataclasses
 
 import pytest
 import torch
-from companion_layers import LAGS, Recurrence, Stack, impulse_responses, random_system, with_energies
+from companion_layers import LAGS, Recurrence, Stack, impulse_responses
+from recurrences import random_system
 from torch import nn
 
 from modeling_essm.companions import DiagonalSystem, hinf_norm, importance, state_layers
@@ -105,14 +106,6 @@ def test_prefix_scores():
     values = torch.rand(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ranked = prefix_scores(values)[values.argsort(descending=True)]
     assert (ranked.diff() < 0).all() and ranked[0] == 1
-
-
-def test_epsilon_shows_idle_layers():
-    values = torch.tensor([1e-8, 1e-9], dtype=torch.float64)
-    assert prefix_scores(values, 1e-6)[0] == pytest.approx(0.0099, rel=1e-2)
-    assert prefix_scores(values, 1e-8)[0] == 0.5
-    scores = importance(Stack(with_energies(4.0, 2.0), with_energies(4e-9, 2e-9)), "aire", eps=1e-6).scores
-    assert scores[0][0] == pytest.approx(4 / (4 + 1e-6)) and scores[1][0] == pytest.approx(4e-3, rel=1e-2)
 
 
 def test_methods_are_values_and_rules():
