@@ -68,7 +68,6 @@ WRONG_TASKS = [
     ({"data": ["x.txt"]}, r"data\[0\]: must be a table of files, how, substitute, got 'x.txt'"),
     ({"data": [{"files": {"train": 3}, "how": ""}]}, r"data\[0\]: .*Invalid key or value in dict 'files'"),
     ({"data": [{"files": {"valid": "x"}, "how": ""}]}, "of train and others of train, validation, test, got valid"),
-    ({"data": [{"files": {"train": "/x"}, "how": ""}]}, "files must be relative to the data folders, got /x"),
     ({"small": {"max_train_steps": 2}}, ": unknown argument max_train_steps; nearest: max_steps"),
     ({"full": {"learning_rate": "1e-3"}}, "learning_rate' expected float, got str"),
 ]

@@ -6,17 +6,11 @@ import re
 import shlex
 from pathlib import Path
 
-import datasets
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 from helpers import ROOT
 
 from essm_train import list_tasks, make_task_data
 from essm_train.arguments import parse_arguments
-from essm_train.run.classifier import train_classifier
 from essm_train.tasks import catalog
 from essm_train.tasks.catalog import (
     SCALES,
@@ -43,10 +37,6 @@ def data(tmp_path_factory) -> Path:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.touch()
     return folder
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The tasks.
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -84,22 +74,11 @@ def test_full_sizes_are_those_of_hub_configs():
             assert arguments.get(field, 0.0) == config.get(field, default), field
 
 
-def test_notes_do_not_promise_official_numbers():
-    for name, said in {"novels": "never call", "speech4": "never call", "image": "not the official bytes"}.items():
-        assert said in get_task(name).note
-    for name in ("text", "retrieval"):
-        assert "not the official task" in get_task(name).note  # of the small runs, which cut the texts
-
-
 def test_unknown_names():
     with pytest.raises(ValueError, match=r"task must be one of image, listops, .*, text, or a .yaml file, got 'lists'"):
         task_arguments("lists")
     with pytest.raises(ValueError, match="scale must be one of 'full', 'medium', 'small', got 'tiny'"):
         task_arguments("text", scale="tiny")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Where data is.
 
 
 def test_absent_data_says_what_to_do(tmp_path):
@@ -172,10 +151,6 @@ def test_the_hub_is_asked_only_when_it_is_asked_for():
         task_arguments("smnist", "nowhere", use_hub=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# From the command line to a run.
-
-
 def test_the_list_and_its_yaml(data, tmp_path, capsys):
     list_tasks.run(["--data_dir", str(tmp_path / "nothing")])
     text = capsys.readouterr().out
@@ -189,22 +164,3 @@ def test_the_list_and_its_yaml(data, tmp_path, capsys):
         line = [str(tmp_path / "arguments.yaml"), "--output_dir", str(tmp_path)]
         parsed = parse_arguments(catalog.arguments_class(get_task(name).script), line)
         assert vars(parsed) == vars(make_arguments(name, data, "small", output_dir=str(tmp_path)))
-
-
-def test_a_task_runs(tmp_path, monkeypatch):
-    """Sequential "MNIST" of which only the first pixels count."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 40), ("test", 20)):
-        pixels = pa.FixedSizeListArray.from_arrays(pa.array(rng.integers(256, size=count * 784).astype(np.uint8)), 784)
-        table = pa.table({"pixels": pixels, "label": pa.array(np.arange(count) % 10, pa.int8())})
-        pq.write_table(table, tmp_path / f"mnist-{split}.parquet")
-    tiny = {"max_length": 40, "filter_length": 512, "hidden_size": 8, "num_hidden_layers": 1, "max_steps": 2}
-    tiny |= {"num_spectral_channels": 4, "cpu_threads": 1, "output_dir": str(tmp_path / "run")}
-    threads = torch.get_num_threads()
-    try:
-        train_classifier(make_arguments("smnist", tmp_path, "small", **tiny))
-    finally:
-        torch.set_num_threads(threads)
-    sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
-    assert sweep["split"] == "test" and sweep["samples"] == 20

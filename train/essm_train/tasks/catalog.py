@@ -62,8 +62,6 @@ class Files:
     def __post_init__(self) -> None:
         if not {"train"} <= self.files.keys() <= set(SPLITS):
             raise ValueError(f"files must be of train and others of {', '.join(SPLITS)}, got {', '.join(self.files)}")
-        if absolute := [pattern for pattern in self.files.values() if Path(pattern).is_absolute()]:
-            raise ValueError(f"files must be relative to the data folders, got {', '.join(absolute)}")
 
     def find(self, folder: Path) -> dict[str, list[str]] | None:
         """Paths of each split in that folder; None unless all are there, and all shards of a set of shards."""

@@ -188,55 +188,48 @@ class ValueConsistency(nn.Module):
 
     def __init__(self, n: int, temperature: float = 0.1):
         super().__init__()
-        self.n, self.temperature = n, temperature
+        self.n, self.side, self.temperature = n, 2 * n + VIEW, temperature
 
     def initial_history(self, observation: dict[str, Tensor]) -> dict[str, Tensor]:
-        B, size = len(observation["goal"]), 2 * self.n + VIEW
-        memory = observation["goal"].new_zeros(B, size, size)
+        B = len(observation["goal"])
+        memory = observation["goal"].new_zeros(B, self.side**2)
         start = torch.full((B, 2), self.n + SIDE, device=memory.device)
         return {"memory": memory, "known": torch.zeros_like(memory), "at": start}
 
     def _patch(self, history: dict[str, Tensor], observation: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Flat indices (B, 25) of the cells in view, and where the walker is, (B, 2)."""
+        """Where in the memory the cells in view are, (B, 25), and the walker, (B, 2)."""
         at = history["at"] + observation["moved"]
         offsets = torch.arange(-SIDE, SIDE + 1, device=at.device)
         rows, columns = at[:, :1] + offsets, at[:, 1:] + offsets
-        return (rows[:, :, None] * history["memory"].shape[-1] + columns[:, None]).flatten(1), at
+        return (rows[:, :, None] * self.side + columns[:, None]).flatten(1), at
 
     def remembered(self, history: dict[str, Tensor], observation: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """What was committed of the cells in view, (B, 25), and where something was, (B, 25) bool; 0 elsewhere."""
         patch, _ = self._patch(history, observation)
-        return history["memory"].flatten(1).gather(1, patch), history["known"].flatten(1).gather(1, patch) > 0
+        return history["memory"].gather(1, patch), history["known"].gather(1, patch) > 0
 
     def commit(self, history: dict[str, Tensor], y: Tensor, observation: dict[str, Tensor]) -> dict[str, Tensor]:
         """Remember the values of the inner cells."""
         patch, at = self._patch(history, observation)
-        inner = F.pad(torch.ones(VIEW - 2, VIEW - 2, device=y.device), (1, 1, 1, 1)).flatten()
-        memory, known = history["memory"].flatten(1), history["known"].flatten(1)
-        kept = torch.where(inner > 0, y.to(memory.dtype), memory.gather(1, patch))
-        memory, known = (
-            memory.scatter(1, patch, kept),
-            known.scatter(1, patch, torch.maximum(known.gather(1, patch), inner)),
-        )
-        shape = history["memory"].shape
-        return {"memory": memory.view(shape), "known": known.view(shape), "at": at}
+        said, known = self.remembered(history, observation)
+        inner = F.pad(torch.ones(VIEW - 2, VIEW - 2, device=y.device, dtype=torch.bool), (1, 1, 1, 1)).flatten()
+        memory = history["memory"].scatter(1, patch, torch.where(inner, y.to(said.dtype), said))
+        known_now = history["known"].scatter(1, patch, (known | inner).to(said.dtype))
+        return {"memory": memory, "known": known_now, "at": at}
 
     def forward(self, y: Tensor, observation: dict[str, Tensor], history: dict[str, Tensor]) -> Tensor:
         """Args: y (B, 25), V row by row; observation: of `Walk.observe`; history: of `commit`."""
         V, view, goal = y.unflatten(1, (VIEW, VIEW)), observation["view"], observation["goal"]
         place = torch.arange(-SIDE, SIDE + 1, device=y.device, dtype=y.dtype)
         dr, dc = (goal[:, 0, None] - place).abs(), (goal[:, 1, None] - place).abs()
-        crow = dr[:, :, None] + dc[:, None]  # (B, 5, 5)
-        free, at_goal = view != WALL, crow == 0
+        crow = dr[:, :, None] + dc[:, None]  # (B, 5, 5), 0 at the goal
+        free, inside, T = view != WALL, slice(1, VIEW - 1), self.temperature
         entered = _entered(V, view)
-        inside = slice(1, VIEW - 1)
         around = torch.stack([entered[:, 1 + a : VIEW - 1 + a, 1 + b : VIEW - 1 + b] for a, b in MOVES])
-        T = self.temperature
         target = -T * torch.logsumexp(-around / T, 0)
         closed = (around >= FAR).all(0)  # a cell that nothing leads to
-        agree = torch.where(closed, 0.0, (V[:, inside, inside] - target).square())
         said, known = (x.view_as(V) for x in self.remembered(history, observation))
         each = torch.where(known, (V - said.to(V.dtype)).square(), F.relu(crow - V).square())
-        each[:, inside, inside] = agree
-        each = torch.where(at_goal, V.square(), each)
+        each[:, inside, inside] = torch.where(closed, 0.0, (V[:, inside, inside] - target).square())
+        each = torch.where(crow == 0, V.square(), each)
         return (each * free).sum((1, 2)) / free.sum((1, 2)).clamp(min=1)
