@@ -157,22 +157,13 @@ def _turns(continuity: float) -> np.ndarray:
     return np.array(turns)
 
 
-class Link(NamedTuple):
-    """Where it begins, its unit vector, and the number of that in the table of directions."""
-
-    y: float
-    x: float
-    unit_y: float
-    unit_x: float
-    direction: int
-
-    def at(self, distance: float) -> np.ndarray:
-        """The point (2, 1) so far along it."""
-        return np.array([[self.y + distance * self.unit_y], [self.x + distance * self.unit_x]])
+def _along(link: np.ndarray, distance: float) -> np.ndarray:
+    """The point (2, 1) so far along a link."""
+    return link[:2, None] + distance * link[2:4, None]
 
 
 class _Growth:
-    """The snakes of an image while they grow."""
+    """The snakes of an image while they grow; a link is (pivot y, x, unit y, x, number of its direction)."""
 
     def __init__(self, task: Pathfinder, rng: np.random.Generator, margin: int):
         self.task, self.rng, self.margin = task, rng, margin
@@ -180,10 +171,10 @@ class _Growth:
         points = task.paddle_length + 2 * max(task.paddle_margins)  # on a candidate, to be tested
         self.along = np.arange(points + 1) / points * self.length
         self.cells_per_pixel = max(1, 2 // min(task.paddle_margins))
-        self.snakes: list[list[Link]] = [[], []]
+        self.snakes: list[list[np.ndarray]] = [[], []]
         self.rounds = 0
 
-    def extend(self, snake: list[Link]) -> bool:
+    def extend(self, snake: list[np.ndarray]) -> bool:
         """Append the first of 24 random links that lies inside and clear of all others; False if none does."""
         task, margin, units, u = self.task, self.margin, _unit_vectors(), self.rng.random((_CANDIDATES, 3)).T
         self.rounds += 1
@@ -194,15 +185,15 @@ class _Growth:
             )
         inner = 2 * task.seed_distance if snake is self.snakes[0] and not snake else task.padding + margin
         if snake:
-            theta = (snake[-1].direction + _turns(task.continuity)[(u[0] * 4096).astype(int)]) % _DIRECTIONS
+            theta = (int(snake[-1][4]) + _turns(task.continuity)[(u[0] * 4096).astype(int)]) % _DIRECTIONS
         else:
             theta = (u[0] * _DIRECTIONS).astype(int)
         gap = margin * units[:, theta]
         if snake:
-            pivot = np.tile(snake[-1].at(self.length), _CANDIDATES)
+            pivot = np.tile(_along(snake[-1], self.length), _CANDIDATES)
         elif snake is self.snakes[1]:
             around = units[:, (u[1] * _DIRECTIONS).astype(int)]
-            pivot = self.snakes[0][0].at(margin) + task.seed_distance * around - gap
+            pivot = _along(self.snakes[0][0], margin) + task.seed_distance * around - gap
         else:
             pivot = inner + np.floor(u[1:] * (task.image_size - 2 * inner) * _FINE) / _FINE - gap
         ends = np.stack([pivot + gap, pivot + gap + task.paddle_length * units[:, theta]])
@@ -211,10 +202,10 @@ class _Growth:
         free = np.flatnonzero(self._clear(pivot, units[:, theta], snake[-1:]))
         if len(free):
             direction = theta[free[0]]
-            snake.append(Link._make((*pivot[:, free[0]], *units[:, direction], direction)))
+            snake.append(np.array([*pivot[:, free[0]], *units[:, direction], direction]))
         return len(free) > 0
 
-    def _clear(self, pivot: np.ndarray, unit: np.ndarray, continued: list[Link]) -> np.ndarray:
+    def _clear(self, pivot: np.ndarray, unit: np.ndarray, continued: list[np.ndarray]) -> np.ndarray:
         """(C,): whether candidates (2, C) keep 2 margin from all links but the one that they continue.
 
         What is tested are the centres of the cells of a grid, finer than the gaps, that a candidate runs through.
@@ -250,7 +241,7 @@ class _Growth:
         """Short snakes one after the other; each begins again where it meets no room, but not forever."""
         length = max(1, self.task.num_paddles // 3)
         for _ in range(self.task.distractor_paddles // length):
-            snake: list[Link] = []
+            snake: list[np.ndarray] = []
             self.snakes.append(snake)
             trials = 0
             while len(snake) < length and trials < _DISTRACTOR_TRIALS:

@@ -89,8 +89,6 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
 
     Args:
         num_workers: processes; 1 works in this one.
-    Returns:
-        Path of the manifest.
     Raises:
         ValueError: the folder cannot be written or holds data of other parameters, before anything is made; or rows
             cannot be made distinct.
