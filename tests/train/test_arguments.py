@@ -162,7 +162,7 @@ for module in {[entry.partition(":")[0] for entry in COMMANDS.values()]}:
                 importlib.import_module(module).run()
             except SystemExit as end:
                 assert end.code == (0 if "--help" in argv else 1), (module, end.code, said.getvalue())
-        assert ("usage: " if "--help" in argv else "error: ") in said.getvalue(), (module, said.getvalue())
+        assert (" --" if "--help" in argv else "error: ") in said.getvalue(), (module, said.getvalue())
         assert "Traceback" not in said.getvalue()
         assert "torch" not in sys.modules, (module, argv)
 """

@@ -16,17 +16,18 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import yaml
 
 FILES = (".yaml", ".yml", ".json")
 # What others call an argument, where it is not the most similar of ours.
-_SYNONYMS = MappingProxyType(
-    {"lr": "learning_rate", "epochs": "num_train_epochs", "model": "model_name_or_path"}
-    | dict.fromkeys(("batch_size", "train_batch_size"), "per_device_train_batch_size")
-)
+_SYNONYMS = {"lr": "learning_rate", "epochs": "num_train_epochs", "model": "model_name_or_path"}
+_SYNONYMS |= dict.fromkeys(("batch_size", "train_batch_size"), "per_device_train_batch_size")
+# Those of transformers.get_scheduler that are functions of the update alone.
+_WITH_FLOOR = "cosine_with_min_lr"
+SCHEDULES = ["cosine", _WITH_FLOOR, "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant"]
+SCHEDULES += ["constant_with_warmup"]
 
 
 def arg(default: Any, help: str) -> Any:
@@ -60,14 +61,6 @@ def check_within(arguments: Any, interval: str, *names: str) -> None:
 def check_at_least(arguments: Any, least: float, *names: str) -> None:
     """As `check_within`, without an upper end."""
     check_within(arguments, f"[{least}, inf)", *names)
-
-
-# Those of transformers.get_scheduler that are functions of the update alone.
-_WITH_FLOOR = "cosine_with_min_lr"
-SCHEDULES = (
-    *("cosine", _WITH_FLOOR, "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt"),
-    *("constant", "constant_with_warmup"),
-)
 
 
 @dataclass
@@ -169,27 +162,21 @@ class RunArguments:
 
 
 # A new model of the scripts' own size, by its block; all else is as its configuration has it.
-NEW_MODEL: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "gated": {"block": "gated", "hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8}
-        | {"filter_length": 1024, "scaling_exponent": 0.0},
-        "paper": {"block": "paper", "hidden_size": 128, "num_hidden_layers": 4, "num_spectral_channels": 32}
-        | {"filter_length": 1024, "scaling_exponent": 0.25},
-    }
-)
+_NEW = {"hidden_size": 128, "filter_length": 1024}
+NEW_MODEL: Mapping[str, Mapping[str, Any]] = {
+    "gated": _NEW | {"num_hidden_layers": 8, "num_spectral_channels": 8, "scaling_exponent": 0.0},
+    "paper": _NEW | {"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25},
+}
 DIAGONAL, AR_STU = "diagonal_ssm", "ar_stu"  # model_types beside ES-SSM's
-# What may be set beside saved weights.
-RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")
+RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")  # may be set beside saved weights
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 # Where configurations stand, so that their fields are known before torch and transformers are imported.
-_CONFIGURATIONS = MappingProxyType(
-    {
-        "essm": "modeling_essm/configuration_essm.py",
-        "pairs": "essm_train/pairs.py",
-        AR_STU: "essm_train/baselines/ar_stu.py",
-        DIAGONAL: "modeling_essm/companions/models/configuration_diagonal_ssm.py",
-    }
-)
+_CONFIGURATIONS = {
+    "essm": "modeling_essm/configuration_essm.py",
+    "pairs": "essm_train/pairs.py",
+    AR_STU: "essm_train/baselines/ar_stu.py",
+    DIAGONAL: "modeling_essm/companions/models/configuration_diagonal_ssm.py",
+}
 
 
 @functools.cache
@@ -255,7 +242,7 @@ class ModelArguments(RunArguments):
     match_block: str | None = arg(None, "With match_parameters: the block of that ES-SSM, by default the model's own.")
 
     # Fields that this script's new models have otherwise, and the configuration they are fields of.
-    NEW: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    NEW: ClassVar[Mapping[str, Any]] = {}
     CONFIGURATION: ClassVar[tuple[str, ...]] = ("essm",)
 
     def __post_init__(self) -> None:
@@ -327,7 +314,7 @@ class ModelArguments(RunArguments):
         if self.source is not None:
             return dict(overrides)
         block = overrides.get("block", "paper" if self.architecture == AR_STU else "gated")
-        new = {**NEW_MODEL.get(block, {}), **self.NEW, **overrides}
+        new = {"block": block, **NEW_MODEL.get(block, {}), **self.NEW, **overrides}
         if self.attention_every is not None:
             kind = "full_attention" if new.get("sliding_window") is None else "sliding_attention"
             new["layer_types"] = hybrid_layers(new["num_hidden_layers"], self.attention_every, kind)
@@ -335,9 +322,9 @@ class ModelArguments(RunArguments):
 
     def identity(self) -> dict[str, Any]:
         """As of any run; what the model's configuration is made of stands in that."""
-        shape = {f.name for f in dataclasses.fields(ModelArguments)} - {"model_name_or_path"}
-        run = {f.name for f in dataclasses.fields(RunArguments)}
-        return {name: value for name, value in super().identity().items() if name in run or name not in shape}
+        own = {f.name for f in dataclasses.fields(ModelArguments)} - {f.name for f in dataclasses.fields(RunArguments)}
+        shape = own - {"model_name_or_path"}
+        return {name: value for name, value in super().identity().items() if name not in shape}
 
 
 def hybrid_layers(num_layers: int, attention_every: int, kind: str = "full_attention") -> list[str]:
@@ -378,11 +365,6 @@ def sort_values(cls: type, values: Mapping[str, Any], where: str) -> dict[str, A
     overrides = read_overrides(found.get("config_overrides") or {})
     overrides |= {name: value for name, value in values.items() if name not in names}
     return found | ({"config_overrides": overrides} if overrides else {})
-
-
-def make_arguments_of(cls: type[Arguments], values: Mapping[str, Any], where: str = "arguments") -> Arguments:
-    """The dataclass of a flat table. Raises ValueError as `sort_values` and the dataclass do."""
-    return cls(**sort_values(cls, values, where))
 
 
 def as_words(cls: type, values: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from essm_train import reproduce
-from essm_train.arguments import make_arguments_of
+from essm_train.arguments import sort_values
 from essm_train.baselines.state_spaces import S4Mixer
 from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
 from essm_train.run import classifier, language, loop
@@ -149,7 +149,9 @@ def start_row(row: Row, positions: int | None, data: Path, tmp_path: Path, monke
         monkeypatch.setattr(loop, name, lambda *rest: None)
     with pytest.raises(Started) as started:
         few = {"validation_blocks": 1} if module is language else {}
-        main(make_arguments_of(arguments, values | {"load_best_model_at_end": False} | few))  # no model is saved
+        main(
+            arguments(**sort_values(arguments, values | {"load_best_model_at_end": False} | few, row.task))
+        )  # no model is saved
     config = started.value.args[0].config
     for name, value in row.arguments.items():  # a row is what its name says
         if hasattr(config, name):

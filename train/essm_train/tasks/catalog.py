@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict, type_validator
 
-from essm_train.arguments import make_arguments_of, sort_values
+from essm_train.arguments import sort_values
 from essm_train.recipes.reading import read_recipe, recipe_names, recipe_path
 from essm_train.tasks.shards import SPLITS, UNFINISHED
 
@@ -231,4 +231,4 @@ def make_arguments(name: str, data_dir: Folders = None, scale: str = "full", **c
         ValueError, FileNotFoundError: as `task_arguments`, and what the dataclass refuses.
     """
     cls = arguments_class(get_task(name).script)
-    return make_arguments_of(cls, task_arguments(name, data_dir, scale) | changes, name)
+    return cls(**sort_values(cls, task_arguments(name, data_dir, scale) | changes, name))
