@@ -5,12 +5,10 @@
     python -m benchmarks.classification_tasks --tasks smnist listops:updates=600 --only gated s4d --seeds 0
     python -m benchmarks.classification_tasks --table --runs_dir runs/classification_tasks
 
-The tasks are those of essm-list-tasks, read as train_classification reads them, at full length: sequential MNIST, grey
-CIFAR, four spoken words as log-mel frames, the first 1,024 bytes of IMDb reviews, and ListOps. A run is what
-train_classification does at the same arguments: AdamW, 50 updates of warm-up, a cosine; elastic models train the first
-half of the updates at the full budget and the rest with budget dropout. At a seed all models see the same samples in
-the same order; all runs of a task are measured on the same test samples. The figure is the share of errors. The rate of
-a model is chosen on the samples that are reported: a small advantage, the same for all. All models classify the mean
+A run is what train_classification does at the same arguments on a task of essm-list-tasks. Elastic models train the
+first half of the updates at the full budget and the rest with budget dropout. At a seed all models see the same samples
+in the same order; all runs of a task are measured on the same test samples. The figure is the share of errors. The rate
+of a model is chosen on the samples that are reported: a small advantage, the same for all. All models classify the mean
 over positions; Llama's block sees all of them, the others are causal.
 """
 

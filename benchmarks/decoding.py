@@ -2,7 +2,7 @@
 """What does a decoded token cost: at each budget and context, beside peers, and against the reading of the weights?
 
     python -m benchmarks.decoding [--table contexts]     is it the same after 1k and 64k tokens?
-    python -m benchmarks.decoding --table limit          time per token against the reading of the weights
+    python -m benchmarks.decoding --table limit          time per token over that of reading the weights, eager, compiled
     python -m benchmarks.decoding --table peers          beside a Llama and a Mamba-2 of the same size
     python -m benchmarks.decoding --table prompt         memory and time of reading a prompt of a million bytes
     python -m benchmarks.decoding --config hub_configs/essm-gated-20m
@@ -10,16 +10,8 @@
 The paper's 21M-parameter model, or that of --config, with random weights; a budget above the capacity becomes it.
 fp32 on the CPU, bf16 on a GPU, eager unless said. A step is one forward call with its argmax under inference_mode. In
 every round all rows take turns. Before anything is timed, steps must give what one call over the whole text gives.
-
-contexts  A context is read once, its state repeated for larger batches; filter_length is 131072.
-limit     No step at batch 1 can be faster than its weights are read. The fraction of that limit reached is the bytes
-          of the weights that a budget reads, over the memory bandwidth, over the time of a step, eager and compiled.
-          The bandwidth, a sum over memory many times larger than the caches, is measured in the same rounds.
-peers     The models of `benchmarks.training_step --table models`. A Llama has the library's default cache, which is
-          copied at every step and cut back before each sample, or a static one with room for all samples. Mamba-2 reads
-          128 tokens whatever the context, as its state has one size. Bytes are of all tensors in the cache.
-prompt    `generate(prefill_chunk_size=..)` reads prompts of growing length and writes one byte; the shortest also in
-          one piece, whose state must be the same. Peak memory is that of tensors, above those held before.
+The bandwidth of memory is that of a sum over 256 MiB in the same rounds. A Llama's default cache is copied at every
+step and cut back before each sample; Mamba-2 reads 128 tokens whatever the context, as its state has one size.
 """
 
 from __future__ import annotations

@@ -6,19 +6,11 @@
     python -m benchmarks.elastic_states --table --runs_dir runs/elastic_states
 
 Tasks: loops of real protein chains, and mazes that are seen five cells wide, with four times the updates
-(`benchmarks.elastic_tasks`). Rows: the recurrence alone (SSM), the same of as many parameters as the others (SSM,
-wide), a causal Transformer, a spectral layer with one of attention (SSM + attention), the elastic state model (ESM),
-Transformers of two thirds of its parameters and of three times as many, and ESMs that learn and work with one step
-everywhere, with another metric, another training of the gate, another penalty on depth, proposals that learn from what
-they were refined to, or no refinement in the first three quarters of training. All learn from the same chains and mazes
-in the same order, coming through them by themselves, and by the objective of their last states and what an expert or a
-native chain says. `benchmarks.elastic_measures` says which controls run with the same weights. The weights of every row
-that learnt without refinement are also refined in use alone, by a corrector and a gate that have learnt nothing.
-
-Reported: the metrics, mean depth, how well depth tells difficult positions (AUROC), its rank correlation with the
-objective of the proposal and with how wrong the proposal is by what the objective does not see, the mean depth around
-where difficult stretches begin, FLOPs of a position, quality as a multiple of the SSM's and FLOPs as
-one of the Transformer's. A row that ran at several --rates has its best one, by streams that are set aside.
+(`benchmarks.elastic_tasks`). All rows learn from the same chains and mazes in the same order, coming through them by
+themselves, and by the objective of their last states and what an expert or a native chain says. The weights of every
+row that learnt without refinement are also refined in use alone, by a corrector and a gate that have learnt nothing.
+`benchmarks.elastic_measures` says what is measured, and which controls run with the same weights. A row that ran at
+several --rates has its best one, by streams that are set aside.
 """
 
 from __future__ import annotations

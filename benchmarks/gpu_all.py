@@ -3,18 +3,9 @@
 
     python -m benchmarks.gpu_all --seconds 540 [--model runs/train_clm/model]
 
-Every part is a process of its own, so that one that fails costs the others nothing:
-
-tests       the tests marked `gpu`
-layer       Eq. (7) by matrix products beside the FFT (benchmarks.spectral_layer)
-step        a training step beside Llama and Mamba-2 (benchmarks.training_step --table models)
-compiled    a training step eager and by torch.compile (benchmarks.training_step --table essm)
-limit       decoding with CUDA graphs against the reading of the weights (benchmarks.decoding --table limit)
-contexts    decoding after short and long contexts, batches of 1 and 16 (benchmarks.decoding)
-drafted     drafts at a small budget; of --model (benchmarks.speculative)
-
-The file is written after every part, so the call may be stopped at any time. A part has its own limit, and never more
-than what is left; one for which there is no time is not begun, and the file says so.
+Every part is a process of its own, so that one that fails costs the others nothing. The file is written after every
+part, so the call may be stopped at any time. A part has its own limit, and never more than what is left; one for which
+there is no time is not begun, and the file says so.
 """
 
 from __future__ import annotations

@@ -2,17 +2,14 @@
 """How far does the flagship get in a few minutes of a GPU, beside Llama and Mamba-2 of its size?
 
     python -m benchmarks.gpu_train --train_file novels-train.parquet --text_file novels-validation.parquet \\
-        --output_dir runs/gpu_train --seconds 480
-    python -m benchmarks.gpu_train ... --models flagship                     all of the time
+        --output_dir runs/gpu_train --seconds 480 [--models flagship] [--compile]
 
-Byte-level language models of about 130M parameters read random windows of the same text: the model of
-hub_configs/essm-gated-130m with a random budget each update, Llama, and Mamba-2 by chunks in torch. Each has a share of
-the seconds; the learning rate rises over the first updates and falls to zero over the last quarter of the share,
-whatever that comes to in updates. bf16 autocast over fp32 weights. Held-out bits per byte are measured at the end, of
-the flagship at several budgets. `--compile` compiles the models, the flagship once for each budget.
+Byte-level language models of about 130M parameters read random windows of the same text: that of
+hub_configs/essm-gated-130m with a random budget each update, Llama, and Mamba-2 by chunks. Each has a share of the
+seconds; the learning rate rises over the first updates and falls to zero over the last quarter of the share. bf16
+autocast over fp32 weights. Held-out bits per byte are measured at the end, of the flagship at several budgets.
 
 A run that was stopped goes on from its last checkpoint in --output_dir when started again: seconds already spent count.
-The report is written at every checkpoint.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@
     python -m benchmarks.length_extrapolation --training_length 512 --text_files held_out.txt \\
         --models equal=runs/h512-s0/model,runs/h512-s1/model above=runs/h4096-s0/model,runs/h4096-s1/model
 
-A window has 8 times the training length. Its bytes are predicted in blocks of 1, 2, 4 and 8 times that
-length, each block from its own start: bits per byte by context. In the longest blocks bits per byte are also given by
-position, one figure per training length. Beyond `filter_length` the recurrence ("chunked") goes on with what its
-states hold, while the convolution ("fft", the paper's) forgets; models of short filters are measured with both.
-Several models of one name are seeds: mean and standard deviation (n - 1).
+Windows of 8 times the training length are predicted in blocks of 1, 2, 4 and 8 times that length: bits per byte by
+context, and in the longest blocks by position, one figure per training length. Beyond `filter_length` the recurrence
+("chunked") goes on with what its states hold, while the convolution ("fft", the paper's) forgets; models of short
+filters are measured with both. Several models of one name are seeds: mean and standard deviation (n - 1).
 """
 
 from __future__ import annotations

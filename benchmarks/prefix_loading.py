@@ -5,10 +5,9 @@
     python -m benchmarks.prefix_loading --config hub_configs/essm-gated-20m      of that model in its own size
 
 Every load is `from_pretrained(folder, spectral_capacity=K)` in a process of its own, which first imports everything
-and drops the checkpoint's pages from the page cache. Bytes read are those that the process made the disk deliver
-(read_bytes of /proc/self/io, read-ahead included), memory is the peak resident set above the one before the load
-(pages of the mapped file included), time is of that one call. The small model's logits are compared with those of the
-large one at that budget. "whole" is an ordinary load. Linux only.
+and drops the checkpoint's pages from the page cache. Bytes are those that the disk delivered, read-ahead included;
+memory is the peak resident set above the one before the load. The small model's logits must be the large one's at that
+budget. "whole" is an ordinary load. Linux only.
 """
 
 from __future__ import annotations

@@ -4,13 +4,11 @@
     python -m benchmarks.serving --model hub_configs/essm-novels-6m
     python -m benchmarks.serving --config hub_configs/essm-gated-20m --loads 0.5 0.9
 
-An open loop: requests arrive at random times (Poisson), whether or not the earlier ones are answered, with prompts of
-16 to 512 bytes, 16 to 128 new tokens and a budget of 2, 4 or the capacity; all drawn once, the same for every server.
-`modeling_essm.decoding.ContinuousBatch` serves them, then the same with one row at a time. A load is the share of what
-the batch serves when all requests are there at once, which is measured first. Waiting is told from arrival: to the
-first token, between tokens, to the last; median, 90% and 99%. The share of requests that both servers answer with the
-same tokens is told: other sizes of a batch round otherwise, which shows where two tokens are nearly as likely. Weights
-are random without --model. fp32 on the CPU, one thread; bf16 on a GPU.
+Requests arrive at random times (Poisson), with prompts of 16 to 512 bytes, 16 to 128 new tokens and a budget of 2, 4 or
+the capacity, the same for every server: a `ContinuousBatch`, then one with a single row. A load is the share of what
+the batch serves when all requests are there at once, which is measured first. Waiting is told from arrival. Other sizes
+of a batch round otherwise: the share of requests that both answer alike shows where two tokens are nearly as likely.
+Weights are random without --model. fp32 on the CPU, one thread; bf16 on a GPU.
 """
 
 from __future__ import annotations

@@ -8,10 +8,9 @@ M_k are dense, as in the paper's block, or diagonal with gates for each of 4 hea
 layers stand against `chunked`; both cache the filters' spectra, take one real FFT of u, and compute no final state:
   paper   the authors' order (dense M_k only): K inverse FFTs in groups of 8 channels, einsum with M_k, weighted sum.
   tuned   the fastest we know how to write: groups sized to the cache, gates applied before mixing, one product.
-The floor is the time of the layer's matrix products alone, each group's operands in cache, in the best of several
-groupings, in the same rounds; three times that with the backward pass. Diagonal M_k have one product, and the passes
-over features are left out. Outputs and gradients are checked against the FFT in fp32 before anything is timed. fp32 on
-the CPU, bf16 on a GPU.
+The floor is the time of the layer's matrix products alone, in the best of several groupings, in the same rounds; three
+times that with the backward pass. Outputs and gradients are checked against the FFT in fp32 before anything is timed.
+fp32 on the CPU, bf16 on a GPU.
 """
 
 from __future__ import annotations

@@ -5,14 +5,11 @@
     python -m benchmarks.state_pruning --tasks digits --only s5 --seeds 0 --updates 300
     python -m benchmarks.state_pruning --table --runs_dir runs/state_pruning
 
-A run trains a model of more modes than its task needs, then prunes it by every method at every ratio, without training
-in between, and measures the error on the same test samples (`benchmarks.state_tasks`). A method is a value of a mode
-(energy, H-infinity, magnitude) and a scope: uniform ranks within each layer, global over all, and prefix relative to
-the better modes of the layer, which makes AIRE-Prune of the energy, LAST of the H-infinity norm and LAMP of the
-magnitude; beside them energies with the conjugates, random choice, and balanced truncation to the same number of modes
-in each layer. Reported of each: the largest ratio up to which no ratio loses more than a point, paired with the whole
-model seed by seed; the area under accuracy over ratio; the steepest fall between two ratios; how far energies of modes
-add up to the energy of what is pruned; and every certified bound over the gain of what is pruned, on a dense grid.
+A run trains a model of more modes than its task needs, prunes it by every method at every ratio, without training in
+between, and measures the error on the same test samples. Reported of each method: the largest ratio up to which no
+ratio loses more than a point, paired with the whole model seed by seed; the area under accuracy over ratio; the
+steepest fall between two ratios; how far energies of modes add up to the energy of what is pruned; and every certified
+bound over the gain of what is pruned, on a dense grid.
 """
 
 from __future__ import annotations

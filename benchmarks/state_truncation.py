@@ -7,9 +7,7 @@
 
 A run trains an LRU of 64 modes with balanced truncation in its warm-up, then, from the same seed and on the same
 samples, a new one of the order that the first ended with; both are measured on the same test samples, and by the
-processor time of their updates. "full" is the model that keeps its 64 modes. Rows "every n" attempt at other distances.
-The tasks are those of `benchmarks.state_tasks`; reviews are the control, where the order is expected to matter little.
-Best, mean of the best three and mean of all seeds are reported, and differences seed by seed.
+processor time of their updates. "full" keeps its 64 modes; rows "every n" attempt at other distances.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@
     python -m benchmarks.three_dials --data_dir data --processes 2
     python -m benchmarks.three_dials --table --runs_dir runs/three_dials
 
-Task: loops of real protein chains (`benchmarks.elastic_tasks.Repair`). The model is an elastic state model whose
-backbone is a spectral layer and after it a diagonal state space (S5), so that all three can be turned in one set of
-weights: it is trained once, with a random K of its eight channels and a random cap on K_t in every update, each drawn
-on its own. Then K is set per call, states are removed after training (AIRE, all layers in one ranking), and depth is
-0, 1, 3 or what the gate asks for. For each combination: energy of held-out chains, distance from the native ones, and
-FLOPs a position while streaming, counted as there.
+An elastic state model, whose backbone is a spectral layer and after it a diagonal state space (S5), learns loops of
+real protein chains once, with a random K of its eight channels and a random cap on K_t in every update. In these
+weights K is set per call, states are removed after training (AIRE, all layers in one ranking), and depth is 0, 1, 3 or
+what the gate asks for. For each combination: energy of held-out chains, distance from the native ones, and FLOPs a
+position while streaming.
 """
 
 from __future__ import annotations

@@ -8,18 +8,12 @@
 One step is forward, backward, AdamW and zero_grad on random bytes. fp32 on the CPU, bf16 autocast over fp32 weights on
 a GPU.
 
-models   Is ES-SSM cheaper than a Transformer and a Mamba-2 of the same size from the same library? ES-SSM is the
-         paper's 21M-parameter model at K = 4 and 32, and beside it that of --config at K = 4 and its capacity; the
-         others have the same vocabulary and parameters within 5%, in shapes usual for them. Without the mamba_ssm
-         kernels, always on a CPU, Mamba-2 runs `essm_train.baselines.mamba`, matrix products over chunks.
-essm     What do K, gradient checkpointing and torch.compile do to speed and memory of ES-SSM? Checkpointed and compiled
-         steps must give the plain step's gradient.
-dropout  What does an update with budget dropout cost, over one at the capacity? A round trains every budget of the
-         "discrete" schedule once, each beside an update at the capacity: the ratio has no sampling noise.
-
-torch.compile stands around the model, with its defaults. Every budget gets a graph of its own, so a run needs a
-torch._dynamo.config.recompile_limit (8) of at least its number of budgets; it is raised here. Where compilation fails,
-for want of a C++ compiler say, the row tells why.
+models   The paper's 21M-parameter model at K = 4 and 32, that of --config, and a Llama and a Mamba-2 of the same
+         parameters within 5%. Without the mamba_ssm kernels Mamba-2 runs `essm_train.baselines.mamba`.
+essm     Speed and memory of every K, with gradient checkpointing and with torch.compile around the model. Their
+         gradients must be the plain step's; where compilation fails, for want of a C++ compiler say, the row tells why.
+dropout  An update with budget dropout over one at the capacity. A round trains every budget of the "discrete" schedule
+         once, so that the ratio has no sampling noise.
 """
 
 from __future__ import annotations

@@ -5,14 +5,11 @@
 
 Exact part. The share of energy of a response h(tau) that the span of the first K filters holds is |Phi^T h|^2 / |h|^2,
 as the filters are orthonormal: for the impulse at lag tau (a delay), exp(-lag / tau) and a window of tau steps. The
-horizon of K is the tau up to which the share is at least a level, `growth` its factor per channel. For stationary noise
-the error of the best linear read-out of x(t - tau) from the features (phi_k * x)(t), k <= K, relative to the variance,
-where the input has white noise of 1/1000 of its variance on top: without it, differences of nearly equal features would
-tell all of a smooth signal's past.
+horizon of K is the tau up to which the share is at least a level, `growth` its factor per channel. Beside it stands the
+error of the best linear read-out of a delay from the features of noise.
 
-Trained part. A gated model (inner width 2 D, diagonal M_k, 3 layers) of 32 channels with budget dropout for every
-delay, and its error at every budget. Noise is white, of at most 0.01 cycles a step, or of at most one cycle per delay.
-Runs are those of `benchmarks.memory_probes`.
+Trained part. A gated model of 32 channels with budget dropout for every delay, and its error at every budget. Noise is
+white, of at most 0.01 cycles a step, or of at most one cycle per delay. Runs are those of `benchmarks.memory_probes`.
 """
 
 from __future__ import annotations
@@ -103,7 +100,8 @@ def readout_errors(filter_length: int, band: float, tau: int, noise: float = NOI
 
     With real c, E |x(t - tau) - sum_k c_k (phi_k * x)(t)|^2 is the mean over the noise's frequencies of
     |e^{-i w tau} - sum_k c_k Phi_k(w)|^2, here at those of the 2 H evenly spaced ones. White noise of variance `noise`
-    on the input adds noise |c|^2, as the filters are orthonormal.
+    on the input adds noise |c|^2, as the filters are orthonormal: without it, differences of nearly equal features
+    would tell all of a smooth signal's past.
     """
     steps = np.arange(filter_length + 1) / (2 * filter_length)
     inside = np.flatnonzero((steps > 0) & (steps <= band) | (band == 0.5))
