@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import elastic_states, three_dials
+from benchmarks import elastic_states
 from benchmarks.elastic_measures import AROUND, Flops, around_events, auroc, controls, flops_of, rank_correlation, told
 from benchmarks.elastic_states import IN_USE, ROWS, Settings, summarise
 from benchmarks.elastic_tasks import SET_ASIDE, Maze, Measured, Repair, gate
@@ -176,25 +176,3 @@ def test_elastic_states_from_end_to_end(quick, data_dir, tmp_path):
     assert rows["SSM", IN_USE]["flops"]["mean"] > rows["SSM", None]["flops"]["mean"]
     assert rows["ESM", None]["minus_esm"]["mean"] == 0 and "native" in report["references"]
     assert {path.name for path in tmp_path.glob("*.png")} == {"report.png", "report_depths.png"}
-
-
-@torch.no_grad()
-def test_every_dial_changes_the_output_and_costs_more_when_it_is_turned_up(data_dir):
-    torch.manual_seed(0)
-    task = Repair(data_dir, 1)
-    model = three_dials.make_model(Settings(data_dir, 1, latent_size=32, hidden_size=32), task).eval()
-    smaller, errors, costs = three_dials.smaller(model, 0.25), [], []
-    for small, K, depth in ((model, 8, 3), (model, 2, 3), (smaller, 8, 3), (model, 8, 1)):
-        errors.append(task.measure(small, lambda difficult, depth=depth: depth, spectral_budget=K).errors)
-        costs.append(flops_of(task, small, depth, 1, spectral_budget=K))
-    for found, flops in zip(errors[1:], costs[1:]):
-        assert (found - errors[0]).abs().max() > 1e-4 and flops < costs[0]
-    assert model.source.backbone.diagonal.config.state_sizes == [32]  # a copy was made smaller
-
-
-@pytest.mark.slow
-def test_three_dials_from_end_to_end(quick, data_dir, tmp_path):
-    rows = quick(three_dials, "--data_dir", data_dir, "--seeds", 0, "--runs_dir", tmp_path / "runs")["results"]
-    assert len(rows) == 36 and {r["states"][0] for r in rows} == {32, 16, 8}
-    assert all(r["depth"] == "gate" or r["mean_depth"]["mean"] == r["depth"] for r in rows)
-    assert (tmp_path / "report.png").stat().st_size > 10_000
