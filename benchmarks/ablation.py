@@ -178,7 +178,7 @@ def score(model: Any, budgets: Sequence[int], text: Any) -> dict[str, float]:
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
     model, trained, _ = train(settings, ROWS[run.name], run)
     scored = functools.partial(score, text=load(settings))
-    return sweeps.measure(model, model.config, trained, scored, BUDGETS, METRIC, settings.block_size)
+    return sweeps.measure(model, trained, scored, BUDGETS, METRIC, settings.block_size)
 
 
 def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:

@@ -194,7 +194,7 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
     model = class_of(row)(config).float().to(settings.device)
     args = settings.arguments(run.task, row, run.rate, run.seed)
     trained, score = train_and_score(model, loaded, args, functools.partial(collate, loaded.data.reader))
-    return sweeps.measure(model, config, trained, score, BUDGETS, METRIC)
+    return sweeps.measure(model, trained, score, BUDGETS, METRIC)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

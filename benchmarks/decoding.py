@@ -2,7 +2,7 @@
 """What does a decoded token cost: at each budget and context, beside peers, and against the reading of the weights?
 
     python -m benchmarks.decoding [--table contexts]     is it the same after 1k and 64k tokens?
-    python -m benchmarks.decoding --table limit          time per token over that of reading the weights, eager, compiled
+    python -m benchmarks.decoding --table limit          time per token over that of reading the weights, also compiled
     python -m benchmarks.decoding --table peers          beside a Llama and a Mamba-2 of the same size
     python -m benchmarks.decoding --table prompt         memory and time of reading a prompt of a million bytes
     python -m benchmarks.decoding --config hub_configs/essm-gated-20m

@@ -119,9 +119,9 @@ class Flops(TorchDispatchMode):
         return out
 
 
-def flops_of(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS, **dials: Any) -> float:
+def flops_of(task: Any, model: Any, depth: int | None = None, streams: int = STREAMS) -> float:
     """FLOPs of a position of test streams, batch 1, as they come. Every row looks at the objective once a position,
     also one that never refines."""
     with Flops() as flops:
-        positions = sum(task.stream(model, i, always(depth), **dials) for i in range(streams))
+        positions = sum(task.stream(model, i, always(depth)) for i in range(streams))
     return flops.total / positions

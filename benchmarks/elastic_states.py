@@ -114,7 +114,7 @@ class Settings:
 
 
 @functools.cache
-def open_task(settings: Any, name: str) -> Any:
+def open_task(settings: Settings, name: str) -> Any:
     return TASKS[name](settings.data_dir, settings.test_count)
 
 
@@ -171,15 +171,8 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
     return best
 
 
-def one_cycle(parameters: Any, rate: float, updates: int) -> tuple[Any, Any]:
-    """AdamW, and its rate, which warms up over a tenth of the updates and falls to zero."""
-    optimizer = torch.optim.AdamW(parameters, lr=rate, weight_decay=0.01)
-    warm = 0.1 if updates != 10 else 0.2  # OneCycleLR divides by the updates of a warm-up less one
-    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=updates, pct_start=warm)
-
-
 def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -> dict[str, Any]:
-    """All updates; gates that relax harden on the way."""
+    """All updates, at a rate that warms up over a tenth and falls to zero; gates that relax harden on the way."""
     updates = settings.updates * task.longer
     met: dict[str, Any] = {}
 
@@ -205,8 +198,10 @@ def train(model: Any, method: Method, task: Any, settings: Settings, run: Run) -
             loss = loss + method.distilled * distillation_loss(output, real)
         return [loss]
 
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return fit(model, *one_cycle(trained, run.rate, updates), updates, batch, losses)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=run.rate, weight_decay=0.01)
+    warm = 0.1 if updates != 10 else 0.2  # OneCycleLR divides by the updates of a warm-up less one
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, run.rate, total_steps=updates, pct_start=warm)
+    return fit(model, optimizer, cycle, updates, batch, losses)
 
 
 def share(batch: dict[str, Any], index: int, size: int) -> dict[str, Any]:

@@ -116,12 +116,10 @@ class Repair:
                     rows[-1]["errors"] = (proposed - batch["native"][:, t]).norm(dim=-1)
         return stacked(rows)
 
-    def batch(
-        self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
-    ) -> dict[str, Any]:
+    def batch(self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate) -> dict[str, Any]:
         """Windows as the model, as it is now, comes through them."""
         batch = chains.collate([chains.draw(self.train, rng) for _ in range(size)])
-        return batch | {"input_features": self.follow(model, batch, depths, **dials)["features"]}
+        return batch | {"input_features": self.follow(model, batch, depths)["features"]}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
         """(): squared distance from the native steps, in training alone."""
@@ -137,11 +135,11 @@ class Repair:
         told = (found[name] for name in ("depths", "losses", "refined", "errors"))
         return Measured(values, *told, loop, torch.ones_like(loop))
 
-    def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
+    def stream(self, model: Any, index: int, depths: Depths) -> int:
         """Run the model along one test window, batch 1; its positions."""
         one: dict[str, Any] = {name: x[index : index + 1] for name, x in self.test.items() if isinstance(x, Tensor)}
         one["observations"] = {name: x[index : index + 1] for name, x in self.test["observations"].items()}
-        return self.follow(model, one, depths, **dials)["readouts"].shape[1]
+        return self.follow(model, one, depths)["readouts"].shape[1]
 
     @torch.no_grad()
     def references(self) -> dict[str, dict[str, float]]:
@@ -221,9 +219,7 @@ class Maze:
                         walk.stay()
         return stacked(rows)
 
-    def batch(
-        self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate, **dials: Any
-    ) -> dict[str, Any]:
+    def batch(self, rng: np.random.Generator, size: int, model: Any, depths: Depths = gate) -> dict[str, Any]:
         """Walks of 40 steps: half of the calls follow the expert, half the model; 15% of steps are random.
 
         What comes after an arrival does not count. Mazes, and the steps that are random, are those of `rng` whatever
@@ -236,7 +232,7 @@ class Maze:
         def act(t: int, row: dict[str, Tensor]) -> list[int]:
             return np.where(noisy[t], noise[t], row[guide].numpy()).tolist()
 
-        seen = self.follow(model, walks, depths, act=act, **dials)
+        seen = self.follow(model, walks, depths, act=act)
         return seen | {"input_features": seen["features"], "observations": observation_of(seen)}
 
     def loss(self, output: Any, batch: dict[str, Any]) -> Tensor:
@@ -266,9 +262,9 @@ class Maze:
         values["detour"] = float(np.mean(arrived)) if arrived else float("nan")
         return Measured(values, *(seen[n] for n in ("depths", "losses", "refined", "errors", "difficult", "real")))
 
-    def stream(self, model: Any, index: int, depths: Depths = gate, **dials: Any) -> int:
+    def stream(self, model: Any, index: int, depths: Depths) -> int:
         """Run the model through one test maze, batch 1; its positions."""
-        return self.follow(model, self.walks(self.test_seed)[index : index + 1], depths, **dials)["real"].shape[1]
+        return self.follow(model, self.walks(self.test_seed)[index : index + 1], depths)["real"].shape[1]
 
 
 def observation_of(seen: dict[str, Tensor]) -> dict[str, Tensor]:

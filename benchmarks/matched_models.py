@@ -12,8 +12,6 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from essm_train.arguments import hybrid_layers
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
@@ -59,7 +57,7 @@ class Row:
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "rates"}
 
 
-_FOUND: dict[str, Any] = {}
+_found: dict[str, Any] = {}
 
 
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
@@ -75,12 +73,12 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
         ValueError: there is none.
     """
     key = repr((row, target, model_class))
-    if key not in _FOUND:
+    if key not in _found:
         search, default = (_search, ESSMForCausalLM) if row.peer is None else (_search_peer, BaselineForCausalLM)
         if (config := search(row, target, model_class or default)) is None:
             raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
-        _FOUND[key] = config
-    return copy.deepcopy(_FOUND[key])
+        _found[key] = config
+    return copy.deepcopy(_found[key])
 
 
 def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
@@ -168,18 +166,3 @@ def _search_peer(row: Row, target: int, model_class: Any) -> BaselineConfig | No
             apart = 0.0 if as_asked else distance((hidden, layers)) + math.log(inner / published) ** 2
             best = min(best, (apart, hidden, layers, inner))
     return make(*best[1:]) if best[1] else None
-
-
-@torch.no_grad()
-def cache_bytes(model: Any, length: int) -> int | None:
-    """What an ES-SSM keeps for one row after so many tokens, at the full budget; None for models without a cache."""
-    if not isinstance(model, ESSMForCausalLM):
-        return None
-    tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
-    return model(tokens, use_cache=True, logits_to_keep=1).past_key_values.num_bytes
-
-
-def sizes_of(config: Any) -> dict[str, Any]:
-    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "intermediate_size")
-    names += ("num_spectral_channels", "state_size")
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}

@@ -18,6 +18,7 @@ IGNORED where nothing is asked. Delays of noise give float32 (n, L) of variance 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -340,9 +341,9 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
     config = model_config(ROWS[run.name], task, settings)
     torch.manual_seed(run.seed)
     model = make_model(config).to(settings.device)
+    scored = functools.partial(score, task=task, settings=settings)
     trained = train(model, task, settings, run)
-    scored = lambda m, Ks: score(m, Ks, task, settings)  # noqa: E731
-    return sweeps.measure(model, config, trained, scored, settings.budgets, METRIC, task.length)
+    return sweeps.measure(model, trained, scored, settings.budgets, METRIC, task.length)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

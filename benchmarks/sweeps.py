@@ -28,10 +28,11 @@ from essm_train.files import write_json
 from essm_train.models import capacity_of
 from essm_train.run.loop import make_schedule
 from essm_train.run.steps import adamw, fit, make_scheduler
+from modeling_essm import ESSMForCausalLM
 from modeling_essm.training.budget_dropout import budget_losses
 
 from . import common
-from .matched_models import Row, cache_bytes, sizes_of
+from .matched_models import Row
 
 SPEED = "_per_cpu_second"  # how the name of a speed ends
 
@@ -91,24 +92,27 @@ def train(
 
 
 def measure(
-    model: nn.Module,
-    config: Any,
+    model: Any,
     trained: dict[str, Any],
-    score: Callable[[nn.Module, list[int]], dict[str, float]],
+    score: Callable[[Any, list[int]], dict[str, float]],
     budgets: Sequence[int],
     metric: str,
-    length: int | None = None,
+    length: int = 0,
 ) -> dict[str, Any]:
-    """The record of a trained model: sizes, how it was trained, and the metric at every budget up to the capacity.
-
-    Args:
-        length: tokens after which the bytes of a language model's cache are counted.
-    """
-    record = {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes_of(config)} | trained
+    """The record of a trained model: sizes, how it was trained, the metric at every budget up to the capacity, and of
+    an ES-SSM the bytes that it keeps for one row after `length` tokens, at the full budget."""
+    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "intermediate_size")
+    names = (*names, "num_spectral_channels", "state_size")
+    sizes = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+    record = {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes, **trained}
     capacity = capacity_of(model)
     full = sorted({min(K, capacity) for K in (*budgets, capacity)})
     record[metric] = None if trained["diverged"] else score(model, full)
-    return record if length is None else record | {"cache_bytes": cache_bytes(model, length)}
+    if length and isinstance(model, ESSMForCausalLM):
+        tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
+        with torch.no_grad():
+            record["cache_bytes"] = model(tokens, use_cache=True, logits_to_keep=1).past_key_values.num_bytes
+    return record
 
 
 Perform = Callable[[Any, Run], dict[str, Any]]
