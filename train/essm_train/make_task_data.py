@@ -54,8 +54,8 @@ def make(argv: Sequence[str] | None, tasks: Sequence[type[RowGenerator]], descri
     argv = sys.argv[1:] if argv is None else argv
     if argv in (["-h"], ["--help"]):
         print(description)
-    else:
-        print(f"{generate(*parse(argv, tasks))}: complete")
+        sys.exit(0)
+    print(f"{generate(*parse(argv, tasks))}: complete")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

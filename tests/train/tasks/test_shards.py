@@ -184,5 +184,6 @@ def test_arguments_are_a_generators_fields(capsys):
     }.items():
         with pytest.raises(ValueError, match=said):
             make_task_data.parse(line.split(), tasks)
-    make_task_data.main(["--help"])
+    with pytest.raises(SystemExit):
+        make_task_data.main(["--help"])
     assert "essm-make-task-data pathx --help" in capsys.readouterr().out
