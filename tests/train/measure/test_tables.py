@@ -31,15 +31,13 @@ def cells(text: str) -> list[list[str]]:
 
 def test_the_papers_figure_of_a_baseline_stands_under_ours():
     """Also in a table of baselines alone, which has one column."""
-    one = evaluation((0.5,), metric=ACCURACY, budgets=(1,))
-    many = evaluation((0.4, 0.6), metric=ACCURACY)
+    one = {"text, mamba": (evaluation((0.5,), metric=ACCURACY, budgets=(1,)), {})}
+    many = {"text": (evaluation((0.4, 0.6), metric=ACCURACY), {"parameters": 7000})}
     experiment, paper = get_experiment("table1"), {"text, mamba": {32: Figure(0.8, 0.01)}, "text": {2: Figure(0.7)}}
-    header, _, ours, theirs = cells(markdown(experiment, {"text, mamba": (one, {})}, paper))
+    header, _, ours, theirs = cells(markdown(experiment, one, paper))
     assert header[2] == "one budget" and ours[2] == "0.5000"
     assert theirs[:3] == ["text, mamba, the paper's", "", "0.8 ± 0.01"] and len(theirs) == len(header)
-    header, _, elastic, of_elastic, ours, theirs = cells(
-        markdown(experiment, {"text": (many, {"parameters": 7000}), "text, mamba": (one, {})}, paper, {"text"})
-    )
+    header, _, elastic, of_elastic, ours, theirs = cells(markdown(experiment, many | one, paper, {"text"}))
     assert header[2:4] == ["K=2", "K=4"] and elastic[:4] == ["text (substitute data)", "7,000", "0.4000", "0.6000"]
     assert of_elastic[2:4] == ["0.7", ""] and ours[2:4] == ["", "0.5000"] and theirs[2:4] == ["", "0.8 ± 0.01"]
 
@@ -142,8 +140,8 @@ def test_every_figure_of_the_paper_has_a_row():
 def test_substitute_data_never_has_the_papers_name():
     """Only rows on the paper's own data stand under its figures without a word; LRA's tasks are made as there."""
     for experiment in map(get_experiment, EXPERIMENTS):
-        tasks = {row.task for row in experiment.rows.values()}
-        assert not experiment.paper or bool(experiment.paper_data) == bool(tasks & {"novels", "speech4"})
+        own = {row.task for row in experiment.rows.values()} & {"novels", "speech4"}
+        assert not experiment.paper or bool(experiment.paper_data) == bool(own)
 
 
 def test_curves_of_the_paper(tmp_path):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import platform
@@ -56,11 +57,12 @@ def timed(function: Callable[[], Any], device: torch.device, repeats: int = 1) -
         stop.record()
         stop.synchronize()
         return start.elapsed_time(stop) / 1e3 / repeats
+    wait = (lambda: None) if device.type == "cpu" else functools.partial(torch.accelerator.synchronize, device)
+    wait()
     started = time.perf_counter()
     for _ in range(repeats):
         function()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    wait()
     return (time.perf_counter() - started) / repeats
 
 
