@@ -133,14 +133,6 @@ def test_prompts_with_holes_equal_solo_prompts(options, variant):
         assert torch.equal(batch[i, -NEW:], generate(model, ids[i : i + 1, mask[i]])[0, -NEW:])
 
 
-@pytest.mark.parametrize("options", [{"prefill_chunk_size": 7}, {"custom_generate": speculate(2)}], ids=[*"pc"])
-def test_right_padding_is_refused_where_it_cannot_be_read(options):
-    model, ids, mask = level_model(), random_ids(2, 19), torch.ones(2, 19, dtype=torch.long)
-    mask[1, -1] = 0
-    with pytest.raises(ValueError, match=r"needs prompts padded on the left.*rows \[1\]"):
-        generate(model, ids, attention_mask=mask, **options)
-
-
 @variants
 def test_a_turn_padded_on_the_left_continues_a_conversation(variant):
     model, ids, turns = level_model(**variant), random_ids(2, 12), random_ids(2, 6, seed=1)
@@ -255,6 +247,9 @@ def test_a_rising_function_needs_room():
     assert torch.equal(rising, generate(model, ids, step_budgets=list(range(2, 2 + NEW))))
 
 
+RIGHT = {"attention_mask": (torch.arange(9) < torch.tensor([[9], [8]])).long()}
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
@@ -266,6 +261,8 @@ def test_a_rising_function_needs_room():
         ({"step_budgets": lambda step: 40}, r"\[1, 32\], got 40"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported with stateful models"),
         ({"assistant_model": level_model(seed=1)}, "assisted generation is not supported with stateful models"),
+        ({"prefill_chunk_size": 7} | RIGHT, r"needs prompts padded on the left.*rows \[1\]"),
+        ({"custom_generate": speculate(2)} | RIGHT, r"needs prompts padded on the left.*rows \[1\]"),
     ],
 )
 def test_bad_calls(kwargs, message):

@@ -171,28 +171,21 @@ def test_a_damaged_field(tmp_path, keys, value, message):
     assert str(error.value).startswith(str(path))
 
 
-DAMAGED = {
-    "empty": b"",
-    "binary": b"\xff\xfe",
-    "list": b"[1]",
-    "nested": b"[" * 100_000 + b"]" * 100_000,
-    "digits": b'{"format_version": 1' + b"0" * 5000 + b"}",
-}
+DAMAGED = [b"", b"\xff\xfe", b"[1]", b"[" * 100_000 + b"]" * 100_000, b'{"format_version": 1' + b"0" * 5000 + b"}"]
 
 
-@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tmp_path, content):
+def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tmp_path):
     random_model().save_pretrained(tmp_path / "model")
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path / "model")
-    path = tmp_path / "model" / PROFILE_NAME
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=PROFILE_NAME) as error:
-        choose_budget(loaded, max_quality_drop=0.1)
-    assert path.read_bytes() == content and len(str(error.value)) < len(str(path)) + 300
-    with captured_warnings() as messages:
-        loaded.save_pretrained(tmp_path / "again")
-    assert len(messages) == 1 and messages[0].startswith(f"no budget profile is saved: {path}")
-    assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / PROFILE_NAME).exists()
+    loaded, path = ESSMForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "model" / PROFILE_NAME
+    for content in DAMAGED:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=PROFILE_NAME) as error:
+            choose_budget(loaded, max_quality_drop=0.1)
+        assert path.read_bytes() == content and len(str(error.value)) < len(str(path)) + 300
+        with captured_warnings() as messages:
+            loaded.save_pretrained(tmp_path / "again")
+        assert len(messages) == 1 and messages[0].startswith(f"no budget profile is saved: {path}")
+        assert (tmp_path / "again" / "model.safetensors").exists() and not (tmp_path / "again" / PROFILE_NAME).exists()
 
 
 # --- Its model
