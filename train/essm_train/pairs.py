@@ -23,12 +23,7 @@ from modeling_essm.spectral_budget import SpectralBudget
 
 @strict
 class ESSMPairConfig(ESSMConfig):
-    r"""
-    An `ESSMConfig` for the encoder of both documents, and the head's width.
-
-    Args:
-        head_hidden_size (`int`, *optional*): width of the hidden layer of the head, `hidden_size` by default.
-    """
+    """An `ESSMConfig` for the encoder of both documents; `head_hidden_size`: of the head, by default `hidden_size`."""
 
     model_type = "essm_two_tower"
     auto_classes: ClassVar = {}  # no remote code: AutoModel finds the class where `essm_train` is installed

@@ -204,7 +204,7 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
         ({"train_file": "LATIN", "tokenizer_name": "tokenizer"}, "cannot read LATIN: .utf-8. codec"),
         ({"output_dir": "SHORT/run"}, "output_dir .*SHORT/run' cannot be written: Not a directory"),
         ({"budget_schedule": "fifo"}, "budget_schedule must be one of"),
-        ({"eval_budgets": [9]}, r"eval_budgets must be integers in \[1, 8\], got 9"),
+        ({"eval_budgets": [9]}, r"eval_budgets must be integers in \[1, 8\], got \[9\]"),
         ({"validation_blocks": 3}, "validation_blocks must be at most sweep_blocks = 2, got 3"),
         ({"train_file": None}, "validation_file needs train_file or dataset_name"),
     ],

@@ -105,12 +105,9 @@ def make_task(
     """
     length = args.max_length if args.torch_compile else None  # where the model is compiled, batches have one length
     collate = functools.partial(data.collate, length=length)
-    hold_out = functools.partial(
-        hold_out_samples,
-        collate=collate,
-        batch_size=args.eval_batch_size,
-        description=data.description,
-        accelerator=accelerator,
+    validation, held_out = (
+        hold_out_samples(split, collate, args.eval_batch_size, data.description, accelerator)
+        for split in (data.validation, data.held_out)
     )
     return Task(
         script=script,
@@ -120,8 +117,8 @@ def make_task(
         collate=collate,
         figure=lambda outputs, batch: (outputs.logits.argmax(-1) == batch["labels"]).float().mean(),
         metric=ACCURACY,
-        validation=hold_out(data.validation),
-        held_out=hold_out(data.held_out),
+        validation=validation,
+        held_out=held_out,
         tokens_per_sample=data.tokens_per_sample,
         save_beside=data.save_beside,
         identity=data.digests,

@@ -1,17 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The training loop that the scripts share: budget dropout under Accelerate, exact resume, best and last model, sweep.
 
-A run is defined by its arguments and its data. Everything an update does is a pure function of its index (budgets),
-of the place in the data, or of state that a checkpoint holds: weights, their average, optimizer, learning rate and the
-random states of every process. So a run that was killed at any moment ends with the bits it would have ended with, on
-the same machine and number of threads, and on a GPU with `full_determinism`. A checkpoint that was damaged on disk is
-set aside, and the run goes on from the one before it: the same bits, some of them computed twice.
+Everything an update does is a function of its index (budgets), of the place in the data, or of state that a checkpoint
+holds: weights, their average, optimizer, learning rate and the random states of every process. So a run that was killed
+at any moment ends with the bits it would have ended with, on the same machine and number of threads, and on a GPU with
+`full_determinism`.
 
-Selection rule: the best model is the one with the best mean of the validation metric over `eval_budgets`, the earlier
-one of equals. With `ema_decay`, the averaged weights are what is validated and saved.
-
-Left in `output_dir`: checkpoint-*, best (a loadable model with best.json), model, log.jsonl (a line per logged update),
-training.json, budget_sweep.json and budget_sweep.png. `.lock` keeps a second run out.
+The best model has the best mean of the validation metric over `eval_budgets`; the earlier one of equals counts. With
+`ema_decay`, the averaged weights are validated and saved.
 """
 
 from __future__ import annotations
@@ -93,11 +89,10 @@ def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) ->
     if capacity == 1:
         return (1,)
     trained = schedule.budgets
-    chosen = args.eval_budgets or (trained[0], trained[len(trained) // 2], trained[-1])
-    for K in chosen:
-        if not 1 <= K <= capacity:
-            raise ValueError(f"eval_budgets must be integers in [1, {capacity}], got {K}")
-    return tuple(sorted(set(chosen)))
+    chosen = sorted({*(args.eval_budgets or (trained[0], trained[len(trained) // 2], trained[-1]))})
+    if not 1 <= chosen[0] <= chosen[-1] <= capacity:
+        raise ValueError(f"eval_budgets must be integers in [1, {capacity}], got {chosen}")
+    return tuple(chosen)
 
 
 def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) -> BudgetCurve:
@@ -166,11 +161,7 @@ class Progress:
 
 
 class _Run:
-    """One run: what its updates change and its checkpoints hold.
-
-    Making it finds the run in output_dir, if any, and raises ValueError as `train_and_sweep`; `resume` takes its state
-    over.
-    """
+    """One run: what its updates change and its checkpoints hold. Making it finds the run in output_dir, if any."""
 
     def __init__(self, accelerator: Accelerator, args: ModelArguments, task: Task):
         self.accelerator, self.args, self.task = accelerator, args, task
@@ -270,8 +261,8 @@ class _Run:
                 batches, data_state = next_batches()
                 values = self._update(batches, budgets)
                 speed = self.samples_per_update * self.task.tokens_per_sample / (time.perf_counter() - started)
-                figure, name = values[self.task.metric.name], self.task.metric.name
-                shown = f"K={'+'.join(map(str, budgets))}, {name} {figure:.3f}, {speed:,.0f} tokens/s"
+                name, trained = self.task.metric.name, "+".join(map(str, budgets))
+                shown = f"K={trained}, {name} {values[name]:.3f}, {speed:,.0f} tokens/s"
                 bar.set_postfix_str(shown, refresh=False)
                 bar.update()
 
@@ -336,10 +327,7 @@ class _Run:
         self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...], figures: list[Tensor]
     ) -> Iterator[Tensor]:
         """The parts of an update's loss, whose graphs do not live together; processes exchange gradients in the last.
-
-        Args:
-            figures: gets the metric on every batch, at the first budget.
-        """
+        `figures` gets the metric on every batch, at the first budget."""
         accelerator, model, task = self.accelerator, self.model, self.task
         for micro_step, batch in enumerate(batches):
             batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
@@ -374,15 +362,12 @@ class _Run:
     def _check_finite(self) -> None:
         """Raises FloatingPointError: the loss of an update, which is finite, is that before its step."""
         average = self.average.average if self.average is not None else []
-        if found := non_finite(self.accelerator, self.model, self.optimizer, average):
-            broken = " and ".join(found)
+        if broken := " and ".join(non_finite(self.accelerator, self.model, self.optimizer, average)):
             self._stop(self.progress.update, f"{broken} hold NaN or infinite values, and are not saved")
 
     def _stop(self, update: int, reason: str) -> None:
-        good = last_good(self.output_dir, update)
-        raise FloatingPointError(
-            f"update {update}: {reason}; stopped. {good}. Try a lower learning_rate or a longer warm-up"
-        )
+        advice = f"{last_good(self.output_dir, update)}. Try a lower learning_rate or a longer warm-up"
+        raise FloatingPointError(f"update {update}: {reason}; stopped. {advice}")
 
     def _validate(self) -> dict[str, float]:
         """The metric at every budget of validation, for log.jsonl; saves the best model, and may stop the run."""
@@ -453,9 +438,6 @@ class _Run:
             what = f"kept {folder} as it is"
         elif is_best:
             best = self.output_dir / "best"
-            found = json.loads((best / "best.json").read_text())["update"]
-            if found != self.progress.best_update:  # the run went back behind it, and has found none that is better
-                what += f", of update {found} before the run went back; its best since: {self.progress.best_update}"
             with publishing(self.accelerator, folder) as temporary:
                 if self.accelerator.is_main_process:
                     shutil.copytree(best, temporary, ignore=shutil.ignore_patterns("best.json"), dirs_exist_ok=True)
