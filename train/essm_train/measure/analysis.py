@@ -23,7 +23,6 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from essm_train.analyze import AnalyzeArguments
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import check_writable, write_figure, write_json
@@ -190,8 +189,8 @@ def draw_cost(budgets: Sequence[int], model: Mapping[str, list[float]], measured
     return figure
 
 
-def analyze(args: AnalyzeArguments) -> None:
-    """Analyse a saved model."""
+def analyze(args: Any) -> None:
+    """Analyse a saved model; args are those of essm-analyze."""
     output_dir = Path(args.output_dir)
     check_writable(output_dir)
     input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)

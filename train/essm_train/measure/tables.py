@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +25,6 @@ from essm_train.measure.plots import Panels, draw_panels
 from essm_train.tasks.catalog import ROOT, TaskSpec, arguments_class, get_task, substitute_data
 from essm_train.tasks.experiments import Experiment
 from modeling_essm.budgets.curve import BudgetCurve
-
-if TYPE_CHECKING:
-    from essm_train.reproduce import ReproduceArguments
 
 # How often a run looks and saves, which changes no figure, and what stands for sizes.
 _NO_DIFFERENCE = frozenset({"eval_steps", "save_steps", "config_name"})
@@ -218,10 +215,12 @@ def _changes(spec: TaskSpec, reduced: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name} {'the default' if ours is None else ours} for {meant if official is None else official}"
 
 
-def write_results(
-    experiment: Experiment, args: ReproduceArguments, collected: Collected, paper: Figures, absent: list[str]
-) -> None:
-    """Print the table; write JSON, Markdown and picture to results_dir. `absent` are tasks that were left out."""
+def write_results(experiment: Experiment, args: Any, collected: Collected, paper: Figures, absent: list[str]) -> None:
+    """Print the table; write JSON, Markdown and picture to results_dir.
+
+    Args:
+        args: of essm-reproduce. absent: tasks that were left out.
+    """
     tasks = list(dict.fromkeys(experiment.rows[row].task for row in collected))
     named = {Path(task).stem: substitute_data(task, args.scale, args.data_dir) for task in tasks}
     substitutes = {task: meaning for task, meaning in named.items() if meaning}
