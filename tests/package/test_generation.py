@@ -67,10 +67,10 @@ def test_no_cache_and_a_static_one_change_nothing(strategy, fields):
 @pytest.mark.parametrize("change", ["embeddings", "offloaded cache", "training"])
 def test_what_changes_no_token(change):
     """Embeddings for ids; a kind of cache that there is none of; training mode with gradient checkpointing."""
-    model, ids = level_model(), random_ids(2, 19)
-    expected, options, start = generate(model, ids)[:, 19:], {}, 19
+    model, ids, start, options = level_model(), random_ids(2, 19), 19, {"spectral_budget": 6}
+    expected = generate(model, ids, **options)[:, 19:]
     if change == "embeddings":
-        options, ids, start = {"inputs_embeds": model.get_input_embeddings()(ids)}, None, 0
+        options["inputs_embeds"], ids, start = model.get_input_embeddings()(ids), None, 0
     elif change == "training":
         model.train().gradient_checkpointing_enable()
     else:
