@@ -70,9 +70,6 @@ def test_a_baseline_classifies_features(tmp_path):
     assert json.loads((tmp_path / "run" / "budget_sweep.json").read_text())["budgets"] == [1]
 
 
-# --- As many parameters -----------------------------------------------------------------------------------------------
-
-
 @scripts
 @pytest.mark.parametrize(
     "changes",
@@ -161,9 +158,6 @@ def test_a_baseline_has_the_size_of_a_configuration(tmp_path):
 def test_models_that_cannot_be_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         make_model(parse(**values), ESSMForCausalLM)
-
-
-# --- From a configuration, and from weights ---------------------------------------------------------------------------
 
 
 @scripts

@@ -28,10 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import CLMArguments
-from essm_train.data.blocks import text_labels
-from essm_train.data.text import load_text
-from essm_train.data.tokens import ByteEncoder
-from essm_train.run import language, loop
+from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.language import build_model, make_encoder
 from modeling_essm import ESSMConfig, ESSMForCausalLM
@@ -102,12 +99,11 @@ def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys
     assert (finished / "budget_sweep.json").exists() and list_checkpoints(finished) == checkpoints
 
 
-@pytest.mark.parametrize("name", ["tokenizer", "bpe.json"])  # the second does not say which token ends a text
-def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
+def test_a_tokenizer_replaces_bytes(data, tmp_path):
+    """A bare file, which does not say which token ends a text."""
     tokenizer = bpe_tokenizer(documents())
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
     tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
-    changes = {"tokenizer_name": tmp_path / name, "num_spectral_channels": 4, "max_steps": 1}
+    changes = {"tokenizer_name": tmp_path / "bpe.json", "num_spectral_channels": 4, "max_steps": 1}
     train(command_line(tmp_path / "run", **data, **changes, learning_rate=1e-9, ema_decay=0), whole=True)
     model = tmp_path / "run" / "model"
     config = AutoConfig.from_pretrained(model)
@@ -122,17 +118,6 @@ def test_a_tokenizer_replaces_bytes(name, data, tmp_path):
     assert sweep["bits_per_byte"] == pytest.approx([bits] * len(sweep["budgets"]), rel=0.05)
     assert bits < 0.75 * math.log2(len(tokenizer))  # so that bits per token would not pass
     assert read_log(tmp_path / "run")[0]["validation bits/byte K=2"] == pytest.approx(bits, rel=0.05)
-
-
-def test_validation_reads_the_first_and_last_blocks_and_scores_no_special_tokens(data):
-    args, encoder = parse_arguments(CLMArguments, command_line(Path("nowhere"), **data)), ByteEncoder()
-    text = load_text(args, encoder)
-    model = ESSMForCausalLM(ESSMConfig(hidden_size=8, num_hidden_layers=1))
-    blocks = text.held_out[[0, len(text.held_out) - 1]]
-    logits = model(blocks, spectral_budget=2).logits[:, :-1].log_softmax(-1)
-    nats = -logits.detach().gather(-1, blocks[:, 1:, None])[..., 0][text_labels(blocks)[:, 1:] != -100]
-    found = language.make_task(args, model, text, encoder).validation.value(model, 2)
-    assert found == pytest.approx(float(nats.mean()) / math.log(2), rel=1e-6)
 
 
 def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):
