@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from datasets import ClassLabel, Features, List, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from essm_train.arguments import arg
@@ -103,20 +103,17 @@ class SpeechFrames(RowGenerator):
 
     def rows(self, split: str, indices: range, attempts: Mapping[str, int]) -> pa.Table:
         """Columns frames (98 lists of 40 float16), label and clip. Raises ValueError naming a clip that cannot be."""
-        frames, labels, names = [], [], []
+        columns: dict[str, list] = {"frames": [], "label": [], "clip": []}
         for samples, label, name in self.read(split, indices):
             try:
-                frames.append(clip_frames(samples, self.sampling_rate))
+                columns["frames"].append(clip_frames(samples, self.sampling_rate))
             except ValueError as error:
                 raise ValueError(f"{name} of {self.name}-{split}: {error}") from error
-            labels.append(label)
-            names.append(name)
+            columns["label"].append(label)
+            columns["clip"].append(name)
         classes = ClassLabel(names=list(self.words))
         features = Features({"frames": List(List(Value("float16"))), "label": classes, "clip": Value("string")})
-        values = pa.array(np.stack(frames).reshape(-1))
-        bands = pa.ListArray.from_arrays(np.arange(0, len(values) + 1, NUM_BANDS, dtype=np.int32), values)
-        column = pa.ListArray.from_arrays(np.arange(0, len(bands) + 1, NUM_FRAMES, dtype=np.int32), bands)
-        return pa.table([column, pa.array(labels, pa.int64()), pa.array(names)], schema=features.arrow_schema)
+        return Dataset.from_dict(columns, features).data.table
 
 
 @dataclass

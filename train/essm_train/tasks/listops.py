@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pyarrow as pa
-from datasets import ClassLabel, Features, Value
+from datasets import ClassLabel, Dataset, Features, Value
 
 from essm_train.arguments import arg, check_at_least
 from essm_train.tasks.shards import RowGenerator
@@ -77,7 +77,7 @@ class ListOps(RowGenerator):
         trees = [self.tree(split, i, attempts.get(f"{split}/{i}", 0)) for i in indices]
         columns = {"tokens": [" ".join(tree) for tree in trees], "label": [evaluate(tree) for tree in trees]}
         features = Features({"tokens": Value("string"), "label": ClassLabel(names=list(DIGITS))})
-        return pa.table(columns, schema=features.arrow_schema)
+        return Dataset.from_dict(columns, features).data.table
 
     def tree(self, split: str, index: int, attempt: int = 0) -> list[str]:
         """Symbols of one tree, a function of (seed, split, index, attempt).

@@ -26,7 +26,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from datasets import ClassLabel, Features, List, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 
 from essm_train.arguments import arg, check_at_least, check_within, refuse
 from essm_train.tasks.shards import SPLITS, RowGenerator
@@ -89,11 +89,10 @@ class Pathfinder(RowGenerator):
     def rows(self, split: str, indices: range, attempts: Mapping[str, int]) -> pa.Table:
         """Columns pixels (image_size^2 x uint8, row by row) and label (0 or 1)."""
         scenes = [grow(self, split, index) for index in indices]
-        area = self.image_size**2
-        features = Features({"pixels": List(Value("uint8"), length=area), "label": ClassLabel(names=list(LABELS))})
-        pixels = pa.array(np.concatenate([render(self, scene).ravel() for scene in scenes]))
-        columns = [pa.FixedSizeListArray.from_arrays(pixels, area), pa.array([scene.label for scene in scenes])]
-        return pa.Table.from_arrays(columns, schema=features.arrow_schema)
+        columns = {"pixels": [render(self, scene).ravel() for scene in scenes], "label": [s.label for s in scenes]}
+        pixels = List(Value("uint8"), length=self.image_size**2)
+        features = Features({"pixels": pixels, "label": ClassLabel(names=list(LABELS))})
+        return Dataset.from_dict(columns, features).data.table
 
 
 @dataclass
