@@ -3,19 +3,15 @@
 
     task_arguments("smnist", "data", "small")         # a dict, ready for YAML; essm-list-tasks prints it
 
-A task is a file of recipes/tasks/, or one of your own, given by its path. `full` is the official data at the size of
-hub_configs/; `small` is a few minutes on one CPU thread: shorter sequences, fewer updates, a narrower model; `medium`
-is about half an hour on two CPU cores: the paper's block of width 128, 4 blocks and capacity 32. `note` says how the
-data differs from the official set. What is measured on other data must not be called by the official name.
-
-Data is looked for in one or several folders, separated as in PATH; by default those of the environment variable
-ESSM_DATA, else `data`. Where it is absent, the error says what to fetch, from where, and where to put it.
+A task is a file of recipes/tasks/, or one of your own, given by its path. essm-list-tasks says what the sizes are and
+where data is looked for. `note` says how the data differs from the official set: what is measured on other data must
+not be called by the official name.
 """
 
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,19 +26,13 @@ ROOT = Path(__file__).resolve().parents[3]
 TASKS = recipe_names("tasks")
 SCALES = ("full", "medium", "small")
 _HUB_CONFIGS = "{hub_configs}/"  # opens an argument that is a folder of the repository's hub_configs/
-Folders = str | os.PathLike | Sequence[str | os.PathLike] | None
+Folders = str | os.PathLike | None
 
 
 def data_folders(data_dir: Folders = None) -> list[Path]:
-    """The folders to look in: those given (a text may name several, separated as in PATH), or ESSM_DATA's, or data."""
-    if data_dir is None:
-        data_dir = os.environ.get("ESSM_DATA") or "data"
-    if isinstance(data_dir, str):
-        data_dir = data_dir.split(os.pathsep)
-    folders = [data_dir] if isinstance(data_dir, os.PathLike) else [folder for folder in data_dir if folder]
-    if not folders:
-        raise ValueError("data_dir names no folder")
-    return [Path(folder) for folder in folders]
+    """The folders to look in: those given, separated as in PATH, or those of ESSM_DATA, or data."""
+    given = os.fspath(data_dir or os.environ.get("ESSM_DATA") or "data")
+    return [Path(folder) for folder in given.split(os.pathsep)]
 
 
 @strict
