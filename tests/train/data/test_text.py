@@ -4,6 +4,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -14,7 +15,7 @@ from training_run import bpe_tokenizer, documents, write_tables
 from transformers import PreTrainedTokenizerFast
 
 from essm_train.data import documents as document_files
-from essm_train.data.blocks import Blocks, evaluation_blocks, pack_text, text_labels, to_mapped_stream, to_stream
+from essm_train.data.blocks import Blocks, evaluation_blocks, text_labels, to_mapped_stream, to_stream
 from essm_train.data.documents import open_files, read_files
 from essm_train.data.text import TextData, load_text
 from essm_train.data.tokens import ByteEncoder, TokenizerEncoder, choose_tokenizer, open_tokenizer, with_end_token
@@ -26,8 +27,6 @@ BYTES = ByteEncoder()
 
 @pytest.fixture(autouse=True)
 def private_cache(tmp_path, monkeypatch):
-    import datasets
-
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
@@ -35,66 +34,55 @@ def stream_of(*texts: str) -> np.ndarray:
     return to_stream(texts, BYTES)[0]
 
 
-def write(path: Path, text: str) -> str:
+def write(path: Path, text: str) -> list[str]:
     path.write_text(text)
-    return str(path)
+    return [str(path)]
 
 
-def arguments(**changes) -> SimpleNamespace:
-    """Those of CLMArguments that text depends on."""
+def load(encoder=BYTES, **changes) -> TextData:
     values = {"train_file": None, "validation_file": None, "dataset_name": None, "dataset_config_name": None}
     values |= {"text_column": "text", "streaming": False, "shuffle_buffer": 6, "block_size": 16, "sweep_blocks": 100}
-    return SimpleNamespace(**values | {"seed": 0} | changes)
+    return load_text(SimpleNamespace(**values | {"seed": 0} | changes), encoder)
+
+
+def drawn(text: TextData, count: int) -> list[bytes]:
+    return [block.tobytes() for block in text.source.load(text.source.draw(count))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Tokens.
 
 
-def test_bytes_are_tokens():
+def test_bytes_and_tokenizers_count_bytes_and_mark_special_tokens():
     ids, size = BYTES("zwölf", "x")
     assert ids.tolist() == [*"zwölf".encode(), EOS_ID, ord("x"), EOS_ID] and size == 7 and ids.dtype == np.uint16
-
-
-def test_tokenizers_count_bytes_and_mark_their_special_tokens():
     tokenizer = bpe_tokenizer(documents())
     encoder = TokenizerEncoder(tokenizer, "mine")
     ids, size = encoder("hab dach ä")
     assert ids[-1] == tokenizer.eos_token_id and tokenizer.decode(ids[:-1]) == "hab dach ä" and size == 11
-    assert len(ids) < size and ids.dtype == np.uint16
-    stream, density = to_stream([text for text in documents() if text], encoder)
+    assert len(ids) < size and ids.dtype == np.uint16 and encoder.vocab_size == len(tokenizer)
+    stream, density = to_stream(filter(None, documents()), encoder)
     num_bytes = sum(len(text) for text in documents())
     assert density == num_bytes / np.isin(stream, tokenizer.eos_token_id, invert=True).sum() > 1.5
     assert encoder.pad_id == tokenizer.eos_token_id and set(encoder.special_ids) == {tokenizer.eos_token_id}
-    assert encoder.vocab_size == len(tokenizer)
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(ValueError, match="tokenizer 'bare' has no end-of-sequence token"):
-        TokenizerEncoder(bare, "bare")
 
 
-def test_a_tokenizer_may_be_one_file(tmp_path):
+def test_a_tokenizer_may_be_one_file_and_gets_an_end_token(tmp_path):
     tokenizer = bpe_tokenizer(documents())
     tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
     alone = open_tokenizer(str(tmp_path / "bpe.json"))
-    assert alone.get_vocab() == tokenizer.get_vocab() and alone.eos_token_id is None
-    assert alone.name_or_path == str(tmp_path / "bpe.json")  # for error messages
-    (tmp_path / "other.json").write_text('{"version": "1.0"}')
-    for name, reason in (("other.json", "a file must be what"), ("nowhere", "")):
-        with pytest.raises(ValueError, match=f"cannot load tokenizer '.*{name}': {reason}"):
-            open_tokenizer(str(tmp_path / name))
-
-
-def test_an_end_token_is_found_or_made():
-    tokenizer = bpe_tokenizer(documents())
-    known = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)  # forgets which token it is
-    assert with_end_token(known).eos_token == "<|end|>" and len(known) == 300
+    assert alone.get_vocab() == tokenizer.get_vocab() and alone.name_or_path == str(tmp_path / "bpe.json")
+    with pytest.raises(ValueError, match="tokenizer 'bare' has no end-of-sequence token"):
+        TokenizerEncoder(alone, "bare")  # forgets which token it is
+    assert with_end_token(alone).eos_token == "<|end|>" and len(alone) == 300
     plain = tokenizers.ByteLevelBPETokenizer()
     plain.train_from_iterator(documents(), vocab_size=299, show_progress=False)
     made = with_end_token(PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer))
     assert (made.eos_token, made.eos_token_id, len(made)) == ("<eos>", 299, 300)
-    encoder = TokenizerEncoder(made, "mine")
-    assert encoder("ab")[0][-1] == 299 and encoder.vocab_size == 300 and 299 in encoder.special_ids
-    assert with_end_token(made) is made and len(made) == 300
+    (tmp_path / "other.json").write_text('{"version": "1.0"}')
+    for name, reason in (("other.json", "a file must be what"), ("nowhere", "")):
+        with pytest.raises(ValueError, match=f"cannot load tokenizer '.*{name}': {reason}"):
+            open_tokenizer(str(tmp_path / name))
 
 
 def test_the_tokenizer_of_the_weights_counts(tmp_path):
@@ -112,14 +100,12 @@ def test_the_tokenizer_of_the_weights_counts(tmp_path):
     assert choose() is None and choose(model_name_or_path=bare) is None and choose(model_name_or_path=of_bytes) is None
     assert choose(model_name_or_path=own, tokenizer_name=own).get_vocab() == tokenizer.get_vocab()
     assert choose(model_name_or_path=bare, tokenizer_name=own).get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(
-        ValueError, match=r"must be the tokenizer of '.*own', whose .* 300 tokens, got '.*other' with \d+"
-    ):
+    refused = r"must be the tokenizer of '.*own', whose .* 300 tokens, got '.*other' with \d+"
+    with pytest.raises(ValueError, match=refused):
         choose(model_name_or_path=own, tokenizer_name=other)
     with pytest.raises(ValueError, match=r"must be the tokenizer of '.*bytes'"):
         choose(model_name_or_path=of_bytes, tokenizer_name=own)
-    told = choose(model_name_or_path=own, tokenizer_name=other, replace_tokenizer=True)
-    assert len(told) < 300
+    assert len(choose(model_name_or_path=own, tokenizer_name=other, replace_tokenizer=True)) < 300
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -135,14 +121,14 @@ def test_a_folder_of_text_files_is_texts(tmp_path):
         (folder / name).write_text(text)
     (folder / ".hidden").write_text("not this")
     (folder / "part" / "empty.txt").touch()
-    held_out, blocks = [write(tmp_path / "held_out.txt", "held out")], Blocks(stream_of(*texts.values()), 16)
-    text = load_text(arguments(train_file=[str(folder)], validation_file=held_out), BYTES)
+    held_out, blocks = write(tmp_path / "held_out.txt", "held out"), Blocks(stream_of(*texts.values()), 16)
+    text = load(train_file=[str(folder)], validation_file=held_out)
     assert np.array_equal(text.source.samples, blocks) and "books (2 files)" in text.description
     (folder / "part" / "empty.txt").unlink()
     for named in ({"train_file": [str(folder)]}, {"dataset_name": str(folder)}):
         for streaming in (False, True):
-            text = load_text(arguments(**named, validation_file=held_out, streaming=streaming), BYTES)
-            assert sorted(all_blocks(text, len(blocks))) == sorted(block.tobytes() for block in blocks)
+            text = load(**named, validation_file=held_out, streaming=streaming)
+            assert sorted(drawn(text, len(blocks))) == sorted(block.tobytes() for block in blocks)
 
 
 def test_files_of_all_kinds_are_read_in_order(tmp_path):
@@ -153,8 +139,7 @@ def test_files_of_all_kinds_are_read_in_order(tmp_path):
     paths = [str(tmp_path / name) for name in ("d.parquet", "a.txt", "c.csv", "b.jsonl")]
     texts = ["x", "y", "a whole\nfile", "drei", "vier", "eins", "zwölf"]
     assert list(read_files(paths, "body")) == texts
-    streamed = [item["body"] for item in open_files(paths, streaming=True, column="body")]
-    assert [text for text in streamed if text] == texts
+    assert list(filter(None, (item["body"] for item in open_files(paths, streaming=True, column="body")))) == texts
 
 
 BROKEN = {
@@ -165,34 +150,32 @@ BROKEN = {
     "garbage.jsonl": (b'{"text": "good"}\nbad', "cannot read garbage.jsonl.*JSON parse error"),
     "column.jsonl": (b'{"body": "x"}\n', r"cannot read column.jsonl: Column name \['text'\] not in .*\['body'\]"),
     "numbers.jsonl": (b'{"text": 1}\n{"text": 2}\n', "column 'text' of .* must hold text, got int64"),
-    "nothing.csv": (b'id,text\n1,""\n2,\n', "column 'text' of nothing.csv must hold text, got float64"),
-    "short.jsonl": (b'{"text": "brief"}\n', "shorter than one block"),
+    "nothing.csv": (b'id,text\n1,""\n2,\n', "nothing.csv must hold text, got float64|stream holds no sample"),
+    "numbers.csv": (b"id,text\n1,2\n", "column 'text' of .* must hold text, got int64"),
+    "short.jsonl": (b'{"text": ""}\n{"text": "brief"}\n', "shorter than one block"),
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_files_are_named(name, tmp_path):
-    """Whole and streamed."""
-    content, message = BROKEN[name]
+@pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
+def test_broken_files_are_named(streaming, tmp_path):
     held_out = write(tmp_path / "held_out.txt", "held out")
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    for streaming in (False, True):
-        named = {"train_file": [str(tmp_path / name)], "validation_file": [held_out], "streaming": streaming}
+    for name, (content, message) in BROKEN.items():
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            load_text(arguments(**named), BYTES).source.draw(1)
+            load(train_file=[str(tmp_path / name)], validation_file=held_out, streaming=streaming).source.draw(1)
 
 
 def test_text_that_is_not_there(tmp_path):
     (tmp_path / "books").mkdir()
-    with pytest.raises(ValueError, match=r"cannot read books .*: no file with anything in it"):
-        load_text(arguments(train_file=[str(tmp_path / "books")]), BYTES)
-    with pytest.raises(ValueError, match="streaming needs validation_file"):
-        load_text(arguments(train_file=write_tables(tmp_path), streaming=True), BYTES)
-    with pytest.raises(ValueError, match="streaming needs train_file"):
-        load_text(arguments(streaming=True), BYTES)
-    with pytest.raises(ValueError, match="cannot read dataset 'no such/thing'"):
-        load_text(arguments(dataset_name="no such/thing"), BYTES)
+    for named, message in (
+        ({"train_file": [str(tmp_path / "books")]}, "cannot read books .*: no file with anything in it"),
+        ({"train_file": write_tables(tmp_path), "streaming": True}, "streaming needs validation_file"),
+        ({"streaming": True}, "streaming needs train_file"),
+        ({"dataset_name": "no such/thing"}, "cannot read dataset 'no such/thing'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(**named)
 
 
 def test_standard_library_is_split_by_whole_files(tmp_path, monkeypatch):
@@ -221,21 +204,20 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     """Whatever the rows of the Arrow file are, and blocks across them."""
     monkeypatch.setattr("essm_train.data.blocks._TEXTS_AT_ONCE", 3)
     encode = BYTES if encoder == "bytes" else TokenizerEncoder(bpe_tokenizer(documents()), "mine")
-    paths = write_tables(tmp_path)
+    paths, texts = write_tables(tmp_path), list(filter(None, documents()))
     rows = open_files(paths, streaming=False, column="text")
-    stream, density = to_stream(filter(None, documents()), encode)
+    stream, density = to_stream(texts, encode)
     mapped, mapped_density = to_mapped_stream(rows, "text", encode)
     assert mapped.num_chunks > 3 and np.array_equal(mapped, stream) and mapped_density == density
     assert np.asarray(mapped).dtype == stream.dtype
     assert np.array_equal(Blocks(mapped, 16), Blocks(stream, 16))
     assert torch.equal(evaluation_blocks(mapped, 16, 5), evaluation_blocks(stream, 16, 5))
-    made = sorted((tmp_path / "cache").rglob("*.arrow"))
-    before = pa.total_allocated_bytes()
+    made, before = sorted((tmp_path / "cache").rglob("*.arrow")), pa.total_allocated_bytes()
     again, _ = to_mapped_stream(open_files(paths, streaming=False, column="text"), "text", encode)
     assert again.equals(mapped) and pa.total_allocated_bytes() - before < stream.nbytes  # it lies in the file
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == made
     other = TokenizerEncoder(bpe_tokenizer(["ab" * 9]), "mine")
-    assert np.array_equal(to_mapped_stream(rows, "text", other)[0], to_stream(filter(None, documents()), other)[0])
+    assert np.array_equal(to_mapped_stream(rows, "text", other)[0], to_stream(texts, other)[0])
 
 
 def test_every_target_of_a_stream_stands_in_exactly_one_block():
@@ -262,83 +244,61 @@ def test_training_blocks_are_those_windows_but_for_the_incomplete_end():
         evaluation_blocks(stream_of("x"), 11, 3)
 
 
-def test_rows_are_packed_into_the_blocks_of_their_whole_text():
-    rest, blocks = None, []
-    for row in documents():
-        new, rest = pack_text(BYTES, 16, "text", {"text": row}, rest)
-        blocks += new
-    assert np.array_equal(blocks, Blocks(stream_of(*filter(None, documents())), 16))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # All of it together.
 
 
-def all_blocks(text: TextData, count: int) -> list[bytes]:
-    return [block.tobytes() for block in text.source.load(text.source.draw(count))]
-
-
-def test_files_give_the_same_blocks_map_style_and_streaming(tmp_path):
-    paths = write_tables(tmp_path)
-    (tmp_path / "held_out.txt").write_text("held out " * 9)
-    files = {"train_file": paths, "validation_file": [str(tmp_path / "held_out.txt")]}
-    at_once = load_text(arguments(**files), BYTES)
-    stream = load_text(arguments(**files, streaming=True), BYTES)
-    count = at_once.source.num_samples
-    assert sorted(all_blocks(at_once, count)) == sorted(all_blocks(stream, count))
-    assert sorted(all_blocks(stream, count)) == sorted(all_blocks(at_once, count))  # the second epoch
-    assert torch.equal(at_once.held_out, stream.held_out) and at_once.bytes_per_token == stream.bytes_per_token == 1
-
-
-def test_a_stream_of_files_resumes_anywhere(tmp_path):
+def test_a_stream_of_files_has_the_blocks_of_the_files_and_resumes_anywhere(tmp_path):
     """Across files, row groups, rows that fill no block, and the end of the stream."""
-    (tmp_path / "held_out.txt").write_text("held out")
-    files = {"train_file": write_tables(tmp_path), "validation_file": [str(tmp_path / "held_out.txt")]}
-    source = load_text(arguments(**files, streaming=True), BYTES).source
-    num_blocks = len(Blocks(stream_of(*filter(None, documents())), 16))
-    states, expected = [], []
-    for _ in range(num_blocks + 5):
-        states.append(source.state_dict())
-        expected.append(source.draw(1)[0].tobytes())
-    for place in range(0, len(states) - 4, 3):
-        source.load_state_dict(states[place])
-        assert [block.tobytes() for block in source.draw(4)] == expected[place : place + 4], place
-    assert len(set(expected[:num_blocks])) == num_blocks
+    files = {"train_file": write_tables(tmp_path), "validation_file": write(tmp_path / "a.txt", "held out " * 9)}
+    at_once, streamed = load(**files), load(**files, streaming=True)
+    assert torch.equal(at_once.held_out, streamed.held_out)
+    assert at_once.bytes_per_token == streamed.bytes_per_token == 1
+    count, states, expected = at_once.source.num_samples, [], []
+    for _ in range(2 * count):
+        states.append(streamed.source.state_dict())
+        expected += drawn(streamed, 1)
+    assert sorted(drawn(at_once, count)) == sorted(expected[:count]) == sorted(expected[count:])  # both epochs
+    for place in range(0, count + 5, 3):
+        streamed.source.load_state_dict(states[place])
+        assert drawn(streamed, 4) == expected[place : place + 4], place
+
+
+def test_a_stream_reads_no_more_held_out_text_than_it_scores(tmp_path):
+    path = write(tmp_path / "a.jsonl", '{"text": "0123456789"}\n' * 9)
+    text = load(train_file=path, validation_file=path, streaming=True, sweep_blocks=2)
+    whole = stream_of(*["0123456789"] * 4)  # the first documents with 2 * 16 bytes
+    assert torch.equal(text.held_out, evaluation_blocks(whole, 16, 2))
 
 
 def test_data_sets_are_read_from_a_local_folder(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
     rows = {"train": ["eins" * 9, "", "zwölf" * 9], "validation": ["drei" * 9]}
+    (tmp_path / "data").mkdir()
     for split, texts in rows.items():
-        Dataset.from_dict({"content": texts}).to_parquet(folder / f"{split}-00000-of-00001.parquet")
+        Dataset.from_dict({"content": texts}).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    expected = Blocks(stream_of(rows["train"][0], rows["train"][2]), 16)
     for streaming in (False, True):
-        named = arguments(dataset_name=str(folder), text_column="content", streaming=streaming, shuffle_buffer=1)
-        text = load_text(named, BYTES)
-        expected = Blocks(stream_of(rows["train"][0], rows["train"][2]), 16)
-        assert sorted(all_blocks(text, len(expected))) == sorted(block.tobytes() for block in expected)
+        named = {"dataset_name": str(tmp_path / "data"), "streaming": streaming, "shuffle_buffer": 1}
+        text = load(**named, text_column="content")
+        assert sorted(drawn(text, len(expected))) == sorted(block.tobytes() for block in expected)
         assert torch.equal(text.held_out, evaluation_blocks(stream_of(*rows["validation"]), 16, 100))
-        named.text_column = "text"
         with pytest.raises(ValueError, match=r"Column name \['text'\] not in .*\['content'\]"):
-            load_text(named, BYTES)
+            load(**named)
 
 
 def test_without_a_validation_part_the_end_is_held_out(tmp_path):
-    text = load_text(arguments(train_file=[write(tmp_path / "a.txt", "spectral" * 25)]), BYTES)
-    stream = stream_of("spectral" * 25)
-    assert np.array_equal(text.source.samples, Blocks(stream[:181], 16))
+    text, stream = load(train_file=write(tmp_path / "a.txt", "spectral" * 25)), stream_of("spectral" * 25)
+    assert np.array_equal(text.source.samples, Blocks(stream[:181], 16)) and "10% held out" in text.description
     assert torch.equal(text.held_out, evaluation_blocks(stream[181:], 16, 100))
-    assert "10% held out" in text.description
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
 def test_digests_change_with_the_text(streaming, tmp_path):
-    held_out, path = write(tmp_path / "held_out.txt", "held out"), tmp_path / "a.jsonl"
+    held_out = write(tmp_path / "held_out.txt", "held out")
 
     def digest(*texts: str) -> str:
-        path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
-        files = {"train_file": [str(path)], "validation_file": [held_out]}
-        return load_text(arguments(**files, streaming=streaming), BYTES).sha256
+        path = write(tmp_path / "a.jsonl", "".join(f'{{"text": "{text}"}}\n' for text in texts))
+        return load(train_file=path, validation_file=held_out, streaming=streaming).sha256
 
     original = digest("one" * 9, "two" * 9)
     assert original == digest("one" * 9, "two" * 9)

@@ -20,7 +20,15 @@ import numpy as np
 import torch
 
 from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.documents import describe_files, items_of, load_splits, open_files, reading, stream_digest
+from essm_train.data.documents import (
+    describe_files,
+    features_of,
+    items_of,
+    load_splits,
+    open_files,
+    reading,
+    stream_digest,
+)
 from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array
 from essm_train.data.rows import LabelledData, Rows, Split, collate
 from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples, at_most, hold_out
@@ -168,7 +176,7 @@ def _open(args: Any, split: str, label_names: Sequence[str] | None) -> _Opened |
         raise ValueError(f"{source} holds no rows")
     if split == "test" and first[label] == -1:
         return None  # a benchmark keeps its labels to itself
-    features = rows.features or datasets.Dataset.from_list([first]).features  # a stream may not know its own
+    features = features_of(rows)
     return _Opened(rows, source, first, features, list(getattr(features[label], "names", None) or []))
 
 

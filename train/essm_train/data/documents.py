@@ -72,7 +72,7 @@ def reading(what: str) -> Iterator[None]:
     """Raises ValueError, which names `what` and the reason behind it, for what `datasets` raises."""
     try:
         yield
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:  # Arrow's and UTF-8's are ValueErrors
+    except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:  # ValueErrors of Arrow, UTF-8
         reason: BaseException = error
         while reason.__cause__ is not None:
             reason = reason.__cause__
@@ -111,10 +111,15 @@ def only_text(rows: Any, column: str, what: str) -> Any:
     """Rows with that column alone. Raises ValueError if there is no such column, or it does not hold text."""
     with reading(what):
         rows = rows.select_columns([column])
-    kind = getattr(rows.features[column], "dtype", "lists") if rows.features else "string"  # a stream may not know it
-    if kind not in ("string", "large_string"):
+        kind = getattr(features_of(rows).get(column, datasets.Value("null")), "dtype", "lists")
+    if kind not in ("string", "large_string", "null"):
         raise ValueError(f"column {column!r} of {what} must hold text, got {kind}")
-    return rows if kind == "string" else rows.cast_column(column, datasets.Value("string"))  # as csv has it
+    return rows.cast_column(column, datasets.Value("string")) if kind == "large_string" else rows  # as csv has it
+
+
+def features_of(rows: Any) -> datasets.Features:
+    """Types of the columns; those of the first row, where a stream does not know its own."""
+    return rows.features or datasets.Dataset.from_list(list(itertools.islice(rows, 1))).features
 
 
 def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
