@@ -3,7 +3,6 @@
 
 import contextlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,13 +28,9 @@ class Model(PreTrainedModel):
 """
 
 
-@pytest.fixture
-def marker(tmp_path) -> Path:
-    return tmp_path / "the code ran"
-
-
 @pytest.mark.parametrize("auto", [AutoConfig, AutoModel, AutoModelForCausalLM], ids=lambda auto: auto.__name__)
-def test_a_model_of_an_unknown_type_runs_its_code_with_leave_alone(auto, tmp_path, marker):
+def test_a_model_of_an_unknown_type_runs_its_code_with_leave_alone(auto, tmp_path):
+    marker = tmp_path / "the code ran"
     (tmp_path / "their_code.py").write_text(FOREIGN.replace("MARKER", repr(str(marker))))
     auto_map = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "their_code.Model")
     config = {"model_type": "foreign", "auto_map": auto_map | {"AutoConfig": "their_code.Config"}}
@@ -46,12 +41,15 @@ def test_a_model_of_an_unknown_type_runs_its_code_with_leave_alone(auto, tmp_pat
     with contextlib.suppress(OSError):  # there are no weights
         load_model(auto, tmp_path, trust_remote_code=True)
     assert marker.exists()
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    with pytest.raises(ValueError, match="unheard of"):  # as it is
+        load_model(auto, tmp_path)
 
 
 @pytest.mark.parametrize("trust", [False, True])
-def test_our_own_checkpoint_needs_none_of_its_code(trust, tmp_path, marker):
+def test_our_own_checkpoint_needs_none_of_its_code(trust, tmp_path):
     """Config, model and tokenizer are read by this package, whatever the files say."""
-    model, ids = random_model(), random_ids(1, 9)
+    model, ids, marker = random_model(), random_ids(1, 9), tmp_path / "the code ran"
     model.save_pretrained(tmp_path)
     build_byte_tokenizer(512).save_pretrained(tmp_path)
     for path in tmp_path.glob("*.py"):
@@ -60,9 +58,3 @@ def test_our_own_checkpoint_needs_none_of_its_code(trust, tmp_path, marker):
     assert type(loaded) is ESSMForCausalLM and torch.equal(loaded(ids).logits, model(ids).logits)
     load_model(AutoTokenizer, tmp_path, trust_remote_code=trust)
     assert not marker.exists()
-
-
-def test_other_errors_stay_as_they_are(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
-    with pytest.raises(ValueError, match="unheard of"):
-        load_model(AutoConfig, tmp_path)

@@ -101,7 +101,7 @@ def test_its_commands_say_what_they_need(bare):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help(name, training):
-    assert training.run(name, "--help").startswith(f"usage: {name}")
+    assert name in training.run(name, "--help")
 
 
 def test_every_command_once(training):
