@@ -20,14 +20,13 @@ Channels with modes of their own are the blocks of a block-diagonal map, whose n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..systems import OUTPUTS, DiagonalSystem, check_stable
-from ..truncation.balancing import hankel_singular_values
+from ..truncation.balancing import channels, hankel_singular_values
 from .masks import is_pruned, matched
 from .plans import Plan
 
@@ -60,38 +59,30 @@ def certificate(system: DiagonalSystem, keep: Tensor, where: str = "system") -> 
     pruned = ~keep.to(system.lam.device) & system.there
     check_stable(replace(system, present=pruned), where)
     found = dict.fromkeys(BOUNDS, 0.0)
-    for lam, B, Cs in _blocks(system, pruned):
-        for name, bound in _block_bounds(lam, B, Cs).items():
+    for block in _blocks(system, pruned):
+        for name, bound in _bounds(block).items():
             found[name] = max(found[name], OUTPUTS[system.output] * bound)
     return {**found, "best": min(found.values())}
 
 
-def _blocks(system: DiagonalSystem, modes: Tensor) -> list[tuple[Tensor, Tensor, list[Tensor]]]:
-    """(lam (m,), B (m, p), C (q, m) of each direction) of the chosen modes, where there are any: the whole layer, or
-    every channel."""
-    directions = system.directions
-    if not system.siso:
-        blocks = [(system.lam[modes], system.B[modes], [C[:, modes] for C in directions])]
-    else:
-        blocks = [
-            (system.lam[h][row], system.B[h][row][:, None], [C[h][row][None] for C in directions])
-            for h, row in enumerate(modes)
-        ]
-    return [block for block in blocks if len(block[0])]
+def _blocks(system: DiagonalSystem, modes: Tensor) -> list[DiagonalSystem]:
+    """The chosen modes, where there are any: of the whole layer, or of every channel."""
+    return [block for block in channels(replace(system, present=modes)) if len(block.lam)]
 
 
-def _block_bounds(lam: Tensor, B: Tensor, Cs: Sequence[Tensor]) -> dict[str, float]:
-    r = lam.abs()
-    b, norms = B.norm(dim=1), [C.norm(dim=0) for C in Cs]
+def _bounds(block: DiagonalSystem) -> dict[str, float]:
+    r, b, Cs = block.lam.abs(), block.B.norm(dim=1), block.directions
+    norms = [C.norm(dim=0) for C in Cs]
     peaks = sum(norms) * b / (1 - r)
     # len(Cs) = 2 is the factor sqrt(2) of the summed energy.
     roots = (len(Cs) * sum(norm.square() for norm in norms) / ((1 - r) * (1 + r))).sqrt() * b
     phi = ((1 + r) / (1 - r)).sqrt().max()
+    hankel = (hankel_singular_values(replace(block, C=C, output="complex")) for C in Cs)
     return {
         "sum_of_peaks": float(peaks.sum()),
         "paper_16": float(phi * roots.sum()),
-        "paper_17": float(phi * (len(lam) * roots.square().sum()).sqrt()),
-        "hankel": 2 * sum(float(hankel_singular_values(DiagonalSystem(lam, B, C, "complex")).sum()) for C in Cs),
+        "paper_17": float(phi * (len(r) * roots.square().sum()).sqrt()),
+        "hankel": 2 * sum(float(sigma.sum()) for sigma in hankel),
     }
 
 
@@ -104,11 +95,11 @@ def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int =
     """
     wanted = system.there if modes is None else modes & system.there
     largest = 0.0
-    for lam, B, Cs in _blocks(system, wanted):
-        for omega in _grid(lam, points).split(1024):
-            G = _response(omega, lam, B, Cs)
+    for block in _blocks(system, wanted):
+        for omega in _grid(block.lam, points).split(1024):
+            G = _response(omega, block)
             if system.output != "complex":  # the real map's, from the conjugate's at the opposite frequency
-                G = (G + _response(-omega, lam, B, Cs).conj()) * (OUTPUTS[system.output] / 2)
+                G = (G + _response(-omega, block).conj()) * (OUTPUTS[system.output] / 2)
             largest = max(largest, float(torch.linalg.matrix_norm(G, ord=2).max()))
     return largest
 
@@ -121,10 +112,10 @@ def _grid(lam: Tensor, points: int) -> Tensor:
     return torch.cat([uniform, near, -near])
 
 
-def _response(omega: Tensor, lam: Tensor, B: Tensor, Cs: Sequence[Tensor]) -> Tensor:
+def _response(omega: Tensor, block: DiagonalSystem) -> Tensor:
     """G(e^{jw}), (W, q, p): lags forwards for the first direction, backwards for the second."""
     each = []
-    for C, sign in zip(Cs, (-1, 1)):
-        gains = 1 / (1 - lam * torch.exp(1j * sign * omega)[:, None])
-        each.append(torch.einsum("qm,wm,mp->wqp", C, gains, B))
+    for C, sign in zip(block.directions, (-1, 1)):
+        gains = 1 / (1 - block.lam * torch.exp(1j * sign * omega)[:, None])
+        each.append(torch.einsum("qm,wm,mp->wqp", C, gains, block.B))
     return each[0] if len(each) == 1 else each[0] + each[1]

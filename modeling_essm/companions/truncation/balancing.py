@@ -13,6 +13,7 @@ one by one. Letters: n modes or states, p inputs, q outputs, H channels. All in 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -147,15 +148,12 @@ def truncate(system: DiagonalSystem, *, tau: float | None = None, size: int | No
         raise ValueError(f"size must be an integer in [1, {width}], got {size!r}")
     if not system.siso:
         return _truncate(system, tau, size)
-    parts = [
-        _truncate(channel, tau, None if size is None else min(size, channel.modes)) for channel in channels(system)
-    ]
+    parts = [_truncate(each, tau, None if size is None else min(size, each.modes)) for each in channels(system)]
     refused = [f"channel {h}: {part.refused}" for h, part in enumerate(parts) if part.refused]
     hankel = torch.nn.utils.rnn.pad_sequence([part.hankel for part in parts], batch_first=True)
     # Channels do not meet, so that the error at a frequency is diagonal, and its norm that of the worst channel.
-    return Truncation(
-        stack_channels([part.system for part in parts]), hankel, max(p.bound for p in parts), "; ".join(refused)
-    )
+    stacked, bound = stack_channels([part.system for part in parts]), max(part.bound for part in parts)
+    return Truncation(stacked, hankel, bound, "; ".join(refused))
 
 
 def _truncate(system: DiagonalSystem, tau: float | None, size: int | None) -> Truncation:
@@ -182,13 +180,14 @@ def _truncate(system: DiagonalSystem, tau: float | None, size: int | None) -> Tr
 
 
 def channels(system: DiagonalSystem) -> list[DiagonalSystem]:
-    """The recurrences of a system of lam (H, n) as H systems of one input and one output, without padding."""
+    """A system of lam (H, n) as H systems of one input and one output, another one as itself; without padding."""
+    if not system.siso:
+        there = system.there
+        return [DiagonalSystem(system.lam[there], system.B[there], system.C[..., there], system.output)]
     found = []
-    for h in range(len(system.lam)):
-        there = slice(None) if system.present is None else system.present[h].nonzero()[:, 0]
-        lam, B = system.lam[h, there], system.B[h, there, None]
-        C = system.C[..., h, :][..., there].unsqueeze(-2)  # (1, n), or (2, 1, n)
-        found.append(DiagonalSystem(lam, B, C, system.output))
+    for h, there in enumerate(system.there):
+        C = system.C[..., h, there].unsqueeze(-2)  # (1, n), or (2, 1, n)
+        found.append(DiagonalSystem(system.lam[h, there], system.B[h, there, None], C, system.output))
     return found
 
 
@@ -198,10 +197,9 @@ def stack_channels(systems: list[DiagonalSystem]) -> DiagonalSystem:
     Padding has lam = 0, B = 0 and C = 0.
     """
     sizes = [len(system.lam) for system in systems]
-    pad = torch.nn.utils.rnn.pad_sequence
-    lam = pad([system.lam for system in systems], batch_first=True)
-    B = pad([system.B[:, 0] for system in systems], batch_first=True)
-    C = pad([system.C[..., 0, :].mT if system.bidirectional else system.C[0] for system in systems], batch_first=True)
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    lam, B = pad([system.lam for system in systems]), pad([system.B[:, 0] for system in systems])
+    C = pad([system.C[..., 0, :].mT if system.bidirectional else system.C[0] for system in systems])
     C = C.permute(2, 0, 1) if systems[0].bidirectional else C  # (H, n, 2) to (2, H, n)
     present = torch.arange(max(sizes), device=lam.device) < torch.tensor(sizes, device=lam.device)[:, None]
     return DiagonalSystem(lam, B, C, systems[0].output, None if min(sizes) == max(sizes) else present)
