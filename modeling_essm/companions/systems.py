@@ -134,9 +134,15 @@ class Adapter:
         """The parameters among `mode_dims` that are C."""
         return tuple(getattr(layer, "output_names", ()))
 
+    def _parts(self, layer: nn.Module) -> Iterator[tuple[nn.Module, str, int, bool]]:
+        """Of every tensor in `mode_dims` its module, name there, the dimension of modes, and whether it is C."""
+        for name, dim in self.mode_dims(layer).items():
+            path, _, attribute = name.rpartition(".")
+            yield layer.get_submodule(path), attribute, dim, name in self.output_names(layer)
+
     def tensors(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
         """What `shrink` replaces by name: (module, name of a parameter or buffer of it)."""
-        return [owner(layer, name) for name in self.mode_dims(layer)]
+        return [(module, name) for module, name, *_ in self._parts(layer)]
 
     def shape(self, layer: nn.Module) -> tuple[int, ...]:
         """Shape of a mask over the layer's modes: (n,) or (H, n)."""
@@ -144,11 +150,11 @@ class Adapter:
 
     def masks(self, layer: nn.Module, keep: Tensor) -> list[tuple[nn.Module, str, Tensor]]:
         """What silences the modes that are not kept: (module, parameter name, bool mask that broadcasts to it)."""
-        found = []
-        for name in self.output_names(layer):
-            module, attribute = owner(layer, name)
-            value = getattr(module, attribute)
-            found.append((module, attribute, _spread(keep, value.ndim, self.mode_dims(layer)[name]).to(value.device)))
+        found = [
+            (module, name, spread(keep, getattr(module, name).ndim, dim).to(getattr(module, name).device))
+            for module, name, dim, output in self._parts(layer)
+            if output
+        ]
         if not found:
             raise ValueError(f"{type(self).__name__} must have output_names or masks of its own, to mask {type(layer)}")
         return found
@@ -161,19 +167,17 @@ class Adapter:
             size: modes stored afterwards, at least the (largest) number kept. The rest is padding: C is zero there.
         """
         index, real = padded_index(keep, size)
-        dims = self.mode_dims(layer)
-        if not dims:
+        if not self.mode_dims(layer):
             system = self.read(layer)
-            lam, C = _take(system.lam, index, -1), _take(system.C, index, -1) * real
-            B = _take(system.B, index, -1 if system.siso else 0)
+            lam, C = take(system.lam, index, -1), take(system.C, index, -1) * real
+            B = take(system.B, index, -1 if system.siso else 0)
             return self.write(layer, DiagonalSystem(lam, B, C, system.output, None if bool(real.all()) else real))
-        for name, dim in dims.items():
-            module, attribute = owner(layer, name)
-            value = getattr(module, attribute).detach()
-            taken = _take(value, index.to(value.device), dim)
-            if name in self.output_names(layer) or value.dtype == torch.bool:
-                taken = taken.masked_fill(~_spread(real.to(value.device), taken.ndim, dim), 0)
-            put(module, attribute, taken)
+        for module, name, dim, output in self._parts(layer):
+            value = getattr(module, name).detach()
+            taken = take(value, index.to(value.device), dim)
+            if output or value.dtype == torch.bool:
+                taken = taken.masked_fill(~spread(real.to(value.device), taken.ndim, dim), 0)
+            put(module, name, taken)
 
 
 class DiagonalAdapter(Adapter):
@@ -280,12 +284,6 @@ def record_sizes(model: nn.Module, layers: Sequence[StateLayer], sizes: Sequence
             config.state_size = sizes_of[True][0]
 
 
-def owner(layer: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a tensor of a layer, and the tensor's name in it."""
-    path, _, attribute = name.rpartition(".")
-    return layer.get_submodule(path), attribute
-
-
 def check_plain(layer: StateLayer, module: nn.Module, name: str) -> None:
     """Raises ValueError for a tensor that is not the module's own, as where PEFT has wrapped a projection."""
     own = name in module._parameters or name in module._buffers
@@ -310,16 +308,16 @@ def padded_index(keep: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return index, keep.gather(-1, index)
 
 
-def _take(value: Tensor, index: Tensor, dim: int) -> Tensor:
+def take(value: Tensor, index: Tensor, dim: int) -> Tensor:
     """The modes `index` (m,) along a dimension, or (H, m) with channels in the dimension before it."""
     dim %= value.ndim
     if index.ndim == 1:
         return value.index_select(dim, index)
     shape = [*value.shape[:dim], index.shape[-1], *value.shape[dim + 1 :]]
-    return value.gather(dim, _spread(index, value.ndim, dim).expand(shape))
+    return value.gather(dim, spread(index, value.ndim, dim).expand(shape))
 
 
-def _spread(modes: Tensor, ndim: int, dim: int) -> Tensor:
+def spread(modes: Tensor, ndim: int, dim: int) -> Tensor:
     """View of (n,) or (H, n) that broadcasts over a tensor whose dimension `dim` counts modes."""
     dim %= ndim
     shape = [1] * ndim
