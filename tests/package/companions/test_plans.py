@@ -69,6 +69,8 @@ def test_uniform_is_the_same_share_of_every_layer():
     assert allocate(found, total=26, scope="uniform").kept == [13, 7, 6]  # 13, 6.5 and 6.5: the first of a tie
     assert allocate(found, total=3, scope="uniform").kept == [1, 1, 1]
     assert allocate(scored((1.0,), (1.0,) * 99), total=50, scope="uniform").kept == [1, 49]
+    small_ones = scored((1.0,), (1.0,), (1.0,), (1.0,) * 10, (1.0,) * 20)  # whose first modes cost the others two
+    assert allocate(small_ones, total=10, scope="uniform").kept == [1, 1, 1, 2, 5]
 
 
 @pytest.mark.parametrize(("method", "scope"), [("aire", "global"), ("energy", "uniform"), ("random", "global")])
