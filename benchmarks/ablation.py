@@ -96,8 +96,8 @@ ROWS: dict[str, Row] = {
 class Settings:
     """What all runs of a table have in common; training is otherwise at the defaults of train_clm."""
 
-    train_file: tuple[str, ...] | None
-    validation_file: tuple[str, ...] | None
+    train_file: Any
+    validation_file: Any
     parameters: int
     updates: int
     batch_size: int = 4
@@ -130,8 +130,8 @@ def settings_of(args: argparse.Namespace, **fields: Any) -> Settings:
     if args.quick:
         fields |= {"parameters": 60_000, "updates": min(args.updates, 3), "batch_size": 2, "block_size": 64}
         fields |= {"validation_blocks": 4, "filter_length": 512}
-    files = (None if paths is None else tuple(paths) for paths in (args.train_file, args.validation_file))
-    return Settings(*files, **fields, device=str(common.pick_device(args.device)))
+    train_file, validation_file = (paths and tuple(paths) for paths in (args.train_file, args.validation_file))
+    return Settings(train_file, validation_file, **fields, device=str(common.pick_device(args.device)))
 
 
 @functools.cache
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     sweep = Sweep(settings_of(args), perform, define, METRIC)
     records, report = sweeps.run("ablation", args, sweep, lambda name: ROWS[name].rates)
     report["results"] = sweeps.summarise_all(records, METRIC)
-    gated = next((r for r in report["results"] if r["model"] == "gated"), {})
+    gated: dict[str, Any] = next((r for r in report["results"] if r["model"] == "gated"), {})
     for result in report["results"]:
         result["against_gated"] = difference(result, gated)
     return common.finish(report, args)

@@ -125,7 +125,8 @@ class Loaded(NamedTuple):
 @functools.cache
 def load(settings: Settings, name: str) -> Loaded:
     """The data of a task, the same for every seed. Raises as `Settings.arguments` and `load_classification`."""
-    data, digest = load_classification(settings.arguments(name)), hashlib.sha256()
+    data: Any = load_classification(settings.arguments(name))
+    digest = hashlib.sha256()
     test = [data.test.samples[i] for i in range(len(data.test.samples))]
     for sample in test:
         digest.update(f"{sample.label} {sample.values.shape} ".encode() + np.ascontiguousarray(sample.values).tobytes())
@@ -204,8 +205,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--test_samples", type=int, default=2000, help="at most, the same for every run of a task")
     sweeps.add_arguments(p, ROWS, "runs/classification_tasks", 300, TASKS)
     args = p.parse_args(argv)
-    size = (50_000, min(args.updates, 3), 40) if args.quick else (args.parameters, args.updates, args.test_samples)
-    settings = Settings(args.data_dir, *size, quick=args.quick, device=str(common.pick_device(args.device)))
+    small: Any = {"parameters": 50_000, "updates": min(args.updates, 3), "test_samples": 40} if args.quick else {}
+    sizes = {name: getattr(args, name) for name in ("parameters", "updates", "test_samples")} | small
+    device = str(common.pick_device(args.device))
+    settings = Settings(args.data_dir, **sizes, quick=args.quick, device=device)
     records, report = sweeps.run(
         "classification_tasks", args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates
     )

@@ -75,7 +75,7 @@ class Decoder:
         self.forget()
 
     def forget(self) -> None:
-        self.cache = None if self.room is None else StaticCache(config=self.model.config, max_cache_len=self.room)
+        self.cache: Any = None if self.room is None else StaticCache(config=self.model.config, max_cache_len=self.room)
 
     @torch.inference_mode()
     def read(self, ids: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def controls(task: Any, model: Any, own: Measured, most: int, seed: int) -> dict
     return found
 
 
-FORMULAS = {  # what torch has none for, of shapes
+FORMULAS: dict[Any, Any] = {  # what torch has none for, of shapes
     torch.ops.aten.cholesky_solve: lambda B, L: 2 * math.prod(B) * L[-1],  # two triangular ones, (.., d, k), (.., d, d)
     torch.ops.aten.linalg_cholesky_ex: lambda A: math.prod(A) * A[-1] // 3,
     # Scores and their sum, (.., L, d) and (.., S, d).

@@ -249,8 +249,8 @@ def define(settings: Settings, run: Run) -> dict[str, Any]:
     return {"task": open_task(settings, run.task).identity, "row": dataclasses.asdict(ROWS[run.name])}
 
 
-TOLD = ("mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult")
-TOLD += ("depth_difficult", "depth_easy", "proposal_objective", "objective", "flops")
+TOLD = ["mean_depth", "auroc", "rank_correlation", "error_correlation", "error_correlation_difficult"]
+TOLD += ["depth_difficult", "depth_easy", "proposal_objective", "objective", "flops"]
 
 
 def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -301,7 +301,7 @@ def against_peers(
     if "ESM" in peers and row["control"] is None and curves[task, row["model"]]:
         depth = peers["ESM"]["mean_depth"]["mean"]
         mine, theirs = (
-            {seed: float(np.interp(depth, *zip(*curve))) for seed, curve in curves[task, model].items()}
+            {seed: float(np.interp(depth, *np.transpose(curve))) for seed, curve in curves[task, model].items()}
             for model in (row["model"], "ESM")
         )
         found["at_esm_depth"] = mean([*mine.values()])

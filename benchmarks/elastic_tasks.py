@@ -132,8 +132,8 @@ class Repair:
     def measure(self, model: Any, depths: Depths = gate, **dials: Any) -> Measured:
         found, loop = self.follow(model, self.test, depths, errors=True, **dials), self.test["loop"]
         values = chains.quality(found["readouts"], found["refined"], self.test)
-        told = (found[name] for name in ("depths", "losses", "refined", "errors"))
-        return Measured(values, *told, loop, torch.ones_like(loop))
+        told = {name: found[name] for name in ("depths", "losses", "refined", "errors")}
+        return Measured(values, **told, difficult=loop, real=torch.ones_like(loop))
 
     def stream(self, model: Any, index: int, depths: Depths) -> int:
         """Run the model along one test window, batch 1; its positions."""
@@ -190,7 +190,8 @@ class Maze:
             act: the actions at a position, of what is known there, for `length` positions; by default walkers go where
                 the values say, until all have arrived or are late, after which positions do not exist.
         """
-        memory, history, cache, rows = self.objective(), None, None, []
+        memory, history, cache = self.objective(), None, None
+        rows: list[dict[str, Tensor]] = []
         with evaluated(model):
             while len(rows) < self.length if act else not all(walk.arrived or walk.late for walk in walks):
                 seen = mazes.stack([walk.observe() for walk in walks])
@@ -260,7 +261,8 @@ class Maze:
         arrived = [walk.steps / walk.optimal for walk in walks if walk.arrived]
         values = {"failures": 1 - len(arrived) / len(walks)}
         values["detour"] = float(np.mean(arrived)) if arrived else float("nan")
-        return Measured(values, *(seen[n] for n in ("depths", "losses", "refined", "errors", "difficult", "real")))
+        names = ("depths", "losses", "refined", "errors", "difficult", "real")
+        return Measured(values, **{name: seen[name] for name in names})
 
     def stream(self, model: Any, index: int, depths: Depths) -> int:
         """Run the model through one test maze, batch 1; its positions."""

@@ -107,7 +107,7 @@ class Run:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.draw.set_state(saved["draw"])
             self.state = saved["state"]
-        config = getattr(self.model, "config", None)
+        config: Any = self.model.config
         elastic = isinstance(config, ESSMConfig)
         self.schedule = budget_schedule("discrete", config.num_spectral_channels, 0) if elastic else None
         self.budgets: tuple[int | None, ...] = (None,) if self.schedule is None else self.schedule.budgets

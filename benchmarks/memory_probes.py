@@ -266,7 +266,7 @@ class Regressor(nn.Module):
         return SimpleNamespace(logits=self.head(hidden_states).squeeze(-1))
 
 
-def model_config(row: Row, task: Task, settings: Settings) -> Any:
+def model_config(row: Row, task: Any, settings: Settings) -> Any:
     """The row's configuration for the task. Raises ValueError if none has as many parameters as asked for."""
     fields: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     noise = isinstance(task, NoiseDelay)

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for name, options in formats.items():
             model = ESSMForCausalLM.from_pretrained(args.model, **options).eval().to(device)
             budgets = common.clipped(BUDGETS, model.config)
-            row = {"format": name, "bits_per_byte": {K: held_out.value(model, K) for K in budgets}}
+            row: dict[str, Any] = {"format": name, "bits_per_byte": {K: held_out.value(model, K) for K in budgets}}
             with tempfile.TemporaryDirectory() as folder:
                 model.save_pretrained(folder)
                 row["bytes"] = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))

@@ -41,6 +41,10 @@ class Arrival:
     times: list[float] = field(default_factory=list)  # of its tokens
     tokens: list[int] = field(default_factory=list)
 
+    def take(self, token: int, now: float) -> None:
+        self.tokens.append(token)
+        self.times.append(now)
+
 
 def draw_requests(count: int, capacity: int, quick: bool) -> list[Arrival]:
     rng, requests = np.random.default_rng(0), []
@@ -63,8 +67,8 @@ def serve(model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, rows
     while coming or batch:
         while coming and coming[0].at <= now():
             one = coming.pop(0)
-            arrived = lambda token, one=one: (one.times.append(now()), one.tokens.append(token))  # noqa: E731
-            requests.append(batch.submit(one.prompt, one.new, one.budget, eos_token_id=[], on_token=arrived))
+            taken = lambda token, one=one: one.take(token, now())  # noqa: E731
+            requests.append(batch.submit(one.prompt, one.new, one.budget, eos_token_id=[], on_token=taken))
         if batch:
             batch.step()
         elif coming:
@@ -76,7 +80,7 @@ def serve(model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, rows
 
 
 def waiting(arrivals: list[Arrival]) -> dict[str, dict[str, float]]:
-    samples = {
+    samples: dict[str, Any] = {
         "first token": [one.times[0] - one.at for one in arrivals],
         "between tokens": [gap for one in arrivals for gap in np.diff(one.times)],
         "last token": [one.times[-1] - one.at for one in arrivals],

@@ -88,7 +88,7 @@ def word_ids(text: Any, count: int) -> Tensor:
 
 def trained(
     settings: Settings, run: Run, fields: dict[str, Any], after_step: Callable[..., object] | None = None
-) -> tuple[nn.Module, dict[str, Any], Callable[[nn.Module], float]]:
+) -> tuple[Any, dict[str, Any], Callable[[nn.Module], float]]:
     """Train a new diagonal SSM with these fields of its configuration.
 
     Args:

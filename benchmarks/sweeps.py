@@ -35,6 +35,8 @@ from . import common
 from .matched_models import Row
 
 SPEED = "_per_cpu_second"  # how the name of a speed ends
+SIZES = ["hidden_size", "num_hidden_layers", "inner_size", "num_heads", "intermediate_size"]
+SIZES += ["num_spectral_channels", "state_size"]
 
 
 @dataclass(frozen=True)
@@ -101,9 +103,7 @@ def measure(
 ) -> dict[str, Any]:
     """The record of a trained model: sizes, how it was trained, the metric at every budget up to the capacity, and of
     an ES-SSM the bytes that it keeps for one row after `length` tokens, at the full budget."""
-    names = ("hidden_size", "num_hidden_layers", "inner_size", "num_heads", "intermediate_size")
-    names = (*names, "num_spectral_channels", "state_size")
-    sizes = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
+    sizes = {name: getattr(model.config, name) for name in SIZES if hasattr(model.config, name)}
     record = {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes, **trained}
     capacity = capacity_of(model)
     full = sorted({min(K, capacity) for K in (*budgets, capacity)})

@@ -148,11 +148,11 @@ def draw(results: dict[str, Any], delays: dict[str, list[str]], filter_length: i
         axes.set_xticks(BUDGETS, [str(K) for K in BUDGETS])
         axes.minorticks_off()
     axes = panels[3]
-    names = {"impulse": "impulse, half", "exponential": "exponential, 90%", "window": "window, 90%"}
+    labels = {"impulse": "impulse, half", "exponential": "exponential, 90%", "window": "window, 90%"}
     for row in results["analytic"]["horizons"]:
         if row["filter_length"] == filter_length:
             held = {int(K): value for K, value in row["horizon"].items() if value}
-            axes.plot(list(held), list(held.values()), "o-", markersize=3.5, label=names[row["response"]])
+            axes.plot(list(held), list(held.values()), "o-", markersize=3.5, label=labels[row["response"]])
     few = [K for K in BUDGETS if K <= 12]
     line = [6.3 * CLAIM ** (K - 2) for K in few]  # through the exponential's at K = 2
     axes.plot(few, line, "--", color="gray", linewidth=1, label=f"{CLAIM} per channel")
@@ -169,11 +169,13 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args: argparse.Namespace = p.parse_args(argv)
     delays, filter_length, lengths = (QUICK, 512, (512,)) if args.quick else (DELAYS, 4096, LENGTHS)
     args.tasks = [name for group in delays.values() for name in group]
-    size = (12_000, min(args.updates, 3), 128, 128) if args.quick else (args.parameters, args.updates)
-    settings = memory_probes.Settings(*size, budgets=BUDGETS, device=str(common.pick_device(args.device)))
+    fields: Any = {"parameters": args.parameters, "updates": args.updates}
+    if args.quick:
+        fields = {"parameters": 12_000, "updates": min(args.updates, 3), "positions": 128, "held_out": 128}
+    settings = memory_probes.Settings(**fields, budgets=BUDGETS, device=str(common.pick_device(args.device)))
     sweep = Sweep(settings, memory_probes.perform, memory_probes.define, memory_probes.METRIC)
     records, report = sweeps.run("what_budgets_buy", args, sweep, lambda name: args.rates)
-    results = {"analytic": analytic(args.tasks, lengths, filter_length)}
+    results: dict[str, Any] = {"analytic": analytic(args.tasks, lengths, filter_length)}
     results["trained"] = sweeps.summarise_all(records, memory_probes.METRIC)
     for rows in (*results["analytic"].values(), results["trained"]):
         common.table(rows)
