@@ -7,13 +7,7 @@ from helpers import assert_close, pad, random_ids, random_model, tiny_config
 from operators import relative_error
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from essm_train.baselines.ar_stu import (
-    ARSTUConfig,
-    ARSTUForCausalLM,
-    ARSTUForPairClassification,
-    ARSTUForSequenceClassification,
-    ARSTUModel,
-)
+from essm_train.baselines.ar_stu import ARSTUForCausalLM, ARSTUForPairClassification, ARSTUForSequenceClassification
 from essm_train.baselines.sizes import matched_variant
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
@@ -30,7 +24,7 @@ TOLERANCE = 1e-5  # the recurrence reproduces the filters to 4e-6 (test_spectral
 
 def make_mixer(fields):
     """Width 16, H = 512, C = 8, in fp64; weights so large that every term shows in the outputs."""
-    mixer = random_model(ARSTUModel, num_hidden_layers=1, **fields).double().layers[0].mixer
+    mixer = random_model(ARSTUForCausalLM, num_hidden_layers=1, **fields).double().model.layers[0].mixer
     with torch.no_grad():
         mixer.output_mixing.mul_(4)
         if mixer.negative:
@@ -104,6 +98,6 @@ def test_an_ar_stu_is_as_large_as_an_es_ssm_and_is_found_by_its_type(cls, tmp_pa
 
 def test_what_it_is_not():
     with pytest.raises(Exception, match='block must be "paper" in AR-STU'):
-        ARSTUConfig(block="gated")
+        ARSTUForCausalLM.config_class(block="gated")
     with pytest.raises(ValueError, match="AR-STU runs on whole sequences"):
         random_model(ARSTUForCausalLM)(random_ids(1, 5), use_cache=True)

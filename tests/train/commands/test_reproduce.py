@@ -26,6 +26,7 @@ from essm_train import reproduce
 from essm_train.arguments import sort_values
 from essm_train.baselines.state_spaces import S4Mixer
 from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
+from essm_train.measure.timing import threads
 from essm_train.run import classifier, language, loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.tasks.audio import SC10_WORDS, SpeechFrames
@@ -78,8 +79,7 @@ def data(tmp_path_factory) -> Path:
         labels = {"label": [0, 1] * 2}
         pq.write_table(pa.table({"text": ["a fine film " * 400] * 4} | labels), folder / f"imdb-{split}.parquet")
         for stem, length in (("cifar10_gray", 1024), ("mnist", 784)):
-            pixels = pa.array([list(range(256)) * 4] * 4, pa.list_(pa.uint8()))
-            pixels = pa.array([row[:length] for row in pixels.to_pylist()], pa.list_(pa.uint8()))
+            pixels = pa.array([(np.arange(length) % 256).astype(np.uint8)] * 4, pa.list_(pa.uint8()))
             pq.write_table(pa.table({"pixels": pixels} | labels), folder / f"{stem}-{split}.parquet")
     for end in ("train", "eval", "test"):
         line = "\t".join(["1.0", "a", "b", "one paper " * 500, "another one " * 500])
@@ -89,16 +89,10 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
-    threads = torch.get_num_threads()
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    yield
-    torch.set_num_threads(threads)
-    return_freed_memory()
-
-
-def return_freed_memory() -> None:
-    """To the system: what the exception's frames hold, and what glibc keeps of many small tensors, 0.5 GB a test."""
-    gc.collect()
+    with threads(torch.get_num_threads()):
+        yield
+    gc.collect()  # what the exception's frames hold, and what glibc keeps of many small tensors, 0.5 GB a test
     if sys.platform == "linux":
         getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: 0)(0)
 

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import initialization as init
 
 from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.mixer_essm import ESSMSpectralMixer, LayerCall
 from modeling_essm.modeling_essm import ESSMPreTrainedModel
 
@@ -114,14 +114,9 @@ class _ARSTU(ESSMPreTrainedModel):
 
     def __init__(self, config: ARSTUConfig):
         super().__init__(config)
-        encoder: Any = getattr(self, "model", self)
-        for layer, capacity in zip(encoder.layers, config.capacities):
+        for layer, capacity in zip(self.model.layers, config.capacities):
             layer.mixer = ARSTUMixer(config, capacity)
         self.post_init()
-
-
-class ARSTUModel(_ARSTU, ESSMModel):
-    """`ESSMModel` with the mixers of AR-STU."""
 
 
 class ARSTUForCausalLM(_ARSTU, ESSMForCausalLM):
@@ -146,10 +141,9 @@ class ARSTUForPairClassification(_ARSTU, ESSMForPairClassification):
 
 
 _HEADS = (ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassification)
-for _cls in (ARSTUConfig, ARSTUPairConfig, ARSTUModel, *_HEADS):
+for _cls in (ARSTUConfig, ARSTUPairConfig, *_HEADS):
     _cls._auto_class = None  # their code is not copied beside a checkpoint
 AutoConfig.register("ar_stu", ARSTUConfig, exist_ok=True)
-AutoModel.register(ARSTUConfig, ARSTUModel, exist_ok=True)
 AutoModelForCausalLM.register(ARSTUConfig, ARSTUForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ARSTUConfig, ARSTUForSequenceClassification, exist_ok=True)
 AutoConfig.register("ar_stu_pair", ARSTUPairConfig, exist_ok=True)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
-from transformers.utils.generic import can_return_tuple
 
 from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig
@@ -101,7 +100,6 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -135,7 +133,6 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         self.score = nn.Linear(width or config.hidden_size, config.num_labels, bias=width is not None)
         self.post_init()
 
-    @can_return_tuple
     def forward(
         self,
         input_ids: Tensor | None = None,
