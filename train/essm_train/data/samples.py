@@ -9,7 +9,6 @@ shuffles per process and finds its place again by reading what it has read.)
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -111,7 +110,7 @@ class StreamSamples:
         return list(handles)
 
     def state_dict(self) -> dict[str, Any]:
-        stream = copy.deepcopy(self._stream.state_dict()) if self._started else None
+        stream = self._stream.state_dict() if self._started else None
         place = {"epoch": self.epoch, "drawn": self.drawn, "ended": self._ended, "stream": stream}
         return place | {"buffer": list(self.buffer), "rest": self._rest}
 
