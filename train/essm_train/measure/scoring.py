@@ -11,9 +11,11 @@ are not scored. A model that is uniform over 256 symbols gets 8 bits per byte.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,10 +31,22 @@ from essm_train.models import run_at_budget
 
 
 class Metric(NamedTuple):
-    """What models are judged by."""
+    """What models are judged by: a module of the `evaluate` library in `metrics`; nothing is fetched."""
 
     name: str
     higher_is_better: bool
+
+    def compute(self, *columns: Tensor) -> float:
+        """Of the two (n,) columns that the module takes."""
+        module = _open_metric(self.name)
+        return float(module.compute(**dict(zip(module.features, map(Tensor.tolist, columns), strict=True)))[self.name])
+
+
+@functools.cache
+def _open_metric(name: str) -> Any:
+    import evaluate
+
+    return evaluate.load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)
 
 
 BITS_PER_BYTE = Metric("bits_per_byte", higher_is_better=False)
@@ -44,8 +58,7 @@ class HeldOut:
     """Held-out data of one kind.
 
     Attributes:
-        score: (model, K) to two (n,) float64 tensors, one entry per block or sample; the metric is the ratio of their
-            sums.
+        score: (model, K) to the two (n,) columns of the metric, float64, one entry per block or sample.
         inputs: one batch of the model's inputs, on the CPU. length: positions of the longest block or sample.
         description: for people. auto_class: that loads models of this kind.
     """
@@ -59,8 +72,7 @@ class HeldOut:
 
     def value(self, model: PreTrainedModel, budget: int) -> float:
         """The metric at that budget. Raises ValueError if it is not finite."""
-        totals, weights = self.score(model, budget)
-        value = float(totals.sum() / weights.sum())
+        value = self.metric.compute(*self.score(model, budget))
         if not math.isfinite(value):
             raise ValueError(f"{self.metric.name} of {self.description} at K={budget} must be finite, got {value}")
         return value
