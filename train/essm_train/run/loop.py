@@ -35,7 +35,7 @@ from essm_train.arguments import ModelArguments, RunArguments
 from essm_train.data.samples import Prefetch, SampleSource, share_of
 from essm_train.files import write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
-from essm_train.measure.scoring import ACCURACY, HeldOut, Metric
+from essm_train.measure.scoring import HeldOut, Metric
 from essm_train.models import capacity_of, run_at_budget
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import RunLog, hardware, say
@@ -131,8 +131,7 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
         save_sweep(sweep, output_dir, model=str(folder), data=task.description, **task.swept)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         task.show(saved)
-        carded = args.architecture == "essm" or task.held_out.metric == ACCURACY
-        if carded and any(folder.glob("*.py")):  # a diagonal SSM classifies with a card of its own
+        if args.architecture == "essm" and any(folder.glob("*.py")):  # others have no card
             write_card_and_push(args)
     return sweep
 
