@@ -67,6 +67,7 @@ def test_weights_of_an_earlier_push_go_and_all_else_stays(api, run):
 STRAYS = (
     *("credentials.json", "hf_token.txt", "id_rsa", "optimizer.bin", "training_args.bin", "config.json~", "notes.txt"),
     *("README.md.orig", "other.py", "unseen.png", ".env", "pytorch_model.bin", "merged.safetensors", "x.png.key"),
+    *("een.png", "told.png"),  # the card's text holds these names, and shows no such picture
 )
 
 
@@ -83,7 +84,7 @@ def litter(run: Path) -> Path:
         (model / name).write_text("{}")
     for name in ("NOTICE", "seen.png", "my_model.py", "my_layers.py"):
         (model / name).write_text("" if name != "my_model.py" else "from .my_layers import Layer\n")
-    (model / "README.md").write_text("![curve](seen.png) ![no](linked.png) ![](x.png.key) [no](notes.txt)\n")
+    (model / "README.md").write_text("![curve](seen.png) ![no](linked.png) ![](x.png.key) [no](notes.txt) told.png\n")
     ESSMForCausalLM.from_pretrained(model).save_pretrained(model, variant="fp16", max_shard_size="60KB")
     config = json.loads((model / "config.json").read_text())
     config["auto_map"] |= {"AutoModel": "my_model.Mine", "AutoProcessor": "org/elsewhere--theirs.Mine"}

@@ -8,6 +8,7 @@ made, whatever interrupts the push. Pushing again does not send files twice, and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -34,6 +35,7 @@ _PUBLISHED = (  # beside code, and pictures that the card shows
     *("README.md", "LICENSE*", "NOTICE"),
 )
 _PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
+_SHOWN = re.compile(r"""!\[[^\]]*\]\(\s*<?([^\s)>]+)|<img\b[^>]*?\bsrc\s*=\s*["']?([^"'\s>]+)""")
 
 
 def check_can_push(hub_model_id: str, *, private: bool = False) -> str:
@@ -86,12 +88,13 @@ def split_files(folder: Path) -> tuple[list[str], list[str]]:
         raise ValueError(f"{str(folder)!r} is not a folder; a run's saved model is its `model` folder")
     code, card, index = _code(folder), folder / "README.md", folder / "model.safetensors.index.json"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    shown = {(a or b).removeprefix("./") for a, b in _SHOWN.findall(text)}
     files, left_out = [], []
     for path in sorted(folder.iterdir()):
         known = path.name in code or any(fnmatch(path.name, pattern) for pattern in _PUBLISHED)
         if path.is_symlink():
             left_out.append(f"{path.name} (a symbolic link)")
-        elif path.is_file() and (known or (path.suffix in _PICTURES and path.name in text)):
+        elif path.is_file() and (known or (path.suffix in _PICTURES and path.name in shown)):
             files.append(path.name)
         else:
             left_out.append(path.name + "/" * path.is_dir())

@@ -58,7 +58,7 @@ def write_model_card(
     template: Path | None,
     local: str | None = None,
 ) -> Path:
-    """Write `folder`/README.md, put the curve's picture, `folder`/../budget_sweep.png, beside it; the card's path.
+    """Write `folder`/README.md, put the curve's picture of its run, ../budget_sweep.png, beside it; the card's path.
 
     Args:
         folder: a saved model (config.json at least).
@@ -79,7 +79,7 @@ def write_model_card(
         own, text = user.data.to_dict(), user.text
     task = own.get("pipeline_tag") or _task(folder, config)
     data = _metadata(own, task, title, curve, sweep.get("split"), training)
-    if (place.parent / PICTURE).is_file():
+    if place.name == "model" and (place.parent / PICTURE).is_file():  # else what lies there is another model's
         shutil.copyfile(place.parent / PICTURE, folder / PICTURE)
     example = data["widget"][0]["text"] if data.get("widget") else "def main("
     sections = (
