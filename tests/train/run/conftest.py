@@ -47,7 +47,7 @@ def validations(monkeypatch):
 
         def task(*args):
             made, calls = make_task(*args), itertools.count()
-            made.validation = SimpleNamespace(value=lambda *_: figures[next(calls) // budgets])
+            made.validation = SimpleNamespace(value=lambda *_, **__: figures[next(calls) // budgets])
             return made
 
         monkeypatch.setattr(language, "make_task", task)

@@ -182,6 +182,12 @@ def test_what_counts_as_better():
     assert counts == [0, 1, 2, 0, 1, 2] and (progress.best, progress.best_update) == (2.45, 8)
 
 
+def test_a_validation_that_is_not_finite_does_not_end_the_run(arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr(Metric, "compute", lambda *_: math.nan)
+    train(arguments(tmp_path))
+    assert math.isnan(read_log(tmp_path)[-1]["validation bits/byte K=4"]) and (tmp_path / "model").is_dir()
+
+
 def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, capsys):
     stop = {"eval_steps": 1, "early_stopping_patience": 2, "save_steps": 3, "save_total_limit": 9}
     validations([3.0, 2.0, 2.5, 2.1, 1.0])

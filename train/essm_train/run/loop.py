@@ -374,8 +374,10 @@ class _Run:
         progress, metric, patience = self.progress, self.task.metric, self.args.early_stopping_patience
         with self._weights():
             module = self.accelerator.unwrap_model(self.model.eval())
-            values = torch.tensor([self.task.validation.value(module, K) for K in self.validated], dtype=torch.float64)
-            values = self.accelerator.reduce(values.to(self.accelerator.device), "mean")  # all processes go on alike
+            found = [self.task.validation.value(module, K, finite=False) for K in self.validated]  # NaN ends no run
+            values = torch.tensor(found, dtype=torch.float64)
+            if self.accelerator.num_processes > 1:  # all go on alike; MPS, which has no fp64, is never one of several
+                values = self.accelerator.reduce(values.to(self.accelerator.device), "mean")
             figures = dict(zip(self.validated, values.tolist()))
             mean = sum(figures.values()) / len(figures)
             if is_best := progress.record_validation(mean, metric, self.args.early_stopping_threshold):
