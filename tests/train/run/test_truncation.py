@@ -85,6 +85,14 @@ def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
     assert found["history"][0]["before"] == [8, 8] and all(after < 8 for after in found["sizes"])
 
 
+def test_an_extended_run_keeps_its_attempts(arguments, tmp_path):
+    """An end that is a share of all updates would move with them, and truncate a model that is done."""
+    share = {"truncation_attempts": 1, "truncation_until": "0.5"}
+    train(arguments(tmp_path, max_steps=2, **share))
+    with pytest.raises(ValueError, match=r"truncation after was \[1\] and is now \[2\]"):
+        train([*arguments(tmp_path, max_steps=4, **share), "--extend"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

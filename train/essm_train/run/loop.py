@@ -186,6 +186,7 @@ class _Run:
             | {"distributed_type": str(accelerator.distributed_type)}
             | {"device": accelerator.device.type}  # each kind has random states of its own
             | {"model": model_identity(task.model)}
+            | ({} if self.truncation is None else {"truncation after": sorted(self.truncation.steps)})
         )
         self.checkpoint = find_run(accelerator, args, self.identity)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
