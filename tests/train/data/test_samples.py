@@ -4,7 +4,7 @@
 from collections import Counter
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 
 from essm_train.data.samples import MapSamples, StreamSamples, even_shares, share_of
 
@@ -62,6 +62,20 @@ def test_a_stream_is_shuffled_within_its_buffer():
 def test_a_stream_without_samples_is_an_error():
     with pytest.raises(ValueError, match="the training stream holds no sample: it is empty, or shorter than one block"):
         numbers(1, expand=pair).draw(1)
+
+
+def test_a_row_that_breaks_the_stream_is_an_error_and_what_came_before_is_drawn():
+    def rows():
+        yield from ({"x": 0}, {"x": 1})
+        raise ValueError("no text") from OSError("row 2 is broken")
+
+    def opened():
+        return IterableDataset.from_generator(rows)
+
+    source = StreamSamples(opened, lambda item, rest: ([item["x"]], rest), 1, 0)
+    assert source.draw(2) == [0, 1]
+    with pytest.raises(ValueError, match="cannot read the training stream: row 2 is broken"):
+        source.draw(1)
 
 
 def test_shares_of_a_draw_are_disjoint_and_complete():
