@@ -121,9 +121,12 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             (B, L, H), embeddings first, if asked for.
         Raises:
             ValueError: token ids out of range (checked on a CPU), not exactly one input, a mask or a cache that does
-                not fit, a cache for a bidirectional model, or packed sequences.
+                not fit, a cache for a bidirectional model, packed sequences, or gradient checkpointing with batch norm.
         """
         _refuse_packing(kwargs)
+        recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if recomputes and self.config.norm == "batch":
+            raise ValueError('gradient checkpointing would move the running statistics of norm="batch" twice')
         check_inputs(self.config, input_ids, inputs_embeds, input_features)
         if input_features is not None:
             inputs_embeds = self.embed_features(input_features.to(self.embed_features.weight.dtype))

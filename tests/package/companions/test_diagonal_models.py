@@ -228,6 +228,16 @@ def test_gradient_checkpointing(reentrant):
     assert all(torch.equal(a, b) for a, b in zip(*grads))
 
 
+def test_layers_with_running_statistics_are_not_run_twice():
+    model, ids = make("s5", norm="batch").train(), ids_of(2, 12)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match='statistics of norm="batch" twice'):
+        model(ids)
+    with torch.no_grad():
+        model(ids)
+    model.eval()(ids)
+
+
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classification_of_features(labels):
     fields = {"num_input_features": 4, "num_labels": labels, "bidirectional": True}
