@@ -214,6 +214,12 @@ def test_bad_rows_are_named(columns, message, streaming, arguments, tmp_path):
         load(arguments(tmp_path / "run", **changes, streaming=True, validation_file=validation)).source.draw(3)
 
 
+def test_a_test_split_that_lacks_one_label_is_not_one_without_labels(arguments, tmp_path):
+    path = write(tmp_path, "test.parquet", {"pixels": [[1], [2]], "label": [-1, 0]}, PIXELS)
+    with pytest.raises(ValueError, match=r"row 0 of test_file test.parquet: labels must be in \[0, 2\], got -1"):
+        load(arguments(tmp_path / "run", test_file=path))
+
+
 def test_streams_name_the_row_after_a_resume(arguments, files, tmp_path):
     rows = signals(12, seed=0)
     rows["label"][9] = 7
