@@ -285,7 +285,7 @@ def choose_budget(model: Any, *, profile: BudgetProfile | None = None, **limits:
             f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
             "write it with essm-calibrate"
         )
-    return profile.choose(**{"device": model.device, **limits})
+    return profile.choose(**limits | {"device": limits.get("device") or model.device})
 
 
 def budget_profile(model: Any) -> BudgetProfile | None:

@@ -92,7 +92,7 @@ def test_which_device(monkeypatch):
     with pytest.raises(ValueError, match=r"no times were measured on 'a third'.*'another machine', 'this machine'"):
         both.choose(max_latency_ms=20)
     with pytest.raises(ValueError, match="no times were measured on 'a cpu'"):  # where the model is
-        choose_budget(random_model(), profile=both, max_latency_ms=20)
+        choose_budget(random_model(), profile=both, max_latency_ms=20, device=None)
     assert both.choose(max_quality_drop=0.02) == 8  # needs no device
     with pytest.raises(ValueError, match=r"\(measured: none\)"):
         replace(both, devices={}).choose(max_latency_ms=20)
