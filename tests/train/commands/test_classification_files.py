@@ -150,6 +150,7 @@ BAD_ARGUMENTS = [
     ({"train_file": "latin.csv"}, "cannot read .*: 'utf-8' codec can't decode byte 0xff"),
     ({"train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
     ({"validation_file": "none.parquet"}, r"validation_file none.parquet.* no (rows|data)"),
+    ({"train_file": "ids.parquet", "num_labels": None}, "ids.parquet: labels go up to 1000000; number the classes"),
     ({"streaming": True, "train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
     ({"streaming": True, "train_file": "latin.csv"}, "cannot read .*: 'utf-8' codec can't decode byte 0xff"),
     ({"streaming": True, "num_labels": None}, "streaming needs num_labels"),
@@ -170,6 +171,7 @@ def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monk
     Path("words.txt").write_text("words")
     Path("latin.csv").write_bytes(b"pixels,label\n1,0\n\xff\xfe,1\n")
     write(tmp_path, "none.parquet", {"pixels": [], "label": []}, PIXELS)
+    write(tmp_path, "ids.parquet", GOOD | {"label": [0, 10**6, 3]}, PIXELS)
     Path("broken.parquet").write_bytes(b"no parquet")
     Path("broken.jsonl").write_text('{"pixels": [1], "label": 0}\nno json\n')
     monkeypatch.setattr(classifier, "train_and_sweep", None)

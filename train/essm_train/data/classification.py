@@ -77,6 +77,10 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
         raise ValueError(f"streaming needs num_labels: {train.source} does not say how many classes it has")
     if not num_labels:
         num_labels = 1 + max((label for label in train.rows[args.label_column] if isinstance(label, int)), default=1)
+        if num_labels > max(2, len(train.rows)):
+            raise ValueError(
+                f"{train.source}: labels go up to {num_labels - 1}; number the classes from 0, or give num_labels"
+            )
     if num_labels < 2:
         raise ValueError(f"num_labels must be at least 2, got {num_labels} from {train.source}")
     samples = Rows(train.rows, reader, args.label_column, num_labels, train.source)
