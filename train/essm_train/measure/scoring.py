@@ -81,7 +81,7 @@ class HeldOut:
 def hold_out_blocks(
     input_ids: Tensor, special_ids: Sequence[int], bytes_per_token: float, batch_size: int, description: str
 ) -> HeldOut:
-    """Bits and bytes of blocks (n, L), for language models.
+    """Bits and bytes of blocks (n, L), for language models; processes share them out, and every one must score.
 
     Args:
         special_ids: tokens that are not scored. bytes_per_token: what every other one stands for.
@@ -89,8 +89,18 @@ def hold_out_blocks(
     labels = text_labels(input_ids, special_ids)
     num_bytes = (labels[:, 1:] != -100).sum(1).double() * bytes_per_token
 
+    shared, starts = Accelerator(), range(0, len(input_ids), batch_size)
+
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
-        return block_nats(model, input_ids, labels, K, batch_size) / math.log(2), num_bytes
+        if shared.num_processes == 1:
+            return block_nats(model, input_ids, labels, K, batch_size) / math.log(2), num_bytes
+        nats = torch.zeros(len(input_ids), dtype=torch.float64)
+        for i in even_shares(len(starts), shared.process_index, shared.num_processes):
+            part = slice(starts[i or 0], starts[i or 0] + batch_size)
+            found = block_nats(model, input_ids[part], labels[part], K, batch_size)
+            if i is not None:  # else it only keeps step with the other processes
+                nats[part] = found
+        return shared.reduce(nats.to(model.device), "sum").cpu() / math.log(2), num_bytes
 
     description = f"{description}; {len(input_ids)} blocks of {input_ids.shape[1]} tokens"
     inputs = {"input_ids": input_ids[:batch_size]}
