@@ -21,7 +21,14 @@ model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
 length = int(sys.argv[2]) if len(sys.argv) > 2 else 400
 capacity = budget = model.config.num_spectral_channels
 lines: queue.Queue = queue.Queue()
-threading.Thread(target=lambda: [*map(lines.put, sys.stdin), lines.put("")], daemon=True).start()
+threading.Thread(target=lambda: [*map(lines.put, sys.stdin.buffer), lines.put(b"")], daemon=True).start()
+
+
+def next_line() -> bytes:
+    """The next line that was typed; b"" without an end of line at the end of input, and from then on."""
+    if not (line := lines.get()):
+        lines.put(line)
+    return line
 
 
 def report(K: int, tokens: int, seconds: float, cache) -> None:
@@ -33,16 +40,16 @@ def report(K: int, tokens: int, seconds: float, cache) -> None:
 
 
 @torch.inference_mode()
-def complete(text: str) -> None:
+def complete(text: bytes) -> None:
     global budget
-    decoder, ids = codecs.getincrementaldecoder("utf-8")("replace"), torch.tensor([list(text.encode())])
+    decoder, ids = codecs.getincrementaldecoder("utf-8")("replace"), torch.tensor([list(text)])
     outputs = model(ids, use_cache=True, spectral_budget=capacity)  # room for every budget
     cache, running, tokens, start = outputs.past_key_values, budget, 0, time.perf_counter()
     for _ in range(length):
         token = torch.multinomial((outputs.logits[:, -1, :256] / 0.7).softmax(-1), 1)
         print(decoder.decode(bytes(token[0].tolist())), end="", flush=True)
         if not lines.empty():
-            if not (typed := lines.get().strip()).isdigit():
+            if not (typed := next_line().strip()).isdigit():
                 break
             report(running, tokens, time.perf_counter() - start, cache)
             running = budget = max(1, min(int(typed), capacity))
@@ -52,7 +59,7 @@ def complete(text: str) -> None:
     report(running, tokens, time.perf_counter() - start, cache)
 
 
-while print(f"K = {budget} of {capacity}> ", end="", flush=True) or (typed := lines.get().rstrip("\n")):
+while print(f"K = {budget} of {capacity}> ", end="", flush=True) or (typed := next_line().rstrip(b"\r\n")):
     if typed.strip().isdigit():
         budget = max(1, min(int(typed), capacity))
     else:

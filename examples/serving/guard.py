@@ -42,7 +42,7 @@ class Guard:
     """
 
     def __init__(self, app: Any, model: Any, name: str, limits: Limits):
-        self.app, self.config, self.name, self.limits = app, model.config, name, limits
+        self.app, self.model, self.config, self.name, self.limits = app, model, model.config, name, limits
         self.tickets: dict[str, Ticket] = {}
         self.running: Ticket | None = None
         model.register_forward_pre_hook(self._before_forward)
@@ -148,6 +148,8 @@ class Guard:
 
     def _before_forward(self, *_: Any) -> None:
         """Give up between two chunks of a prompt; between two tokens _Stop does."""
+        if self.model.training:
+            raise Refused(503, "the model is in training mode, whose dropout would change every answer")
         ticket = self.running
         if ticket is None or ticket.writing:
             return

@@ -43,7 +43,8 @@ def _temperature(value: float) -> float:
 
 
 Unsupported = Annotated[Any, AfterValidator(_no_support)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Natural = Annotated[int, Field(ge=0, lt=2**31)]
 Temperature = Annotated[float, Field(ge=0, le=100), AfterValidator(_temperature)]
 Share = Annotated[float, Field(gt=0, le=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -57,10 +58,10 @@ class Generation(BaseModel):
     model_config = STRICT | ConfigDict(extra="forbid")
     spectral_budget: int | str | list[int] | None = None
     max_new_tokens: Count | None = None
-    min_new_tokens: Annotated[int, Field(ge=0)] | None = None
+    min_new_tokens: Natural | None = None
     do_sample: bool | None = None
     temperature: Temperature | None = None
-    top_k: Annotated[int, Field(ge=0)] | None = None
+    top_k: Natural | None = None
     top_p: Share | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
@@ -99,7 +100,7 @@ class Request(BaseModel):
     n: Literal[1] | None = None
     best_of: Literal[1] | None = None
     stop: Stop | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[Annotated[str, Field(max_length=10)], Annotated[float, Field(ge=-100, le=100)]] | None = None
     generation_config: Json[Generation] | None = None
     tools: Unsupported = None
     functions: Unsupported = None
@@ -186,5 +187,8 @@ def _reason(error: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no integer of more than 4,300 digits
+        text = "a longer number"
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -15,7 +15,7 @@ for, and how it ends, changes no other. If the model itself fails on the running
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,7 +124,7 @@ class ContinuousBatch:
             raise ValueError("requests are served in evaluation mode: call model.eval() first")
         self.model, self.max_state_bytes = model, max_state_bytes
         self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
-        self._waiting: deque[Request] = deque()
+        self._waiting: OrderedDict[Request, None] = OrderedDict()  # of which each can be taken out at once
         self._reading: deque[Request] = deque()
         self._running: list[Request] = []
         self._cache: ESSMCache | None = None  # of the running rows, in their order
@@ -195,14 +195,17 @@ class ContinuousBatch:
         ends = [] if eos_token_id is None else _token_ids("eos_token_id", eos_token_id, vocabulary).flatten().tolist()
         prompt = ids.reshape(1, -1).to(self.model.device)
         request = Request(prompt, max_new_tokens, budget, frozenset(ends), logits_processor, generator, on_token)
-        self._waiting.append(request)
+        self._waiting[request] = None
         return request
 
     def cancel(self, request: Request) -> None:
         """End a request now, wherever it stands, and free its state; one that is over stays as it is."""
         if not request.over:
             request.status = CANCELLED
-            self._drop_those_over()
+            if request in self._waiting:
+                del self._waiting[request]
+            else:
+                self._drop_those_over()
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -212,14 +215,16 @@ class ContinuousBatch:
         no longer fit each other. Requests that wait for room go on waiting.
 
         Raises:
-            RuntimeError: called by an on_token.
+            RuntimeError: called by an on_token, or the model has been put into training mode; no request is lost then.
         """
+        if self.model.training:
+            raise RuntimeError("the model is in training mode, whose dropout changes tokens: call model.eval() first")
         if self._stepping:
             raise RuntimeError("step is at work: on_token must not call it")
         self._stepping = True
         try:
-            while self._waiting and self._has_room(self._waiting[0]):
-                request = self._waiting.popleft()
+            while self._waiting and self._has_room(next(iter(self._waiting))):
+                request, _ = self._waiting.popitem(last=False)
                 request.status = READING
                 self._reading.append(request)
             if self._running:
@@ -289,7 +294,6 @@ class ContinuousBatch:
     def _drop_those_over(self) -> None:
         for request in self._reading:
             request._cache = None if request.over else request._cache
-        self._waiting = deque(request for request in self._waiting if not request.over)
         self._reading = deque(request for request in self._reading if not request.over)
         stay = [i for i, request in enumerate(self._running) if not request.over]
         if len(stay) < len(self._running):

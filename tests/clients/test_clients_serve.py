@@ -280,6 +280,14 @@ def test_a_bad_request_is_told_why(bad, guarded):
     assert found == status and reason in told
 
 
+def test_numbers_too_long_to_be_printed_are_refused(guarded, monkeypatch):
+    monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, body_bytes=1 << 16))
+    digits = "1" * 5000
+    for field in (f'"logit_bias": {{"{digits}": 1}}', f'"max_tokens": {digits}', f'"seed": {digits}'):
+        found, told = guarded.refusal(f'{{"prompt": "a", {field}}}')
+        assert found == 422 and field.split('"')[1] in told
+
+
 def test_method_type_and_place_are_told_too(guarded):
     for arguments, status, reason in (
         ({"method": "GET"}, 405, "/v1/completions takes POST, got GET"),

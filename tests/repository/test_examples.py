@@ -1,6 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every example runs offline from end to end."""
 
+import subprocess
+import sys
+
 import pytest
 from apart import run_script
 from helpers import ROOT, random_model
@@ -84,3 +87,11 @@ def test_byte_terminal(saved):
     prompts = [int(part.split(" of 32> ")[0]) for part in output.split("K = ")[1:] if " of 32> " in part]
     assert prompts == [32, 4, 2, 2]
     assert output.count("[K = 4: ") == output.count("tokens/s, ") == 1
+
+
+def test_byte_terminal_ends_with_its_input(tmp_path):
+    """In the middle of a completion, and after bytes that are no UTF-8."""
+    random_model().save_pretrained(tmp_path)
+    command = [sys.executable, ROOT / "examples/byte_terminal.py", tmp_path, "30"]
+    run = subprocess.run(command, input=b"caf\xe9 x\n", capture_output=True, timeout=60)
+    assert run.returncode == 0 and run.stdout.count(b" of 32> ") == 2, run.stderr
