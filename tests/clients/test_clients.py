@@ -4,10 +4,15 @@
 The others have files of their own: test_clients_peft, _lm_eval, _serve and _trainers.
 """
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
+import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
-from helpers import random_ids, random_model
+from helpers import ROOT, random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, pipeline
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification, build_byte_tokenizer
@@ -156,3 +161,16 @@ def test_a_device_map_never_splits_a_layer():
         assert all(name.count(".") <= 2 for name in devices if name.startswith("model.layers")), devices
         split += any(name.count(".") > 2 for name in infer_auto_device_map(model, limits))
     assert split
+
+
+@pytest.mark.slow
+def test_the_librarys_tests_of_its_models(tmp_path):
+    """From the source distribution of the version that is installed."""
+    name = f"transformers-{transformers.__version__}"
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "transformers"]
+    subprocess.run([*pip, name.replace("-", "=="), "-d", tmp_path], check=True, timeout=300)
+    shutil.unpack_archive(tmp_path / f"{name}.tar.gz", tmp_path)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/library_models.py", tmp_path / name], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
