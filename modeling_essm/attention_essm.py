@@ -140,12 +140,15 @@ class ESSMAttention(nn.Module):
 
     def forward(self, x: Tensor, call: AttentionCall, cache: ESSMAttentionCacheLayer | None = None) -> Tensor:
         """(B, L, D) -> (B, L, D), reading and extending the layer's keys and values."""
-        projections = self.q_proj, self.k_proj, self.v_proj
-        query, key, value = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in projections)
+        H, held = self.config.num_attention_heads, self.config.num_key_value_heads
+        projections = (self.q_proj, H), (self.k_proj, held), (self.v_proj, held)
+        query, key, value = (f(x).unflatten(-1, (heads, self.head_dim)).transpose(1, 2) for f, heads in projections)
         cos, sin = call.cos.to(x.device), call.sin.to(x.device)
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
             key, value = cache.extend(key, value, call.read, self.sliding_window)
+        if not len(x):  # the library's functions take no empty batch
+            return self.o_proj(query.transpose(1, 2).flatten(2, 3))
         mask = call.masks[self.kind]
         output, _ = ALL_ATTENTION_FUNCTIONS.get_interface(call.implementation, eager_attention_forward)(
             self,

@@ -386,7 +386,8 @@ class ESSMStaticCache(ElasticCache):
     def advance(self, num_tokens: int) -> None:
         if not isinstance(self._seen_tokens, Tensor):  # a compiled step must not make a constant of it
             self._seen_tokens = torch.tensor(self._seen_tokens, device=self.layers[0].tensors["features"].device)
-            torch._dynamo.mark_static_address(self._seen_tokens)
+            if not torch.compiler.is_compiling():
+                torch._dynamo.mark_static_address(self._seen_tokens)
         super().advance(num_tokens)
 
 

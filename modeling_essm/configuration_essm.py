@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+import os
 import sys
 from typing import Any, ClassVar, Literal
 
@@ -159,7 +160,7 @@ class ESSMConfig(PreTrainedConfig):
     num_key_value_heads: int | None = _integer(1, _WIDTH)
     head_dim: int | None = _integer(2, _WIDTH)
     sliding_window: int | None = _integer(2, _WIDTH)
-    rope_parameters: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = dataclasses.field(default_factory=lambda: None)
     attention_dropout: float | int = _number(1, 0.0)
     gate_bias: float | int = validated_field(_check_bias, default=1.0)
     dropout: float | int = _number(1, 0.0)
@@ -190,7 +191,7 @@ class ESSMConfig(PreTrainedConfig):
         kwargs["auto_map"] = self.auto_classes | (kwargs.get("auto_map") or {})
         super().__post_init__(**kwargs)
         if not is_hybrid(self):
-            self.rope_parameters = None  # transformers fills it in
+            del self.rope_parameters  # which transformers fills in, and takes for a sign of rotary positions
 
     def _defaults(self) -> dict[str, Any]:
         """Values of fields that follow from others when they are None."""
@@ -311,10 +312,24 @@ class ESSMConfig(PreTrainedConfig):
                 derived.add("head_dim")
         return super().from_dict({k: v for k, v in fields.items() if k not in derived} | given, **kwargs)
 
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """As in transformers; the file names only code that lies beside it, as a model saves it."""
+        folder, auto_map = os.path.dirname(json_file_path), getattr(self, "auto_map", {})
+        there = {k: v for k, v in auto_map.items() if os.path.isfile(os.path.join(folder, v.split(".")[0] + ".py"))}
+        try:
+            self.auto_map = there
+            super().to_json_file(json_file_path, use_diff)
+        finally:
+            self.auto_map = auto_map
+
     def to_dict(self) -> dict[str, Any]:
         """As in transformers, without the fields of attention layers where there are none."""
         fields = super().to_dict()
         return fields if is_hybrid(self) else {k: v for k, v in fields.items() if k not in _ATTENTION_FIELDS}
+
+    def __eq__(self, other: object) -> bool:
+        names = [field.name for field in dataclasses.fields(self)]  # of which rope_parameters may be absent
+        return type(self) is type(other) and all(getattr(self, n, None) == getattr(other, n, None) for n in names)
 
     @property
     def capacities(self) -> tuple[int, ...]:

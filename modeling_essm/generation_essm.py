@@ -94,8 +94,15 @@ class ElasticGenerationMixin(GenerationMixin):
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any):  # type: ignore[override]
         """As in transformers; the budget, then of all beams and samples, is resolved here for all steps."""
         input_ids, model_kwargs = super()._expand_inputs_for_generation(*args, **kwargs)
+        given = [x for x in (model_kwargs.get("inputs_embeds"), input_ids) if x is not None]
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None and given and (held := cache.get_seq_length()) >= (length := given[0].shape[1]):
+            raise ValueError(
+                f"past_key_values has read {held} positions, but the prompt has {length}: generate needs the text that "
+                "the cache has read and at least one token more"
+            )
         if (budget := model_kwargs.get("spectral_budget")) is not None:
-            batch_size = len(next(x for x in (input_ids, model_kwargs.get("inputs_embeds")) if x is not None))
+            batch_size = len(given[-1])
             model_kwargs["spectral_budget"] = self.config.resolve_budget(budget, batch_size=batch_size)
         return input_ids, model_kwargs
 

@@ -14,15 +14,18 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Union
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_layers
+
+logger = logging.get_logger(__name__)
 
 SpectralCapacity = Union[int, Sequence[int]]
 # Names in a mixer; the second is in AR-STU's.
@@ -73,6 +76,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             revision = getattr(model.config, "_commit_hash", None) or where.get("revision")
             kept["revision"] = getattr(revision, "resolved", revision)  # the library may have found out the commit
             model._origin = (os.path.abspath(source) if os.path.isdir(source) else str(source), kept)
+        _warn_of_edited_code(source)
         for name, tensor in model.state_dict().items():
             plain = not tensor.is_meta and tensor.is_floating_point() and not hasattr(tensor, "qdata")
             if plain and not torch.isfinite(tensor).all():
@@ -179,6 +183,21 @@ class ElasticPreTrainedModel(PreTrainedModel):
         budget = getattr(getattr(self, "generation_config", None), "spectral_budget", None)
         if budget is not None and not budget_fits(budget, self.config):
             self.generation_config.spectral_budget = None
+
+
+def _warn_of_edited_code(source: Any) -> None:
+    """Tell of code beside the weights that differs from this, which runs in its place and is saved."""
+    folder, here = Path(str(source)), Path(__file__).parent
+    edited = sorted(
+        path.name
+        for path in folder.glob("*_essm.py")
+        if (own := here / path.name).exists() and own.read_bytes() != path.read_bytes()
+    )
+    if edited:
+        logger.warning_once(
+            f"{', '.join(edited)} beside the weights in {str(source)!r} differ from the code in {here}, which runs and "
+            f"will be saved: to run them, load with trust_remote_code=True where modeling_essm is not imported"
+        )
 
 
 @contextlib.contextmanager

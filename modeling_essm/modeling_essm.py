@@ -9,7 +9,7 @@ Letters: B batch, L sequence, D width, F input features, K budget.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
+from transformers.models.auto import modeling_auto
 from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
@@ -38,11 +39,26 @@ logger = logging.get_logger(__name__)
 # What models return.
 
 
+class _Name(str):
+    """The name of an output, which carries the budget to outputs that are built anew from items, as Accelerate does."""
+
+    budget: Any = None
+
+
 class _ElasticOutput(ModelOutput):
     """`items()` leaves spectral_budget out: Trainers gather and concatenate all items, which must be tensors then."""
 
+    def __post_init__(self) -> None:
+        source = getattr(self, fields(self)[0].name)
+        super().__post_init__()
+        if isinstance(source, Mapping):
+            self.spectral_budget = getattr(next(iter(source), None), "budget", None)
+
     def items(self):
-        return [(name, value) for name, value in super().items() if name != "spectral_budget"]
+        named = [(_Name(name), value) for name, value in super().items() if name != "spectral_budget"]
+        for name, _ in named:
+            name.budget = self.spectral_budget
+        return named
 
     def __getitem__(self, key):  # which the library reads from items()
         return self.spectral_budget if key == "spectral_budget" else super().__getitem__(key)
@@ -203,8 +219,10 @@ def refuse_unsupported(kwargs: dict[str, Any]) -> None:
             raise ValueError(f"unknown argument {name!r}; packed sequences are described by {PACKING_ARGUMENTS}")
 
 
-def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None) -> None:
-    """Raises ValueError unless exactly one input is given, of the kind, shape and dtype that the model reads."""
+def check_inputs(
+    config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None
+) -> tuple[int, int]:
+    """B and L. Raises ValueError unless there is one input, of the kind, shape and dtype that the model reads."""
     given = [x for x in (input_ids, inputs_embeds, features) if x is not None]
     if len(given) != 1:
         raise ValueError("give exactly one of input_ids, inputs_embeds and input_features")
@@ -225,11 +243,14 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
         )
     if shape[1] == 0:
         raise ValueError(f"a sequence needs at least one position, got shape {shape[:2]}")
+    return shape[0], shape[1]
 
 
 def check_token_ids(input_ids: Tensor, vocab_size: int, training: bool) -> None:
     """Raises ValueError for ids outside the vocabulary; training does not wait for an accelerator to tell."""
     if torch.compiler.is_compiling() or input_ids.numel() == 0 or (training and input_ids.device.type != "cpu"):
+        return
+    if torch._C._are_functorch_transforms_active():  # under torch.vmap no value can be read
         return
     low, high = torch.aminmax(input_ids)
     if low < 0 or high >= vocab_size:
@@ -307,11 +328,24 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
     config_class = ESSMConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _supports_sdpa = True  # of a hybrid's attention layers
-    _supports_flash_attn = True
-    _supports_attention_backend = True
+    _supports_sdpa = _supports_flash_attn = True
     _is_stateful = True
     _can_compile_fullgraph = True
+
+    def __init__(self, config: ESSMConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        self._supports_sdpa = self._supports_flash_attn = is_hybrid(config)  # nothing else attends
+        if config.num_input_features is not None:
+            self.main_input_name = "input_features"  # what Trainers count and pass to metrics
+
+    def train(self, mode: bool = True):
+        """As in torch; warns once of weights in 16 bits, which forget small updates."""
+        if mode and any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in self.parameters()):
+            logger.warning_once(
+                "weights in 16 bits are put into training, which rounds small updates away: load the model with "
+                "dtype=torch.float32 and train in mixed precision (bf16=True)"
+            )
+        return super().train(mode)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -339,6 +373,7 @@ class ESSMModel(ESSMPreTrainedModel):
 
     def __init__(self, config: ESSMConfig):
         super().__init__(config)
+        config.validate_layers()  # a rotary embedding set later is one that cached keys bear, too
         if config.num_input_features is None:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
@@ -394,8 +429,7 @@ class ESSMModel(ESSMPreTrainedModel):
         """
         refuse_unsupported(kwargs)
         config, cache = self.config, past_key_values
-        embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features, cache))
-        B, L, _ = embeddings.shape
+        B, L = check_inputs(config, input_ids, inputs_embeds, input_features)
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if cache is not None:
             check_cache(cache, config, B)
@@ -404,6 +438,7 @@ class ESSMModel(ESSMPreTrainedModel):
         past = 0 if cache is None or compiling else cache.get_seq_length()
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
+        embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features, mask, cache))
         packing = read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs and L > 1 else None
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         use_cache = wants_cache(self, use_cache, cache, packing)
@@ -439,14 +474,20 @@ class ESSMModel(ESSMPreTrainedModel):
             spectral_budget=budget.report(),
         )
 
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Tensor | None, cache: Any):
-        """(B, L, D) from the one input that is given."""
-        check_inputs(self.config, input_ids, inputs_embeds, features)
-        if inputs_embeds is not None:
-            return inputs_embeds
-        if features is not None:
-            return self.embed_features(features.to(self.embed_features.weight.dtype))
-        assert input_ids is not None
+    def _embed(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        features: Tensor | None,
+        mask: Tensor | None,
+        cache: ESSMCache | None,
+    ) -> Tensor:
+        """(B, L, D) from the one input that is given; numbers at masked positions, NaN too, are not read."""
+        if input_ids is None:
+            given: Any = inputs_embeds if features is None else features.to(self.embed_features.weight.dtype)
+            if mask is not None:
+                given = given.masked_fill(~mask.to(given.device)[..., None], 0.0)
+            return given if features is None else self.embed_features(given)
         if cache is None or input_ids.shape[1] > 1:  # a decoding step reads no value of a tensor
             check_token_ids(input_ids, self.config.vocab_size, self.training)
         return self.embed_tokens(input_ids)
@@ -604,5 +645,10 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, spectral_budget=outputs.spectral_budget
         )
 
+
+# Trainers (label smoothing), evaluation harnesses and model cards look class names up in these tables.
+modeling_auto.MODEL_MAPPING_NAMES["essm"] = "ESSMModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["essm"] = "ESSMForCausalLM"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["essm"] = "ESSMForSequenceClassification"
 
 __all__ = ["ESSMForCausalLM", "ESSMForSequenceClassification", "ESSMModel", "ESSMPreTrainedModel"]

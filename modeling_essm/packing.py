@@ -34,8 +34,9 @@ def pool(hidden_states: Tensor, real: Tensor | None, how: str) -> Tensor:
         return hidden_states.mean(1) if how == "mean" else hidden_states[:, -1]
     real = real.to(hidden_states.device).bool()
     if how == "mean":
-        total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
-        return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)  # fp16 ends at 65504, as a sum and as a count
+        total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1, dtype=wide)
+        return (total / real.sum(1, keepdim=True).clamp(min=1)).to(hidden_states.dtype)
     last = (real * torch.arange(real.shape[1], device=real.device)).amax(1)
     return hidden_states[torch.arange(real.shape[0], device=real.device), last]
 

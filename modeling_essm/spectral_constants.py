@@ -70,8 +70,8 @@ def is_transformed(*tensors: Tensor | None) -> bool:
 
 
 def to_device(array: np.ndarray, device: str, dtype: torch.dtype) -> Tensor:
-    """A tensor to keep for the life of the process, so never an inference tensor nor a fake one of an export."""
-    with torch.inference_mode(False), _disable_current_modes():
+    """A tensor to keep for the life of the process: none of inference mode, an export or a torch.func transform."""
+    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
         return torch.tensor(array, dtype=dtype, device=device)
 
 

@@ -142,7 +142,7 @@ def _filters(H: int, K: int, L: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4)
 def _filter_spectra(H: int, K: int, L: int, n: int, device: str, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False), _disable_current_modes():
+    with torch.inference_mode(False), _disable_current_modes(), torch._C._DisableFuncTorch():
         phi = _filters(H, K, L, torch.device(device))
         return torch.fft.rfft(phi.T.contiguous(), n).to(torch.complex128 if dtype == torch.float64 else torch.complex64)
 
