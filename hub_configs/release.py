@@ -4,15 +4,15 @@
     python hub_configs/release.py --run runs/release/essm-novels-6m --name essm-novels-6m --text_files heldout.txt \\
         --prompts "It was" "My dear"
 
-The folder holds weights in bf16, config, tokenizer and a link to the code. Its quality and speed at every budget are
-measured here, and its card tells them, with samples, file sizes and how it was trained. `peers.py` adds a section on
-other models of its size. An older folder of that name is replaced at the end.
+The folder holds weights in bf16, config, tokenizer and a file that imports the installed package. Its quality and speed
+at every budget are measured here, and its card tells them, with samples, file sizes and how it was trained. `peers.py`
+adds a section on other models of its size. A folder that is there is refused: its card may have been edited by hand.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
-import modeling_essm
-from essm_train.arguments import arg
+from essm_train.arguments import arg, refuse
 from essm_train.console import command
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
@@ -30,12 +29,12 @@ from essm_train.files import publish, temporary_folder, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks
 from essm_train.publish.arguments import CalibrateArguments
-from essm_train.publish.hub import read_json
+from essm_train.publish.hub import PACKAGE_CODE, read_json
 from essm_train.publish.model_card import write_model_card
 from essm_train.publish.profile import calibrate
 from modeling_essm.budgets.profile import device_name
 
-CODE, PACKAGE = "code", Path(modeling_essm.__file__).parent  # the link in each folder, and where it leads
+CODE = Path(__file__).parent / "essm-tiny" / PACKAGE_CODE
 SAMPLE_BUDGETS = (2, 4)  # and the full one
 SIZE_BLOCKS = 64  # of the held-out ones: every file size is scored on them
 CARD = """---
@@ -127,9 +126,10 @@ def release(args: ReleaseArguments, root: Path) -> Path:
     """Write `root`/`args.name`; the folder.
 
     Raises:
-        ValueError: the run has not ended. OSError: no such text, or the run has no model.
+        ValueError: the run has not ended, or the folder is there. OSError: no such text, or the run has no model.
     """
     run, folder = Path(args.run_dir), root / args.name
+    refuse({f"{folder} is there already: give another name, or move it away": folder.exists()})
     source, training = run / "model", read_json(run / "training.json", "; the run has not ended")
     blocks, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
     held_out, few = (
@@ -143,8 +143,8 @@ def release(args: ReleaseArguments, root: Path) -> Path:
     tokenizer.save_pretrained(new)
     for path in new.glob("*.py"):
         path.unlink()
-    (new / CODE).symlink_to(os.path.relpath(PACKAGE, new.resolve()), target_is_directory=True)
-    auto_map = {auto: f"{CODE}/{reference}" for auto, reference in model.config.auto_classes.items()}
+    shutil.copy(CODE, new)
+    auto_map = {auto: f"{CODE.stem}.{name.split('.')[1]}" for auto, name in model.config.auto_classes.items()}
     write_config_file(new / "config.json", read_json(new / "config.json") | {"auto_map": auto_map})
     write_config_file(new / "generation_config.json", read_json(new / "generation_config.json"))
 

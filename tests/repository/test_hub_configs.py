@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT, randomise
+from helpers import BLOCK, ROOT, randomise
 from huggingface_hub import ModelCard
 from transformers import (
     AutoConfig,
@@ -21,7 +21,7 @@ from transformers import (
 
 from essm_train.publish.hub import split_files
 from essm_train.publish.model_card import SECTIONS, check_template, write_model_card
-from modeling_essm import ESSMConfig, build_byte_tokenizer
+from modeling_essm import ESSMConfig, ESSMForCausalLM, build_byte_tokenizer
 
 FOLDER = ROOT / "hub_configs"
 RELEASED = "essm-novels-6m"
@@ -49,12 +49,13 @@ def test_a_configuration_is_whole_and_as_large_as_its_page_says(name):
     row = f"| `{name}` | {parameters / 1e6:.1f}M | {config.block} | {size} | {config.filter_length:,} |"
     assert row in (FOLDER / "README.md").read_text()
     assert check_template((folder / "README.md").read_text()).data.license == "apache-2.0"
-    assert [*folder.glob("*.py")] == []
-    if "Pair" not in config.architectures[0]:  # a class of the training library
-        assert (folder / "code").readlink() == (FOLDER / RELEASED / "code").readlink()
-        assert (folder / "code").resolve() == ROOT / "modeling_essm"
+    assert not any(path.is_symlink() for path in folder.iterdir())
+    if "Pair" in config.architectures[0]:  # a class of the training library
+        assert [*folder.glob("*.py")] == []
+    else:
+        assert [path.read_bytes() for path in folder.glob("*.py")] == [(FOLDER / RELEASED / "essm.py").read_bytes()]
         assert json.loads((folder / "config.json").read_text())["auto_map"] == {
-            auto: f"code/{reference}" for auto, reference in config.auto_classes.items()
+            auto: reference.replace(reference.split(".")[0], "essm") for auto, reference in config.auto_classes.items()
         }
     if config.vocab_size == 259 and config.num_input_features is None:
         made = build_byte_tokenizer(model_max_length=config.filter_length)
@@ -98,41 +99,63 @@ def test_a_saved_model_with_its_card_can_be_published(name, tmp_path):
     assert torch.equal(expected, got)
 
 
-WRITES = """
+WRITES = (
+    BLOCK
+    + """
 import math, sys
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 remote = {"trust_remote_code": True}
-config = AutoConfig.from_pretrained("hub_configs/essm-tiny", **remote, num_hidden_layers=1)
-AutoModelForCausalLM.from_config(config, **remote).save_pretrained("saved")
+try:
+    AutoModelForCausalLM.from_pretrained("copied", **remote)
+except ImportError as error:
+    assert "run `pip install .` in a clone" in str(error), error
+sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != "Refuse"]  # from here on it is installed
+for folder in ("zipped", "copied"):
+    config = AutoConfig.from_pretrained(folder, **remote, num_hidden_layers=1)
+    AutoModelForCausalLM.from_config(config, **remote)
+AutoModelForCausalLM.from_config(config).save_pretrained("saved")
 config.save_pretrained("saved_config")
 assert type(AutoModel.from_pretrained("saved", **remote)).__name__ == "ESSMModel"
 for folder in ("saved", "saved_config"):
-    assert "/" not in "".join(AutoConfig.from_pretrained(folder, **remote).auto_map.values())
-folder = f"hub_configs/{sys.argv[1]}"
-model = AutoModelForCausalLM.from_pretrained(folder, **remote)
-tokenizer = AutoTokenizer.from_pretrained(folder, **remote)
-assert "modeling_essm" not in sys.modules, "the package was imported"
-ids = tokenizer(sys.argv[2], return_tensors="pt").input_ids
+    assert "essm." not in AutoConfig.from_pretrained(folder, **remote).auto_map.values()
+model = AutoModelForCausalLM.from_pretrained("cloned", **remote)
+tokenizer = AutoTokenizer.from_pretrained("cloned", **remote)
+ids = tokenizer(sys.argv[1], return_tensors="pt").input_ids
 for K in (2, 4, model.config.num_spectral_channels):
     written = model.generate(ids, spectral_budget=K, max_new_tokens=8, do_sample=False)
     with torch.no_grad():
         print(K, written.shape[1] - ids.shape[1], model(ids, labels=ids, spectral_budget=K).loss.item() / math.log(2))
 """
+)
 PROSE = (
     "She looked at him for a moment without speaking, and then she turned away to the window and said that she would "
     "go to London in the morning, and that nothing he could say would change her mind."
 )
 
 
-def test_a_clone_loads_and_writes_without_the_package(tmp_path):
-    """A saved model holds its own code, and the released one has learnt: a byte trigram needs 2.9 bits a byte."""
-    for part in (f"hub_configs/{RELEASED}", "hub_configs/essm-tiny", "modeling_essm"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / part, tmp_path / part, symlinks=True, ignore=ignored)
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", WRITES, RELEASED, PROSE]
-    ran = subprocess.run(command, cwd=tmp_path, env=env | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+def clone_without_links(source, target):
+    """As git writes it where links cannot be made: their targets as text."""
+    shutil.copytree(source, target, symlinks=True)
+    for link in filter(os.path.islink, target.iterdir()):
+        text = os.readlink(link)
+        link.unlink()
+        link.write_text(text)
+
+
+def test_any_copy_loads_by_the_package_and_writes_its_code(tmp_path):
+    """And says what it needs where the package is not. The released model has learnt: a trigram needs 2.9 bits."""
+    shutil.copytree(FOLDER / "essm-tiny", tmp_path / "copied", symlinks=True)
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", FOLDER / "essm-tiny")
+    shutil.unpack_archive(archive, tmp_path / "zipped")
+    clone_without_links(FOLDER / RELEASED, tmp_path / "cloned")
+    for name in ("copied", "zipped", "cloned"):  # unasked, by classes that are imported
+        config = AutoConfig.from_pretrained(tmp_path / name)
+        with torch.device("meta"):
+            assert isinstance(AutoModelForCausalLM.from_config(config), ESSMForCausalLM)
+    env = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITES, PROSE]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     rows = [line.split() for line in ran.stdout.splitlines()]
     assert [int(K) for K, _, _ in rows] == [2, 4, 8] and {new for _, new, _ in rows} == {"8"}

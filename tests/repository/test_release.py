@@ -39,12 +39,13 @@ def released(run):
 
 def test_it_is_the_model_of_the_run_in_bf16(run, released):
     model = AutoModelForCausalLM.from_pretrained(released, trust_remote_code=True)
-    assert model.dtype == torch.bfloat16 and [*released.glob("*.py")] == []
+    assert model.dtype == torch.bfloat16 and [path.name for path in released.glob("*.py")] == ["essm.py"]
     trained = ESSMForCausalLM.from_pretrained(run / "run" / "model").state_dict()
     assert all(torch.equal(value, trained[name].bfloat16()) for name, value in model.state_dict().items())
     assert len(AutoTokenizer.from_pretrained(released)("It was").input_ids) == 6
-    assert json.loads((released / "config.json").read_text())["auto_map"]["AutoConfig"].startswith(f"{release.CODE}/")
-    assert (released / release.CODE).resolve() == release.PACKAGE
+    assert json.loads((released / "config.json").read_text())["auto_map"]["AutoConfig"] == "essm.ESSMConfig"
+    with pytest.raises(ValueError, match="released is there already: give another name"):
+        release.release(arguments(run), run)
     (run / "run" / "training.json").rename(run / "gone.json")
     with pytest.raises(ValueError, match="has not ended"):
         release.release(arguments(run, name="other"), run)
@@ -88,7 +89,7 @@ REPORT = {
 
 def test_peers_stand_on_its_card_once_and_in_the_picture(released, tmp_path):
     card = (released / "README.md").read_text()
-    shutil.copytree(released, tmp_path, symlinks=True, dirs_exist_ok=True)
+    shutil.copytree(released, tmp_path, dirs_exist_ok=True)
     for cpu in ("old", "new"):
         peers.add_peers(tmp_path, REPORT | {"machine": {"cpu": f"a {cpu} cpu"}})
     new = (tmp_path / "README.md").read_text()

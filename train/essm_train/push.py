@@ -3,12 +3,12 @@
 
     hf auth login                                                             # once
     essm-push --run runs/train_clm --hub_model_id org/name [--private]
-    essm-push --run runs/train_clm --card_only              # write model/README.md and stop; edit it,
-    essm-push --run runs/train_clm --hub_model_id org/name --keep_card   # and push it as it is
+    essm-push --run runs/train_clm --card_only              # write model/README.md and stop
     essm-push --run runs/train_clm --dry_run                # say what would be published and what not
 
 A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png and training.json. What belongs
-to a model is published, see `split_files`; whatever else lies in its folder is named and stays at home. The repository
+to a model is published, see `split_files`; whatever else lies in its folder is named and stays at home. A card that was
+edited is pushed as it is, and one that was edited on the Hub stays there; --replace_card writes it anew. The repository
 shows its old revision until the commit is made. Pushing again does not send files twice, and makes no commit if nothing
 has changed.
 """

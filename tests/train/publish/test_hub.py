@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -19,6 +20,7 @@ from essm_train.arguments import RunArguments
 from essm_train.publish.arguments import PushArguments
 from essm_train.publish.run_card import push_run, write_card_and_push
 from modeling_essm import ESSMForCausalLM
+from modeling_essm.configuration_essm import AUTO_MAP
 
 
 def push(run: Path, **options) -> str | None:
@@ -26,14 +28,15 @@ def push(run: Path, **options) -> str | None:
 
 
 def sent(api) -> dict[str, bytes | None]:
-    """The files of the one commit; None for one that it deletes."""
-    (call,) = api.create_commit.call_args_list
-    return {
-        operation.path_in_repo: None
-        if isinstance(operation, CommitOperationDelete)
-        else Path(operation.path_or_fileobj).read_bytes()
-        for operation in call.args[1]
-    }
+    """The files of the last commit; None for one that it deletes."""
+
+    def content(operation) -> bytes | None:
+        if isinstance(operation, CommitOperationDelete):
+            return None
+        what = operation.path_or_fileobj
+        return what if isinstance(what, bytes) else Path(what).read_bytes()
+
+    return {operation.path_in_repo: content(operation) for operation in api.create_commit.call_args.args[1]}
 
 
 def test_all_of_a_model_goes_up_in_one_commit(api, run, tmp_path):
@@ -44,6 +47,12 @@ def test_all_of_a_model_goes_up_in_one_commit(api, run, tmp_path):
     api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
     files = sent(api)
     assert set(files) == {path.name for path in (run / "model").iterdir()} > {"README.md", "budget_sweep.png"}
+    assert api.create_commit.call_count == 1
+    check_it_loads(files, run, tmp_path)
+
+
+def check_it_loads(files, run, tmp_path):
+    """What was sent is the run's model, by its own code."""
     (tmp_path / "there").mkdir()
     for name, content in files.items():
         (tmp_path / "there" / name).write_bytes(content)
@@ -55,6 +64,21 @@ def test_all_of_a_model_goes_up_in_one_commit(api, run, tmp_path):
         assert torch.equal(model.eval()(ids, spectral_budget=3).logits, here.eval()(ids, spectral_budget=3).logits)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "there")
     assert tokenizer("h\u00e9")["input_ids"] == list("h\u00e9".encode()) and model.generation_config.eos_token_id == 258
+
+
+def test_code_that_imports_the_package_is_published_as_the_packages(api, run, tmp_path):
+    """A folder of hub_configs, or a model loaded from one."""
+    folder = shutil.copytree(run / "model", tmp_path / "released", ignore=shutil.ignore_patterns("*.py"))
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = json.loads((ROOT / "hub_configs/essm-tiny/config.json").read_text())["auto_map"]
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(ROOT / "hub_configs/essm-tiny/essm.py", folder)
+    push(folder)
+    (files := sent(api)).pop("README.md")
+    assert "essm.py" not in files and json.loads(files["config.json"]) == config | {"auto_map": AUTO_MAP}
+    check_it_loads(files, run, tmp_path)
+    ESSMForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "saved")
+    assert {path.name for path in (tmp_path / "saved").glob("*.py")} == {name for name in files if name.endswith("py")}
 
 
 def test_weights_of_an_earlier_push_go_and_all_else_stays(api, run):
@@ -99,7 +123,7 @@ def test_only_what_belongs_to_a_model_is_published(api, run, capsys):
     assert push(run, hub_model_id=None, dry_run=True) is None and not api.mock_calls
     assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     would_be, left_out = (line.split(": ")[1].split(", ") for line in capsys.readouterr().out.splitlines())
-    push(run, keep_card=True)
+    push(run)
     published = set(sent(api))
     links = {f"{name} (a symbolic link)" for name in ("LICENSE", "vocab.json", "linked.png")}
     assert set(left_out) == {*STRAYS, "checkpoint-1/"} | links and set(would_be) == published
@@ -184,24 +208,58 @@ def test_a_push_that_breaks_off_is_repeated(api, run):
     assert push(run) == "0" * 40 and (run / "model" / "README.md").read_bytes() == before
 
 
-def test_a_finished_runs_card_is_written_anew_until_its_user_edits_it(api, run, capsys):
-    args, card = RunArguments(output_dir=str(run)), run / "model" / "README.md"
-    pushing = RunArguments(output_dir=str(run), push_to_hub=True, hub_model_id="org/name")
-    write_card_and_push(args)
-    first = card.read_text()
+def on_the_hub(api, path: Path) -> None:
+    """What the commit held is there now, and its card is at that path."""
+    path.write_bytes(sent(api)["README.md"])
+    api.list_repo_files.return_value = ["README.md"]
+    api.hf_hub_download.return_value = str(path)
+
+
+def test_a_card_is_written_anew_until_its_user_edits_it(api, run, capsys, tmp_path):
+    card, record, told = run / "model" / "README.md", run / "training.json", capsys.readouterr
+    ending = RunArguments(output_dir=str(run), push_to_hub=True, hub_model_id="org/name")
     api.create_commit.side_effect = KeyboardInterrupt  # killed: our card stays ours
-    (run / "training.json").write_text('{"updates": 1}')
     with pytest.raises(KeyboardInterrupt):
-        write_card_and_push(pushing)
-    assert card.read_text() != first and "kept" not in capsys.readouterr().out
-    write_card_and_push(args)
-    assert "kept" not in capsys.readouterr().out
+        write_card_and_push(ending)
     api.create_commit.reset_mock(side_effect=True)
+    record.write_text('{"updates": 1}')
+    write_card_and_push(ending)
+    on_the_hub(api, tmp_path / "there")
+    record.write_text('{"updates": 2}')
+    push(run)
+    assert b"| updates | 2 |" in sent(api)["README.md"] and "kept" not in told().out
+
     card.write_text("mine")
-    write_card_and_push(args)
-    assert card.read_text() == "mine" and "was edited" in capsys.readouterr().out and not api.create_commit.called
-    write_card_and_push(pushing)
-    assert sent(api)["README.md"] == b"mine"
+    for again in (lambda: push(run), lambda: write_card_and_push(ending), lambda: push(run, card_only=True)):
+        again()
+        assert card.read_text() == "mine" and "which was edited; --replace_card" in told().out
+        assert sent(api)["README.md"] == b"mine"
+    on_the_hub(api, tmp_path / "there")
+    card.write_text("mine again")
+    push(run)
+    assert sent(api)["README.md"] == b"mine again" and "edited there" not in told().out
+    push(run, replace_card=True)
+    assert b"| updates | 2 |" in sent(api)["README.md"] == card.read_bytes()
     card.unlink()  # with the model it described
-    write_card_and_push(args)
+    push(run, card_only=True)
     assert "## Training" in card.read_text()
+
+
+def test_a_card_that_was_edited_on_the_hub_stays_there(api, run, capsys, tmp_path):
+    push(run)
+    on_the_hub(api, tmp_path / "there")
+    (tmp_path / "there").write_text("edited on the page")
+    push(run)
+    assert "README.md" not in sent(api) and "model.safetensors" in sent(api)
+    assert "kept the card of org/name, which was edited there; --replace_card" in capsys.readouterr().out
+    push(run, replace_card=True)
+    assert b"## Model" in sent(api)["README.md"]
+
+
+def test_a_card_from_a_template_is_not_replaced_by_a_plain_one(api, run):
+    card, template = run / "model" / "README.md", str(ROOT / "hub_configs/essm-21m/README.md")
+    for _ in range(2):
+        push(run, template=template)
+    push(run)
+    write_card_and_push(RunArguments(output_dir=str(run)))
+    assert "byte-level" in card.read_text()

@@ -131,5 +131,3 @@ def test_card_only_needs_no_hub(run, capsys):
     assert push_run(PushArguments(run=str(run), card_only=True)) is None
     assert "wrote" in capsys.readouterr().out
     assert ModelCard.load(run / "model" / "README.md").text.strip().startswith("# run\n")
-    with pytest.raises(ValueError, match="one of them"):
-        PushArguments(run=str(run), card_only=True, keep_card=True)

@@ -145,10 +145,9 @@ class PushArguments:
     template: str | None = arg(None, "Card template, such as hub_configs/essm-21m/README.md; else a plain card.")
     commit_message: str = arg("Upload ES-SSM model", "First line of the commit.")
     card_only: bool = arg(False, "Write model/README.md and stop.")
-    keep_card: bool = arg(False, "Push model/README.md as it is, edited by hand.")
+    replace_card: bool = arg(False, "Write the card anew over one that was edited by hand, here or on the Hub.")
     dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
 
     def __post_init__(self) -> None:
         named = self.card_only or self.dry_run or self.hub_model_id
-        refuse({"card_only writes the card, keep_card does not: give one of them": self.card_only and self.keep_card})
         refuse({"hub_model_id is needed to push: --hub_model_id org/name": not named})

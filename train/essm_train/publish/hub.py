@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,6 +19,9 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
+
+from modeling_essm import modeling_essm
+from modeling_essm.configuration_essm import AUTO_MAP
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 _PUBLISHED = (  # beside code, and pictures that the card shows
@@ -33,6 +36,9 @@ _PUBLISHED = (  # beside code, and pictures that the card shows
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
     *("spiece.model", "sentencepiece.bpe.model", "budget_profile.*", "budget_sweep.*", "training.json"),
     *("README.md", "LICENSE*", "NOTICE"),
+)
+PACKAGE_CODE = (
+    "essm.py"  # in a folder of hub_configs: it imports the installed package, which is published in its place
 )
 _PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
 _SHOWN = re.compile(r"""!\[[^\]]*\]\(\s*<?([^\s)>]+)|<img\b[^>]*?\bsrc\s*=\s*["']?([^"'\s>]+)""")
@@ -59,9 +65,9 @@ def check_can_push(hub_model_id: str, *, private: bool = False) -> str:
     return repository
 
 
-def commit_folder(folder: Path, files: list[str], repository: str, message: str) -> str:
-    """Upload these files of a folder in one commit; its id, to be used as `revision`, or the present one's if nothing
-    has changed. Weights of an earlier push that are not among the files are deleted in it, all else there stays."""
+def commit_files(files: Mapping[str, Path | bytes], repository: str, message: str) -> str:
+    """Upload files by name in one commit; its id, to be used as `revision`, or the present one's if nothing has
+    changed. Weights of an earlier push that are not among the files are deleted in it, all else there stays."""
     api = HfApi()
     with _online():
         present = api.list_repo_files(repository)
@@ -69,17 +75,24 @@ def commit_folder(folder: Path, files: list[str], repository: str, message: str)
         # Not upload_folder: where hf_xet is installed it may make several commits.
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(CommitOperationDelete(path_in_repo=name) for name in stale),
-            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in files),
+            *(CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in files.items()),
         ]
         return api.create_commit(repository, operations, commit_message=message).oid
 
 
-def split_files(folder: Path) -> tuple[list[str], list[str]]:
-    """What of a saved model's folder belongs on the Hub, and all else in it.
+def fetch(repository: str, name: str) -> Path | None:
+    """A file of a repository as it is there now; None if it is not."""
+    api = HfApi()
+    with _online():
+        return Path(api.hf_hub_download(repository, name)) if name in api.list_repo_files(repository) else None
+
+
+def split_files(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
+    """What of a saved model's folder belongs on the Hub, path or contents by name, and all else in it.
 
     Published are weights as safetensors, the configuration, tokenizer files, the code that auto_map names with what it
     imports from beside it, what this project writes beside a model, the card with the pictures that it shows, and a
-    licence. Symbolic links and folders never are.
+    licence. Symbolic links and folders never are. The package's own code takes the place of PACKAGE_CODE.
 
     Raises:
         ValueError, OSError: what would be published lacks the configuration, weights or code.
@@ -89,30 +102,36 @@ def split_files(folder: Path) -> tuple[list[str], list[str]]:
     code, card, index = _code(folder), folder / "README.md", folder / "model.safetensors.index.json"
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     shown = {(a or b).removeprefix("./") for a, b in _SHOWN.findall(text)}
-    files, left_out = [], []
+    files: dict[str, Path | bytes] = {}
+    left_out = []
     for path in sorted(folder.iterdir()):
-        known = path.name in code or any(fnmatch(path.name, pattern) for pattern in _PUBLISHED)
+        known = path in code or any(fnmatch(path.name, pattern) for pattern in _PUBLISHED)
         if path.is_symlink():
             left_out.append(f"{path.name} (a symbolic link)")
         elif path.is_file() and (known or (path.suffix in _PICTURES and path.name in shown)):
-            files.append(path.name)
+            files[path.name] = path
         else:
             left_out.append(path.name + "/" * path.is_dir())
     weights = set(read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-    if missing := sorted({"config.json", *code, *weights} - {*files}):
+    needed = {"config.json", *weights, *(path.name for path in code if path.parent == folder)}
+    if missing := sorted(needed - {*files}):
         raise ValueError(f"{folder} lacks {', '.join(missing)}: save_pretrained writes them, and no link is published")
+    if package := {path.name: path for path in code if path.parent != folder}:
+        config = read_json(folder / "config.json") | {"auto_map": AUTO_MAP}
+        files |= {**package, "config.json": f"{json.dumps(config, indent=2)}\n".encode()}
     return files, left_out
 
 
-def _code(folder: Path) -> set[str]:
+def _code(folder: Path) -> set[Path]:
     """The Python files that the configurations' auto_map names, with all that these import from beside them."""
-    found: set[str] = set()
+    found: set[Path] = set()
     for config in (folder / "config.json", *folder.glob("*_config.json")):
         for classes in (read_json(config).get("auto_map") or {}).values():
             for name in filter(None, [classes] if isinstance(classes, str) else classes):
                 if "--" not in name:  # else it lies in another repository
                     module = folder / f"{name.split('.')[0]}.py"
-                    found |= {module.name, *(Path(path).name for path in get_relative_import_files(module))}
+                    module = Path(modeling_essm.__file__) if module.name == PACKAGE_CODE else module
+                    found |= {module, *map(Path, get_relative_import_files(module))}
     if not found:
         raise ValueError(f"{folder / 'config.json'} has no auto_map: the Hub would not know which code loads the model")
     return found

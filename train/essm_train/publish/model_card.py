@@ -44,8 +44,8 @@ print(model_info("{}").sha)
 
 Read its `*.py` files, then pin it:"""
 _IN_A_CLONE = (
-    "The model's code is the package's, to which `code` in this folder is a link: `trust_remote_code=True` allows it "
-    "to run on\nyour machine, so read it first. From the root of a clone:"
+    "The model's code is that of the package, which has to be installed (`pip install .` in a clone):\n"
+    "`trust_remote_code=True` lets `essm.py` in this folder import it. From the root of the clone:"
 )
 
 
@@ -298,6 +298,8 @@ model = {auto}.from_pretrained({remote}).eval()
 the batch as a tensor; without it the model runs at its full budget. `from_pretrained(..., spectral_budget={budget})`
 makes a budget the default; `from_pretrained(..., spectral_capacity={budget})` loads the first {budget} channels
 alone, a smaller model that equals this one at that budget."""
+    if config.get("dtype") in ("bfloat16", "float16"):
+        text += f" The weights are in {config['dtype']}: give `dtype=torch.float32` to train them."
     if presets := config.get("budget_presets"):
         names = ", ".join(f"`{name}` ({K})" for name, K in presets.items())
         text += f" `spectral_budget` also takes the names {names}."
