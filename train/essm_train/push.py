@@ -8,9 +8,9 @@
 
 A run folder holds model/ and, if they were written, budget_sweep.json, budget_sweep.png and training.json. What belongs
 to a model is published, see `split_files`; whatever else lies in its folder is named and stays at home. A card that was
-edited is pushed as it is, and one that was edited on the Hub stays there; --replace_card writes it anew. The repository
-shows its old revision until the commit is made. Pushing again does not send files twice, and makes no commit if nothing
-has changed.
+edited is pushed as it is, and one that was edited on the Hub stays there, unless
+--replace_card names it. The repository shows its old revision until the commit is made. Pushing again does not send
+files twice, and makes no commit if nothing has changed.
 """
 
 from __future__ import annotations

@@ -182,6 +182,8 @@ def test_folders_that_would_not_load(api, run, damage, says):
 
 
 def test_what_the_hub_would_not_let_in_is_refused_before_uploading(api, run, monkeypatch):
+    with pytest.raises(ValueError, match="replace_card must be local, hub or both, got there"):
+        push(run, replace_card=["hub", "there"])
     with pytest.raises(ValueError, match="hub_model_id is needed"):
         push(run, hub_model_id=None)
     api.model_info.return_value.private = False
@@ -232,13 +234,13 @@ def test_a_card_is_written_anew_until_its_user_edits_it(api, run, capsys, tmp_pa
     card.write_text("mine")
     for again in (lambda: push(run), lambda: write_card_and_push(ending), lambda: push(run, card_only=True)):
         again()
-        assert card.read_text() == "mine" and "which was edited; --replace_card" in told().out
+        assert card.read_text() == "mine" and "which was edited; `essm-push --replace_card local`" in told().out
         assert sent(api)["README.md"] == b"mine"
     on_the_hub(api, tmp_path / "there")
     card.write_text("mine again")
     push(run)
     assert sent(api)["README.md"] == b"mine again" and "edited there" not in told().out
-    push(run, replace_card=True)
+    push(run, replace_card=["local"])
     assert b"| updates | 2 |" in sent(api)["README.md"] == card.read_bytes()
     card.unlink()  # with the model it described
     push(run, card_only=True)
@@ -252,8 +254,11 @@ def test_a_card_that_was_edited_on_the_hub_stays_there(api, run, capsys, tmp_pat
     push(run)
     assert "README.md" not in sent(api) and "model.safetensors" in sent(api)
     assert "kept the card of org/name, which was edited there; --replace_card" in capsys.readouterr().out
-    push(run, replace_card=True)
-    assert b"## Model" in sent(api)["README.md"]
+    (run / "model" / "README.md").write_text("edited here too")
+    push(run)
+    assert "README.md" not in sent(api)
+    push(run, replace_card=["hub"])
+    assert sent(api)["README.md"] == b"edited here too"
 
 
 def test_a_card_from_a_template_is_not_replaced_by_a_plain_one(api, run):

@@ -145,9 +145,11 @@ class PushArguments:
     template: str | None = arg(None, "Card template, such as hub_configs/essm-21m/README.md; else a plain card.")
     commit_message: str = arg("Upload ES-SSM model", "First line of the commit.")
     card_only: bool = arg(False, "Write model/README.md and stop.")
-    replace_card: bool = arg(False, "Write the card anew over one that was edited by hand, here or on the Hub.")
+    replace_card: list[str] = arg([], "Which card may be replaced though it was edited by hand: local, hub or both.")
     dry_run: bool = arg(False, "Say which files would be published and which not, write nothing, and stop.")
 
     def __post_init__(self) -> None:
         named = self.card_only or self.dry_run or self.hub_model_id
+        unknown = [name for name in self.replace_card if name not in ("local", "hub")]
+        refuse({f"replace_card must be local, hub or both, got {' '.join(unknown)}": unknown})
         refuse({"hub_model_id is needed to push: --hub_model_id org/name": not named})

@@ -37,9 +37,7 @@ _PUBLISHED = (  # beside code, and pictures that the card shows
     *("spiece.model", "sentencepiece.bpe.model", "budget_profile.*", "budget_sweep.*", "training.json"),
     *("README.md", "LICENSE*", "NOTICE"),
 )
-PACKAGE_CODE = (
-    "essm.py"  # in a folder of hub_configs: it imports the installed package, which is published in its place
-)
+PACKAGE_CODE = "essm.py"  # in hub_configs: it imports the installed package, which is published in its place
 _PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")
 _SHOWN = re.compile(r"""!\[[^\]]*\]\(\s*<?([^\s)>]+)|<img\b[^>]*?\bsrc\s*=\s*["']?([^"'\s>]+)""")
 

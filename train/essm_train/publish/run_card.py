@@ -19,7 +19,7 @@ _KNOWN = ".card.sha256"  # in a run: "wrote", "filled" (a template) or "pushed",
 def push_run(args: PushArguments) -> str | None:
     """Write the card of a run's model and push it; the commit's id, or None for `card_only` and `dry_run`.
 
-    A card that was edited, here or on the Hub, stays unless `replace_card` is given. So does one that was made from a
+    A card that was edited, here or on the Hub, stays unless `replace_card` names it. So does one that was made from a
     template, unless a template is given again.
 
     Raises:
@@ -37,8 +37,8 @@ def push_run(args: PushArguments) -> str | None:
     if not args.card_only:
         repository = check_can_push(str(repository), private=args.private)
     ours = ("wrote", "filled") if args.template else ("wrote",)
-    if card.exists() and not args.replace_card and not _is_known(run, card, ours):
-        print(f"kept {card}, which was edited; --replace_card of essm-push writes it anew")
+    if card.exists() and "local" not in args.replace_card and not _is_known(run, card, ours):
+        print(f"kept {card}, which was edited; `essm-push --replace_card local` writes it anew")
     else:
         sweep, training = (
             read_json(run / name) if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
@@ -52,9 +52,9 @@ def push_run(args: PushArguments) -> str | None:
     files, left_out = split_files(folder)  # with the card and its picture
     there = fetch(str(repository), card.name)
     known = there is None or sha256_of(there) == sha256_of(card) or _is_known(run, there, ("wrote", "filled", "pushed"))
-    if not known and not args.replace_card:
+    if not known and "hub" not in args.replace_card:
         del files[card.name]
-        print(f"kept the card of {repository}, which was edited there; --replace_card of essm-push puts {card} there")
+        print(f"kept the card of {repository}, which was edited there; --replace_card hub puts {card} in its place")
     print(f"not published, because it is no part of a model: {', '.join(left_out) or 'nothing'}", flush=True)
     commit = commit_files(files, str(repository), args.commit_message)
     if card.name in files:
