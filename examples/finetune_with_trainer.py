@@ -19,7 +19,7 @@ from modeling_essm.training import BudgetDropoutCallback, budget_schedule
 
 torch.manual_seed(0)
 if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
-    model = ESSMForCausalLM.from_pretrained(sys.argv[1])
+    model = ESSMForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)  # bf16 is too coarse for small updates
 else:
     model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2, filter_length=512))
 steps = int(sys.argv[-1]) if sys.argv[-1].isdigit() else 60

@@ -7,13 +7,15 @@ What budget dropout does in both trainers is tested in test_budget_dropout_train
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
 from apart import start
-from helpers import assert_close, random_ids, random_model
+from helpers import BLOCK, assert_close, random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
@@ -153,6 +155,48 @@ def test_sft_trainer_with_an_adapter(tmp_path):
         with torch.no_grad():
             logits = [model(input_ids=ids, spectral_budget=K).logits for model in (loaded, trainer.model.eval())]
         assert_close(*logits)
+
+
+PREFER = """
+import sys
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+
+folder, settings = sys.argv[1], {"report_to": [], "use_cpu": True, "bf16": False, "save_strategy": "no"}
+settings |= {"output_dir": "out", "max_steps": 1, "per_device_train_batch_size": 2}
+
+def train(trainer, row, arguments, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tools = {"train_dataset": Dataset.from_list([row] * 4), "processing_class": AutoTokenizer.from_pretrained(folder)}
+    trainer(model, args=arguments, **tools, **options).train()
+
+def prefer(**options):
+    train(DPOTrainer, {"prompt": "ab", "chosen": "cd", "rejected": "xy"}, DPOConfig(**settings, **options))
+
+def reward(**options):
+    arguments = GRPOConfig(**settings, num_generations=2, max_completion_length=4, **options)
+    train(GRPOTrainer, {"prompt": "ab"}, arguments, reward_funcs=lambda completions, **_: [*map(len, completions)])
+
+for call, options in ((prefer, {}), (reward, {"beta": 0.1})):
+    try:
+        call(**options)
+        raise SystemExit("trusted unasked")
+    except ValueError as error:
+        assert "custom code" in str(error), error
+    call(**options, trust_remote_code=True)
+reward()  # no reference
+"""
+
+
+def test_dpo_and_grpo_load_their_reference_by_its_own_code(tmp_path):
+    """Where the package is not imported they have to be told, as docs/clients.md says."""
+    pytest.importorskip("trl")
+    random_model().save_pretrained(tmp_path)
+    build_byte_tokenizer(512).save_pretrained(tmp_path)
+    command = [sys.executable, "-I", "-c", BLOCK + PREFER, str(tmp_path)]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr[-2000:]
 
 
 # --- FSDP: two CPU ranks, for which Accelerate has to be told, see essm_train/run/accelerator.py.

@@ -59,6 +59,12 @@ def test_finetune_with_trainer():
     assert len(before) == 3 and all(new < old - 1 for old, new in zip(before, after))
 
 
+def test_a_model_saved_in_bf16_is_finetuned_in_fp32(tmp_path):
+    random_model().bfloat16().save_pretrained(tmp_path)
+    run = run_script(ROOT / "examples" / "finetune_with_trainer.py", tmp_path, "1")
+    assert run.returncode == 0 and "after" in run.stdout and "weights in 16 bits" not in run.stderr, run.stderr
+
+
 def test_train_with_trainer(tmp_path):
     """Better than the frequencies of bytes would be, at every budget; the saved folder loads with its tokenizer."""
     (tmp_path / "a.txt").write_bytes(b"abcdefgh" * 500)

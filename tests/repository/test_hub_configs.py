@@ -102,7 +102,8 @@ def test_a_saved_model_with_its_card_can_be_published(name, tmp_path):
 WRITES = (
     BLOCK
     + """
-import math, sys
+import json, math, sys
+from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 remote = {"trust_remote_code": True}
@@ -118,7 +119,10 @@ AutoModelForCausalLM.from_config(config).save_pretrained("saved")
 config.save_pretrained("saved_config")
 assert type(AutoModel.from_pretrained("saved", **remote)).__name__ == "ESSMModel"
 for folder in ("saved", "saved_config"):
-    assert "essm." not in AutoConfig.from_pretrained(folder, **remote).auto_map.values()
+    AutoConfig.from_pretrained(folder, **remote)
+    named = json.loads((Path(folder) / "config.json").read_text())["auto_map"].values()
+    assert not any(name.startswith("essm.") for name in named)
+    assert all((Path(folder) / f"{name.split('.')[0]}.py").exists() for name in named), named
 model = AutoModelForCausalLM.from_pretrained("cloned", **remote)
 tokenizer = AutoTokenizer.from_pretrained("cloned", **remote)
 ids = tokenizer(sys.argv[1], return_tensors="pt").input_ids
