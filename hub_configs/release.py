@@ -11,6 +11,7 @@ adds a section on other models of its size. A folder that is there is refused: i
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -150,10 +151,11 @@ def release(args: ReleaseArguments, root: Path) -> Path:
 
     model = model.float()  # the rounded weights in the arithmetic of a CPU
     hardware = f"{device_name(torch.device('cpu'))}, fp32"
-    save_sweep(sweep_budgets(model, held_out), new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
     blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks}
-    # The same blocks in the same arithmetic, so that its presets are what the card marks.
-    calibrate(CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of))
+    # The same blocks in the same arithmetic, and the profile's times, so that its presets are what the card marks.
+    profile = calibrate(CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of))
+    sweep = dataclasses.replace(sweep_budgets(model, held_out), timings=profile.quality.timings)
+    save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
     capacity = model.config.num_spectral_channels
     budgets = [*(K for K in SAMPLE_BUDGETS if capacity > K), capacity]
     with tempfile.TemporaryDirectory() as work:

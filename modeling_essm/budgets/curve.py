@@ -2,9 +2,10 @@
 """The budget curve: a metric of one model at every budget K, and the rule that marks two budgets on it.
 
 The drop of a budget is its relative loss of quality against the full (largest) budget. The sweet spot is the smallest
-budget with a drop of at most 2%. The collapse boundary is the smallest budget that keeps 90% of the quality; below it
-the model falls apart. Quality is the metric if higher is better, and 1 / metric otherwise, so that the boundary of a
-loss lies at 1 / 0.9, which is 11.1% above the full budget's.
+budget with a drop of at most 2% that is not dominated. A budget is dominated where another one is better, and takes no
+more time in anything that was timed; differences within errors and spreads do not count. The collapse boundary is the
+smallest budget that keeps 90% of the quality; below it the model falls apart. Quality is the metric if higher is
+better, and 1 / metric otherwise, so that the boundary of a loss lies at 1 / 0.9, 11.1% above the full budget's.
 
 If the smallest budget measured keeps 90% too, nothing was seen to collapse: tables and plots mark no boundary, files
 and presets name that smallest budget.
@@ -13,7 +14,8 @@ and presets name that smallest budget.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SWEET_SPOT_DROP = 0.02  # the paper's
 COLLAPSE_QUALITY = 0.90
@@ -21,6 +23,16 @@ COLLAPSE_QUALITY = 0.90
 MARK_SYMBOLS = {"sweet spot": "*", "collapse boundary": "^"}
 
 _ROUNDING = 1e-9  # a drop of exactly 2% is within 2%
+Times = Mapping[int, tuple[float, float]]  # of a call by budget: median and minimum of its rounds
+
+
+def saves_time(times: Times, K: int, other: int) -> bool:
+    """Whether K takes less time than another budget, by more than the spread of both.
+
+    The spread reaches from the fastest round to the median: slower rounds tell of what else the machine did.
+    """
+    (median, fastest), (longer, its_fastest) = times[K], times[other]
+    return longer - median > (median - fastest) + (longer - its_fastest)
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class BudgetCurve:
         metric, higher_is_better: what the values are.
         speeds: tokens/s of forward passes, or empty.
         errors: standard error of each value over samples, or standard deviation over seeds; or empty.
+        drop_errors: standard error of each drop; or empty.
+        timings: times of each kind of call that was timed, in one run of rounds; or empty.
     """
 
     metric: str
@@ -39,6 +53,8 @@ class BudgetCurve:
     values: tuple[float, ...]
     speeds: tuple[float, ...] = ()
     errors: tuple[float, ...] = ()
+    drop_errors: tuple[float, ...] = ()
+    timings: tuple[Times, ...] = field(default=(), compare=False)
 
     @property
     def title(self) -> str:
@@ -67,10 +83,35 @@ class BudgetCurve:
         """The budgets that lose at most `drop`, ascending; the full one is among them if `drop` >= 0."""
         return tuple(K for K, loss in zip(self.budgets, self.drops) if loss <= drop + _ROUNDING)
 
+    def undominated(self, budgets: Sequence[int], timings: Sequence[Times] | None = None) -> tuple[int, ...]:
+        """Those of the budgets that no other of them dominates; timings are by default all.
+
+        Without times nothing is dominated: a smaller budget needs less memory.
+        """
+        drops = dict(zip(self.budgets, self.drops))
+        errors = dict(zip(self.budgets, self.drop_errors or (0.0,) * len(self.budgets)))
+
+        def dominates(better: int, K: int) -> bool:
+            timed = [times for times in (self.timings if timings is None else timings) if {K, better} <= times.keys()]
+            worse = drops[K] - drops[better] > math.hypot(errors[K], errors[better])
+            return worse and bool(timed) and not any(saves_time(times, K, better) for times in timed)
+
+        return tuple(K for K in budgets if not any(dominates(better, K) for better in budgets))
+
+    def time_note(self, timings: Sequence[Times] | None = None) -> str:
+        """A sentence for people where no budget takes less time than the full one; timings are by default all."""
+        full, timed = self.budgets[-1], self.timings if timings is None else timings
+        saves = [saves_time(times, K, full) for times in timed if full in times for K in times if full > K]
+        if not saves or any(saves):
+            return ""
+        return (
+            f"A smaller budget saves no time here: none differs from K = {full} by more than the spread of the rounds."
+        )
+
     @property
     def sweet_spot(self) -> int:
-        """The smallest K within 2% of the full budget."""
-        return self.within(SWEET_SPOT_DROP)[0]
+        """The smallest K within 2% of the full budget that is not dominated."""
+        return self.undominated(self.within(SWEET_SPOT_DROP))[0]
 
     @property
     def collapse_boundary(self) -> int:
@@ -100,4 +141,4 @@ class BudgetCurve:
         for K, value, speed in zip(self.budgets, self.values, self.speeds):
             change = f"{value / full - 1:>+8.1%}" if full else f"{'n/a':>8}"
             lines.append(f"{K:>4}  {value:>9.4f}  {change}  {speed:>9,.0f}{self.marks_at(K)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self.time_note()])])

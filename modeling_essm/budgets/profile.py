@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from .._files import write_text
 from ..loading_essm import file_beside
-from .curve import BudgetCurve
+from .curve import BudgetCurve, Times
 from .weights import weights_checksum
 
 logger = logging.get_logger(__name__)
@@ -117,6 +117,10 @@ class DeviceProfile:
         rows = (row for row in self.rows if (row.phase, row.batch_size) == (phase, batch_size))
         return {row.budget: row for row in sorted(rows, key=lambda row: row.budget)}
 
+    def times(self, phase: str, batch_size: int) -> Times:
+        """Of those measurements, as curve.py compares them."""
+        return {K: (row.median_ms, row.min_ms) for K, row in self.at(phase, batch_size).items()}
+
 
 @dataclass(frozen=True)
 class BudgetProfile:
@@ -132,6 +136,12 @@ class BudgetProfile:
     capacities: tuple[int, ...]
     quality: Quality
     devices: Mapping[str, DeviceProfile] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        entries = self.devices.values()
+        cases = [(e, phase, size) for e in entries for phase in e.phases for size in e.batch_sizes(phase)]
+        timings = tuple(e.times(phase, size) for e, phase, size in cases)
+        object.__setattr__(self, "quality", replace(self.quality, timings=timings))
 
     def merge(self, entry: DeviceProfile) -> BudgetProfile:
         """With that device's measurements in place of older ones; those of other devices stay."""
@@ -170,7 +180,8 @@ class BudgetProfile:
             max_latency_ms: median time of a call, per decoded token or per prompt. Alone it gives the best budget that
                 keeps to it, the smallest of equals. The times are those of `forward`; `generate` adds its own.
             max_quality_drop: relative to the full budget, 0.02 is 2%. It gives the smallest budget that keeps to it,
-                and with both limits the smallest that keeps to both.
+                and with both limits the smallest that keeps to both; but none that is dominated, see curve.py: one that
+                saves no time in anything that was measured gives way to a better one.
             phase: "decode" or "prefill"; by default decode, where it was measured.
             batch_size: one that was measured.
             device: name of one that was measured, by default this machine's. If only one was measured, that one is
@@ -186,7 +197,7 @@ class BudgetProfile:
         quality = self.quality
         good = quality.budgets if max_quality_drop is None else quality.within(max_quality_drop)
         if max_latency_ms is None:
-            return good[0]
+            return quality.undominated(good)[0]
 
         entry = self._device(device)
         phase = phase or entry.phases[-1]
@@ -209,7 +220,7 @@ class BudgetProfile:
                 f"{best}"
             )
         if max_quality_drop is not None:
-            return fast[0]
+            return quality.undominated(fast, [entry.times(phase, batch_size)])[0]
         drops = dict(zip(quality.budgets, quality.drops))
         return min(fast, key=lambda K: (drops[K], K))
 
@@ -255,12 +266,14 @@ class BudgetProfile:
                         f"{f'({row.min_ms:.4g}-{row.max_ms:.4g})':>17}  {row.tokens_per_second:>9,.0f}  "
                         f"{row.peak_bytes / 2**20:>8.2f}  {row.cache_bytes / 2**10:>9.1f}{quality.marks_at(K)}"
                     )
+                lines += filter(None, [quality.time_note([entry.times(phase, size)])])
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike) -> Path:
         """Write the file, or budget_profile.json in that folder, in one move; returns its path."""
         path = _profile_path(path)
         record = {"format_version": FORMAT_VERSION, **asdict(self)}
+        del record["quality"]["timings"]  # they follow from the rows
         write_text(path, json.dumps(record, indent=1, allow_nan=False) + "\n")
         return path
 
@@ -365,7 +378,7 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
             "delete the file and run essm-calibrate again"
         )
     try:
-        quality = _read(Quality, record.get("quality"), "quality")
+        quality = _read(Quality, record.get("quality"), "quality", timings=())
         entries = record.get("devices")
         _require(isinstance(entries, dict), "devices", "a JSON object", entries)
         devices = {name: _read_device(entry, f"devices[{name!r}]") for name, entry in entries.items()}

@@ -22,6 +22,7 @@ from transformers import (
 from essm_train.publish.hub import split_files
 from essm_train.publish.model_card import SECTIONS, check_template, write_model_card
 from modeling_essm import ESSMConfig, ESSMForCausalLM, build_byte_tokenizer
+from modeling_essm.budgets import read_profile
 
 FOLDER = ROOT / "hub_configs"
 RELEASED = "essm-novels-6m"
@@ -172,6 +173,7 @@ def test_the_released_models_card_says_what_was_measured():
     assert all(f"{bits:.4f}" in card for bits in sweep["bits_per_byte"])
     config, profile = AutoConfig.from_pretrained(folder), json.loads((folder / "budget_profile.json").read_text())
     assert profile["quality"]["budgets"] == sweep["budgets"] and sweep["budgets"][-1] == config.num_spectral_channels
+    assert config.budget_presets == read_profile(folder).presets()
     assert config.budget_presets["sweet-spot"] == sweep["sweet_spot"]
     assert all(f"`{preset}` ({budget})" in card for preset, budget in config.budget_presets.items())
     assert f'folder = "hub_configs/{RELEASED}"' in card

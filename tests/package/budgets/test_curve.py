@@ -2,6 +2,7 @@
 """The budget curve: drops, and what is marked."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,38 @@ def test_what_is_marked(values, higher, sweet_spot, collapse_boundary):
     lines = found.table().splitlines()[1:]
     assert [K for K, line in zip(BUDGETS, lines) if "* sweet spot" in line] == [sweet_spot]
     assert [K for K, line in zip(BUDGETS, lines) if "^ collapse" in line] == [collapse_boundary] * collapses
+
+
+SLOW, LIKE = (7.2, 7.0), (6.5, 6.3)  # median and fastest round
+FAST, NOISY = (4.0, 3.9), (4.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "times, sweet_spot",
+    [
+        ((LIKE, SLOW, LIKE), 8),  # 3 is worse and slower
+        ((LIKE, LIKE, LIKE), 8),
+        ((FAST, FAST, LIKE), 3),
+        ((NOISY, NOISY, LIKE), 8),  # faster by less than its rounds differ
+        ((FAST, FAST, (6.5, 4.1)), 8),  # as the full one may be, on a quieter machine
+        ((FAST, LIKE, LIKE), 8),  # 2 loses too much
+    ],
+    ids=str,
+)
+def test_what_is_worse_and_not_faster_is_not_recommended(times, sweet_spot):
+    values, budgets = (1.86, 1.790, 1.765), (2, 3, 8)
+    found = replace(curve(values, budgets=budgets), timings=(dict(zip(budgets, times)),))
+    assert found.sweet_spot == found.marks["sweet spot"] == found.presets()["sweet-spot"] == sweet_spot
+    assert ("saves no time" in found.table()) == (FAST not in times or times[2][1] < 5)
+    saved = replace(found, timings=(*found.timings, dict(zip(budgets, (FAST, FAST, SLOW)))))
+    assert saved.sweet_spot == 3 and "saves no time" not in saved.table()  # in another kind of call
+    assert replace(found, timings=({8: LIKE},)).sweet_spot == 3  # of the others nothing is known
+
+
+def test_what_is_worse_within_its_error_is_the_smaller_one():
+    errors, timings = (0.02, 0.02, 0.0), ({2: SLOW, 3: SLOW, 8: LIKE},)
+    found = replace(curve((1.86, 1.790, 1.765), budgets=(2, 3, 8)), timings=timings, drop_errors=errors)
+    assert found.sweet_spot == 3 and found.undominated((2, 3, 8)) == (3, 8)
 
 
 def test_drops_and_retention_are_against_the_full_budget():

@@ -50,6 +50,19 @@ def test_the_budget_that_keeps_to_the_limits(limits, budget):
     assert profile().choose(**limits) == budget
 
 
+def test_a_budget_that_saves_no_time_gives_way_to_a_better_one():
+    """In the choice, the presets, the marks of the figure and the table alike; and the table says so."""
+    level = profile(**{HERE: device(HERE, (5.0, 5.1, 5.0, 5.2, 5.0), prefill=(20.0, 20.0, 20.0, 21.0, 20.0))})
+    for limits in ({}, {"max_latency_ms": 9.0}):
+        assert level.choose(max_quality_drop=0.05, **limits) == 32
+    assert level.presets()["sweet-spot"] == level.quality.marks["sweet spot"] == 32
+    assert level.table(HERE).count("A smaller budget saves no time here") == 2
+    faster = level.merge(device(THERE, (1.0, 1.5, 2.0, 3.0, 5.0)))
+    assert faster.presets()["sweet-spot"] == faster.choose(max_quality_drop=0.02) == 8  # it saves time there
+    assert faster.choose(max_quality_drop=0.05, max_latency_ms=9.0, device=HERE) == 32
+    assert "saves no time" not in faster.table(THERE)
+
+
 def test_time_buys_quality_and_not_size():
     """Budgets of equal or better quality win although there is time for larger ones."""
     assert profile((2.4, 1.9, 2.03, 2.01, 2.0)).choose(max_latency_ms=100.0) == 4

@@ -104,10 +104,11 @@ def test_predictions_do_not_depend_on_batches():
 
 @pytest.mark.parametrize("metric", [BITS_PER_BYTE, ACCURACY])
 def test_a_sweep_is_read_as_it_was_written(metric, tmp_path):
-    sweep = BudgetCurve(*metric, (2, 4, 8), (0.5, 0.71, 0.8), (3.0, 2.0, 1.0))
+    timings = ({2: (1.0, 0.9), 4: (2.0, 1.9), 8: (3.0, 2.5)},)
+    sweep = BudgetCurve(*metric, (2, 4, 8), (0.5, 0.71, 0.8), (3.0, 2.0, 1.0), timings=timings)
     save_sweep(sweep, tmp_path, model="mine")
     record = json.loads((tmp_path / "budget_sweep.json").read_text())
-    assert read_sweep(record) == sweep and record["model"] == "mine"
+    assert read_sweep(record) == sweep and read_sweep(record).timings == timings and record["model"] == "mine"
     assert ("bits_per_byte" in record) == (metric == BITS_PER_BYTE)
     assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)
 

@@ -54,6 +54,11 @@ def test_card_of_a_language_model(run, sweep):
         "| tokens in all | 1,228,800 |",
     ):
         assert row in text
+    assert "saves no time" not in text
+    timings = [{"2": [1.0, 0.9], "8": [2.0, 1.0], "32": [2.0, 1.9]}]
+    timed = write(run, sweep=sweep | {"timings": timings})
+    assert "| 32 | 2.5000 | +0.0% | 2,000 | sweet spot |" in timed and "saves no time" not in timed
+    assert "A smaller budget saves no time here" in write(run, sweep=sweep | {"timings": [timings[0] | {"2": [2, 1]}]})
     parameters = sum(tensor.numel() for tensor in load_file(run / "model" / "model.safetensors").values())
     assert f"| parameters | {parameters:,} |" in text
     assert "![bits per byte against the spectral budget](budget_sweep.png)" in text

@@ -24,7 +24,7 @@ from essm_train.measure.plots import draw_curves
 from essm_train.measure.scoring import BITS_PER_BYTE, HeldOut, Metric
 from essm_train.measure.timing import paired
 from essm_train.models import capacity_of, run_at_budget
-from modeling_essm.budgets.curve import BudgetCurve
+from modeling_essm.budgets.curve import BudgetCurve, Times
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
@@ -45,20 +45,20 @@ def sweep_budgets(
     for K in budgets:
         progress(K)
         values.append(held_out.value(model, K))
-    return BudgetCurve(*held_out.metric, budgets, tuple(values), tokens_per_second(model, held_out.inputs, budgets))
+    num_tokens, times = time_passes(model, held_out.inputs, budgets)
+    speeds = tuple(num_tokens / times[K][0] for K in budgets)
+    return BudgetCurve(*held_out.metric, budgets, tuple(values), speeds, timings=(times,))
 
 
 @torch.no_grad()
-def tokens_per_second(
-    model: PreTrainedModel, inputs: Mapping[str, Tensor], budgets: Sequence[int]
-) -> tuple[float, ...]:
-    """Median speed of forward passes over a batch at each budget; positions that are masked do not count."""
+def time_passes(model: PreTrainedModel, inputs: Mapping[str, Tensor], budgets: Sequence[int]) -> tuple[int, Times]:
+    """Tokens of a batch, and seconds of a forward pass over it; positions that are masked do not count."""
     batch = {name: value.to(model.device) for name, value in inputs.items()}
     first, mask = next(iter(batch.values())), batch.get("attention_mask")
     num_tokens = math.prod(first.shape[:2]) if mask is None else int(mask.sum())
     calls = {K: functools.partial(run_at_budget, model, batch, K) for K in budgets}
     seconds = paired(calls, first.device, rounds=5, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
-    return tuple(num_tokens / statistics.median(seconds[K]) for K in budgets)
+    return num_tokens, {K: (statistics.median(seconds[K]), min(seconds[K])) for K in budgets}
 
 
 def read_sweep(record: Mapping[str, Any]) -> BudgetCurve:
@@ -71,9 +71,11 @@ def read_sweep(record: Mapping[str, Any]) -> BudgetCurve:
             f"a budget sweep needs `budgets`, as many values of {metric['name']!r} and as many speeds, or none; "
             f"got {budgets!r}, {values!r} and {speeds!r}"
         )
+    timings = tuple({int(K): tuple(pair) for K, pair in times.items()} for times in record.get("timings") or ())
     if not all(math.isfinite(value) for value in (*values, *speeds)):
         raise ValueError(f"a budget sweep must hold finite numbers, got {values!r} and {speeds!r}")
-    return BudgetCurve(metric["name"], metric["higher_is_better"], tuple(budgets), tuple(values), tuple(speeds))
+    name, higher = metric["name"], metric["higher_is_better"]
+    return BudgetCurve(name, higher, tuple(budgets), tuple(values), tuple(speeds), timings=timings)
 
 
 def save_sweep(sweep: BudgetCurve, output_dir: Path, **context: object) -> None:
@@ -86,7 +88,7 @@ def save_sweep(sweep: BudgetCurve, output_dir: Path, **context: object) -> None:
         metric = Metric(sweep.metric, sweep.higher_is_better)._asdict()
         record = {"budgets": sweep.budgets, "metric": metric, "values": sweep.values}
     record |= {"tokens_per_second": sweep.speeds, "sweet_spot": sweep.sweet_spot}
-    record |= {"collapse_boundary": sweep.collapse_boundary, **context}
+    record |= {"collapse_boundary": sweep.collapse_boundary, "timings": sweep.timings, **context}
     record |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     write_json(output_dir / "budget_sweep.json", record)
     write_figure(output_dir / "budget_sweep.png", draw_curves({"held out": sweep}))

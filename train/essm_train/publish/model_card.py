@@ -84,7 +84,7 @@ def write_model_card(
     example = data["widget"][0]["text"] if data.get("widget") else "def main("
     sections = (
         _model(folder, config),
-        _results(curve, sweep, training, (folder / PICTURE).is_file()),
+        _results(curve, sweep, training, config.get("budget_presets"), (folder / PICTURE).is_file()),
         _training(training),
         _loading(folder, config, json.dumps(example, ensure_ascii=False), hub_model_id or "org/name", local),
         _limits(config),
@@ -183,10 +183,15 @@ def _model(folder: Path, config: dict[str, Any]) -> str:
     return f"## Model\n\n{_facts(facts)}"
 
 
-def _results(curve: BudgetCurve | None, sweep: dict[str, Any], training: dict[str, Any], pictured: bool) -> str:
+def _results(
+    curve: BudgetCurve | None, sweep: dict[str, Any], training: dict[str, Any], presets: Any, pictured: bool
+) -> str:
     text = "## Quality at every budget\n\n"
     if curve is None:
         return text + "Not measured."
+    marked = curve.marks
+    if (calibrated := (presets or {}).get("sweet-spot")) in curve.budgets:
+        marked["sweet spot"] = calibrated  # by more times than those of a sweep
     if pictured:
         text += f"![{curve.title} against the spectral budget]({PICTURE})\n\n"
     better = "higher" if curve.higher_is_better else "lower"
@@ -202,14 +207,15 @@ def _results(curve: BudgetCurve | None, sweep: dict[str, Any], training: dict[st
         ran_on |= {"{} CPU threads": sweep.get("threads"), "torch {}": sweep.get("torch")}
         machine = ", ".join(words.format(value) for words, value in ran_on.items() if value)
         said += [f"Speed is that of forward passes without a cache{' on ' if machine else ''}{machine}."]
-    said += ["Sweet spot: the smallest K within 2% of the full budget."]
-    if "collapse boundary" in curve.marks:
+    said += ["Sweet spot: the smallest K within 2% of the full budget, unless a better one takes no more time."]
+    said += filter(None, [curve.time_note()])
+    if "collapse boundary" in marked:
         said += ["Collapse boundary: the smallest K that keeps 90% of its quality."]
     rows, full = [("K", curve.title, f"against K = {curve.budgets[-1]}", "tokens/s", "")], curve.values[-1]
     for i, (K, value) in enumerate(zip(curve.budgets, curve.values)):
         change = f"{value / full - 1:+.1%}" if full else "n/a"
         speed = f"{curve.speeds[i]:,.0f}" if curve.speeds else ""
-        marks = ", ".join(mark for mark, at in curve.marks.items() if at == K)
+        marks = ", ".join(mark for mark, at in marked.items() if at == K)
         rows.append((str(K), f"{value:.4f}", change, speed, marks))
     return f"{text}{' '.join(said)}\n\n{_table(*rows)}"
 
