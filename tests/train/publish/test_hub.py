@@ -234,7 +234,10 @@ def test_a_card_is_written_anew_until_its_user_edits_it(api, run, capsys, tmp_pa
     card.write_text("mine")
     for again in (lambda: push(run), lambda: write_card_and_push(ending), lambda: push(run, card_only=True)):
         again()
-        assert card.read_text() == "mine" and "which was edited; `essm-push --replace_card local`" in told().out
+        assert (
+            card.read_text() == "mine"
+            and "which was edited or has a template; `essm-push --replace_card local`" in told().out
+        )
         assert sent(api)["README.md"] == b"mine"
     on_the_hub(api, tmp_path / "there")
     card.write_text("mine again")

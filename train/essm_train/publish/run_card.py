@@ -38,7 +38,7 @@ def push_run(args: PushArguments) -> str | None:
         repository = check_can_push(str(repository), private=args.private)
     ours = ("wrote", "filled") if args.template else ("wrote",)
     if card.exists() and "local" not in args.replace_card and not _is_known(run, card, ours):
-        print(f"kept {card}, which was edited; `essm-push --replace_card local` writes it anew")
+        print(f"kept {card}, which was edited or has a template; `essm-push --replace_card local` writes it anew")
     else:
         sweep, training = (
             read_json(run / name) if (run / name).exists() else None for name in ("budget_sweep.json", "training.json")
