@@ -315,9 +315,13 @@ class ESSMConfig(PreTrainedConfig):
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """As in transformers; the file names only code that lies beside it, as a model saves it."""
         folder, auto_map = os.path.dirname(json_file_path), getattr(self, "auto_map", {})
-        there = {k: v for k, v in auto_map.items() if os.path.isfile(os.path.join(folder, v.split(".")[0] + ".py"))}
+        absent = {
+            name: place
+            for name, place in self.auto_classes.items()
+            if not os.path.isfile(os.path.join(folder, place.split(".")[0] + ".py"))
+        }
         try:
-            self.auto_map = there
+            self.auto_map = {name: place for name, place in auto_map.items() if absent.get(name) != place}
             super().to_json_file(json_file_path, use_diff)
         finally:
             self.auto_map = auto_map

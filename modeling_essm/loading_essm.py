@@ -186,17 +186,18 @@ class ElasticPreTrainedModel(PreTrainedModel):
 
 
 def _warn_of_edited_code(source: Any) -> None:
-    """Tell of code beside the weights that differs from this, which runs in its place and is saved."""
+    """Tell of code beside the weights that differs from this, which runs and is saved in its place."""
     folder, here = Path(str(source)), Path(__file__).parent
-    edited = sorted(
+    others = sorted(
         path.name
-        for path in folder.glob("*_essm.py")
-        if (own := here / path.name).exists() and own.read_bytes() != path.read_bytes()
+        for path in folder.glob("*_essm.py")  # in a clone of Windows lines end otherwise
+        if (own := here / path.name).exists() and own.read_bytes().splitlines() != path.read_bytes().splitlines()
     )
-    if edited:
+    if others:
         logger.warning_once(
-            f"{', '.join(edited)} beside the weights in {str(source)!r} differ from the code in {here}, which runs and "
-            f"will be saved: to run them, load with trust_remote_code=True where modeling_essm is not imported"
+            f"the code beside the weights in {str(source)!r}, edited or of another version, is not run: {here} is, and "
+            f"is saved with the model. Different: {', '.join(others)}. To run that code, load it with "
+            "trust_remote_code=True in a process that does not import modeling_essm"
         )
 
 

@@ -31,6 +31,7 @@ from .loading_essm import ElasticPreTrainedModel
 from .mixer_essm import ESSMScale, ESSMSpectralMixer, LayerCall, at_unit_scale
 from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
 from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, SpectralBudget, is_hybrid, spectral_layers
+from .spectral_constants import is_transformed
 
 logger = logging.get_logger(__name__)
 
@@ -250,7 +251,7 @@ def check_token_ids(input_ids: Tensor, vocab_size: int, training: bool) -> None:
     """Raises ValueError for ids outside the vocabulary; training does not wait for an accelerator to tell."""
     if torch.compiler.is_compiling() or input_ids.numel() == 0 or (training and input_ids.device.type != "cpu"):
         return
-    if torch._C._are_functorch_transforms_active():  # under torch.vmap no value can be read
+    if is_transformed():  # under torch.vmap no value can be read
         return
     low, high = torch.aminmax(input_ids)
     if low < 0 or high >= vocab_size:
@@ -541,6 +542,9 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         self.post_init()
         self.generation_config._from_model_config = False  # or loading it again would drop a spectral_budget set on it
         self.decoding_steps: Any = None  # single steps compiled ahead, by the package's `decoding`
+
+    def _get_name(self) -> str:
+        return "ESSMForCausalLM"  # of derived classes too, FSDP2's among them: the library's Trainer knows this name
 
     @can_return_tuple
     def forward(

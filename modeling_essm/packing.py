@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .spectral_constants import is_transformed
+
 # Names under which collators say where sequences begin. Lengths and key offsets add nothing to them.
 PACKING_ARGUMENTS = (
     *("position_ids", "seq_idx", "cu_seqlens", "cu_seq_lens_q"),
@@ -102,7 +104,8 @@ def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] 
         is then found, for a masked one that of the last position before it; lengths (B,), places before the masked.
     """
     kept = real | (real.long().cumsum(1) == 0) if keep_leading else real
-    if real.device.type == "cpu" and not torch.compiler.is_compiling() and bool(kept.all()):
+    readable = real.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
+    if readable and bool(kept.all()):
         return None
     rank, lengths = kept.long().cumsum(1), kept.long().sum(1)
     target = torch.where(kept, rank, lengths[:, None] + (~kept).long().cumsum(1)) - 1

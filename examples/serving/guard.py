@@ -46,6 +46,7 @@ class Guard:
         self.tickets: dict[str, Ticket] = {}
         self.running: Ticket | None = None
         model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._check_mode)
         model.generate = functools.partial(self._generate, model.generate)
         app.add_exception_handler(ValueError, lambda _, error: _answer(getattr(error, "status", 422), str(error)))
 
@@ -146,10 +147,13 @@ class Guard:
         finally:
             self.running = None
 
-    def _before_forward(self, *_: Any) -> None:
-        """Give up between two chunks of a prompt; between two tokens _Stop does."""
+    def _check_mode(self, *_: Any) -> None:
         if self.model.training:
             raise Refused(503, "the model is in training mode, whose dropout would change every answer")
+
+    def _before_forward(self, *_: Any) -> None:
+        """Give up between two chunks of a prompt; between two tokens _Stop does."""
+        self._check_mode()
         ticket = self.running
         if ticket is None or ticket.writing:
             return

@@ -229,7 +229,7 @@ class ContinuousBatch:
                 self._reading.append(request)
             if self._running:
                 self._decode()
-            if self._reading:
+            if self._reading and not self.model.training:  # which an on_token may have changed
                 self._read(self._reading[0])
             self._drop_those_over()
         except BaseException as error:
@@ -259,13 +259,7 @@ class ContinuousBatch:
     def _read(self, request: Request) -> None:
         piece = request.input_ids[:, request._read : request._read + self.prefill_chunk_size]
         try:
-            out = self.model(
-                piece,
-                past_key_values=request._cache,
-                use_cache=True,
-                spectral_budget=request.budget,
-                logits_to_keep=1,
-            )
+            out = self._call(piece, request._cache, request.budget)
             request._cache, request._read = out.past_key_values, request._read + piece.shape[1]
             if request._read < request.input_ids.shape[1]:
                 self._reading.rotate(-1)
@@ -284,12 +278,20 @@ class ContinuousBatch:
         budgets = torch.tensor([request.budget for request in self._running])
         tokens = torch.tensor([[request.tokens[-1]] for request in self._running], device=self.model.device)
         try:
-            out = self.model(tokens, past_key_values=self._cache, use_cache=True, spectral_budget=budgets)
+            out = self._call(tokens, self._cache, budgets)
         except Exception as error:  # some layers have advanced their states, others have not
             for request in self._running:
                 request.fail(error)
             return
         _take_each(self._running, out.logits[:, -1])
+
+    def _call(self, input_ids: Tensor, cache: ESSMCache | None, budget: int | Tensor) -> Any:
+        """The model's outputs. Raises RuntimeError if another thread put it into training mode meanwhile."""
+        options: dict[str, Any] = {"use_cache": True, "logits_to_keep": 1}
+        outputs = self.model(input_ids, past_key_values=cache, spectral_budget=budget, **options)
+        if self.model.training:
+            raise RuntimeError("the model was put into training mode while it read or decoded")
+        return outputs
 
     def _drop_those_over(self) -> None:
         for request in self._reading:

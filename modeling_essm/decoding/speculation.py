@@ -69,6 +69,8 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
         **model_kwargs: Any,
     ) -> Tensor | ESSMSpeculativeOutput | None:
         """As `GenerationMixin._sample`: (B, L) int64 prompts, padded on the left, until every row has stopped."""
+        if model.training:
+            raise ValueError("drafts are verified in evaluation mode, without dropout: call model.eval() first")
         _check(generation_config, model_kwargs)
         budgets = model_kwargs.get("spectral_budget"), draft_budget
         pair = _Pair(model, input_ids, budgets, logits_processor, generation_config.do_sample)
