@@ -81,6 +81,21 @@ def test_wide_tables_that_cannot_be(rows, changes, message, arguments, tmp_path)
         load(arguments(tmp_path / "run", **wide | changes))
 
 
+def test_texts_and_classes_are_text_whatever_they_say(arguments, tmp_path):
+    words = ["NA", "null", "nan", "007", "True", "1.50"]
+    rows = "".join(f"{word},{('NA', 'None')[i % 2]}\n" for i, word in enumerate(words * 2))
+    (tmp_path / "a.csv").write_text("text,label\n" + rows)
+    named = {"text_column": "text", "features_column": None, "train_file": tmp_path / "a.csv", "test_file": None}
+    data = load(arguments(tmp_path / "run", **named, validation_file=tmp_path / "a.csv"))
+    assert data.label_names == ["NA", "None"]
+    samples = data.validation.samples
+    found = [(bytes(samples[i].values), data.label_names[samples[i].label]) for i in range(len(samples))]
+    assert sorted(found) == sorted((word.encode(), ("NA", "None")[i % 2]) for i, word in enumerate(words * 2))
+    (tmp_path / "a.csv").write_text("text,label\na,NA\n,None\n")
+    with pytest.raises(ValueError, match="row 1 of .* must hold text, got NoneType"):
+        load(arguments(tmp_path / "run", **named))
+
+
 def test_labels_of_other_files_must_be_known(arguments, tmp_path):
     train_file = write(tmp_path, "train.jsonl", {"text": ["a", "b", "c", "d"], "label": ["yes", "no"] * 2})
     validation = write(tmp_path, "validation.jsonl", {"text": ["a", "b"], "label": ["yes", "perhaps"]})

@@ -161,11 +161,11 @@ def _open(args: Any, split: str, label_names: Sequence[str] | None) -> _Opened |
     """
     if args.dataset_name:
         source = f"split {split!r} of dataset {args.dataset_name!r}"
-        rows = load_splits(args.dataset_name, args.dataset_config_name, args.streaming).get(split)
+        rows = load_splits(args.dataset_name, args.dataset_config_name, args.streaming, args.text_column).get(split)
     else:
         paths = getattr(args, f"{split}_file")
         source = f"{split}_file {describe_files(paths or ())}"
-        rows = open_files(paths, args.streaming, source) if paths else None
+        rows = open_files(paths, args.streaming, source, text=args.text_column) if paths else None
     if rows is None:
         return None
     column, label = args.text_column or args.features_column, args.label_column

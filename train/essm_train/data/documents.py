@@ -85,11 +85,21 @@ def load(what: str, builder: str, config_name: str | None = None, **options: Any
         return datasets.load_dataset(builder, config_name, **options)
 
 
-def open_files(paths: Sequence[str], streaming: bool, what: str = "", column: str | None = None) -> Any:
+def _options(builder: str, column: str | None) -> dict[str, Any]:
+    """For `datasets`: a text file is one row; in csv only an empty cell is missing, and in this column all are text."""
+    if builder == "csv":  # by default NA, null, None, nan .. are missing too, and 007 is a number
+        return {"keep_default_na": False, "na_values": [""], "converters": {column: str} if column else None}
+    return {"sample_by": "document"} if builder == "text" else {}  # by default a row is a line without end
+
+
+def open_files(
+    paths: Sequence[str], streaming: bool, what: str = "", column: str | None = None, text: str | None = None
+) -> Any:
     """Local files, in the given order, as one data set: rows of parquet, json(l) and csv files; another file is a row.
 
     Args:
         what: to call them in errors. column: only this one, of text; files that are no tables have it too.
+        text: a column of text among others.
     Raises:
         ValueError: as `load`; there is nothing in them, or no such column.
     """
@@ -97,7 +107,7 @@ def open_files(paths: Sequence[str], streaming: bool, what: str = "", column: st
     parts = []
     for builder, group in itertools.groupby(files_of(paths), lambda path: TABLES.get(Path(path).suffix, "text")):
         files = [str(Path(path).absolute()) for path in group]
-        options = {"sample_by": "document"} if builder == "text" else {}
+        options = _options(builder, column or text)
         rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)
         if builder == "text" and column not in (None, "text"):
             rows = rows.rename_column("text", column)
@@ -122,23 +132,24 @@ def features_of(rows: Any) -> datasets.Features:
     return rows.features or datasets.Dataset.from_list(list(itertools.islice(rows, 1))).features
 
 
-def load_splits(name: str, config_name: str | None, streaming: bool) -> Any:
+def load_splits(name: str, config_name: str | None, streaming: bool, text: str | None = None) -> Any:
     """Splits of a data set on the Hub, in a local folder, or of one local file (its only split is "train").
 
     In a local folder of text files a file is a row; for a folder of sound see `sound_splits`.
 
+    Args:
+        text: the column of text, if there is one.
     Raises:
         ValueError: it cannot be read.
     """
     if Path(name).is_file():
-        return {"train": open_files([name], streaming)}
-    what, options = f"dataset {name!r}", {}
-    if Path(name).is_dir():
-        with reading(what):
-            builder = datasets.load_dataset_builder(name, config_name)
-            if builder.name == "audiofolder":
-                return sound_splits(builder, streaming)
-        options = {"sample_by": "document"} if builder.name == "text" else {}  # by default a row is a line without end
+        return {"train": open_files([name], streaming, text=text)}
+    what = f"dataset {name!r}"
+    with reading(what):
+        builder, local = datasets.load_dataset_builder(name, config_name), Path(name).is_dir()
+        if local and builder.name == "audiofolder":
+            return sound_splits(builder, streaming)
+    options = _options(str(builder.name), text) if local or builder.name == "csv" else {}
     return load(what, name, config_name, streaming=streaming, **options)
 
 

@@ -86,7 +86,7 @@ def _open(args: Any) -> tuple[dict[str, Any], str]:
     column, splits = args.text_column, {}
     description = " ".join(filter(None, (args.dataset_name, args.dataset_config_name)))
     if args.dataset_name:
-        found = documents.load_splits(args.dataset_name, args.dataset_config_name, args.streaming)
+        found = documents.load_splits(args.dataset_name, args.dataset_config_name, args.streaming, column)
         for split in ("train", "validation"):
             if split in found:
                 what = f"split {split!r} of dataset {description!r}"
