@@ -288,6 +288,20 @@ def test_numbers_too_long_to_be_printed_are_refused(guarded, monkeypatch):
         assert found == 422 and field.split('"')[1] in told
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_model_in_training_mode_answers_nobody(guarded, meanwhile):
+    model = guarded.model
+    hook = model.lm_head.register_forward_hook(lambda *_: model.train() and None)  # as another thread would
+    try:
+        model.train(not meanwhile)
+        status, reason = guarded.refusal({"prompt": "a", "max_tokens": 1})
+        assert status == 503 and "in training mode" in reason
+    finally:
+        hook.remove()
+        model.eval()
+    guarded.complete()
+
+
 def test_method_type_and_place_are_told_too(guarded):
     for arguments, status, reason in (
         ({"method": "GET"}, 405, "/v1/completions takes POST, got GET"),

@@ -2,19 +2,33 @@
 """What people do to models and this one got wrong: empty batches, NaN behind masks, transforms, library tables."""
 
 import copy
+import json
 import logging
+import shutil
 import subprocess
 import sys
 
+import profiles
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
-from helpers import HYBRID, assert_close, random_ids, random_model, variants
+from helpers import (
+    HYBRID,
+    assert_close,
+    captured_warnings,
+    filled,
+    hub_snapshot,
+    random_ids,
+    random_model,
+    variants,
+)
 from torch.func import functional_call, grad, vmap
 from transformers import TorchAoConfig, Trainer, TrainingArguments
 
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
-from modeling_essm.budgets.weights import weights_checksum
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
+from modeling_essm.budgets import choose_budget
+from modeling_essm.cache_essm import ESSMStaticCache
+from modeling_essm.decoding import load_cache, save_cache, speculate
 from modeling_essm.packing import pool
 
 IDS = random_ids(2, 12)
@@ -80,17 +94,41 @@ torch.compile(model, backend="aot_eager")(ids).logits
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_gradients_of_single_samples():
-    model, ids = random_model(), random_ids(3, 9)
+MASK = torch.ones(3, 20, dtype=torch.int64)
+MASK[0, :3] = MASK[1, 15:] = MASK[2, 5:7] = 0
+SAMPLES = {
+    "short": (ESSMForCausalLM, {}, {"input_ids": random_ids(3, 5), "labels": random_ids(3, 5)}),
+    "long": (ESSMForCausalLM, {}, {"input_ids": random_ids(3, 20), "labels": random_ids(3, 20)}),
+    "classes": (
+        ESSMForSequenceClassification,
+        {"num_labels": 3},
+        {"input_ids": random_ids(3, 20), "attention_mask": MASK, "labels": torch.arange(3)},
+    ),
+    "features": (
+        ESSMForSequenceClassification,
+        {"num_labels": 3, "num_input_features": 2},
+        {"input_features": torch.randn(3, 5, 2), "attention_mask": MASK[:, :5], "labels": torch.arange(3)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@variants
+def test_gradients_of_single_samples(variant, kind):
+    """Shorter and longer than a chunk, 8, with and without masks: as by `backward`, row by row."""
+    cls, fields, batch = SAMPLES[kind]
+    model = random_model(cls, **variant | fields)
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(weights, row):
-        return functional_call(model, weights, (row[None],), {"labels": row[None], "use_cache": False}).loss
+        return functional_call(model, weights, (), {name: value[None] for name, value in row.items()}).loss
 
-    together = vmap(grad(loss), (None, 0))(weights, ids)
-    for i, row in enumerate(ids):
-        for name, alone in grad(loss)(weights, row).items():
-            assert_close(together[name][i], alone)
+    together = vmap(grad(loss), (None, 0))(weights, batch)
+    for i in range(3):
+        model.zero_grad()
+        model(**{name: value[i : i + 1] for name, value in batch.items()}).loss.backward()
+        for name, p in model.named_parameters():
+            assert_close(together[name][i], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
 def test_a_users_compilation_decodes_with_a_static_cache():
@@ -107,13 +145,32 @@ def test_outputs_rebuilt_from_their_items_keep_the_budget():
 
 
 def test_a_cache_of_the_whole_prompt_leaves_nothing_to_read():
-    model = random_model()
-    cache = model(IDS, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="has read 12 positions, but the prompt has 12"):
-        model.generate(IDS, past_key_values=copy.deepcopy(cache), max_new_tokens=2)
-    longer = torch.cat([IDS, IDS[:, :2]], 1)
-    options = {"max_new_tokens": 3, "do_sample": False}
-    assert torch.equal(model.generate(longer, past_key_values=cache, **options), model.generate(longer, **options))
+    model, options = random_model(), {"max_new_tokens": 3, "do_sample": False}
+    longer, embed = torch.cat([IDS, IDS[:, :2]], 1), model.get_input_embeddings()
+    expected = model.generate(longer, **options)
+    for ways in (
+        {},
+        {"inputs_embeds": embed(IDS)},
+        {"step_budgets": [32]},
+        {"prefill_chunk_size": 1},
+        {"num_beams": 2},
+        {"custom_generate": speculate(2)},
+        {"past_key_values": ESSMStaticCache(model.config)},
+    ):
+        call = options | {"past_key_values": ESSMCache(model.config)} | ways
+        filled(model, IDS, cache=call["past_key_values"])
+        prompt = {} if "inputs_embeds" in ways else {"input_ids": IDS}
+        with pytest.raises(ValueError, match="has read 12 positions, but the prompt has 12"):
+            model.generate(**prompt, **call)
+        if "custom_generate" in ways:  # which takes no cache at all
+            continue
+        if "num_beams" in ways:
+            call["past_key_values"].batch_repeat_interleave(2)
+        if prompt:
+            found, wanted = model.generate(longer, **call), expected
+        else:
+            found, wanted = model.generate(**call | {"inputs_embeds": embed(longer)}), expected[:, 14:]
+        assert torch.equal(found, model.generate(longer, **options | ways) if "num_beams" in ways else wanted)
 
 
 def test_what_a_model_announces_is_what_it_does():
@@ -140,10 +197,15 @@ class Losses(Trainer):
         return self.compute_loss(self.model, {"input_ids": ids, "labels": ids.clone()})
 
 
+class Derived(ESSMForCausalLM):
+    """As a user's, or the one that FSDP2 makes."""
+
+
+@pytest.mark.parametrize("cls", [ESSMForCausalLM, Derived])
 @torch.no_grad()
-def test_label_smoothing_predicts_the_next_token(tmp_path):
+def test_label_smoothing_predicts_the_next_token(cls, tmp_path):
     """Where the library does not know a class by its name, smoothed labels are those of the present token."""
-    model, epsilon = random_model(), 0.1
+    model, epsilon = random_model(cls), 0.1
     log_p = model(IDS).logits[:, :-1].log_softmax(-1)
     nll = -log_p.gather(-1, IDS[:, 1:, None]).mean()
     expected = (1 - epsilon) * nll + epsilon * -log_p.mean()
@@ -185,24 +247,50 @@ def test_a_configuration_names_only_code_that_lies_beside_it(tmp_path):
     assert "configuration_essm.ESSMConfig" in text and "modeling_essm.ESSMModel" not in text
     random_model().save_pretrained(tmp_path / "model")
     assert "modeling_essm.ESSMModel" in (tmp_path / "model" / "config.json").read_text()
+    elsewhere = {"AutoModel": "org/name--modeling_essm.ESSMModel", "AutoTokenizer": ["mine.Tokenizer", None]}
+    ESSMConfig(auto_map=elsewhere).save_pretrained(tmp_path / "remote")
+    assert elsewhere.items() <= json.loads((tmp_path / "remote" / "config.json").read_text())["auto_map"].items()
 
 
-def test_edited_code_beside_the_weights_is_named(tmp_path, caplog):
-    random_model().save_pretrained(tmp_path)
-    logging.getLogger("transformers").propagate = True
-    with caplog.at_level(logging.WARNING):
-        ESSMForCausalLM.from_pretrained(tmp_path)
-        assert "beside the weights" not in caplog.text
-        with (tmp_path / "mixer_essm.py").open("a") as file:
-            file.write("# mine\n")
-        ESSMForCausalLM.from_pretrained(tmp_path)
-    assert "mixer_essm.py beside the weights" in caplog.text
+def test_other_code_beside_the_weights_is_named(tmp_path):
+    """Edited or of another version, in a folder or a snapshot of the Hub; other line ends are no other code."""
+    saved, snapshot = tmp_path / "saved", hub_snapshot(tmp_path / "hub", "org/name")
+    random_model().save_pretrained(saved)
+    code = saved / "mixer_essm.py"
+    code.write_bytes(code.read_bytes().replace(b"\n", b"\r\n"))
+    shutil.copytree(saved, snapshot)
+    with captured_warnings() as messages:
+        ESSMForCausalLM.from_pretrained(saved)
+        ESSMForCausalLM.from_pretrained(snapshot)
+        assert not messages
+        for folder in (saved, snapshot):
+            (folder / code.name).write_text(code.read_text() + "# mine\n")
+            for _ in range(2):
+                ESSMForCausalLM.from_pretrained(folder)
+            (message,) = messages
+            assert f"beside the weights in '{folder}', edited or of another version, is not run" in message
+            assert "Different: mixer_essm.py." in message
+            messages.clear()
 
 
-def test_merged_adapters_are_other_weights():
-    model = random_model()
-    before = weights_checksum(model)
+@pytest.mark.parametrize("target", ["up", "gate_in"])
+def test_what_belongs_to_weights_is_refused_after_an_adapter_is_merged(target, tmp_path):
+    """Budget profile and conversation; the same weights, merged with an adapter of zeros, keep both."""
     peft = pytest.importorskip("peft")
-    adapters = peft.LoraConfig(r=2, target_modules=["up"], init_lora_weights=False)
-    assert weights_checksum(peft.get_peft_model(copy.deepcopy(model), adapters).merge_and_unload()) != before
-    assert weights_checksum(copy.deepcopy(model).bfloat16()) == before
+    model = random_model()
+    model.save_pretrained(tmp_path / "base")
+    profiles.of(model).save(tmp_path / "base")
+    save_cache(filled(model, IDS), tmp_path / "state", model)
+    for name, changes in (("same", {}), ("tuned", {"init_lora_weights": False})):
+        base = ESSMForCausalLM.from_pretrained(tmp_path / "base")
+        adapters = peft.LoraConfig(r=2, target_modules=[target], **changes)
+        peft.get_peft_model(base, adapters).merge_and_unload().save_pretrained(tmp_path / name)
+    same, tuned = (ESSMForCausalLM.from_pretrained(tmp_path / name) for name in ("same", "tuned"))
+    assert choose_budget(same, max_quality_drop=0.02) == 8 and len(load_cache(tmp_path / "state", same).states)
+    with pytest.raises(ValueError, match="there is none at"):
+        choose_budget(tuned, max_quality_drop=0.02)
+    with pytest.raises(ValueError, match="with other weights"):
+        load_cache(tmp_path / "state", tuned)
+    shutil.copy(tmp_path / "base" / "budget_profile.json", tmp_path / "tuned")
+    with pytest.raises(ValueError, match="was measured on another model"):
+        choose_budget(tuned, max_quality_drop=0.02)

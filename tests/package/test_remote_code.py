@@ -34,7 +34,7 @@ import json, sys
 from pathlib import Path
 import torch
 import transformers
-from transformers import AutoConfig, AutoModel, AutoTokenizer, pipeline
+from transformers import AutoConfig, AutoModel, AutoTokenizer, Trainer, TrainingArguments, pipeline
 
 torch.set_num_threads(1)
 where, out = json.loads(sys.argv[1]), Path(sys.argv[2])
@@ -70,6 +70,9 @@ for saved, (source, own) in where.items():
         found["generated"] = model.generate(
             ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, spectral_budget=5
         )
+        arguments = TrainingArguments(str(out), report_to=[], use_cpu=True, label_smoothing_factor=0.1)
+        with torch.no_grad():
+            found["smoothed"] = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
         generator = pipeline("text-generation", model=source, **remote)
         new = generator("elastic", max_new_tokens=6, do_sample=False, spectral_budget=3, return_tensors=True)
         found["pipeline"] = new[0]["generated_token_ids"]
@@ -130,6 +133,9 @@ def test_a_folder_loads_without_the_package(loaded, models, folders, saved):
     if auto == "AutoModelForCausalLM":
         tokens = model.generate(IDS, min_new_tokens=6, max_new_tokens=6, do_sample=False, spectral_budget=5)
         assert found["tied"] and torch.equal(found["generated"], tokens)
+        log_p = whole[:, :-1].log_softmax(-1)  # the library shifts labels of classes that it knows by name
+        smoothed = -0.9 * log_p.gather(-1, IDS[:, 1:, None]).mean() - 0.1 * log_p.mean()
+        torch.testing.assert_close(found["smoothed"], smoothed)
         prompt = torch.tensor([list(b"elastic")])
         tokens = model.generate(prompt, max_new_tokens=6, do_sample=False, spectral_budget=3)
         assert found["pipeline"] == tokens[0].tolist()

@@ -305,3 +305,18 @@ def test_a_model_put_into_training_mode_is_refused_and_nothing_lost():
         batch.step()
     batch.model.eval()
     batch.finish_as_alone()
+
+
+def test_a_model_put_into_training_mode_at_work_ends_only_what_it_was_at():
+    batch = Batch(random_model(dropout=0.5))
+    running = batch.ask()
+    batch.step()
+    waiting = batch.ask(1)
+    hook = batch.model.register_forward_hook(lambda *_: batch.model.train() and None)  # as another thread would
+    batch.step()
+    assert running.status == "failed" and "training mode while it" in str(running.error)
+    hook.remove()
+    with pytest.raises(RuntimeError, match="training mode"):
+        batch.step()
+    batch.model.eval()
+    batch.finish_as_alone(waiting)
