@@ -56,7 +56,7 @@ class Generation(BaseModel):
     """The JSON string `generation_config`."""
 
     model_config = STRICT | ConfigDict(extra="forbid")
-    spectral_budget: int | str | list[int] | None = None
+    spectral_budget: Natural | str | list[Natural] | None = None
     max_new_tokens: Count | None = None
     min_new_tokens: Natural | None = None
     do_sample: bool | None = None
@@ -67,7 +67,7 @@ class Generation(BaseModel):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     num_beams: Count | None = None
     stop_strings: Stop | None = None
-    eos_token_id: int | Annotated[list[int], Field(min_length=1, max_length=64)] | None = None
+    eos_token_id: Natural | Annotated[list[Natural], Field(min_length=1, max_length=64)] | None = None
     transformers_version: str | None = None  # `chat` sends it
 
 
@@ -181,14 +181,14 @@ def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig)
 
 
 def _reason(error: Any) -> str:
-    where = ".".join(map(str, error["loc"]))
+    where = ".".join(_cut(str(part)) for part in error["loc"])
     got = "" if error["type"] in ("missing", "json_invalid") else f", got {_short(error['input'])}"
     return f"{where + ': ' if where else ''}{error['msg']}{got}"
 
 
 def _short(value: Any) -> str:
-    try:
-        text = repr(value)
-    except ValueError:  # Python prints no integer of more than 4,300 digits
-        text = "a longer number"
+    return _cut(repr(value))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."

@@ -280,12 +280,18 @@ def test_a_bad_request_is_told_why(bad, guarded):
     assert found == status and reason in told
 
 
-def test_numbers_too_long_to_be_printed_are_refused(guarded, monkeypatch):
+@pytest.mark.parametrize("count", [4000, 5000])  # JSON's reader takes numbers of up to 4,300 digits
+def test_numbers_too_long_to_be_printed_are_refused(guarded, count, monkeypatch):
     monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, body_bytes=1 << 16))
-    digits = "1" * 5000
-    for field in (f'"logit_bias": {{"{digits}": 1}}', f'"max_tokens": {digits}', f'"seed": {digits}'):
-        found, told = guarded.refusal(f'{{"prompt": "a", {field}}}')
-        assert found == 422 and field.split('"')[1] in told
+    digits = "1" * count
+    fields = [f'"logit_bias": {{"{digits}": 1}}', f'"max_tokens": {digits}', f'"seed": {digits}', f'"n": {digits}']
+    for name in ("spectral_budget", "top_k", "max_new_tokens", "temperature", "num_beams", "eos_token_id"):
+        for value in (digits, f"-{digits}", f"[{digits}]"):
+            fields.append('"generation_config": ' + json.dumps(f'{{"{name}": {value}}}'))
+    for field in fields:
+        found, told = guarded.refusal(f'{{"prompt": "a", {field}}}'.encode())
+        assert (found == 422 and field.split('"')[1] in told) or (found == 400 and "number out of range" in told)
+        assert len(told) < 1000
 
 
 @pytest.mark.parametrize("meanwhile", [False, True])
