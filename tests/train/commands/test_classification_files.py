@@ -92,7 +92,7 @@ def test_texts_and_classes_are_text_whatever_they_say(arguments, tmp_path):
     found = [(bytes(samples[i].values), data.label_names[samples[i].label]) for i in range(len(samples))]
     assert sorted(found) == sorted((word.encode(), ("NA", "None")[i % 2]) for i, word in enumerate(words * 2))
     (tmp_path / "a.csv").write_text("text,label\na,NA\n,None\n")
-    with pytest.raises(ValueError, match="row 1 of .* must hold text, got NoneType"):
+    with pytest.raises(ValueError, match=r"row 1 of .* must hold text, got NoneType"):
         load(arguments(tmp_path / "run", **named))
 
 
