@@ -114,7 +114,7 @@ def split_files(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     needed = {"config.json", *weights, *(path.name for path in code if path.parent == folder)}
     if missing := sorted(needed - {*files}):
         raise ValueError(f"{folder} lacks {', '.join(missing)}: save_pretrained writes them, and no link is published")
-    if package := {path.name: path for path in code if path.parent != folder}:
+    if package := {path.name: path for path in sorted(code) if path.parent != folder}:
         config = read_json(folder / "config.json") | {"auto_map": AUTO_MAP}
         files |= {**package, "config.json": f"{json.dumps(config, indent=2)}\n".encode()}
     return files, left_out
