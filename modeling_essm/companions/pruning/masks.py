@@ -1,13 +1,14 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Pruned modes as masks over C, which `restore` takes off again, and their removal: smaller tensors.
 
-A mode whose column of C is zero adds nothing to the output. C stays a parameter with its values; where it is read, the
-pruned columns are zero and get no gradient. `state_dict` holds the masked values under the usual names, so a masked
-model is saved and loaded as any other. Nothing is lost until `remove`.
+A mode whose column of C is zero adds nothing to the output. C stays a parameter with its values, its name and its place
+among the others; where it is read, the pruned columns are zero and get no gradient. `state_dict` holds the masked
+values, so a masked model is saved and loaded as any other. Nothing is lost until `remove`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..systems import StateLayer, check_plain, record_sizes, state_layers
+from ..wrappers import rebuild_wrappers
 from .plans import Plan
 
 
@@ -28,11 +30,44 @@ class ModeMask(nn.Module):
         super().__init__()
         self.register_buffer("mask", mask, persistent=False)
         self.register_buffer("keep", keep, persistent=False)
-        self.hooks: list[Any] = []
-        self.followers: list[str] = []  # parameters of the module that come after the masked one
 
     def forward(self, value: Tensor) -> Tensor:
         return value.masked_fill(~self.mask, 0)
+
+
+class _Masked:
+    """Stands before the class of a module that reads parameters through masks."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, mask in masks_of(self):
+            destination[prefix + name] = mask(destination[prefix + name])
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        for name, mask in masks_of(self):
+            value, own = state.get(prefix + name), self._parameters[name]  # type: ignore[attr-defined]
+            if value is not None and value.shape == own.shape:  # zeros of a masked state do not tell what they hide
+                below = ~mask.mask.to(value.device) & (value == 0)
+                state[prefix + name] = torch.where(below, own.detach().to(value), value)
+        super()._load_from_state_dict(state, prefix, *others)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (type(self).__bases__[1], tuple(name for name, _ in masks_of(self))), self.__dict__
+
+
+@functools.cache
+def _masked_class(cls: type, names: tuple[str, ...]) -> type:
+    """The class whose parameters of these names are read through their masks."""
+
+    def masked(name: str) -> property:
+        return property(lambda module: module._modules[f"mask_of_{name}"](module._parameters[name]))
+
+    return type(cls.__name__, (_Masked, cls), {name: masked(name) for name in names})
+
+
+def _empty(cls: type, names: tuple[str, ...]) -> Any:
+    masked = _masked_class(cls, names)
+    return masked.__new__(masked)
 
 
 def matched(model: nn.Module, plan: Plan) -> list[StateLayer]:
@@ -47,10 +82,10 @@ def matched(model: nn.Module, plan: Plan) -> list[StateLayer]:
     return [layers[own.name] for own in plan.layers]
 
 
-def masks_of(module: nn.Module) -> list[tuple[str, ModeMask]]:
+def masks_of(module: Any) -> list[tuple[str, ModeMask]]:
     """The masked parameters of a module itself, and their masks."""
-    lists = module.parametrizations.items() if parametrize.is_parametrized(module) else ()  # type: ignore[operator, union-attr]
-    return [(name, step) for name, steps in lists for step in steps if isinstance(step, ModeMask)]
+    children = module._modules.items()
+    return [(name.removeprefix("mask_of_"), mask) for name, mask in children if isinstance(mask, ModeMask)]
 
 
 def kept_modes(layer: nn.Module) -> Tensor | None:
@@ -67,45 +102,32 @@ def is_pruned(model: nn.Module) -> bool:
 def prune(model: nn.Module, plan: Plan) -> None:
     """Mask the modes that a plan does not keep, in place. A mask that is there already is replaced.
 
-    An optimizer goes on: C remains the same parameter. A masked model is saved by its state, save_pretrained included;
-    torch does not pickle parametrized modules as such.
+    An optimizer goes on, and one that is built afterwards has its order: C remains the same parameter, in its place.
 
     Raises:
         ValueError: a plan for another model, a C that is parametrized otherwise or wrapped, as under PEFT.
     """
     layers = matched(model, plan)
     restore(model)
-    todo = []
+    todo: dict[nn.Module, dict[str, ModeMask]] = {}
     for layer, own in zip(layers, plan.layers):
         for module, name, mask in layer.adapter.masks(layer.module, own.keep):
             if parametrize.is_parametrized(module, name):
                 raise ValueError(f"{layer.name}: {name} must be a plain parameter, but it is parametrized")
             check_plain(layer, module, name)
-            todo.append((module, name, ModeMask(mask, own.keep)))
-    for module, name, step in todo:
-        names = list(module._parameters)
-        step.followers = names[names.index(name) + 1 :]
-        step.hooks = [
-            module.register_state_dict_post_hook(_usual_names),
-            module.register_load_state_dict_pre_hook(_own_names),
-        ]
-        parametrize.register_parametrization(module, name, step.to(getattr(module, name).device))
+            todo.setdefault(module, {})[name] = ModeMask(mask, own.keep).to(getattr(module, name).device)
+    for module, masks in todo.items():
+        for name, mask in masks.items():
+            module.add_module(f"mask_of_{name}", mask)
+        module.__class__ = _masked_class(type(module), tuple(masks))
 
 
 def restore(model: nn.Module) -> None:
     """Take all masks off, in place: every weight is what it was. A model without masks stays as it is."""
-    found = [(module, name, step) for module in model.modules() for name, step in masks_of(module)]
-    for module, name, step in found:
-        for hook in step.hooks:
-            hook.remove()
-        # The class is shared with deep copies of the module, which keep their masks.
-        cls = type(module)
-        own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
-        module.__class__ = type(cls.__name__, cls.__bases__, own)
-        parametrize.remove_parametrizations(module, name, leave_parametrized=False)
-        for behind in step.followers:  # optimizers count parameters in their order
-            if behind in module._parameters:
-                module._parameters[behind] = module._parameters.pop(behind)
+    for module in [module for module in model.modules() if masks_of(module)]:
+        for name, _ in masks_of(module):
+            del module._modules[f"mask_of_{name}"]
+        module.__class__ = type(module).__bases__[1]
 
 
 @torch.no_grad()
@@ -113,9 +135,10 @@ def remove(model: nn.Module) -> list[int]:
     """Take the modes that `prune` masked out of the weights, in place.
 
     The model computes what the masked one did, and save_pretrained and from_pretrained work on it. Optimizers and
-    caches must be built again. A layer with modes per channel stores as many for each as the channel with most has; the
-    layers of a Mamba model have one state_size, that of the layer with most states. The rest is padding, with C zero.
-    Both become smaller everywhere with granularity="mode_index" and scope="uniform".
+    caches must be built again; DistributedDataParallel around the model takes the new Parameters in, if all processes
+    call this. A layer with modes per channel stores as many for each as the channel with most has; the layers of a
+    Mamba model have one state_size, that of the layer with most states. The rest is padding, with C zero. Both become
+    smaller everywhere with granularity="mode_index" and scope="uniform".
 
     Returns:
         The number of modes that each layer now stores per channel.
@@ -138,20 +161,5 @@ def remove(model: nn.Module) -> list[int]:
     for layer, keep, size in zip(layers, keeps, sizes):
         layer.adapter.shrink(layer.module, keep, size)
     record_sizes(model, layers, sizes)
+    rebuild_wrappers(model)
     return sizes
-
-
-def _usual_names(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for name, step in masks_of(module):
-        if (key := f"{prefix}parametrizations.{name}.original") in state:
-            state[f"{prefix}{name}"] = step(state.pop(key))
-
-
-def _own_names(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    for name, step in masks_of(module):
-        if (value := state.pop(f"{prefix}{name}", None)) is not None:
-            own = module.parametrizations[name].original  # type: ignore[index, union-attr]
-            if value.shape == own.shape:  # zeros of a masked state say nothing about the values below the mask
-                below = ~step.mask.to(value.device) & (value == 0)
-                value = torch.where(below, own.detach().to(value), value)
-            state[f"{prefix}parametrizations.{name}.original"] = value

@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from ..wrappers import unwrap
 from .models import truncatable
-from .training import InTrainingTruncation, attempt_steps, unwrap
+from .training import InTrainingTruncation, attempt_steps
 
 
 class BalancedTruncationCallback(InTrainingTruncation, TrainerCallback):

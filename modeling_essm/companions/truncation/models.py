@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..pruning.masks import is_pruned
 from ..systems import DiagonalSystem, StateLayer, check_stable, diagonal_layers, record_sizes
 from .balancing import Truncation, equalise, truncate
 
@@ -56,7 +57,7 @@ class TruncationReport:
 def write_layer(layer: StateLayer, system: DiagonalSystem) -> list[Replaced]:
     """Give the layer these modes; which of its Parameters are new objects. They keep requires_grad, and attributes such
     as `_no_weight_decay`. Raises ValueError for a layer whose tensors are masked or otherwise parametrized."""
-    if is_parametrized(layer.module):
+    if is_parametrized(layer.module) or is_pruned(layer.module):
         raise ValueError("a layer with parametrized tensors cannot be truncated: remove its masks first")
     before = dict(layer.module.named_parameters())
     device = next(iter(before.values())).device

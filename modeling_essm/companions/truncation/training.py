@@ -14,17 +14,14 @@ goes on as it would have; it must build the smaller model first (`resize_states`
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from ..wrappers import rebuild_wrappers, unwrap
 from .balancing import Truncation
 from .models import Replaced, TruncationReport, apply_truncation, plan_layer, truncatable
 
@@ -140,33 +137,3 @@ def substitute(optimizer: Any, replaced: Sequence[Replaced]) -> None:
         group["params"] = [new.get(id(p), p) for p in group["params"]]
     for old, _ in replaced:
         optimizer.state.pop(old, None)
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside of DistributedDataParallel and torch.compile's wrapper."""
-    inner = model.module if isinstance(model, DistributedDataParallel) else getattr(model, "_orig_mod", None)
-    return unwrap(inner) if isinstance(inner, nn.Module) else model
-
-
-def rebuild_wrappers(model: nn.Module) -> None:
-    """After Parameters of a model were replaced: DistributedDataParallel around it exchanges the new ones' gradients,
-    and torch.compile's graphs of old shapes are dropped. transformers' Trainer keeps its wrapper to itself, so wrappers
-    are found among the live objects, and made anew in place."""
-    if dist.is_available() and dist.is_initialized():
-        for ddp in [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]:
-            if unwrap(ddp) is model:
-                _rebuild_ddp(ddp)
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-
-
-def _rebuild_ddp(ddp: DistributedDataParallel) -> None:
-    same = (
-        "device_ids", "output_device", "dim", "broadcast_buffers", "process_group", "find_unused_parameters",
-        "gradient_as_bucket_view", "static_graph", "mixed_precision",
-    )  # fmt: skip
-    training, module = ddp.training, ddp.module
-    ddp.reducer = ddp.logger = None  # the old reducer takes its hooks off the Parameters that stay
-    cap = None if getattr(ddp, "bucket_bytes_cap_default", False) else ddp.bucket_bytes_cap / 2**20
-    DistributedDataParallel.__init__(ddp, module, bucket_cap_mb=cap, **{name: getattr(ddp, name) for name in same})
-    ddp.train(training)

@@ -2,12 +2,15 @@
 """A mask is a zero in C that can be taken back; removal computes what the mask did, with smaller tensors."""
 
 import copy
+import io
 
 import pytest
 import torch
 from companion_layers import Recurrence, RecurrenceAdapter, Stack
 from helpers import random_model
+from parallel_run import on_ranks
 from recurrences import random_system
+from torch.nn.parallel import DistributedDataParallel
 
 from modeling_essm.companions import (
     Adapter,
@@ -78,12 +81,12 @@ def test_restore_brings_every_bit_back():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     names, output, ids = [n for n, _ in model.named_parameters()], model(inputs()), list(map(id, model.parameters()))
     prune(model, half(model))
+    assert [name for name, _ in model.named_parameters()] == names and list(map(id, model.parameters())) == ids
     restore(model)
     assert not is_pruned(model) and type(model.layers[0]) is Recurrence
     assert [name for name, _ in model.named_parameters()] == names and list(map(id, model.parameters())) == ids
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(inputs()), output)
-    assert not model.layers[0]._state_dict_hooks and not model.layers[0]._load_state_dict_pre_hooks
 
 
 def test_a_masked_state_has_the_usual_names():
@@ -153,7 +156,7 @@ def test_removal_computes_what_the_mask_did(layout):
     model.layers[0].B._no_weight_decay = True
     plan = half(model)
     prune(model, plan)
-    masked, C = model(inputs(torch.float32)).detach(), model.layers[0].parametrizations.C.original
+    masked, C = model(inputs(torch.float32)).detach(), model.layers[0]._parameters["C"]
     assert remove(model) == plan.sizes == model.config.state_sizes
     assert not is_pruned(model) and model.layers[0].C.shape[-2] == plan.sizes[0] < C.shape[-2]
     torch.testing.assert_close(model(inputs(torch.float32)), masked, rtol=1e-6, atol=1e-6 * float(masked.abs().max()))
@@ -288,3 +291,72 @@ def test_a_whole_layer_goes(name, tmp_path):
         torch.testing.assert_close(step, loaded(torch.tensor([[3, 4, 5, 6]])).logits[:, -1], rtol=1e-4, atol=1e-5)
     loaded(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
     assert state_layers(loaded)[1].module.D.grad.any()
+
+
+# --- Training goes on
+
+
+def train(model, optimizer, steps, ids=None):
+    """AdamW steps on rows that the step's number draws; the model may be wrapped."""
+    for step in steps:
+        rows = torch.randint(3, WORDS, (4, 9), generator=torch.Generator().manual_seed(step)) if ids is None else ids
+        model(rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def test_a_masked_run_is_resumed(tmp_path):
+    """By an optimizer that is built after prune(), where the first one was built before it: bit for bit."""
+    model = build("s5").train()
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    plan = allocate(importance(model), amount=0.5)
+    prune(model, plan)
+    train(model, optimizer, range(2, 4))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
+    train(model, optimizer, range(4, 7))
+
+    saved, again = torch.load(tmp_path / "state.pt"), build("s5").train()
+    prune(again, plan)
+    again.load_state_dict(saved["model"])
+    optimizer = adamw(again)
+    optimizer.load_state_dict(saved["optimizer"])
+    train(again, optimizer, range(4, 7))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def pruned_under_a_wrapper(group):
+    """Weights after training under DistributedDataParallel, with a mask after two steps and removal after five."""
+    model = build("lru").train()
+    ddp = DistributedDataParallel(model)
+    rows = torch.randint(3, WORDS, (4, 9), generator=torch.Generator().manual_seed(1))
+    mine = rows[2 * group.rank() : 2 * group.rank() + 2]
+    optimizer = adamw(model)
+    train(ddp, optimizer, range(2), mine)
+    prune(model, allocate(importance(model), amount=0.5))
+    train(ddp, optimizer, range(3), mine)
+    remove(model)
+    train(ddp, adamw(model), range(3), mine)
+    return model.state_dict()
+
+
+def test_a_live_wrapper_follows():
+    one, other = on_ranks(2, pruned_under_a_wrapper)
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_a_masked_model_is_pickled_and_compiled():
+    model = build("lru")
+    prune(model, allocate(importance(model), amount=0.5))
+    file, masked = io.BytesIO(), logits(model)
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(logits(torch.load(file, weights_only=False)), masked)
+    compiled = torch.compile(model, backend="eager")
+    assert torch.equal(logits(compiled), masked)
+    restore(model)
+    assert not torch.equal(logits(compiled), masked) and torch.equal(logits(compiled), logits(build("lru")))

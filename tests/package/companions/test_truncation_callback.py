@@ -17,12 +17,8 @@ from transformers import Trainer, TrainingArguments
 
 from modeling_essm.companions.truncation.callback import BalancedTruncationCallback
 from modeling_essm.companions.truncation.models import resize_states
-from modeling_essm.companions.truncation.training import (
-    InTrainingTruncation,
-    attempt_steps,
-    truncatable,
-    unwrap,
-)
+from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
+from modeling_essm.companions.wrappers import unwrap
 
 REWRITTEN = ("nu", "theta", "gamma", "B", "C")
 SIZES = [10, 8]
