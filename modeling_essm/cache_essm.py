@@ -427,7 +427,7 @@ def model_shape(config: Any) -> dict[str, Any]:
 
 def check_cache(cache: Any, config: Any, batch_size: int) -> None:
     """Raises ValueError for another kind of cache, or one of a model of another shape or batch."""
-    if not hasattr(type(cache), "num_bytes"):  # not isinstance: model and cache may come from two copies of the code
+    if not hasattr(type(cache), "set_states"):  # not isinstance: model and cache may come from two copies of the code
         raise ValueError(f"past_key_values must be an ESSMCache, got {type(cache).__name__}")
     if cache.config is not config and (made_for := model_shape(cache.config)) != (here := model_shape(config)):
         name = next(name for name in _SHAPE if made_for[name] != here[name])

@@ -114,6 +114,8 @@ class ElasticStateLatent(nn.Module):
 
         def run(inputs: Tensor, keep: bool) -> Tensor:
             nonlocal past
+            if not len(inputs):  # which attention of the library cannot read
+                return self.proposal(inputs.to(self.proposal.weight.dtype))
             given = {self.cache_name: past, "use_cache": keep, **extra}
             outputs = self.backbone(inputs_embeds=inputs, return_dict=True, **given)
             past = getattr(outputs, self.cache_name, None) if keep else None

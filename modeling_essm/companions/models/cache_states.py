@@ -26,6 +26,7 @@ class StateCache(DynamicCache):
     Attributes:
         states: tensors whose first dimension is B; none before the first update.
         history: a nest of such tensors, or None. backbone: another model's cache, or None.
+        made_for: what a model must have in common with that which wrote here last, by name.
     """
 
     def __init__(self) -> None:
@@ -36,12 +37,16 @@ class StateCache(DynamicCache):
         self.states: list[Tensor] = []
         self.history: Any = None
         self.backbone: Any = None
+        self.made_for: dict[str, Any] = {}
         self._seen_tokens = 0
 
-    def update(self, states: Sequence[Tensor], num_tokens: int, history: Any = None) -> None:  # type: ignore[override]
+    def update(  # type: ignore[override]
+        self, states: Sequence[Tensor], num_tokens: int, made_for: dict[str, Any], history: Any = None
+    ) -> None:
         """Take over what was computed last; tensors lose their graph."""
         self.states = [state.detach() for state in states]
         self.history = tree_map(Tensor.detach, history)
+        self.made_for = self.made_for | made_for
         self._seen_tokens += num_tokens
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -36,8 +37,27 @@ def number(default: float | None, low: float = 0.0, high: float = math.inf, clos
     return validated_field(check, default=default)
 
 
-def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Any) -> None:
-    """Raises ValueError unless exactly one input is given, of the kind, shape and range that the model reads."""
+class CodeBeside:
+    """Of a configuration: its file names only code that lies beside it, as a model saves it."""
+
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """As in transformers, with that difference."""
+        folder = os.path.dirname(json_file_path)
+        both: tuple[Any, Any] = (self, getattr(self, "backbone_config", None))
+        configs = [config for config in both if hasattr(config, "auto_map")]
+        named = [config.auto_map for config in configs]
+        try:
+            for config, code in zip(configs, named):
+                files = {name: os.path.join(folder, f"{where.split('.')[0]}.py") for name, where in code.items()}
+                config.auto_map = {name: where for name, where in code.items() if os.path.isfile(files[name])}
+            super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
+        finally:
+            for config, code in zip(configs, named):
+                config.auto_map = code
+
+
+def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, features: Any) -> tuple[int, int]:
+    """B and L. Raises ValueError unless there is one input, of the kind, shape and range that the model reads."""
     reads = "input_ids" if config.num_input_features is None else "input_features"
     given = {"input_ids": input_ids, "input_features": features, "inputs_embeds": inputs_embeds}
     names = [name for name, x in given.items() if x is not None]
@@ -52,6 +72,7 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
         low, high = torch.aminmax(x)
         if low < 0 or high >= config.vocab_size:
             raise ValueError(f"input_ids must be in [0, {config.vocab_size - 1}], got {int(low)} to {int(high)}")
+    return x.shape[0], x.shape[1]
 
 
 def read_mask(attention_mask: Any, B: int, L: int, past: int) -> Tensor | None:
@@ -69,10 +90,31 @@ def read_mask(attention_mask: Any, B: int, L: int, past: int) -> Tensor | None:
     return None if bool(real.all()) else real
 
 
-def check_cache(cache: Any, batch_size: int, sizes: list[int]) -> None:
-    """Raises ValueError for another kind of cache, or one whose states are of other rows or sizes."""
-    if not hasattr(cache, "states"):  # not isinstance: model and cache may come from two copies of the code
+def refuse_packing(arguments: dict[str, Any], B: int, L: int, real: Tensor | None) -> None:
+    """Raises ValueError for what tells of packed sequences, which would run into each other: position_ids that do
+    not go on by one between real positions (B, L), and rise across others. Arguments of other names pass."""
+    for name, value in arguments.items():
+        if value is None or not name.startswith(("position_ids", "seq_idx", "cu_seq")):
+            continue
+        packed = name != "position_ids"
+        if not packed:
+            if tuple(value.shape) not in ((B, L), (1, L)):
+                raise ValueError(f"{name} must have shape ({B}, {L}), got {tuple(value.shape)}")
+            ids = value.cpu().expand(B, L)
+            there = torch.ones(B, L, dtype=torch.bool) if real is None else real.cpu()
+            before = ids.masked_fill(~there, -1).cummax(1).values
+            jumps = there[:, :-1] & (ids[:, 1:] != ids[:, :-1] + 1)
+            packed = bool((there[:, 1:] & (jumps | (ids[:, 1:] <= before[:, :-1]))).any())
+        if packed:
+            raise ValueError(f"{name} tells of packed sequences, which are not supported: pad them instead")
+
+
+def check_cache(cache: Any, made_for: dict[str, Any], batch_size: int) -> None:
+    """Raises ValueError for another kind of cache, or one of another model or of other rows."""
+    if not hasattr(cache, "made_for"):  # not isinstance: model and cache may come from two copies of the code
         raise ValueError(f"past_key_values must be a StateCache, got {type(cache).__name__}")
-    held = [(len(state), state.shape[-1]) for state in cache.states]
-    if held and held != (needed := [(batch_size, n) for n in sizes]):
-        raise ValueError(f"past_key_values holds states of (rows, size) {held}, but the call needs {needed}")
+    for name, here in made_for.items():
+        if (there := cache.made_for.get(name, here)) != here:
+            raise ValueError(f"past_key_values is of a model of {name} {there}, but this one has {here}")
+    if cache.states and len(cache.states[0]) != batch_size:
+        raise ValueError(f"past_key_values holds {len(cache.states[0])} rows, but the input has {batch_size}")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .checks_states import integer, number
+from .checks_states import CodeBeside, integer, number
 
 # Which class each Auto class loads, from the files beside the weights.
 AUTO_MAP = {
@@ -22,7 +22,7 @@ _INITIALIZATION = {"s5": "hippo", "lru": None, "s4d": "linear"}
 
 
 @strict  # which checks types as long as annotations are types, and not text
-class DiagonalSSMConfig(PreTrainedConfig):
+class DiagonalSSMConfig(CodeBeside, PreTrainedConfig):
     r"""
     Configuration of a stack of diagonal linear recurrences: S5, S4D or LRU, in the residual block of S5 and LRU.
 

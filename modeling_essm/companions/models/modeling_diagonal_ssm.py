@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, SequenceClassifierOutput
+from transformers.models.auto import modeling_auto
 from transformers.utils.generic import can_return_tuple
 
 from .cache_states import StateCache
-from .checks_states import check_cache, check_inputs, read_mask
+from .checks_states import check_cache, check_inputs, read_mask, refuse_packing
 from .configuration_diagonal_ssm import DiagonalSSMConfig
 from .mixer_diagonal import MIXERS, DiagonalMixer
 
@@ -59,8 +60,14 @@ class DiagonalSSMPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules: ClassVar = ["DiagonalSSMLayer"]
     _is_stateful = True
+    _supports_context_parallel = False  # a state is not handed from process to process
     # The poles: what bf16 rounds off of them moves every later state.
     _keep_in_fp32_modules_strict: ClassVar = sorted({name for mixer in MIXERS.values() for name in mixer.pole_names})
+
+    def __init__(self, config: DiagonalSSMConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        if config.num_input_features is not None:
+            self.main_input_name = "input_features"  # what Trainers count and pass to metrics
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -123,29 +130,37 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             ValueError: token ids out of range (checked on a CPU), not exactly one input, a mask or a cache that does
                 not fit, a cache for a bidirectional model, packed sequences, or gradient checkpointing with batch norm.
         """
-        _refuse_packing(kwargs)
+        config, cache = self.config, past_key_values
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if recomputes and self.config.norm == "batch":
+        if recomputes and config.norm == "batch":
             raise ValueError('gradient checkpointing would move the running statistics of norm="batch" twice')
-        check_inputs(self.config, input_ids, inputs_embeds, input_features)
-        if input_features is not None:
-            inputs_embeds = self.embed_features(input_features.to(self.embed_features.weight.dtype))
-        elif input_ids is not None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        assert inputs_embeds is not None
-        hidden_states, (B, L, _) = inputs_embeds, inputs_embeds.shape
-        cache = past_key_values
+        B, L = check_inputs(config, input_ids, inputs_embeds, input_features)
+        made_for = {name: getattr(config, name) for name in ("model_type", "parameterization", "hidden_size")}
+        made_for["state_sizes"] = [layer.mixer.state_size for layer in self.layers]  # type: ignore[misc, union-attr]
         if cache is not None:
-            check_cache(cache, B, [layer.mixer.state_size for layer in self.layers])  # type: ignore[misc, union-attr]
+            check_cache(cache, made_for, B)
+            if config.norm == "batch" and self.training and not torch.is_grad_enabled():
+                raise ValueError('norm="batch" reads whole batches in training: call model.eval() before decoding')
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
-        if self.config.bidirectional and (use_cache or cache is not None):
+        refuse_packing(kwargs, B, L, real)
+        if input_ids is not None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        else:
+            given: Any = inputs_embeds
+            if input_features is not None:
+                given = input_features.to(self.embed_features.weight.dtype)
+            if real is not None:  # what stands there, NaN too, is not read
+                given = given.masked_fill(~real.to(given.device)[..., None], 0.0)
+            inputs_embeds = given if input_features is None else self.embed_features(given)
+        hidden_states = inputs_embeds
+        if config.bidirectional and (use_cache or cache is not None):
             raise ValueError("a bidirectional model reads whole sequences: use_cache=False, without past_key_values")
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and not self.config.bidirectional
+            use_cache = config.use_cache and not self.training and not config.bidirectional
         if use_cache and cache is None:
             cache = StateCache()
         if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
+            output_hidden_states = config.output_hidden_states
         place = None
         if real is not None:
             real = real.to(hidden_states.device)
@@ -161,7 +176,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         if place is not None:
             each = [reorder(x, place) for x in (each if output_hidden_states else each[-1:])]
         if cache is not None:
-            cache.update(states, L)
+            cache.update(states, L, made_for)
         return BaseModelOutputWithPast(
             last_hidden_state=each[-1],
             past_key_values=cache if use_cache else None,
@@ -206,10 +221,9 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         Returns:
             CausalLMOutputWithPast: loss () in nats with labels, logits (B, L or logits_to_keep, vocab_size).
         """
-        _refuse_packing(kwargs)
         given = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
         given["output_hidden_states"] = output_hidden_states
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, **given)
+        outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs | given)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
         loss = None
@@ -258,9 +272,8 @@ class DiagonalSSMForSequenceClassification(DiagonalSSMPreTrainedModel):
         Returns:
             SequenceClassifierOutput: loss () with labels, logits (B, num_labels).
         """
-        _refuse_packing(kwargs)
         given = {"use_cache": False, "output_hidden_states": output_hidden_states, "return_dict": True}
-        outputs = self.model(input_ids, attention_mask, inputs_embeds, input_features, **given)
+        outputs = self.model(input_ids, attention_mask, inputs_embeds, input_features, **kwargs | given)
         logits = self.score(_mean_of_real(outputs.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
@@ -273,16 +286,9 @@ def _mean_of_real(hidden_states: Tensor, real: Tensor | None) -> Tensor:
     if real is None:
         return hidden_states.mean(1)
     real = real.to(hidden_states.device).bool()
-    total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1)
-    return total / real.sum(1, keepdim=True).clamp(min=1).to(total.dtype)
-
-
-def _refuse_packing(kwargs: dict[str, Any]) -> None:
-    """Raises ValueError for arguments of packed sequences, which would run into each other. Others pass silently, as
-    the library's losses need."""
-    for name, value in kwargs.items():
-        if value is not None and name.startswith(("seq_idx", "cu_seq")):
-            raise ValueError(f"unknown argument {name!r}: packed sequences are not supported, pad them instead")
+    wide = torch.promote_types(hidden_states.dtype, torch.float32)  # fp16 ends at 65504, as a sum and as a count
+    total = hidden_states.masked_fill(~real[..., None], 0.0).sum(1, dtype=wide)
+    return (total / real.sum(1, keepdim=True).clamp(min=1)).to(hidden_states.dtype)
 
 
 def real_last(real: Tensor) -> tuple[Tensor, Tensor]:
@@ -301,3 +307,9 @@ def real_last(real: Tensor) -> tuple[Tensor, Tensor]:
 def reorder(x: Tensor, place: Tensor) -> Tensor:
     """(B, L, H) with the position that place (B, L) names at each."""
     return x.gather(1, place[..., None].expand_as(x))
+
+
+# Trainers (label smoothing), evaluation harnesses and model cards look class names up in these tables.
+modeling_auto.MODEL_MAPPING_NAMES["diagonal_ssm"] = "DiagonalSSMModel"
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["diagonal_ssm"] = "DiagonalSSMForCausalLM"
+modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES["diagonal_ssm"] = "DiagonalSSMForSequenceClassification"

@@ -80,6 +80,7 @@ class ElasticStatePreTrainedModel(PreTrainedModel):
     main_input_name = "input_features"
     accepts_loss_kwargs = False
     _is_stateful = True
+    _supports_context_parallel = False  # a state is not handed from process to process
     # The poles, the metric, the step size and the gate: what bf16 rounds off of them moves every later state. Names are
     # searched as regular expressions in those of all weights, and backbones have gates too.
     _keep_in_fp32_modules_strict: ClassVar = [
@@ -194,10 +195,10 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 one.
         """
         config, cache = self.config, past_key_values
-        check_inputs(config, None, None, input_features)
-        B, L, _ = input_features.shape
+        B, L = check_inputs(config, None, None, input_features)
+        made_for = self._made_for()
         if cache is not None:
-            check_cache(cache, B, [config.latent_size])
+            check_cache(cache, made_for, B)
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = StateCache()
@@ -234,7 +235,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             history = commit(self.objective, history, step["readouts"], observation, here)
             steps.append(step)
         if cache is not None:
-            cache.update([z], L, history)
+            cache.update([z], L, made_for, history)
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
         stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values, "kept_steps": work.kept}
@@ -246,6 +247,18 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             if log_prob is not None:
                 output.loss = output.loss + policy_loss(costs, log_prob, entropy, counted, config)
         return output
+
+    def _made_for(self) -> dict[str, Any]:
+        """What another model must have in common with this one to go on from its cache."""
+        config, inner, past = self.config, self.config.backbone_config, self.objective
+        made_for = {"model_type": config.model_type, "latent_size": config.latent_size, "backbone_config": None}
+        if inner is not None:
+            sizes = (getattr(inner, name, None) for name in ("num_hidden_layers", "hidden_size"))
+            made_for["backbone_config"] = "{} of {} layers and width {}".format(inner.model_type, *sizes)
+        if past is not None:
+            own = type(past).__name__ if hasattr(past, "initial_history") else ""
+            made_for["history_length"] = f"of {own}" if own else config.history_length
+        return made_for
 
     def _begin(
         self, cache: StateCache | None, features: Tensor, observations: Any, real: Tensor | None

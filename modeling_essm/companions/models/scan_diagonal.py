@@ -65,6 +65,9 @@ def fft_of_channels(lam: Tensor, B: Tensor, C: Tensor, u: Tensor, x0: Tensor | N
 
     Powers of lam are never formed for all steps: lam^{i m + j} = (lam^m)^i lam^j with i and j below about sqrt(L).
     """
+    if not len(u):  # FFTs take no empty batch
+        y, last = fft_of_channels(lam, B, C, F.pad(u, (0, 0, 0, 0, 0, 1)))
+        return y[:0], last[:0]
     L = u.shape[1]
     m = int((L - 1) ** 0.5) + 1
     fine = powers_of(lam, m + 1)  # (m + 1, H, n)

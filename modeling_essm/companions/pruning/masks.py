@@ -66,8 +66,7 @@ def _masked_class(cls: type, names: tuple[str, ...]) -> type:
 
 
 def _empty(cls: type, names: tuple[str, ...]) -> Any:
-    masked = _masked_class(cls, names)
-    return masked.__new__(masked)
+    return object.__new__(_masked_class(cls, names))
 
 
 def matched(model: nn.Module, plan: Plan) -> list[StateLayer]:
@@ -117,9 +116,9 @@ def prune(model: nn.Module, plan: Plan) -> None:
             check_plain(layer, module, name)
             todo.setdefault(module, {})[name] = ModeMask(mask, own.keep).to(getattr(module, name).device)
     for module, masks in todo.items():
-        for name, mask in masks.items():
-            module.add_module(f"mask_of_{name}", mask)
-        module.__class__ = _masked_class(type(module), tuple(masks))
+        for name, step in masks.items():
+            module.add_module(f"mask_of_{name}", step)
+        module.__class__ = _masked_class(type(module), tuple(masks))  # type: ignore[arg-type]
 
 
 def restore(model: nn.Module) -> None:

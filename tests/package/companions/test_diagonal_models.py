@@ -3,6 +3,9 @@
 
 import pytest
 import torch
+from elastic_states import random_inputs, random_model
+from helpers import filled
+from helpers import random_model as spectral_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -119,8 +122,11 @@ def test_bad_inputs():
         with pytest.raises(ValueError, match=message):
             called(**given)
     for packed in (model, model.model, make("s5", DiagonalSSMForSequenceClassification)):
-        with pytest.raises(ValueError, match="unknown argument 'cu_seq_lens_q': packed sequences are not supported"):
-            packed(ids, cu_seq_lens_q=torch.tensor([0, 3, 6]))
+        for name, value in {"cu_seq_lens_q": [0, 3, 6], "position_ids": [[0, 1, 2, 0, 1, 2]]}.items():
+            with pytest.raises(ValueError, match=f"{name} tells of packed sequences, which are not supported"):
+                packed(ids, **{name: torch.tensor(value)})
+        with pytest.raises(ValueError, match=r"position_ids must have shape \(2, 6\), got \(3,\)"):
+            packed(ids, position_ids=torch.arange(3))
 
 
 # --- The cache
@@ -146,12 +152,20 @@ def test_pieces_equal_one_pass(kind, pieces=(1, 9, 1, 2, 7)):
 def test_what_a_cache_refuses():
     model, ids = make("s5"), ids_of(2, 6)
     cache = model(ids, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match=r"holds states of \(rows, size\) \[\(2, 5\).* needs \[\(1, 5\)"):
-        model(ids[:1], past_key_values=cache)
-    with pytest.raises(ValueError, match=r"needs \[\(2, 4\), \(2, 4\), \(2, 4\)\]"):
-        make("s5", state_sizes=[4] * 3)(ids, past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values must be a StateCache, got tuple"):
-        model(ids, past_key_values=())
+    elastic = random_model(latent_size=4)(random_inputs(2, 6, 5), use_cache=True).past_key_values
+    spectral = spectral_model(vocab_size=VOCABULARY)
+    for called, rows, given, message in (
+        (model, 1, cache, "past_key_values holds 2 rows, but the input has 1"),
+        (make("s5", state_sizes=[4] * 3), 2, cache, r"of state_sizes \[5, 0, 3\], but this one has \[4, 4, 4\]"),
+        (make("lru"), 2, cache, "past_key_values is of a model of parameterization s5, but this one has lru"),
+        (make("s5", hidden_size=4), 2, cache, "past_key_values is of a model of hidden_size 8, but this one has 4"),
+        (model, 2, elastic, "past_key_values is of a model of model_type elastic_state, but this one has diagonal_ssm"),
+        (model, 2, filled(spectral, ids), "past_key_values must be a StateCache, got ESSMCache"),
+        (spectral, 2, cache, "past_key_values must be an ESSMCache, got StateCache"),
+        (model, 2, (), "past_key_values must be a StateCache, got tuple"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            called(ids[:rows], past_key_values=given)
     with pytest.raises(ValueError, match="cannot be cropped to 3"):
         cache.crop(3)
     cache.batch_repeat_interleave(2)
@@ -251,6 +265,14 @@ def test_classification_of_features(labels):
         torch.nn.functional.cross_entropy(logits, targets) if labels > 1 else (logits[:, 0] - targets).square().mean()
     )
     torch.testing.assert_close(outputs.loss, expected)
+
+
+def test_batch_norm_does_not_decode_in_training():
+    """Outputs would depend on the other rows, and its running statistics on what is decoded."""
+    model, ids = make("lru", norm="batch").train(), ids_of(2, 5)
+    with pytest.raises(ValueError, match=r"call model\.eval\(\) before decoding"):
+        model.generate(ids, max_new_tokens=2)
+    model(ids, labels=ids, use_cache=True).loss.backward()
 
 
 def test_batch_norm_counts_real_positions():

@@ -15,6 +15,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers import initialization as init
+from transformers.models.auto import modeling_auto
 
 from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
@@ -144,6 +145,7 @@ _HEADS = (ARSTUForCausalLM, ARSTUForSequenceClassification, ARSTUForPairClassifi
 for _cls in (ARSTUConfig, ARSTUPairConfig, *_HEADS):
     _cls._auto_class = None  # their code is not copied beside a checkpoint
 AutoConfig.register("ar_stu", ARSTUConfig, exist_ok=True)
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["ar_stu"] = "ARSTUForCausalLM"  # Trainers look here
 AutoModelForCausalLM.register(ARSTUConfig, ARSTUForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(ARSTUConfig, ARSTUForSequenceClassification, exist_ok=True)
 AutoConfig.register("ar_stu_pair", ARSTUPairConfig, exist_ok=True)

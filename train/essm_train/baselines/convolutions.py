@@ -78,10 +78,8 @@ class TCResNet(nn.Module):
         self.layers = nn.ModuleList(TCResNetBlock(*pair) for pair in itertools.pairwise(channels))
 
     def forward(self, input_features: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(B, L, F) and (B, L) or None -> (B, ceil(L / 8), D) and which of these are real, bool, or None."""
+        """(B, L, F), zero where (B, L) is 0 -> (B, ceil(L / 8), D) and which of these are real, bool, or None."""
         x, real = input_features.mT, None if attention_mask is None else attention_mask.bool()
-        if real is not None:
-            x = x.masked_fill(~real[:, None], 0.0)
         x = F.relu(self.first(x, real))
         for block in self.layers:
             real = None if real is None else real[:, ::2]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
+from transformers.models.auto import modeling_auto
 
 from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig
@@ -52,6 +53,8 @@ class BaselineEncoder(nn.Module):
             inputs, other, name = features, input_ids, f"input_features (B, L, {self.config.num_input_features})"
         if inputs is None or other is not None:
             raise ValueError(f"this model reads {name} and nothing else")
+        if features is not None and attention_mask is not None:  # what stands behind it, NaN too, is not read
+            inputs = features.masked_fill(~attention_mask.to(features.device).bool()[..., None], 0.0)
         if self.config.architecture == "tc_resnet":
             return self.backbone(inputs.to(next(self.backbone.parameters()).dtype), attention_mask)
         if inputs is input_ids:
@@ -67,9 +70,13 @@ class BaselinePreTrainedModel(PreTrainedModel):
     config_class = BaselineConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
+    _supports_context_parallel = False
 
     def __init__(self, config: BaselineConfig, causal: bool):
         super().__init__(config)
+        self.supports_gradient_checkpointing = config.architecture != "tc_resnet"
+        if config.num_input_features is not None:
+            self.main_input_name = "input_features"  # what Trainers count and pass to metrics
         self.model = BaselineEncoder(config, causal)
 
     def post_init(self) -> None:
@@ -165,5 +172,6 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
 
 
 AutoConfig.register(BaselineConfig.model_type, BaselineConfig, exist_ok=True)
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[BaselineConfig.model_type] = "BaselineForCausalLM"  # Trainers look here
 AutoModelForCausalLM.register(BaselineConfig, BaselineForCausalLM, exist_ok=True)
 AutoModelForSequenceClassification.register(BaselineConfig, BaselineForSequenceClassification, exist_ok=True)
