@@ -68,7 +68,8 @@ def check_inputs(config: Any, input_ids: Tensor | None, inputs_embeds: Tensor | 
     if x.shape[2:] != width[name] or x.ndim < 2 or x.shape[1] == 0:
         wanted = ", ".join(map(str, ("B", "L", *width[name])))
         raise ValueError(f"{name} must have shape ({wanted}) with at least one position, got {tuple(x.shape)}")
-    if name == "input_ids" and x.device.type == "cpu" and x.numel():
+    readable = x.device.type == "cpu" and not torch._C._are_functorch_transforms_active()  # which hide values
+    if name == "input_ids" and readable and x.numel():
         low, high = torch.aminmax(x)
         if low < 0 or high >= config.vocab_size:
             raise ValueError(f"input_ids must be in [0, {config.vocab_size - 1}], got {int(low)} to {int(high)}")
@@ -118,3 +119,9 @@ def check_cache(cache: Any, made_for: dict[str, Any], batch_size: int) -> None:
             raise ValueError(f"past_key_values is of a model of {name} {there}, but this one has {here}")
     if cache.states and len(cache.states[0]) != batch_size:
         raise ValueError(f"past_key_values holds {len(cache.states[0])} rows, but the input has {batch_size}")
+
+
+def check_mode(model: Any, why: str) -> None:
+    """Raises ValueError in training mode, where a call with a cache has no gradients to learn from: it decodes."""
+    if model.training and not torch.is_grad_enabled():
+        raise ValueError(f"the model is in training mode, where {why}: call model.eval() before decoding")

@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 from transformers.utils.generic import can_return_tuple
 
 from .cache_states import StateCache
-from .checks_states import check_cache, check_inputs, read_mask, refuse_packing
+from .checks_states import check_cache, check_inputs, check_mode, read_mask, refuse_packing
 from .configuration_diagonal_ssm import DiagonalSSMConfig
 from .mixer_diagonal import MIXERS, DiagonalMixer
 
@@ -61,11 +61,11 @@ class DiagonalSSMPreTrainedModel(PreTrainedModel):
     _no_split_modules: ClassVar = ["DiagonalSSMLayer"]
     _is_stateful = True
     _supports_context_parallel = False  # a state is not handed from process to process
-    # The poles: what bf16 rounds off of them moves every later state.
-    _keep_in_fp32_modules_strict: ClassVar = sorted({name for mixer in MIXERS.values() for name in mixer.pole_names})
 
     def __init__(self, config: DiagonalSSMConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
+        # The poles: what bf16 rounds off of them moves every later state.
+        self._keep_in_fp32_modules_strict = {*MIXERS[config.parameterization].pole_names}
         if config.num_input_features is not None:
             self.main_input_name = "input_features"  # what Trainers count and pass to metrics
 
@@ -139,8 +139,8 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         made_for["state_sizes"] = [layer.mixer.state_size for layer in self.layers]  # type: ignore[misc, union-attr]
         if cache is not None:
             check_cache(cache, made_for, B)
-            if config.norm == "batch" and self.training and not torch.is_grad_enabled():
-                raise ValueError('norm="batch" reads whole batches in training: call model.eval() before decoding')
+            if config.norm == "batch":
+                check_mode(self, 'norm="batch" mixes rows')
         real = read_mask(attention_mask, B, L, 0 if cache is None else cache.get_seq_length())
         refuse_packing(kwargs, B, L, real)
         if input_ids is not None:

@@ -23,7 +23,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .backbone_elastic_state import ElasticStateLatent, ElasticStateRecurrence
 from .cache_states import StateCache, tree_map
-from .checks_states import check_cache, check_inputs, read_mask
+from .checks_states import check_cache, check_inputs, check_mode, read_mask
 from .configuration_elastic_state import ElasticStateConfig
 from .corrector_elastic_state import ElasticStateCorrector, InnerWork
 from .gate_elastic_state import ElasticStateGate, policy_loss
@@ -199,6 +199,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         made_for = self._made_for()
         if cache is not None:
             check_cache(cache, made_for, B)
+            check_mode(self, "every step of refinement is taken")
         use_cache = (config.use_cache and not self.training) if use_cache is None else use_cache
         if use_cache and cache is None:
             cache = StateCache()

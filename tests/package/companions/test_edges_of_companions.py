@@ -8,7 +8,8 @@ import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
 from elastic_states import random_inputs, random_model, tiny
-from helpers import tiny_config
+from helpers import assert_close, tiny_config
+from torch.func import functional_call, grad, vmap
 from transformers import LlamaConfig
 
 from modeling_essm.companions import (
@@ -76,7 +77,7 @@ def test_numbers_behind_a_mask_are_not_read(kind):
         (diagonal(kind, DiagonalSSMForSequenceClassification, **signals), "input_features", classes),
     ):
         zeros, nans = (gradients_with(model, name, filling, given) for filling in (0.0, float("nan")))
-        assert all(map(torch.equal, zeros, nans)) and all(grad.isfinite().all() for grad in nans)
+        assert all(map(torch.equal, zeros, nans)) and all(each.isfinite().all() for each in nans)
 
 
 def test_caches_of_other_elastic_states():
@@ -102,6 +103,28 @@ def test_caches_of_other_elastic_states():
         assert models[own](x, past_key_values=caches[own]).readouts.shape == x.shape
 
 
+@three
+def test_gradients_of_single_samples(kind):
+    model = diagonal(kind)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, row):
+        return functional_call(model, weights, (row[None],), {"labels": row[None], "use_cache": False}).loss
+
+    together = vmap(grad(loss), (None, 0))(weights, IDS)
+    for i, row in enumerate(IDS):
+        for name, alone in grad(loss)(weights, row).items():
+            assert_close(together[name][i], alone)
+
+
+def test_a_stream_is_not_decoded_in_training_mode():
+    model, x = random_model(), random_inputs(2, 1, 5)
+    cache = model.step(x[:, 0]).past_key_values
+    with torch.no_grad(), pytest.raises(ValueError, match=r"training mode, .*: call model\.eval\(\) before decoding"):
+        model.train().step(x[:, 0], cache)
+    assert model.step(x[:, 0], cache).loss.requires_grad  # truncated backpropagation through a stream
+
+
 def test_outputs_rebuilt_from_their_items_are_whole():
     model, x = random_model(dtype=torch.bfloat16), random_inputs(2, 6, 5, dtype=torch.bfloat16)
     given, rebuilt = (f(x, use_cache=True) for f in (model.forward, convert_outputs_to_fp32(model.forward)))
@@ -119,6 +142,7 @@ def test_long_rows_are_averaged_in_fp32():
 def test_what_models_announce():
     signals = diagonal("s5", DiagonalSSMForSequenceClassification, num_input_features=4)
     assert (signals.main_input_name, diagonal("s5").main_input_name) == ("input_features", "input_ids")
+    assert signals._keep_in_fp32_modules_strict == {"Lambda", "log_step"}  # those that there are
     assert not signals.supports_context_parallel and not random_model().supports_context_parallel
 
 
