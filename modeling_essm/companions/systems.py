@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from .wrappers import rebuild_wrappers
+
 OUTPUTS = {"complex": 1.0, "real": 1.0, "twice_real": 2.0}  # y = C x, Re(C x), 2 Re(C x): factor of every norm bound
 
 
@@ -264,7 +266,8 @@ def _layers(model: nn.Module) -> Iterator[StateLayer]:
 
 
 def record_sizes(model: nn.Module, layers: Sequence[StateLayer], sizes: Sequence[int]) -> None:
-    """Write the numbers of modes into every configuration around the layers, which is given those of its own layers.
+    """After layers were rewritten: their numbers of modes into every configuration around them, which is given those of
+    its own layers, and their new Parameters to live wrappers.
 
     A model can be built around another one, and either configuration, or both, can tell the sizes.
     """
@@ -282,6 +285,7 @@ def record_sizes(model: nn.Module, layers: Sequence[StateLayer], sizes: Sequence
             config.state_sizes = sizes_of[False]
         if sizes_of[True] and hasattr(config, "state_size"):
             config.state_size = sizes_of[True][0]
+    rebuild_wrappers(model)
 
 
 def check_plain(layer: StateLayer, module: nn.Module, name: str) -> None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..systems import StateLayer, check_plain, record_sizes, state_layers
-from ..wrappers import rebuild_wrappers
 from .plans import Plan
 
 
@@ -160,5 +159,4 @@ def remove(model: nn.Module) -> list[int]:
     for layer, keep, size in zip(layers, keeps, sizes):
         layer.adapter.shrink(layer.module, keep, size)
     record_sizes(model, layers, sizes)
-    rebuild_wrappers(model)
     return sizes

@@ -80,7 +80,7 @@ def balanced_truncate(
     sizes: int | Sequence[int] | None = None,
     min_reduction: float = 0.0,
 ) -> TruncationReport:
-    """Reduce the diagonal layers of a model in place, and its config.state_sizes with them.
+    """Reduce the diagonal layers of a model in place, and its config.state_sizes with them. Optimizers do not follow.
 
     Args:
         tau: every layer discards at most that share of the sum of its Hankel singular values.

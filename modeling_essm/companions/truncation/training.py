@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..wrappers import rebuild_wrappers, unwrap
+from ..wrappers import unwrap
 from .balancing import Truncation
 from .models import Replaced, TruncationReport, apply_truncation, plan_layer, truncatable
 
@@ -84,7 +84,6 @@ class InTrainingTruncation:
         report = apply_truncation(inner, layers, results)
         if report.replaced:
             substitute(optimizer, report.replaced)
-            rebuild_wrappers(inner)
         rows = report.layers
         self.history.append(
             {

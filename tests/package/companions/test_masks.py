@@ -19,6 +19,7 @@ from modeling_essm.companions import (
     DiagonalSSMModel,
     DiagonalSystem,
     allocate,
+    balanced_truncate,
     certify,
     describe,
     hinf_norm,
@@ -330,7 +331,7 @@ def test_a_masked_run_is_resumed(tmp_path):
 
 
 def pruned_under_a_wrapper(group):
-    """Weights after training under DistributedDataParallel, with a mask after two steps and removal after five."""
+    """Weights after training under DistributedDataParallel: whole, masked, with modes removed, and truncated."""
     model = build("lru").train()
     ddp = DistributedDataParallel(model)
     rows = torch.randint(3, WORDS, (4, 9), generator=torch.Generator().manual_seed(1))
@@ -340,6 +341,8 @@ def pruned_under_a_wrapper(group):
     prune(model, allocate(importance(model), amount=0.5))
     train(ddp, optimizer, range(3), mine)
     remove(model)
+    train(ddp, adamw(model), range(3), mine)
+    balanced_truncate(model, sizes=2)
     train(ddp, adamw(model), range(3), mine)
     return model.state_dict()
 
