@@ -539,6 +539,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
             )
         self.model = ESSMModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.loss_type = "ForCausalLM"  # the library reads it off the name of a class
         self.post_init()
         self.generation_config._from_model_config = False  # or loading it again would drop a spectral_budget set on it
         self.decoding_steps: Any = None  # single steps compiled ahead, by the package's `decoding`
@@ -616,6 +617,7 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = ESSMModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.loss_type = "ForSequenceClassification"
         self.post_init()
 
     @can_return_tuple

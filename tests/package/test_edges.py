@@ -201,6 +201,17 @@ class Derived(ESSMForCausalLM):
     """As a user's, or the one that FSDP2 makes."""
 
 
+class Reviewer(ESSMForSequenceClassification):
+    """Its name says nothing of its loss, by which the library would choose one."""
+
+
+def test_the_loss_of_a_derived_class_is_that_of_its_base(tmp_path):
+    assert Losses(random_model(Derived), tmp_path)._loss_shifts_labels
+    derived, base = (random_model(cls, num_labels=3) for cls in (Reviewer, ESSMForSequenceClassification))
+    labels = torch.tensor([0, 2])
+    assert derived(IDS, labels=labels).loss == base(IDS, labels=labels).loss
+
+
 @pytest.mark.parametrize("cls", [ESSMForCausalLM, Derived])
 @torch.no_grad()
 def test_label_smoothing_predicts_the_next_token(cls, tmp_path):
