@@ -5,22 +5,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """A file to write that becomes `path` in one move. An interrupted writer leaves the old file and nothing else."""
+    """A file to write that becomes `path` in one move. An interrupted writer leaves the old file and nothing else.
+
+    Raises:
+        OSError: as the block does; of a full disk, which names no file, with `path` as its `filename`.
+    """
     path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    partial = Path(name)
+    partial = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
     try:
         yield partial
-        partial.chmod(0o666 & ~_umask())
         partial.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path}: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
@@ -29,10 +38,3 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     """Give the file its new text in one move."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
-
-
-def _umask() -> int:
-    """The process's mask; mkstemp ignores it and makes files private."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

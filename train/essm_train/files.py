@@ -1,8 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Files and folders that are whole or not there at all: filled under a temporary name, synced to disk, then renamed.
 
-A file that is replaced is `.partial-<name>` until then, a folder `.tmp-<name>`. The model's `replacing` (_files) is
-another one, because generators of data start without torch.
+Every writer has a temporary name of its own, `.partial-*` for a file and `.tmp-*` for a folder, so two of one target do
+not meet: the last one wins. The model's `replacing` (_files) is another one, because generators of data start without
+torch.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,17 +29,90 @@ TEMPORARY = ".tmp-"
 _REPLACED = f"{TEMPORARY}replaced-"
 
 
+def claim(
+    folder: Path,
+    names: Iterable[str],
+    *,
+    overwrite: bool = False,
+    reads: Iterable[object] = (),
+    flag: str = "--overwrite",
+) -> None:
+    """Make the folder in which a command will write those files and folders, before it does any work.
+
+    Args:
+        overwrite: whether its user has said, by `flag`, that what is there may go.
+        reads: what the command will read; what is no path here does not count.
+    Raises:
+        ValueError: the folder cannot be written; one of the names is, or holds, what the command reads; or one is
+            there already, and not to be overwritten. An empty folder is not there.
+    """
+    check_writable(folder)
+    found = [path for path in (folder / name for name in names) if os.path.lexists(path) and not _is_empty(path)]
+    for source in reads:
+        for path in found:
+            if isinstance(source, str) and os.path.exists(source) and Path(source).resolve().is_relative_to(path.resolve()):
+                raise ValueError(f"{source!r} is read, and {str(path)!r} would be replaced: write to another folder")
+    if not overwrite:
+        refuse_replacing([path.name for path in found], folder, flag)
+
+
+def refuse_replacing(found: Iterable[str], folder: Path, flag: str = "--overwrite") -> None:
+    """Raises ValueError if anything is found that the command would replace."""
+    if names := ", ".join(found):
+        raise ValueError(
+            f"{str(folder)!r} holds {names}, which this run did not write: write to another folder, move it away, or "
+            f"give {flag} to replace it"
+        )
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """A disk that is full, or broken, says which file it was that could not be written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+    except (RuntimeError, SafetensorError) as error:
+        if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):  # no OSErrors, what they hide is
+            raise OSError(f"cannot write {path}: {error}") from error
+        raise
+
+
+def _own_name(path: Path, kind: str) -> Path:
+    """A path beside `path` that no other writer has."""
+    return path.with_name(f"{kind}{secrets.token_hex(4)}-{path.name}")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A path beside `path` to write to. It takes its place when the block ends; after an error nothing has changed."""
-    temporary = path.with_name(PARTIAL + path.name)
+    temporary = _own_name(path, PARTIAL)
     try:
-        yield temporary
-        _sync(temporary)
+        with naming(path):
+            yield temporary
+            _sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     _sync(path.parent)
+
+
+@contextmanager
+def filling(path: Path) -> Iterator[Path]:
+    """An empty folder beside `path` to fill. It takes its place when the block ends; an error leaves nothing."""
+    temporary = temporary_folder(path)
+    try:
+        with naming(path):
+            yield temporary
+            publish(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -68,9 +145,8 @@ def sha256_of(path: Path) -> str:
 
 
 def temporary_folder(path: Path) -> Path:
-    """An empty folder next to `path`, to be filled and published under that name."""
-    temporary = path.with_name(TEMPORARY + path.name)
-    shutil.rmtree(temporary, ignore_errors=True)
+    """An empty folder next to `path`, of no other writer, to be filled and published under that name."""
+    temporary = _own_name(path, TEMPORARY)
     temporary.mkdir(parents=True)
     return temporary
 
@@ -80,41 +156,65 @@ def publish(temporary: Path, path: Path) -> None:
     for folder, _, files in os.walk(temporary):
         for name in (*files, "."):
             _sync(Path(folder, name))
-    replaced = path.with_name(_REPLACED + path.name)
-    if path.exists():
-        shutil.rmtree(replaced, ignore_errors=True)  # what an earlier one could not delete
-        os.replace(path, replaced)
-    os.replace(temporary, path)
+    replaced: list[Path] = []
+    while True:
+        aside = _own_name(path, _REPLACED)
+        with suppress(FileNotFoundError):
+            os.replace(path, aside)
+            replaced.append(aside)
+        try:
+            os.replace(temporary, path)
+            break
+        except OSError:
+            if not path.exists():  # else another writer was here in between
+                if replaced:
+                    os.replace(replaced[-1], path)
+                raise
     _sync(path.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    for aside in replaced:
+        _delete(aside)
 
 
 def set_aside(path: Path, name: str) -> None:
     """Give a folder another name; what had that name before is deleted."""
     aside = path.with_name(name)
-    shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
     os.replace(path, aside)
 
 
 def delete_folder(path: Path) -> None:
     """Delete so that a kill halfway leaves a temporary folder, not a damaged one under the old name."""
-    doomed = f"{TEMPORARY}deleted-{path.name}"
-    set_aside(path, doomed)
-    shutil.rmtree(path.with_name(doomed))
+    doomed = _own_name(path, f"{TEMPORARY}deleted-")
+    os.replace(path, doomed)
+    _delete(doomed)
 
 
 def delete_temporary_folders(output_dir: Path) -> None:
     """Clean up after a killed run."""
     for path in output_dir.glob(f"{_REPLACED}*"):
-        if not (original := path.with_name(path.name.removeprefix(_REPLACED))).exists():
+        original = path.with_name(path.name.removeprefix(_REPLACED).partition("-")[2])
+        if not original.exists():
             os.replace(path, original)  # killed between the two renames of `publish`
     for path in output_dir.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path)
+        _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it, a link to one, or nothing."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+    """To disk; the entries of a folder as far as the system can, as Windows opens no folder."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDWR if os.name == "nt" and path.is_file() else os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        if not path.is_dir():
+            raise
