@@ -50,7 +50,7 @@ def add_config(p: argparse.ArgumentParser) -> None:
 
 def _config_folder(text: str) -> Path:
     try:
-        ESSMConfig.from_dict(json.loads(Path(text, "config.json").read_text()))
+        ESSMConfig.from_dict(json.loads(Path(text, "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         reason = f"needs a folder with the config.json of an ES-SSM, got {text}: {error}"
         raise argparse.ArgumentTypeError(reason) from error
@@ -62,7 +62,9 @@ def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
     if args.config is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
-    return ESSMConfig.from_dict(json.loads((args.config / "config.json").read_text()) | dict.fromkeys(again) | fields)
+    return ESSMConfig.from_dict(
+        json.loads((args.config / "config.json").read_text(encoding="utf-8")) | dict.fromkeys(again) | fields
+    )
 
 
 def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:

@@ -47,15 +47,15 @@ def run_part(name: str, seconds: float, args: argparse.Namespace) -> dict[str, A
         command += [str(args.model)] if command[-1] == "--model" else []
         options = ["--device", args.device, "--out", str(out), *(["--quick"] if args.quick else [])]
         whole = [sys.executable, *command, *([] if name == "tests" else options)]
-        with log.open("w") as output:
+        with log.open("w", encoding="utf-8") as output:
             try:
                 done = subprocess.run(whole, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=seconds)
                 status = f"exit status {done.returncode}" if done.returncode else "done"
             except subprocess.TimeoutExpired:
                 status = f"stopped after {seconds:.0f} s"
         record = {"status": status, "seconds": time.perf_counter() - start, "command": " ".join(command)}
-        record["output"] = log.read_text(errors="replace")[-TAIL:]
-        return record | ({"report": json.loads(out.read_text())} if out.is_file() else {})
+        record["output"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+        return record | ({"report": json.loads(out.read_text(encoding="utf-8"))} if out.is_file() else {})
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

@@ -39,10 +39,10 @@ for name in os.listdir(folder):
     with open(os.path.join(folder, name), "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 def read_bytes():
-    return int(re.search(r"^read_bytes: (\\d+)", open("/proc/self/io").read(), re.M)[1])
+    return int(re.search(r"^read_bytes: (\\d+)", open("/proc/self/io", encoding="utf-8").read(), re.M)[1])
 def resident(name):
-    return 1024 * int(re.search(rf"^{name}:\\s+(\\d+) kB", open("/proc/self/status").read(), re.M)[1])
-with open("/proc/self/clear_refs", "w") as file:
+    return 1024 * int(re.search(rf"^{name}:\\s+(\\d+) kB", open("/proc/self/status", encoding="utf-8").read(), re.M)[1])
+with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
     file.write("5")  # the peak starts from here
 memory, read, start = resident("VmRSS"), read_bytes(), time.perf_counter()
 model = ESSMForCausalLM.from_pretrained(folder, **({} if K is None else {"spectral_capacity": K}))

@@ -75,7 +75,7 @@ def learning_curve(folder: Path) -> dict[str, Any]:
     training = read_json(folder / "training.json", "; the run has not ended")
     curve = {name: training[name] for name in ("parameters", "seconds")}
     curve |= {"learning_rate": training["arguments"]["learning_rate"], "points": {}}
-    for line in map(json.loads, (folder / "log.jsonl").read_text().splitlines()):
+    for line in map(json.loads, (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()):
         for name, value in line.items():
             if found := VALIDATION.fullmatch(name):
                 read = line["update"] * training["tokens_per_update"]

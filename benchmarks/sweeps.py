@@ -159,7 +159,7 @@ class Sweep:
             if not (path := folder / run.file).exists():
                 waiting.append(run)
                 continue
-            record = json.loads(path.read_text())
+            record = json.loads(path.read_text(encoding="utf-8"))
             for part, wanted in identity.items():
                 if (held := record[part]) != wanted:
                     reason = f"its {part} was {held} and is now {wanted}; choose another --runs_dir, or delete it"
@@ -191,7 +191,7 @@ def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[di
     Raises:
         ValueError: there are none, or they have different settings.
     """
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("[!.]*-seed*.json"))]
+    records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("[!.]*-seed*.json"))]
     records = [r for r in records if r["model"] in names and r.get("task", "") in tasks]
     if not records:
         raise ValueError(f"{folder} holds no finished run of the models {[*names]} on the tasks {[*tasks]}")

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 folder, prompt = Path(sys.argv[1]), sys.argv[2]
 count = int(sys.argv[3]) if len(sys.argv) > 3 else 200
 temperature = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
-about = json.loads((folder / "export.json").read_text())
+about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
 tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
 programs = {name: onnxruntime.InferenceSession(folder / p["file"]) for name, p in about["programs"].items()}
 states = {

@@ -83,7 +83,7 @@ def add_peers(folder: Path, report: dict[str, Any]) -> None:
     Raises:
         ValueError: the card has no place for it.
     """
-    card = (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text(encoding="utf-8")
     rest = SECTION.sub("", card)
     if rest.count(NEXT) != 1:
         raise ValueError(f"{folder / 'README.md'} must have {NEXT.strip()!r} once, for the peers to stand before it")

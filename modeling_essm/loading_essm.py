@@ -300,7 +300,7 @@ def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list
             f"spectral_capacity reads a prefix of a safetensors checkpoint, and {str(source)!r} holds no "
             f"{SAFE_WEIGHTS_NAME}; load it whole and call model.truncate"
         )
-    with open(index) as file:
+    with open(index, encoding="utf-8") as file:
         try:
             names = sorted(set(json.load(file)["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -342,7 +342,7 @@ def device_name(device: torch.device | None = None) -> str:
         return device.type
     cpu = platform.processor() or platform.machine()
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     except OSError:
         pass

@@ -29,8 +29,11 @@ def save_cache(cache: ESSMCache, path: str | os.PathLike, model: Any) -> None:
     Args:
         model: the ES-SSM that made them; the file remembers which it was.
     Raises:
-        ValueError: an empty cache, one of a model of another shape, or states that are not finite.
+        ValueError: an empty cache, one of a model of another shape, states that are not finite, or a path that holds
+            something other than a saved cache.
     """
+    if os.path.exists(path) and not _is_cache(path):
+        raise ValueError(f"{path} holds something other than a saved cache, and is not replaced")
     check_cache(cache, model.config, cache.require_states("save"))
     tensors = {name: tensor.cpu().contiguous() for name, tensor in cache.states.items()}
     for name, tensor in tensors.items():
@@ -80,6 +83,17 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
         layer.state_budget, layer.filled = state_budget, filled
     cache.advance(record["seen_tokens"])
     return cache
+
+
+def _is_cache(path: str | os.PathLike) -> bool:
+    """Of this version or another; an empty file counts too."""
+    if os.path.getsize(path) == 0:
+        return True
+    try:
+        with safe_open(path, framework="pt") as file:
+            return str((file.metadata() or {}).get("format")).startswith("essm-cache-")
+    except (OSError, SafetensorError):
+        return False
 
 
 def _digest(record: str, tensors: dict[str, Tensor]) -> str:

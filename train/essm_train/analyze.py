@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from essm_train.arguments import TRUST_HELP, arg
+from essm_train.arguments import OVERWRITE_HELP, TRUST_HELP, arg, check_at_least
 from essm_train.console import command
 
 
@@ -23,7 +23,12 @@ class AnalyzeArguments:
     output_dir: str = field(metadata={"help": "Where analysis.json, gates.png and cost.png go."})
     block_size: int = arg(512, "Tokens per block.")
     max_blocks: int = arg(32, "Blocks to run, spread evenly over the text.")
+    overwrite: bool = arg(False, OVERWRITE_HELP)
     trust_remote_code: bool = arg(False, TRUST_HELP)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "max_blocks")
+        check_at_least(self, 2, "block_size")
 
 
 run = command("essm_train.measure.analysis:analyze", AnalyzeArguments)

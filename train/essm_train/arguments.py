@@ -130,7 +130,7 @@ class RunArguments:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_steps")
-        check_at_least(self, 1, "save_steps", "save_total_limit", "logging_steps")
+        check_at_least(self, 1, "save_steps", "save_total_limit", "logging_steps", "cpu_threads", "truncation_attempts")
         check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
         check_at_least(self, 0, "learning_rate", "weight_decay", "early_stopping_threshold")
         check_within(self, "[0, 1)", "ema_decay", "adam_beta2")
@@ -169,6 +169,7 @@ NEW_MODEL: Mapping[str, Mapping[str, Any]] = {
 }
 DIAGONAL, AR_STU = "diagonal_ssm", "ar_stu"  # model_types beside ES-SSM's
 RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")  # may be set beside saved weights
+OVERWRITE_HELP = "Replace what another run has left where this one writes."
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 # Where configurations stand, so that their fields are known before torch and transformers are imported.
 _CONFIGURATIONS = {
@@ -201,14 +202,24 @@ def config_fields(kind: str) -> Mapping[str, str]:
 
 def read_overrides(given: Mapping[str, Any] | str) -> dict[str, Any]:
     """A table, its JSON, or `a=1,b=2`, as `ConfigClass.update_from_string` of transformers takes it."""
+    if isinstance(given, Mapping):
+        return {str(name): value for name, value in given.items()}
     if not isinstance(given, str):
-        return dict(given)
+        raise ValueError(f"config_overrides must be a table, or like hidden_size=256, got {given!r}")
     if given.lstrip().startswith("{"):
-        return yaml.safe_load(given)
+        return read_overrides(parse_yaml(given, "config_overrides"))
     pairs = [part.partition("=") for part in given.split(",")]
     if bad := [part for part in pairs if not (part[0].strip() and part[1])]:
         raise ValueError(f"config_overrides must be like hidden_size=256,num_hidden_layers=8, got {''.join(bad[0])!r}")
-    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    return {name.strip(): parse_yaml(value, f"config_overrides: {name.strip()}") for name, _, value in pairs}
+
+
+def parse_yaml(text: str | bytes, where: object) -> Any:
+    """What YAML of plain values, in UTF-8, holds. Raises ValueError, opened by `where`, for anything else."""
+    try:
+        return yaml.safe_load(text.decode("utf-8") if isinstance(text, bytes) else text)
+    except Exception as error:  # of a tagged value, such as `!!bool perhaps`, whatever its constructor raises
+        raise ValueError(f"{where} is not YAML: {error or type(error).__name__}") from error
 
 
 def nearest(name: str, legal: Iterable[str]) -> str:
@@ -378,10 +389,7 @@ def as_words(cls: type, values: Mapping[str, Any]) -> list[str]:
 
 def _read_file(cls: type, path: Path) -> dict[str, Any]:
     """`sort_values` of a YAML or JSON file, in which null is the default. Raises ValueError also if it is no table."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    values = parse_yaml(path.read_bytes(), path)  # JSON is YAML
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a table of arguments, got {type(values).__name__}")
     return sort_values(cls, {name: value for name, value in values.items() if value is not None}, str(path))

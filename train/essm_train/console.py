@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,9 @@ def run_script(main: Callable[[], object]) -> None:
     Where several processes fail alike, one says so. Python's development mode (`python -X dev`, PYTHONDEVMODE=1) keeps
     the traceback.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal or file that lacks a character ends no run
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except ModuleNotFoundError as error:

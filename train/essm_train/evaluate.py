@@ -7,7 +7,8 @@
 Several models are seeds of one experiment: means and standard deviations (n - 1) over them are reported.
 
 Left in output_dir: evaluation.json, evaluation.md and evaluation.png (star: sweet spot, triangle: collapse boundary).
-Where a single model is evaluated, budget_sweep.json and .png go beside its folder, where its card finds them.
+Where a single model is evaluated, budget_sweep.json and .png go beside its folder, where its card finds them, unless
+they are there already and --overwrite is not given.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from essm_train.arguments import TRUST_HELP, arg
+from essm_train.arguments import OVERWRITE_HELP, TRUST_HELP, arg, check_at_least
 from essm_train.console import command
-from essm_train.files import check_writable, write_figure, write_json, write_text
+from essm_train.files import claim, write_figure, write_json, write_text
 
 
 @dataclass
@@ -31,21 +32,25 @@ class EvaluateArguments:
     scale: str = arg("full", "'full', 'medium' or 'small', as the models were trained.")
     budgets: list[int] | None = arg(None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32.")
     output_dir: str | None = arg(None, "By default `evaluation` beside the first model.")
+    overwrite: bool = arg(False, OVERWRITE_HELP)
     trust_remote_code: bool = arg(False, TRUST_HELP)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "budgets")
 
 
 def main(args: EvaluateArguments) -> None:
     """Evaluate saved models."""
     import torch
 
-    from essm_train.measure.budget_sweep import save_sweep
+    from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep
     from essm_train.measure.evaluation import evaluate_models, open_task
     from essm_train.measure.plots import draw_curves
     from essm_train.measure.scoring import BITS_PER_BYTE
     from modeling_essm.training.budget_dropout import BUDGETS
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
-    check_writable(output_dir)
+    claim(output_dir, [f"evaluation.{kind}" for kind in ("json", "md", "png")], overwrite=args.overwrite)
     task = open_task(args.task, args.data_dir, args.scale)
     evaluation = evaluate_models(args.models, task, args.budgets or BUDGETS, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
@@ -56,7 +61,11 @@ def main(args: EvaluateArguments) -> None:
     write_figure(output_dir / "evaluation.png", draw_curves({args.task: evaluation.curve}))
     if len(args.models) == 1:
         split = {} if evaluation.curve.metric == BITS_PER_BYTE.name else {"split": "test"}
-        save_sweep(evaluation.curve, Path(args.models[0]).parent, model=args.models[0], data=task.description, **split)
+        beside = Path(args.models[0]).parent
+        if any((beside / name).exists() for name in SWEEP_FILES) and not args.overwrite:
+            print(f"kept {beside / SWEEP_FILES[0]} as it is, which the model's card shows; --overwrite replaces it")
+        else:
+            save_sweep(evaluation.curve, beside, model=args.models[0], data=task.description, **split)
     print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def claim(
     found = [path for path in (folder / name for name in names) if os.path.lexists(path) and not _is_empty(path)]
     for source in reads:
         for path in found:
-            if isinstance(source, str) and os.path.exists(source) and Path(source).resolve().is_relative_to(path.resolve()):
+            if (
+                isinstance(source, str)
+                and os.path.exists(source)
+                and Path(source).resolve().is_relative_to(path.resolve())
+            ):
                 raise ValueError(f"{source!r} is read, and {str(path)!r} would be replaced: write to another folder")
     if not overwrite:
         refuse_replacing([path.name for path in found], folder, flag)
@@ -172,36 +177,56 @@ def publish(temporary: Path, path: Path) -> None:
                 raise
     _sync(path.parent)
     for aside in replaced:
-        _delete(aside)
+        _remove(aside)
 
 
 def set_aside(path: Path, name: str) -> None:
     """Give a folder another name; what had that name before is deleted."""
     aside = path.with_name(name)
-    _delete(aside)
+    _remove(aside)
     os.replace(path, aside)
 
 
-def delete_folder(path: Path) -> None:
+def delete(path: Path) -> None:
     """Delete so that a kill halfway leaves a temporary folder, not a damaged one under the old name."""
     doomed = _own_name(path, f"{TEMPORARY}deleted-")
     os.replace(path, doomed)
-    _delete(doomed)
+    _remove(doomed)
 
 
-def delete_temporary_folders(output_dir: Path) -> None:
-    """Clean up after a killed run."""
-    for path in output_dir.glob(f"{_REPLACED}*"):
-        original = path.with_name(path.name.removeprefix(_REPLACED).partition("-")[2])
-        if not original.exists():
-            os.replace(path, original)  # killed between the two renames of `publish`
-    for path in output_dir.glob(f"{TEMPORARY}*"):
-        _delete(path)
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, and clean up after a killed holder. The system frees it when a process ends, however.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(
+            f"output_dir {str(folder)!r} is in use by another run, which has not ended: wait for it, end it, or choose "
+            "another output_dir"
+        ) from None
+    except OSError as error:  # a file system without locks
+        print(f"{folder} cannot be locked ({error}): make sure that no other run uses it")
+    try:
+        for path in folder.glob(f"{_REPLACED}*"):
+            original = path.with_name(path.name.removeprefix(_REPLACED).partition("-")[2])
+            if not original.exists():
+                os.replace(path, original)  # killed between the two renames of `publish`
+        for kind in (TEMPORARY, PARTIAL):
+            for path in folder.glob(f"{kind}*"):
+                _remove(path)
+        yield
+    finally:
+        lock.release()
 
 
-def _delete(path: Path) -> None:
-    """A folder with all that is in it, a link to one, or nothing."""
-    if path.is_symlink():
+def _remove(path: Path) -> None:
+    """A file or link, or a folder with all that is in it; or nothing."""
+    if path.is_symlink() or path.is_file():
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)

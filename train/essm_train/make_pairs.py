@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from essm_train.arguments import arg
+from essm_train.arguments import OVERWRITE_HELP, arg, check_at_least
 from essm_train.console import command
-from essm_train.files import write_text
+from essm_train.files import claim, write_text
 
 _PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of every book
 
@@ -55,15 +55,20 @@ class PairsArguments:
     train_size: int = arg(20_000, "Pairs of train.")
     validation_size: int = arg(1_000, "Pairs of validation.")
     test_size: int = arg(2_000, "Pairs of test.")
+    overwrite: bool = arg(False, OVERWRITE_HELP)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "length", "train_size", "validation_size", "test_size")
+        check_at_least(self, 0, "seed")
 
 
 def main(args: PairsArguments) -> None:
     """Write the three files."""
     import pyarrow.parquet as pq
 
-    books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
     folder = Path(args.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    claim(folder, [f"{split}.tsv" for split in _PARTS], overwrite=args.overwrite, reads=[args.books])
+    books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
     for split in _PARTS:
         lines = pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)
         write_text(folder / f"{split}.tsv", "\n".join(lines) + "\n")

@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from essm_train.arguments import arg
+from essm_train.arguments import arg, check_at_least, parse_yaml
 from essm_train.console import Failed, command
-from essm_train.files import check_writable, write_text
+from essm_train.files import claim, write_text
 
 if TYPE_CHECKING:
     from essm_train.tasks.experiments import Row
@@ -55,10 +55,10 @@ class ReproduceArguments:
     cpu_threads: int = arg(1, "CPU threads of each run.")
     max_steps: int | None = arg(None, "Other than the task's number of updates.")
     paper_figures: str | None = arg(None, "JSON file of figures to set beside ours in place of the paper's.")
+    overwrite: bool = arg(False, "Replace the tables and figures in results_dir; no run is.")
 
     def __post_init__(self) -> None:
-        if self.seeds < 1 or self.jobs < 1:
-            raise ValueError(f"seeds and jobs must be at least 1, got {self.seeds} and {self.jobs}")
+        check_at_least(self, 1, "seeds", "jobs", "cpu_threads", "max_steps")
 
 
 def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
@@ -87,17 +87,17 @@ def perform(script: str, arguments: dict[str, Any], output_dir: Path) -> float:
     """
     written, said = output_dir / "arguments.yaml", output_dir / "output.txt"
     if (output_dir / "budget_sweep.json").exists():
-        if not written.exists() or yaml.safe_load(written.read_text()) != arguments:
+        if not written.exists() or parse_yaml(written.read_bytes(), written) != arguments:
             raise Failed(f"{output_dir} holds the run of another command; delete it or choose another output_dir")
         return 0.0
     output_dir.mkdir(parents=True, exist_ok=True)
     write_text(written, yaml.safe_dump(arguments, sort_keys=False))
     command = [sys.executable, "-m", f"essm_train.{script}", str(written)]
     started = time.perf_counter()
-    with said.open("a") as log:
+    with said.open("a", encoding="utf-8") as log:
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode != 0:
-        tail = "\n".join(said.read_text(errors="replace").splitlines()[-15:])
+        tail = "\n".join(said.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
         raise Failed(f"{' '.join(command)} ended with {done.returncode}:\n{tail}")
     return time.perf_counter() - started
 
@@ -118,7 +118,8 @@ def reproduce(args: ReproduceArguments) -> None:
     wanted = args.rows or [*experiment.rows]
     if unknown := sorted(set(wanted) - set(experiment.rows)):
         raise ValueError(f"rows of {experiment.name} must be among {tuple(experiment.rows)}, got {unknown}")
-    check_writable(Path(args.results_dir))
+    results = [f"{experiment.name}-{args.scale}.{kind}" for kind in ("json", "md", "png")]
+    claim(Path(args.results_dir), results, overwrite=args.overwrite)
     figures = args.paper_figures or experiment.paper_figures
     paper = read_paper_figures(figures, [*experiment.rows]) if figures else figures_of(experiment)
     rows: dict[str, Row] = {}

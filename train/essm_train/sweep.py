@@ -11,8 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from essm_train.arguments import TRUST_HELP, arg
+from essm_train.arguments import OVERWRITE_HELP, TRUST_HELP, arg, check_at_least
 from essm_train.console import command
+from essm_train.files import claim
 
 
 @dataclass
@@ -26,7 +27,12 @@ class SweepArguments:
     block_size: int = arg(512, "Tokens per block: the longest context.")
     max_blocks: int = arg(256, "Blocks to evaluate, spread evenly over the text.")
     batch_size: int = arg(8, "Blocks per forward pass.")
+    overwrite: bool = arg(False, OVERWRITE_HELP)
     trust_remote_code: bool = arg(False, TRUST_HELP)
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "budgets", "max_blocks", "batch_size")
+        check_at_least(self, 2, "block_size")
 
 
 def main(args: SweepArguments) -> None:
@@ -35,14 +41,14 @@ def main(args: SweepArguments) -> None:
     from transformers import AutoModelForCausalLM
 
     from essm_train.data.tokens import ByteEncoder
-    from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
+    from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep, sweep_budgets
     from essm_train.measure.evaluation import open_text
     from essm_train.models import load_model
     from modeling_essm.training.budget_dropout import BUDGETS
 
-    held_out = open_text(args.text_files, ByteEncoder(), args.block_size, args.max_blocks, args.batch_size)
     output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    claim(output_dir, SWEEP_FILES, overwrite=args.overwrite)
+    held_out = open_text(args.text_files, ByteEncoder(), args.block_size, args.max_blocks, args.batch_size)
     model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())

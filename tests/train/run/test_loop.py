@@ -13,7 +13,7 @@ from torch import nn
 from training_run import NUM_BLOCKS, final_state, model_weights, read_log, same, train
 
 from essm_train.arguments import RunArguments
-from essm_train.files import delete_folder
+from essm_train.files import delete
 from essm_train.measure.scoring import Metric
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run.checkpoints import list_checkpoints
@@ -197,7 +197,7 @@ def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, c
     validations([])
     train(arguments(tmp_path, **stop))
     assert "finished already" in capsys.readouterr().out
-    delete_folder(tmp_path / "checkpoint-00000004")
+    delete(tmp_path / "checkpoint-00000004")
     validations([2.1])  # of update 4: the count goes on
     train(arguments(tmp_path, **stop))
     assert "stopped early" in capsys.readouterr().out and len(read_log(tmp_path)) == 4

@@ -26,7 +26,7 @@ from transformers import get_scheduler
 
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import CLMArguments
-from essm_train.files import delete_folder, sha256_of
+from essm_train.files import delete, sha256_of
 from essm_train.run.accelerator import open_run
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.steps import make_scheduler
@@ -209,7 +209,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(name, damage, said,
 
 def test_random_states_that_cannot_be_put_back_are_refused(arguments, finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    delete_folder(tmp_path / "checkpoint-00000008")
+    delete(tmp_path / "checkpoint-00000008")
     path = tmp_path / "checkpoint-00000006" / "random_states_0.pkl"
     states = torch.load(path, weights_only=False)
     torch.save(states | {"random_state": "of another version"}, path)
@@ -300,7 +300,7 @@ def test_a_run_is_extended_before_its_end_and_by_epochs(arguments, finished, tmp
     with pytest.raises(ValueError, match=r"extend needs a run to go on with, and output_dir .* holds no checkpoint"):
         train([*arguments(tmp_path), "--extend"])
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    delete_folder(tmp_path / "checkpoint-00000008")
+    delete(tmp_path / "checkpoint-00000008")
     train([*arguments(tmp_path, num_train_epochs=1), "--extend"])  # 12 updates
     rates = [line["learning_rate"] for line in read_log(tmp_path)]
     reached = rates[5]  # of update 7, where the old plan stood

@@ -159,7 +159,7 @@ class FeatureReader:
         record: dict[str, Any] = {name: getattr(self, name) for name in ("multiplier", "offset", "max_length")}
         record |= {"frame_length": self.frame_length} if self.frame_length > 1 else {}
         record |= {"sampling_rate": self.sampling_rate} if self.sampling_rate else {}
-        (folder / FEATURES).write_text(json.dumps(record) + "\n")
+        (folder / FEATURES).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 Reader = TextReader | FeatureReader
@@ -192,7 +192,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(path.read_text(encoding="utf-8"))
         return {name: type_(record[name]) for name, type_ in _RECORD.items() if name in record}
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} must hold numbers for {', '.join(_RECORD)}: {error}") from error

@@ -25,7 +25,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
-from essm_train.files import check_writable, write_figure, write_json
+from essm_train.files import claim, write_figure, write_json
 from essm_train.measure.timing import paired
 from essm_train.models import load_model
 from modeling_essm.loading_essm import spectral_mixers
@@ -192,7 +192,7 @@ def draw_cost(budgets: Sequence[int], model: Mapping[str, list[float]], measured
 def analyze(args: Any) -> None:
     """Analyse a saved model; args are those of essm-analyze."""
     output_dir = Path(args.output_dir)
-    check_writable(output_dir)
+    claim(output_dir, ("analysis.json", "gates.png", "cost.png"), overwrite=args.overwrite)
     input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config

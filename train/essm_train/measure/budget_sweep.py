@@ -27,6 +27,8 @@ from essm_train.models import capacity_of, run_at_budget
 from modeling_essm.budgets.curve import BudgetCurve, Times
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
+SWEEP_FILES = ("budget_sweep.json", "budget_sweep.png")
+
 
 def sweep_budgets(
     model: PreTrainedModel,
@@ -90,5 +92,5 @@ def save_sweep(sweep: BudgetCurve, output_dir: Path, **context: object) -> None:
     record |= {"tokens_per_second": sweep.speeds, "sweet_spot": sweep.sweet_spot}
     record |= {"collapse_boundary": sweep.collapse_boundary, "timings": sweep.timings, **context}
     record |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
-    write_json(output_dir / "budget_sweep.json", record)
-    write_figure(output_dir / "budget_sweep.png", draw_curves({"held out": sweep}))
+    write_json(output_dir / SWEEP_FILES[0], record)
+    write_figure(output_dir / SWEEP_FILES[1], draw_curves({"held out": sweep}))

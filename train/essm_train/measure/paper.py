@@ -44,7 +44,11 @@ def figures_of(experiment: Experiment) -> Figures:
     """
     if not experiment.paper:
         return {}
-    table = _entry(json.loads(PAPER_FIGURES.read_text())["tables"], [experiment.paper], f"paper of {experiment.name}")
+    table = _entry(
+        json.loads(PAPER_FIGURES.read_text(encoding="utf-8"))["tables"],
+        [experiment.paper],
+        f"paper of {experiment.name}",
+    )
     unit = 0.01 if table["unit"] == "percent" else 1.0
 
     def figure(value: Any) -> Figure:
@@ -73,7 +77,7 @@ def _entry(entries: Any, keys: Sequence[str], where: str) -> Any:
 def read_paper_figures(path: str, rows: Sequence[str]) -> Figures:
     """Row to budget to figure. Raises ValueError if the file is not so, or names a row that is none."""
     try:
-        figures = json.loads(Path(path).read_text())
+        figures = json.loads(Path(path).read_text(encoding="utf-8"))
         figures = {row: {int(K): Figure(float(value)) for K, value in of.items()} for row, of in figures.items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ValueError(f'{path} must hold {{"row": {{"budget": figure}}}} as JSON: {error}') from error

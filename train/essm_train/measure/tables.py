@@ -34,9 +34,13 @@ Collected = Mapping[str, tuple[Evaluation, Mapping[str, Any]]]  # of each row, w
 
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     """The seeds of one row, and how they were trained."""
-    curves = tuple(read_sweep(json.loads((folder / "budget_sweep.json").read_text())) for folder in folders)
+    curves = tuple(
+        read_sweep(json.loads((folder / "budget_sweep.json").read_text(encoding="utf-8"))) for folder in folders
+    )
     here = f"{ROOT}{os.sep}"  # files of this repository keep only their place in it
-    training = [json.loads((folder / "training.json").read_text().replace(here, "")) for folder in folders]
+    training = [
+        json.loads((folder / "training.json").read_text(encoding="utf-8").replace(here, "")) for folder in folders
+    ]
     arguments = training[0]["arguments"].items()
     return Evaluation(curves), {name: training[0].get(name) for name in _RECORDED} | {
         "seconds": [each.get("seconds") for each in training],

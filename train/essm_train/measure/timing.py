@@ -110,7 +110,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions; nothing that names a host or a person."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "cpu": cpu,

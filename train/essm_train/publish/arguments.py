@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from essm_train.arguments import TRUST_HELP, arg, check_at_least, check_within, refuse
+from essm_train.arguments import OVERWRITE_HELP, TRUST_HELP, arg, check_at_least, check_within, refuse
 
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
 # What modeling_essm.companions.importance knows.
@@ -55,6 +55,7 @@ class CalibrateArguments:
     block_size: int | None = arg(None, "With text_files: tokens per block, by default 512 or filter_length if less.")
     max_blocks: int = arg(256, "With text_files: blocks, spread evenly over the text.")
     eval_batch_size: int = arg(8, "Blocks or samples per forward pass for quality.")
+    overwrite: bool = arg(False, "Replace the quality, this device's figures and the presets that are there.")
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:
@@ -73,7 +74,8 @@ class ExportArguments:
     """Arguments of the script."""
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
-    output_dir: str = field(metadata={"help": "New folder, or that of an earlier export, which is replaced."})
+    output_dir: str = field(metadata={"help": "New folder."})
+    overwrite: bool = arg(False, "Replace an earlier export.")
     spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
     format: str = arg("onnx", "onnx, torch or executorch.")
     max_length: int | None = arg(None, "Most positions of one call, by default filter_length.")
@@ -114,6 +116,7 @@ class PruneArguments:
     horizon: int | None = arg(None, "Steps that energies are summed over, for modes with |lam| >= 1; by default all.")
     step: float = arg(0.05, "Between the ratios that are measured.")
     seed: int = arg(0, "Seed of the method 'random'.")
+    overwrite: bool = arg(False, OVERWRITE_HELP)
     trust_remote_code: bool = arg(False, TRUST_HELP)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from essm_train.console import Failed
 from essm_train.data.readers import FEATURES, read_record
-from essm_train.files import check_writable, publish, temporary_folder
+from essm_train.files import claim, filling
 from essm_train.models import is_causal, read_saved_config
 from essm_train.publish.arguments import ExportArguments
 from essm_train.publish.hub import read_json
@@ -35,13 +35,13 @@ _TOLERANCE = 1e-3  # of the largest value; fp32 rounding is 1e-5 of it at most
 Run = Callable[[Mapping[str, Tensor]], list[Any]]  # inputs by name -> outputs, both in the order of the signature
 
 
-def check_output(folder: Path) -> None:
-    """Raises ValueError or OSError unless the folder is absent, empty, or an earlier export and nothing else."""
-    check_writable(folder.parent)
+def check_output(folder: Path, overwrite: bool, model: str) -> None:
+    """Raises ValueError unless the folder is absent, empty, or an earlier export alone, which is to be overwritten."""
     present = {path.name for path in folder.iterdir()} if folder.exists() else set()
     known = {DESCRIPTION, *read_json(folder / DESCRIPTION)["files"]} if DESCRIPTION in present else set()
     if present - known:
         raise ValueError(f"output_dir {str(folder)!r} holds {min(present - known)!r}, which no export wrote")
+    claim(folder.parent, [folder.name], overwrite=overwrite, reads=[model])
 
 
 def write_programs(programs: Mapping[str, ExportedProgram], folder: Path, format_: str) -> dict[str, str]:
@@ -160,12 +160,11 @@ def export(args: ExportArguments) -> dict[str, Any]:
     warnings.filterwarnings("ignore", message="No complete tensor found")  # embedding and head are one tensor
     source, folder = Path(args.model), Path(args.output_dir).absolute()
     load = ESSMForCausalLM if is_causal(read_saved_config(source)) else ESSMForSequenceClassification
-    check_output(folder)
+    check_output(folder, args.overwrite, args.model)
     model = load.from_pretrained(source, dtype=torch.float32).eval()
     B = 1 if args.format == "executorch" else 3
     programs = export_programs(model, args.budget, args.max_length, 1 if B == 1 else None)
-    temporary = temporary_folder(folder)
-    try:
+    with filling(folder) as temporary:
         files = write_programs(programs, temporary, args.format)
         description = describe(model, args, programs, files)
         beside = "tokenizer.json" if model.config.num_input_features is None else FEATURES
@@ -178,8 +177,5 @@ def export(args: ExportArguments) -> dict[str, Any]:
         run = {name: open_program(temporary / file, name) for name, file in files.items()}
         past = {f"past.{k}": v for k, v in empty_states(programs["step"], B).items()} if "step" in programs else {}
         check(model, args.budget, run, past, description["max_length"], B)
-        publish(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(f"saved {folder}: {', '.join([*description['files'], DESCRIPTION])}")
     return description

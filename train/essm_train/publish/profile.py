@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from essm_train.data.classification import check_weights, class_names, load_test
 from essm_train.data.readers import read_record
 from essm_train.data.rows import collate
 from essm_train.data.tokens import encoder_beside, open_tokenizer
-from essm_train.files import check_writable, write_figure, write_json
+from essm_train.files import check_writable, refuse_replacing, write_figure, write_json
+from essm_train.measure import calibration
 from essm_train.measure.calibration import measure_device, measure_quality
 from essm_train.measure.evaluation import open_task, open_text
 from essm_train.measure.plots import draw_profile
@@ -32,13 +34,15 @@ from modeling_essm.budgets.profile import PROFILE_NAME
 from modeling_essm.budgets.weights import weights_checksum
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
+_PRESETS = ("sweet-spot", "collapse-boundary", "full")  # of `BudgetProfile.presets`
+
 
 def calibrate(args: CalibrateArguments) -> BudgetProfile:
     """Measure, and write the profile, the presets and the picture.
 
     Raises:
-        ValueError, OSError: arguments, model, data or an existing profile that cannot work, before anything is
-        measured.
+        ValueError, OSError: arguments, model, data or an existing profile that cannot work, or figures and presets that
+            are there and would be replaced, before anything is measured.
     """
     folder = Path(args.model)
     config = read_saved_config(folder, pairs=True)
@@ -56,6 +60,8 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     model.to(pick_device(args.device))
     # One that is of other weights is refused: it may hold the figures of other devices.
     profile = read_profile(folder, model) if args.timing_only or (folder / PROFILE_NAME).exists() else None
+    if not args.overwrite:
+        refuse_replacing(_replaced(args, profile, config, calibration.device_name(model.device)), folder)
     weights = weights_checksum(model)
     assert weights is not None  # nothing is offloaded
     model.to(model.dtype if args.dtype == "auto" else getattr(torch, args.dtype))
@@ -68,10 +74,13 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
         else:
             budgets = clip_budgets((*(args.budgets or BUDGETS), capacity), capacity)
             quality = measure_quality(model, open_held_out(args, config), budgets)
-            devices = profile.devices if profile else {}
-            profile = BudgetProfile(weights, tuple(model.config.capacities), quality, devices)
+            profile = BudgetProfile(weights, tuple(model.config.capacities), quality)
         length = min(args.prompt_length or profile.quality.length, longest)
         entry = measure_device(model, budgets, args.batch_sizes, length, args.decode_tokens, args.rounds)
+    if (folder / PROFILE_NAME).exists():  # another device may have been measured meanwhile
+        present = read_profile(folder)
+        refuse({f"{folder / PROFILE_NAME} is of other weights now": present.weights != weights})
+        profile = replace(profile, devices=present.devices)
     profile = profile.merge(entry)
     path = profile.save(folder)
     record = read_json(folder / "config.json")
@@ -81,6 +90,19 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     write_figure(path.with_suffix(".png"), draw_profile(profile))
     print(f"saved {path}, {path.with_suffix('.png').name}; presets in config.json: {profile.presets()}")
     return profile
+
+
+def _replaced(
+    args: CalibrateArguments, profile: BudgetProfile | None, config: dict[str, Any], device: str
+) -> list[str]:
+    """What another calibration, or a user, has left that this one would replace."""
+    found, own = [], {} if profile is None else profile.presets()
+    if profile is not None and not args.timing_only:
+        found.append(f"the quality in {PROFILE_NAME}")
+    if profile is not None and device in profile.devices:
+        found.append(f"the figures of {device} in {PROFILE_NAME}")
+    presets = config.get("budget_presets") or {}
+    return found + [f"the preset {name!r}" for name in _PRESETS if name in presets and presets[name] != own.get(name)]
 
 
 def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:

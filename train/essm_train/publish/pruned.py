@@ -15,15 +15,7 @@ import essm_train.baselines.models  # noqa: F401, whose Mamba and Mamba-2 the Au
 from essm_train.data.documents import files_of
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import Encoder, TokenizerEncoder, encoder_beside
-from essm_train.files import (
-    check_writable,
-    publish,
-    sha256_of,
-    temporary_folder,
-    write_figure,
-    write_json,
-    write_text,
-)
+from essm_train.files import alone_in, claim, filling, sha256_of, write_figure, write_json, write_text
 from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
 from essm_train.models import capacity_of
@@ -58,10 +50,18 @@ def prune_model(args: PruneArguments) -> None:
     """Prune a saved model, and leave it with what was measured.
 
     Raises:
-        ValueError, OSError: a model or data that cannot work, or a limit that the first step exceeds.
+        ValueError, OSError: a model or data that cannot work, an output_dir that holds a model, or a limit that the
+            first step exceeds.
     """
-    output_dir, target = Path(args.output_dir), Path(args.output_dir) / "model"
-    check_writable(output_dir)
+    output_dir, partial = Path(args.output_dir), Path(args.output_dir) / "pruning_partial.json"
+    results = () if partial.exists() else ("pruning.json", "pruning.md", "pruning.png", "plan.json")
+    claim(output_dir, ("model", *results), overwrite=args.overwrite, reads=[args.model])
+    with alone_in(output_dir):
+        _prune(args, output_dir, partial)
+
+
+def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
+    target = output_dir / "model"
     encoder = encoder_beside(args.model) if args.text_files or args.calibration_files else None
     if args.task is not None:
         data = open_task(args.task, args.data_dir, args.scale)
@@ -80,7 +80,6 @@ def prune_model(args: PruneArguments) -> None:
     def plan(ratio: float) -> Plan:
         return allocate(ranked, amount=ratio, scope=args.scope)
 
-    partial = output_dir / "pruning_partial.json"
     curve = measure_ratios(model, plan, args.ratios, data, partial, identity(args, model))
     ratio = curve.largest_within(args.max_loss) if args.max_loss is not None else args.amount
     if not ratio:
@@ -110,15 +109,14 @@ def prune_model(args: PruneArguments) -> None:
     write_figure(output_dir / "pruning.png", curve.draw(ratio, f"{args.method}, {args.scope}"))
     write_text(output_dir / "pruning.md", text)
     write_json(output_dir / "pruning.json", {**facts, **curve.record(), **machine, "arguments": vars(args)})
-    folder = temporary_folder(target)
-    model.save_pretrained(folder)
-    if isinstance(encoder, TokenizerEncoder):
-        encoder.save_pretrained(folder, args.block_size)
     auto = "AutoModelForCausalLM" if "CausalLM" in type(model).__name__ else "AutoModelForSequenceClassification"
     own = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
     card = _CARD.format(name=Path(args.model).name, table=text, auto=auto, own=own, method=args.method)
-    write_text(folder / "README.md", card)
-    publish(folder, target)
+    with filling(target) as folder:
+        model.save_pretrained(folder)
+        if isinstance(encoder, TokenizerEncoder):
+            encoder.save_pretrained(folder, args.block_size)
+        write_text(folder / "README.md", card)
     partial.unlink(missing_ok=True)
     print(f"saved {target} and pruning.json, pruning.md, pruning.png, plan.json in {output_dir}")
 
@@ -132,7 +130,7 @@ def calibration(args: PruneArguments, encoder: Encoder) -> list[dict[str, Tensor
 
 def identity(args: PruneArguments, model: PreTrainedModel) -> dict[str, Any]:
     """What measured values depend on: the arguments, and what the weights and the files of text hold."""
-    silent = {"output_dir", "amount", "max_loss", "step", "trust_remote_code"}
+    silent = {"output_dir", "overwrite", "amount", "max_loss", "step", "trust_remote_code"}
     found = {name: value for name, value in vars(args).items() if name not in silent}
     files = files_of([*(args.text_files or []), *(args.calibration_files or [])])
     weights = checksum(sorted(model.state_dict().items()))

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from huggingface_hub.errors import StrictDataclassError
+
+from essm_train.arguments import parse_yaml
 
 _FOLDER = Path(__file__).resolve().parent
 Strict = TypeVar("Strict")
@@ -43,10 +44,7 @@ def read_recipe(kind: str, name: str, cls: type[Strict], parts: Mapping[str, typ
             another type. OSError: it cannot be read.
     """
     path = recipe_path(kind, name)
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
+    values = parse_yaml(path.read_bytes(), path)
     for key, part in parts.items() if isinstance(values, dict) else ():
         if isinstance(found := values.get(key), list):
             values[key] = [_build(part, item, f"{path}: {key}[{i}]") for i, item in enumerate(found)]

@@ -8,7 +8,7 @@ import os
 import platform
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,12 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
-from filelock import FileLock, Timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers.trainer_utils import enable_full_determinism
 
 from essm_train.arguments import RunArguments
-from essm_train.files import check_writable, write_text
+from essm_train.files import alone_in, check_writable, naming, write_text
 from essm_train.publish.hub import check_can_push
 
 
@@ -100,28 +99,17 @@ def _check_shared(accelerator: Accelerator, output_dir: Path) -> None:
 
 @contextmanager
 def _alone_in(accelerator: Accelerator, folder: Path) -> Iterator[None]:
-    """The main process holds the folder's lock. The operating system frees it when that process ends, however it ends.
-
-    Raises:
-        ValueError: (on all processes) another run holds it.
-    """
-    lock, taken = FileLock(folder / ".lock"), [False]
-    if accelerator.is_main_process:
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            taken = [True]
-        except OSError as error:  # a file system without locks
-            tqdm.write(f"{folder} cannot be locked ({error}): make sure that no other run uses it")
-    if broadcast_object_list(taken)[0]:
-        raise ValueError(
-            f"output_dir {str(folder)!r} is in use by another run, which has not ended: wait for it, end it, or choose "
-            "another output_dir"
-        )
-    try:
+    """`alone_in` of the main process. Raises its ValueError on all."""
+    with ExitStack() as held:
+        problem = [""]
+        if accelerator.is_main_process:
+            try:
+                held.enter_context(alone_in(folder))
+            except ValueError as error:
+                problem = [str(error)]
+        if problem := broadcast_object_list(problem)[0]:
+            raise ValueError(problem)
         yield
-    finally:
-        lock.release()
 
 
 class RunLog:
@@ -137,13 +125,14 @@ class RunLog:
         plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in settings.items()}
         accelerator.init_trackers("essm", plain)
         if accelerator.is_main_process:
-            lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []  # the last may be a half
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+            lines = text.split("\n")[:-1]  # the last may be a half
             write_text(path, "".join(f"{line}\n" for line in lines if 0 < _update_of(line) <= last))
 
     def __call__(self, values: dict[str, Any], update: int) -> None:
         self.accelerator.log(values, step=update)
         if self.accelerator.is_main_process:
-            with self.path.open("a") as file:
+            with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"update": update, **values}) + "\n")
 
 

@@ -11,6 +11,7 @@ not resumed from.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
 import shutil
@@ -29,12 +30,11 @@ from transformers import PreTrainedModel
 from essm_train.arguments import RunArguments
 from essm_train.files import (
     TEMPORARY,
-    delete_folder,
-    delete_temporary_folders,
+    claim,
+    delete,
     publish,
     set_aside,
     sha256_of,
-    temporary_folder,
     write_json,
 )
 from essm_train.run.accelerator import say
@@ -43,6 +43,9 @@ RUN_STATE = "run_state.json"
 MANIFEST = "manifest.json"
 # Before the names of checkpoints that are kept to be looked at, and not resumed from.
 DAMAGED, LATER = "damaged-", "later-"
+# What a run leaves beside checkpoints. Without one it is of a run that has ended, but for a best model so far.
+RESULTS = ("model", "training.json", "budget_sweep.json", "budget_sweep.png")
+BEST = "best"
 # Fields of a configuration that no weight depends on.
 _NOT_OF_WEIGHTS = frozenset(
     {"transformers_version", "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "use_cache"}
@@ -77,10 +80,11 @@ def publishing(accelerator: Accelerator, path: Path) -> Iterator[Path]:
         ConnectionError: another process of the run is gone.
         OSError: it could not be written; its space is free again, and the message names the last good checkpoint.
     """
-    temporary = path.with_name(TEMPORARY + path.name)
+    temporary = path.with_name(TEMPORARY + path.name)  # all know it, and no other run is in this folder
     try:
         if accelerator.is_main_process:
-            temporary_folder(path)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
         accelerator.wait_for_everyone()
         yield temporary
         accelerator.wait_for_everyone()
@@ -139,7 +143,7 @@ def save_checkpoint(
 def prune_checkpoints(output_dir: Path, keep: int) -> None:
     """Delete all but the `keep` newest."""
     for old in list_checkpoints(output_dir)[:-keep]:
-        delete_folder(old)
+        delete(old)
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ def find_damage(checkpoint: Path) -> str:
     """What is wrong with a checkpoint, by the name of a file; "" if nothing is."""
     try:
         read_run_state(checkpoint)
-        manifest = json.loads((checkpoint / MANIFEST).read_text())
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         expected = {name: entry["sha256"] for name, entry in manifest.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{RUN_STATE} or {MANIFEST} cannot be read ({error})"
@@ -163,7 +167,7 @@ def find_damage(checkpoint: Path) -> str:
 
 def read_run_state(checkpoint: Path) -> dict[str, Any]:
     """The JSON that `save_checkpoint` was given."""
-    return json.loads((checkpoint / RUN_STATE).read_text())
+    return json.loads((checkpoint / RUN_STATE).read_text(encoding="utf-8"))
 
 
 def load_checkpoint(accelerator: Accelerator, checkpoint: Path, names: Iterable[str]) -> list[Any]:
@@ -258,27 +262,44 @@ def _choose(output_dir: Path, chosen: str | None) -> tuple[Path | None, dict[Pat
     return None, {}
 
 
+def _delete_run(output_dir: Path, args: RunArguments) -> None:
+    """What `overwrite_output_dir` says may go. Raises ValueError if the run that begins reads any of it."""
+    doomed = [*list_checkpoints(output_dir), *(output_dir / name for name in (*RESULTS, BEST))]
+    doomed += [path for prefix in (DAMAGED, LATER) for path in output_dir.glob(f"{prefix}checkpoint-*")]
+    read = [each for value in vars(args).values() for each in (value if isinstance(value, list) else [value])]
+    claim(output_dir, [path.name for path in doomed], overwrite=True, reads=read)
+    for path in filter(os.path.lexists, doomed):
+        delete(path)
+
+
+def _has_own_best(output_dir: Path, identity: dict[str, Any]) -> bool:
+    """Whether the best model there is of this run, killed before its first checkpoint."""
+    try:
+        saved = json.loads((output_dir / BEST / f"{BEST}.json").read_text(encoding="utf-8"))["identity"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return saved == json.loads(json.dumps(identity))
+
+
 def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, Any]) -> Path | None:
     """Make output_dir ready; the checkpoint to go on from, if any.
 
     Args:
         identity: what defines the run, with the `model_identity` as "model".
     Raises:
-        ValueError: (on all processes) only damaged checkpoints, those of another run, or none where `extend` or
-            `resume_from_checkpoint` needs one.
+        ValueError: (on all processes) only damaged checkpoints, those of another run, none where `extend` or
+            `resume_from_checkpoint` needs one, or none but a model that another run has left; or what is to be
+            overwritten is read.
     """
     output_dir, found = Path(args.output_dir), list[Any]([None, {}, ""])
     if accelerator.is_main_process:
-        delete_temporary_folders(output_dir)
-        if args.overwrite_output_dir:
-            folders = [*list_checkpoints(output_dir), output_dir / "model", output_dir / "best"]
-            folders += [path for prefix in (DAMAGED, LATER) for path in output_dir.glob(f"{prefix}checkpoint-*")]
-            for old in filter(Path.exists, folders):
-                delete_folder(old)
-            for name in ("training.json", "budget_sweep.json", "budget_sweep.png"):
-                (output_dir / name).unlink(missing_ok=True)
         try:
+            if args.overwrite_output_dir:
+                _delete_run(output_dir, args)
             found[:2] = _choose(output_dir, args.resume_from_checkpoint)
+            if found[0] is None and not args.extend:
+                names = RESULTS if _has_own_best(output_dir, identity) else (*RESULTS, BEST)
+                claim(output_dir, names, flag="--overwrite_output_dir")
         except ValueError as error:
             found[2] = str(error)
     checkpoint, passed, problem = broadcast_object_list(found)
@@ -289,8 +310,6 @@ def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, A
     if checkpoint is not None:
         _check_same_run(checkpoint, identity, args)
     if accelerator.is_main_process:
-        if checkpoint is None:
-            (output_dir / "training.json").unlink(missing_ok=True)  # of a run whose checkpoints were deleted
         for path, damage in passed.items():
             what, name = (f"damaged: {damage}", DAMAGED + path.name) if damage else ("later", LATER + path.name)
             say(accelerator, f"{path} is {what}; now {name}, and the run goes on from {checkpoint}")

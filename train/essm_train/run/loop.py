@@ -13,8 +13,10 @@ The best model has the best mean of the validation metric over `eval_budgets`; t
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import os
 import shutil
 import sys
 import time
@@ -33,13 +35,14 @@ from transformers import PreTrainedModel
 
 from essm_train.arguments import ModelArguments, RunArguments
 from essm_train.data.samples import Prefetch, SampleSource, share_of
-from essm_train.files import write_json
+from essm_train.files import set_aside, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, Metric
 from essm_train.models import capacity_of, run_at_budget
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import RunLog, hardware, say
 from essm_train.run.checkpoints import (
+    BEST,
     find_run,
     last_good,
     load_checkpoint,
@@ -383,7 +386,7 @@ class _Run:
             mean = sum(figures.values()) / len(figures)
             if is_best := progress.record_validation(mean, metric, self.args.early_stopping_threshold):
                 record = {"update": progress.update, "metric": metric._asdict(), "validation": figures}
-                self._save_model("best", record)
+                self._save_model(BEST, record | {"identity": self.identity})
         self.model.train()
         shown = ", ".join(f"{value:.4f} at K={K}" for K, value in figures.items())
         new = " (best mean so far)" if is_best else ""
@@ -433,26 +436,40 @@ class _Run:
         return {"state_sizes": list(self.task.model.config.state_sizes), "truncations": self.truncation.history}
 
     def keep_model(self, finished_before: bool) -> None:
-        """Leave `model`. That of a run that had finished stays, with what its user has added: card, budget profile."""
+        """Leave `model`. That of a run that had finished stays, with what its user has added: card, budget profile; or
+        gets another name, if this run has another one now."""
         folder, is_best = self.output_dir / "model", self.args.load_best_model_at_end
         averaged = ", averaged" if self.average is not None else ""
         what = f"saved {folder} ({'best' if is_best else 'last'} weights{averaged})"
         if finished_before and self._is_saved(folder):
-            what = f"kept {folder} as it is"
-        elif is_best:
-            best = self.output_dir / "best"
+            say(self.accelerator, f"kept {folder} as it is")
+            return
+        if self.accelerator.is_main_process:
+            self._set_earlier_aside(folder)
+        if is_best:
+            best, own = self.output_dir / BEST, shutil.ignore_patterns(f"{BEST}.json")
             with publishing(self.accelerator, folder) as temporary:
                 if self.accelerator.is_main_process:
-                    shutil.copytree(best, temporary, ignore=shutil.ignore_patterns("best.json"), dirs_exist_ok=True)
+                    shutil.copytree(best, temporary, ignore=own, dirs_exist_ok=True)
         else:
             with self._weights():
                 self._save_model("model")
         say(self.accelerator, what)
 
+    def _set_earlier_aside(self, folder: Path) -> None:
+        """The model of a run that had ended, to which its user may have added; one that was killed left no record."""
+        record = self.output_dir / "training.json"
+        if record.exists() and folder.exists():
+            names = (f"earlier-{folder.name}-{n}" for n in itertools.count(1))
+            name = next(name for name in names if not os.path.lexists(folder.with_name(name)))
+            set_aside(folder, name)
+            say(self.accelerator, f"{folder} as it was is now {name}")
+        record.unlink(missing_ok=True)
+
     def _is_saved(self, folder: Path) -> bool:
         """Whether the model there has seen this update, and is the best or the last one as asked for."""
         try:
-            record = json.loads((self.output_dir / "training.json").read_text())
+            record = json.loads((self.output_dir / "training.json").read_text(encoding="utf-8"))
             found = record["updates"], record["arguments"]["load_best_model_at_end"]
         except (OSError, ValueError, LookupError, TypeError):
             return False

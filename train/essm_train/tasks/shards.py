@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from essm_train.arguments import check_at_least
-from essm_train.files import check_writable, replacing, write_json
+from essm_train.files import alone_in, claim, replacing, write_json
 
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
 SPLITS = ("train", "validation", "test")
@@ -85,13 +85,13 @@ def plan(generator: RowGenerator, folder: Path) -> list[Shard]:
 
 
 def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int = 1) -> Path:
-    """Make the shards that the folder lacks. One call per folder at a time.
+    """Make the shards that the folder lacks.
 
     Args:
         num_workers: processes; 1 works in this one.
     Raises:
-        ValueError: the folder cannot be written or holds data of other parameters, before anything is made; or rows
-            cannot be made distinct.
+        ValueError: the folder cannot be written, is in use, or holds data of other parameters or of unknown ones,
+            before anything is made; or rows cannot be made distinct.
         OSError: the disk is full, or a worker was killed; finished shards stand.
     """
     if num_workers < 1:
@@ -112,7 +112,16 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
             raise ValueError(
                 f"{folder} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
             )
-    check_writable(folder)
+    known = manifest.exists() or unfinished.exists()
+    claim(folder, [] if known else [path.name for path, *_ in shards])
+    with alone_in(folder):
+        return _generate(generator, folder, shards, record, num_workers)
+
+
+def _generate(
+    generator: RowGenerator, folder: Path, shards: list[Shard], record: dict[str, Any], num_workers: int
+) -> Path:
+    manifest, unfinished = folder / MANIFEST, folder / UNFINISHED
     if manifest.exists() and all(path.exists() for path, *_ in shards):
         return manifest
     for _ in range(_MAX_ROUNDS):
