@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import signal
 import socket
@@ -237,9 +238,9 @@ def kill_in_file(path: str) -> None:
 
 
 def kill_at_rename(path: str) -> None:
-    """The process dies when the complete folder should get the name that ends like this."""
+    """The process dies when the complete folder should get the name that ends like this pattern."""
     rename = os.replace
-    os.replace = lambda source, target: die() if str(target).endswith(path) else rename(source, target)
+    os.replace = lambda source, target: die() if re.search(f"{path}$", str(target)) else rename(source, target)
 
 
 def full_disk_at(name: str) -> None:

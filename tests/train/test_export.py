@@ -2,6 +2,7 @@
 """essm-export: folders of programs that decode and classify without torch."""
 
 import copy
+import errno
 import importlib.util
 import json
 import subprocess
@@ -114,15 +115,27 @@ def test_a_classifier_reads_numbers_as_they_are_stored(classifier_folder, tmp_pa
 def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path):
     arguments = ("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
     for K in (2, 3):
-        export(*arguments, "--spectral_budget", K, "--max_length", 9)
+        export(*arguments, "--spectral_budget", K, "--max_length", 9, *["--overwrite"][: K - 2])
         description = json.loads((tmp_path / "out" / "export.json").read_text())
         assert description["spectral_budget"] == [K] and description["max_length"] == 9
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name for path in before} == {"export.json", "features.json", "classify.pt2"}
+    with pytest.raises(ValueError, match=r"holds out, which this run did not write: .*--overwrite to replace it"):
+        export(*arguments)
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=r"holds 'thesis\.tex', which no export wrote"):
-        export(*arguments)
+        export(*arguments, "--overwrite")
     assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_full_disk_leaves_no_export(classifier_folder, tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(export_module, "write_programs", full)
+    with pytest.raises(OSError, match="No space left on device: '.*/out'"):
+        export("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", ["logits", "states"])

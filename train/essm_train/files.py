@@ -84,7 +84,7 @@ def naming(path: Path) -> Iterator[None]:
             error.filename = str(path)
         raise
     except (RuntimeError, SafetensorError) as error:
-        if isinstance(error, SafetensorError) or "PytorchStreamWriter" in str(error):  # no OSErrors, what they hide is
+        if isinstance(error, SafetensorError) or "inline_container" in str(error):  # of torch.save
             raise OSError(f"cannot write {path}: {error}") from error
         raise
 

@@ -64,7 +64,9 @@ def calibrated(saved):
     arguments = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "2", "8"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(calibration, "device_name", lambda device: HERE)
-        run([*arguments, "--block_size", "64", "--max_blocks", "5", *QUICK])
+        with pytest.raises(ValueError, match="holds the preset 'sweet-spot', which this run did not write"):
+            run([*arguments, *QUICK])
+        run([*arguments, "--block_size", "64", "--max_blocks", "5", "--overwrite", *QUICK])
     (saved / "output.txt").write_text(output.getvalue())
     return folder
 
@@ -129,15 +131,35 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     assert (entry.dtype, entry.prompt_length, entry.weight_bytes) == ("bfloat16", 9, here.weight_bytes / 2)
     assert {row.budget for row in entry.rows} == {8}
     assert [axes.get_title().split("\n")[0] for axes in draw_profile(after).axes] == [HERE, THERE]
-    run(timing)
+    with pytest.raises(ValueError, match=f"holds the figures of {THERE} in budget_profile.json, which this run did not"):
+        run(timing)
+    run([*timing, "--overwrite"])
     again = read_profile(folder)
     assert {row.budget for row in again.devices[THERE].rows} == {2, 8, 32}
     assert again.devices[HERE] == here and again.devices[THERE].dtype == "float32"
-    run(["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK])
+    whole = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK]
+    with pytest.raises(ValueError, match="holds the quality in budget_profile.json, the figures of .*, which this run"):
+        run(whole)
+    run([*whole, "--overwrite"])
     last = read_profile(folder)
     assert last.devices[HERE] == here and last.quality.budgets == (4, 32)
     assert last.quality.length == 512  # by default, which is all that the filters reach
     assert last.devices[THERE].prompt_length == 509  # and leaves room for 3 tokens
+
+
+def test_two_devices_that_are_measured_at_once_are_both_kept(calibrated, tmp_path, monkeypatch):
+    folder, measure = tmp_path / "model", calibrate.measure_device
+    shutil.copytree(calibrated, folder)
+
+    def measure_here(*arguments):
+        entry = measure(*arguments)
+        read_profile(folder).merge(replace(entry, device="a third")).save(folder)
+        return entry
+
+    monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
+    monkeypatch.setattr(calibrate, "measure_device", measure_here)
+    run(["--model", str(folder), "--timing_only", *QUICK])
+    assert set(read_profile(folder).devices) == {HERE, THERE, "a third"}
 
 
 def test_a_classifier_of_pairs_is_calibrated(tmp_path):

@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm-prune from end to end: ratios, limits, what is left in the folder, and what it refuses."""
 
+import errno
 import json
 import random
 import shutil
@@ -73,6 +74,25 @@ def test_at_a_ratio(saved, texts, tmp_path, capsys):
     assert "LRU" in (shown := capsys.readouterr().out).upper() and "error bound" in shown
 
 
+def test_a_model_that_is_there_is_not_replaced(saved, texts, tmp_path, monkeypatch):
+    """Not even by its own pruned self where that may overwrite; a full disk leaves nothing of a new one."""
+    start = shutil.copytree(saved, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in start.glob("*.*")}
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match=f"'{start}' is read, and '{start}' would be replaced"):
+            run(start, texts, tmp_path, amount=0.25, overwrite=overwrite)
+    assert {path.name: path.read_bytes() for path in start.glob("*.*")} == before
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device: '.*/out/model'"):
+        full = OSError(errno.ENOSPC, "No space left on device")
+        patch.setattr(DiagonalSSMForCausalLM, "save_pretrained", mock.Mock(side_effect=full))
+        run(start, texts, tmp_path / "out", amount=0.25)
+    assert not list((tmp_path / "out").glob(".[!l]*")) and not (tmp_path / "out" / "model").exists()
+    run(start, texts, tmp_path / "out", amount=0.25)
+    with pytest.raises(ValueError, match=r"holds model, pruning\.json, pruning\.md, pruning\.png, plan\.json, which"):
+        run(start, texts, tmp_path / "out", amount=0.5)
+    assert run(start, texts, tmp_path / "out", amount=0.5, overwrite=True)["ratio"] == 0.5
+
+
 def test_a_ladder_stops_at_its_first_gap():
     curve = PruningCurve("accuracy", True, (0.0, 0.1, 0.2, 0.3), (0.9, 0.89, 0.7, 0.9), ((4,),) * 4)
     assert curve.largest_within(0.02) == 0.1 and curve.largest_within(0.3) == 0.3 and curve.largest_within(0.0) == 0.0
@@ -136,7 +156,7 @@ def test_other_weights_in_the_same_folder_are_measured_anew(saved, texts, tmp_pa
     folder = tmp_path / "model"
     shutil.copytree(saved, folder)
     partial = tmp_path / "out" / "pruning_partial.json"
-    monkeypatch.setattr(prune, "publish", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(prune, "filling", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run(folder, texts, tmp_path / "out", amount=0.25)
     first = json.loads(partial.read_text())

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from training_run import (
+    NO_SIZES,
     command_line,
     final_state,
     flip,
@@ -55,7 +56,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, t
         ("kill_at_update", 6): of(4),
         ("kill_in_file", "checkpoint-00000008/optimizer.bin"): of(4),
         ("kill_at_rename", "checkpoint-00000008"): of(4),
-        ("kill_at_rename", "deleted-checkpoint-00000004"): of(4, 8, 12),
+        ("kill_at_rename", "deleted-.*-checkpoint-00000004"): of(4, 8, 12),
         ("kill_at_rename", "run/model"): of(16, 18),
     }
     for fault, left in faults.items():
@@ -82,7 +83,7 @@ def test_a_best_model_killed_while_it_is_replaced_comes_back(arguments, tmp_path
     assert train_apart(order, tmp_path)[0] == [0]
     expected = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
     shutil.rmtree(tmp_path / "run")
-    codes, log = train_apart(order, tmp_path, ("kill_at_rename", "replaced-best"))
+    codes, log = train_apart(order, tmp_path, ("kill_at_rename", "replaced-.*-best"))
     assert codes == KILLED, log
     assert train_apart(order, tmp_path)[0] == [0]
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text()) == expected
@@ -111,6 +112,50 @@ def test_overwriting_starts_afresh(arguments, tmp_path):
     train([*arguments(tmp_path, max_steps=2, seed=1, eval_steps=9), "--overwrite_output_dir"])
     assert [path.name for path in tmp_path.glob("*checkpoint-*")] == ["checkpoint-00000002"]
     assert [line["update"] for line in read_log(tmp_path)] == [1, 2] and not (tmp_path / "best/x").exists()
+
+
+def test_what_another_run_has_left_is_not_trained_over(arguments, finished, tmp_path):
+    """A run that has ended and whose checkpoints were deleted; with its own arguments or with others."""
+    shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    for changes in ({}, {"seed": 1}):
+        with pytest.raises(ValueError, match=r"run' holds model, training\.json(, best)?, which this run did not write: .*--ov"):
+            train(arguments(tmp_path / "run", **changes))
+    assert {path: path.read_bytes() for path in before} == before
+    for name in ("model", "training.json"):
+        (tmp_path / "run" / name).rename(tmp_path / name)
+    with pytest.raises(ValueError, match="run' holds best, which this run did not write"):
+        train(arguments(tmp_path / "run", seed=1))
+    train([*arguments(tmp_path / "run", seed=1), "--overwrite_output_dir"])
+
+
+def test_the_weights_that_a_run_starts_from_are_not_replaced(arguments, finished, tmp_path):
+    """Whether they are all there is, or the run that made them is to be overwritten."""
+    start = tmp_path / "run" / "model"
+    shutil.copytree(finished / "model", start)
+    order = arguments(tmp_path / "run", **NO_SIZES, model_name_or_path=start)
+    with pytest.raises(ValueError, match="run' holds model, which this run did not write"):
+        train(order)
+    (tmp_path / "link").symlink_to(start)
+    for name in (start, tmp_path / "link"):
+        with pytest.raises(ValueError, match=f"'{name}' is read, and '{start}' would be replaced"):
+            train([*order, "--model_name_or_path", str(name), "--overwrite_output_dir"])
+    assert same_files(start, finished / "model")
+
+
+def same_files(a: Path, b: Path) -> bool:
+    return {path.name: path.read_bytes() for path in a.glob("*.*")} == {
+        path.name: path.read_bytes() for path in b.glob("*.*")
+    }
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(arguments, finished, tmp_path):
+    """The best model so far is its own."""
+    order = arguments(tmp_path / "run", save_steps=100)
+    assert train_apart(order, tmp_path, ("kill_at_update", 5))[0] == KILLED
+    assert (tmp_path / "run" / "best").exists() and not list_checkpoints(tmp_path / "run")
+    train(order)
+    assert same(tmp_path / "run", finished)
 
 
 def test_resuming_with_other_arguments_is_refused_by_name(finished, arguments, tmp_path):
@@ -264,10 +309,13 @@ def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys
     train(arguments(tmp_path))
     assert "kept" in capsys.readouterr().out and profile.read_text() == "{}"
     train(arguments(tmp_path, load_best_model_at_end=True))  # other weights, of which it says nothing
+    assert f"{tmp_path / 'model'} as it was is now earlier-model-1" in capsys.readouterr().out
     assert not profile.exists()
-    profile.write_text("{}")
+    profile.write_text("later")
     train([*arguments(tmp_path, max_steps=9, load_best_model_at_end=True), "--extend"])
     assert not profile.exists()
+    earlier = [tmp_path / f"earlier-model-{n}" / profile.name for n in (1, 2)]
+    assert [path.read_text() for path in earlier] == ["{}", "later"]
 
 
 def test_a_finished_run_is_extended(arguments, finished, tmp_path, capsys):

@@ -15,6 +15,7 @@ import pytest
 from datasets import load_dataset
 
 from essm_train import make_task_data
+from essm_train.files import alone_in
 from essm_train.tasks import shards
 from essm_train.tasks.catalog import Files
 from essm_train.tasks.listops import ListOps
@@ -29,7 +30,7 @@ NAMES += ["listops-validation-00000-of-00001.parquet", "listops-test-00000-of-00
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
 
 
 def found(folder: Path) -> bool:
@@ -143,6 +144,16 @@ def test_other_data_is_refused(made, monkeypatch):
     with pytest.raises(ValueError, match="version is 1 there, 2 was asked for"):
         generate(TASK, made)
     assert contents(made) == before
+
+
+def test_shards_that_nothing_describes_are_refused(made, tmp_path):
+    """They are not taken for this task's own."""
+    (tmp_path / NAMES[2]).write_bytes(b"of another task")
+    with pytest.raises(ValueError, match=f"holds {NAMES[2]}, which this run did not write"):
+        generate(TASK, tmp_path)
+    assert contents(tmp_path) == {NAMES[2]: b"of another task"}
+    with alone_in(made), pytest.raises(ValueError, match="is in use by another run"):
+        generate(TASK, made)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path):

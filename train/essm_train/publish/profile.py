@@ -60,21 +60,24 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     model.to(pick_device(args.device))
     # One that is of other weights is refused: it may hold the figures of other devices.
     profile = read_profile(folder, model) if args.timing_only or (folder / PROFILE_NAME).exists() else None
-    if not args.overwrite:
-        refuse_replacing(_replaced(args, profile, config, calibration.device_name(model.device)), folder)
     weights = weights_checksum(model)
     assert weights is not None  # nothing is offloaded
     model.to(model.dtype if args.dtype == "auto" else getattr(torch, args.dtype))
+    if args.timing_only:
+        assert profile is not None
+        budgets = tuple(sorted(set(args.budgets or profile.quality.budgets)))
+        if unknown := sorted(set(budgets) - set(profile.quality.budgets)):
+            raise ValueError(f"budgets must be of {list(profile.quality.budgets)}, measured before, got {unknown}")
+    else:
+        budgets = clip_budgets((*(args.budgets or BUDGETS), capacity), capacity)
+        held_out = open_held_out(args, config)
+    if not args.overwrite:
+        refuse_replacing(_replaced(args, profile, config, calibration.device_name(model.device)), folder)
     with threads(args.threads or torch.get_num_threads()):
-        if args.timing_only:
-            assert profile is not None
-            budgets = tuple(sorted(set(args.budgets or profile.quality.budgets)))
-            if unknown := sorted(set(budgets) - set(profile.quality.budgets)):
-                raise ValueError(f"budgets must be of {list(profile.quality.budgets)}, measured before, got {unknown}")
-        else:
-            budgets = clip_budgets((*(args.budgets or BUDGETS), capacity), capacity)
-            quality = measure_quality(model, open_held_out(args, config), budgets)
+        if not args.timing_only:
+            quality = measure_quality(model, held_out, budgets)
             profile = BudgetProfile(weights, tuple(model.config.capacities), quality)
+        assert profile is not None
         length = min(args.prompt_length or profile.quality.length, longest)
         entry = measure_device(model, budgets, args.batch_sizes, length, args.decode_tokens, args.rounds)
     if (folder / PROFILE_NAME).exists():  # another device may have been measured meanwhile
