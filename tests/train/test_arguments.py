@@ -1,9 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/arguments.py: values of files and options, what is refused and what is named instead, without torch."""
 
+import dataclasses
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,8 +13,14 @@ import tomllib
 import pytest
 from helpers import ROOT
 
+from essm_train.analyze import AnalyzeArguments
 from essm_train.arguments import ModelArguments, RunArguments, config_fields, parse_arguments
 from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
+from essm_train.evaluate import EvaluateArguments
+from essm_train.make_pairs import PairsArguments
+from essm_train.publish.arguments import CalibrateArguments, PruneArguments
+from essm_train.reproduce import ReproduceArguments
+from essm_train.sweep import SweepArguments
 from modeling_essm import ESSMConfig
 from modeling_essm.companions import DiagonalSSMConfig
 
@@ -71,6 +79,16 @@ def test_fields_are_those_of_the_configuration(cls, kind):
         ("hiden_size: 3", "unknown argument hiden_size; nearest: hidden_size"),
         ("- 3", "must hold a table"),
         ("a: [", "is not YAML"),
+        ("max_steps: !!python/object:os.system {}", "is not YAML: could not determine a constructor for the tag"),
+        ("max_steps: !!bool perhaps", "is not YAML: 'perhaps'"),
+        ("start: !!timestamp now", "is not YAML: "),
+        ("[" * 5000, "is not YAML: "),
+        ("config_overrides: [1]", r"config_overrides must be a table, or like hidden_size=256, got \[1\]"),
+        ("config_overrides: 'hidden_size=!!int x'", "config_overrides: hidden_size is not YAML"),
+        ("config_overrides: {1: 2}", "config_overrides: 1 is no field"),
+        ("block: [1]\nnum_hidden_layers: x", "num_hidden_layers must be an integer, got 'x'"),
+        ("cpu_threads: -1", "cpu_threads must be at least 1, got -1"),
+        (b"train_file: caf\xe9", "a.yaml is not YAML: 'utf-8' codec can't decode byte 0xe9"),
         ("max_steps: 1.5", "invalid int value"),
         ("streaming: maybe", "[Tt]ruthy value"),
         ("dropout: much", "config_overrides: dropout must be a number, got 'much'"),
@@ -78,7 +96,7 @@ def test_fields_are_those_of_the_configuration(cls, kind):
 )
 def test_broken_argument_files_are_refused(content, reason, tmp_path):
     path = tmp_path / "a.yaml"
-    path.write_text(content)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=reason):
         parse_arguments(CLMArguments, [str(path)])
 
@@ -180,3 +198,43 @@ for module in {[entry.partition(":")[0] for entry in COMMANDS.values()]}:
 def test_wrong_arguments_of_a_classifier_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         ClassificationArguments(**{"train_file": ["a.jsonl"]} | changes)
+
+
+LEAST = {  # of every command, arguments that it needs
+    CLMArguments: {},
+    ClassificationArguments: {"train_file": ["x"], "text_column": "text"},
+    RetrievalArguments: {"train_file": "x"},
+    AnalyzeArguments: {"model": "x", "text_files": ["x"], "output_dir": "x"},
+    CalibrateArguments: {"model": "x", "timing_only": True},
+    EvaluateArguments: {"models": ["x"], "task": "x"},
+    PairsArguments: {"books": "x"},
+    PruneArguments: {"model": "x", "output_dir": "x", "amount": 0.5, "task": "x"},
+    ReproduceArguments: {},
+    SweepArguments: {"model": "x", "text_files": ["x"], "output_dir": "x"},
+}
+
+
+@pytest.mark.parametrize("cls", LEAST, ids=lambda cls: cls.__name__)
+def test_no_count_is_negative(cls):
+    """`eval_budgets` are held against a model's capacity, when there is one."""
+    for field in dataclasses.fields(cls):
+        if field.name != "eval_budgets" and "int" in re.split(r"\W+", str(field.type)):
+            value = [-1] if "list" in str(field.type) else -1
+            with pytest.raises(ValueError, match=rf"{field.name} must be (at least|in) .*got -1"):
+                cls(**LEAST[cls] | {field.name: value})
+
+
+def test_a_file_of_arguments_is_utf_8_in_every_locale(tmp_path):
+    (tmp_path / "a.yaml").write_text("text_column: Wörter\ntrain_file: x.csv\n", encoding="utf-8")
+    code = (
+        "import locale, sys\n"
+        "from essm_train.arguments import parse_arguments\n"
+        "from essm_train.console import run_script\n"
+        "from essm_train.data.arguments import ClassificationArguments\n"
+        "assert locale.getpreferredencoding(False) != 'UTF-8' and sys.stdout.encoding != 'utf-8'\n"
+        "args = parse_arguments(ClassificationArguments, sys.argv[1:])\n"
+        "run_script(lambda: print(args.text_column == 'W\\u00f6rter', args.text_column))\n"
+    )
+    env = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": ""}
+    run = subprocess.run([sys.executable, "-c", code, tmp_path / "a.yaml"], capture_output=True, text=True, env=env)
+    assert run.stdout == "True W\\xf6rter\n", run.stderr

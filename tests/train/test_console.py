@@ -46,7 +46,9 @@ def test_other_errors_keep_their_traceback(error):
 
 
 def test_development_mode_keeps_tracebacks(monkeypatch):
-    monkeypatch.setattr(console, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True), modules={}))
+    monkeypatch.setattr(
+        console, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True), modules={}, stdout=None, stderr=None)
+    )
     with pytest.raises(ValueError, match="K must be"):
         run_script(fail(ValueError("K must be at least 1")))
 

@@ -131,7 +131,9 @@ class RunArguments:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_steps")
         check_at_least(self, 1, "save_steps", "save_total_limit", "logging_steps", "cpu_threads", "truncation_attempts")
-        check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
+        check_at_least(
+            self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience", "seed"
+        )
         check_at_least(self, 0, "learning_rate", "weight_decay", "early_stopping_threshold")
         check_within(self, "[0, 1)", "ema_decay", "adam_beta2")
         check_within(self, "[0, 1]", "distillation_weight", "min_lr_rate")
@@ -290,6 +292,8 @@ class ModelArguments(RunArguments):
             if name not in kinds:
                 meant = nearest(name, kinds)
                 raise ValueError(f"config_overrides: {name} is no field of the configuration" + _hint(meant))
+            if kinds[name] == "int" and type(value) is not int:
+                raise ValueError(f"config_overrides: {name} must be an integer, got {value!r}")
             if "float" in kinds[name] and isinstance(value, (int, str)) and not isinstance(value, bool):
                 try:
                     values[name] = float(value)  # YAML reads 1e-3 as text
@@ -325,7 +329,7 @@ class ModelArguments(RunArguments):
         if self.source is not None:
             return dict(overrides)
         block = overrides.get("block", "paper" if self.architecture == AR_STU else "gated")
-        new = {"block": block, **NEW_MODEL.get(block, {}), **self.NEW, **overrides}
+        new = {"block": block, **NEW_MODEL.get(str(block), {}), **self.NEW, **overrides}
         if self.attention_every is not None:
             kind = "full_attention" if new.get("sliding_window") is None else "sliding_attention"
             new["layer_types"] = hybrid_layers(new["num_hidden_layers"], self.attention_every, kind)

@@ -131,7 +131,9 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     assert (entry.dtype, entry.prompt_length, entry.weight_bytes) == ("bfloat16", 9, here.weight_bytes / 2)
     assert {row.budget for row in entry.rows} == {8}
     assert [axes.get_title().split("\n")[0] for axes in draw_profile(after).axes] == [HERE, THERE]
-    with pytest.raises(ValueError, match=f"holds the figures of {THERE} in budget_profile.json, which this run did not"):
+    with pytest.raises(
+        ValueError, match=f"holds the figures of {THERE} in budget_profile.json, which this run did not"
+    ):
         run(timing)
     run([*timing, "--overwrite"])
     again = read_profile(folder)

@@ -119,7 +119,9 @@ def test_what_another_run_has_left_is_not_trained_over(arguments, finished, tmp_
     shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoint-*"))
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     for changes in ({}, {"seed": 1}):
-        with pytest.raises(ValueError, match=r"run' holds model, training\.json(, best)?, which this run did not write: .*--ov"):
+        with pytest.raises(
+            ValueError, match=r"run' holds model, training\.json(, best)?, which this run did not write: .*--ov"
+        ):
             train(arguments(tmp_path / "run", **changes))
     assert {path: path.read_bytes() for path in before} == before
     for name in ("model", "training.json"):

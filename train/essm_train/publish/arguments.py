@@ -126,7 +126,7 @@ class PruneArguments:
         check_within(self, "(0, 1)", "amount")
         check_within(self, "[0.001, 0.5]", "step")
         check_choices(self, "method", "scope")
-        check_at_least(self, 0, "max_loss")
+        check_at_least(self, 0, "max_loss", "seed")
         check_at_least(self, 1, "horizon", "max_blocks")
         check_at_least(self, 2, "block_size")
 

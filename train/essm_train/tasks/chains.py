@@ -36,7 +36,7 @@ def read_chain(path: Path) -> np.ndarray:
         ValueError: a file without C-alphas.
     """
     places: dict[str, list[float]] = {}
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as lines:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith("ENDMDL"):
                 break
