@@ -133,7 +133,7 @@ def test_a_full_disk_leaves_no_export(classifier_folder, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(export_module, "write_programs", full)
-    with pytest.raises(OSError, match="No space left on device: '.*/out'"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/out'"):
         export("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

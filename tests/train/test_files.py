@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_no_temporary_folder(tmp_path, small_disk):
     with pytest.raises(OSError, match=r"No space left on device: '.*/model'"), filling(tmp_path / "model") as folder:
         (folder / "config.json").write_text("{}")
         no_space()
-    with pytest.raises(OSError, match="cannot write .*/model: "), filling(tmp_path / "model") as folder:
+    with pytest.raises(OSError, match=r"cannot write .*/model: "), filling(tmp_path / "model") as folder:
         torch.save({"x": torch.zeros(9000)}, folder / "state.pt")
     assert os.listdir(tmp_path) == []
 

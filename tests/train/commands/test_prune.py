@@ -82,7 +82,7 @@ def test_a_model_that_is_there_is_not_replaced(saved, texts, tmp_path, monkeypat
         with pytest.raises(ValueError, match=f"'{start}' is read, and '{start}' would be replaced"):
             run(start, texts, tmp_path, amount=0.25, overwrite=overwrite)
     assert {path.name: path.read_bytes() for path in start.glob("*.*")} == before
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left on device: '.*/out/model'"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left on device: '.*/out/model'"):
         full = OSError(errno.ENOSPC, "No space left on device")
         patch.setattr(DiagonalSSMForCausalLM, "save_pretrained", mock.Mock(side_effect=full))
         run(start, texts, tmp_path / "out", amount=0.25)
