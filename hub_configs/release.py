@@ -151,7 +151,7 @@ def release(args: ReleaseArguments, root: Path) -> Path:
 
     model = model.float()  # the rounded weights in the arithmetic of a CPU
     hardware = f"{device_name(torch.device('cpu'))}, fp32"
-    blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks}
+    blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks, "overwrite": True}
     # The same blocks in the same arithmetic, and the profile's times, so that its presets are what the card marks.
     profile = calibrate(CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of))
     sweep = dataclasses.replace(sweep_budgets(model, held_out), timings=profile.quality.timings)

@@ -68,7 +68,7 @@ class RunArguments:
     """How to train. Precision, devices and processes are set through `accelerate launch`."""
 
     output_dir: str = arg("runs/essm", "Where everything goes; a run found there is continued.")
-    overwrite_output_dir: bool = arg(False, "Delete the run found in output_dir and start afresh.")
+    overwrite_output_dir: bool = arg(False, "Delete the run, or model, found in output_dir and start afresh.")
     resume_from_checkpoint: str | None = arg(
         None, "A checkpoint of output_dir to go back to, instead of the last; later ones are renamed."
     )

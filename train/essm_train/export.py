@@ -9,7 +9,8 @@ A language model leaves prefill.onnx and step.onnx, a classifier classify.onnx (
 them into model.pte, for batches of one row); with them tokenizer.json, or features.json, which says how numbers are
 scaled, and export.json, which names and describes inputs, outputs and states and repeats that scale. See
 modeling_essm/export for what they compute. Weights are exported in fp32, those of the budget's channels only.
-What was written is loaded again and compared with the model before the folder appears under its name.
+What was written is loaded again and compared with the model before the folder appears under its name. An earlier export
+there is replaced with --overwrite, and nothing else is.
 """
 
 from __future__ import annotations

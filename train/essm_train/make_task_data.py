@@ -8,8 +8,8 @@
         --test_size 500 --min_length 50 --max_length 250 --max_depth 6          # a reduced set
     essm-make-task-data pathx --help                                 # every parameter
 
-The same command continues an interrupted generation: finished shards are kept. The data depends on the parameters only,
-not on the number of processes. `datasets.load_dataset("data/listops")` reads it.
+The same command continues an interrupted generation: finished shards are kept. Other data there is refused. The data
+depends on the parameters only, not on the number of processes. `datasets.load_dataset("data/listops")` reads it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ measured on held-out data. At --amount, or at the largest ratio up to which no s
 --max_loss, modes are then taken out of the weights.
 
 Left in output_dir: the smaller model with its card in `model`, pruning.json, pruning.md and pruning.png, and plan.json,
-which says what was kept. A command that was killed goes on where it was.
+which says what was kept. A command that was killed goes on where it was. A model that is there is refused, or replaced
+with --overwrite, but never the one that is pruned.
 """
 
 from __future__ import annotations

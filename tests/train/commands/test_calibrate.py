@@ -140,7 +140,9 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     assert {row.budget for row in again.devices[THERE].rows} == {2, 8, 32}
     assert again.devices[HERE] == here and again.devices[THERE].dtype == "float32"
     whole = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK]
-    with pytest.raises(ValueError, match=r"holds the quality in budget_profile\.json, the figures of .*, which this run"):
+    with pytest.raises(
+        ValueError, match=r"holds the quality in budget_profile\.json, the figures of .*, which this run"
+    ):
         run(whole)
     run([*whole, "--overwrite"])
     last = read_profile(folder)
