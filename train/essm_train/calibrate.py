@@ -8,8 +8,9 @@
     essm-calibrate --model runs/x/model --timing_only                         # the same on another device
 
 Left in the model's folder: budget_profile.json, with which `choose_budget` answers; the presets "sweet-spot",
-"collapse-boundary" and "full" in config.json, for `spectral_budget="sweet-spot"`; and budget_profile.png. Where quality,
-this device's figures or those presets are there already, --overwrite replaces them; other devices and names stay.
+"collapse-boundary" and "full" in config.json, for `spectral_budget="sweet-spot"`; and budget_profile.png. Where
+quality, this device's figures or those presets are there already, --overwrite replaces them; other devices and names
+stay.
 
 Quality is bits per byte by the context rule of budget_sweep.py, or accuracy. The drop against the full budget is given
 with its standard error over blocks or samples. Prefill is a forward pass over the whole prompt (a sample, for a
