@@ -23,7 +23,7 @@ from helpers import (
     variants,
 )
 from torch.func import functional_call, grad, vmap
-from transformers import TorchAoConfig, Trainer, TrainingArguments
+from transformers import BitsAndBytesConfig, TorchAoConfig, Trainer, TrainingArguments
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.budgets import choose_budget
@@ -223,12 +223,17 @@ def test_label_smoothing_predicts_the_next_token(cls, tmp_path):
     assert_close(Losses(model, tmp_path, label_smoothing_factor=epsilon).loss(IDS), expected)
 
 
-def test_adapters_learn_on_quantised_weights(tmp_path):
-    int8 = pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig
-    random_model(hidden_size=32).save_pretrained(tmp_path)
-    base = ESSMForCausalLM.from_pretrained(tmp_path, quantization_config=TorchAoConfig(int8()))
-    torch.manual_seed(0)
+@pytest.mark.parametrize("library", ["torchao", "bitsandbytes"])
+def test_adapters_learn_on_quantised_weights(library, tmp_path):
+    pytest.importorskip(library)
     peft = pytest.importorskip("peft")
+    if library == "torchao":
+        config = TorchAoConfig(pytest.importorskip("torchao.quantization").Int8WeightOnlyConfig())
+    else:
+        config = BitsAndBytesConfig(load_in_4bit=True)
+    random_model(hidden_size=64, gate_hidden_size=64).save_pretrained(tmp_path)
+    base = ESSMForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    torch.manual_seed(0)
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["up", "down"])).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
@@ -284,7 +289,11 @@ def test_other_code_beside_the_weights_is_named(tmp_path):
             messages.clear()
 
 
-@pytest.mark.parametrize("target", ["up", "gate_in"])
+@pytest.mark.parametrize(
+    "target",
+    [{"target_modules": ["up"]}, {"target_modules": ["gate_in"]}, {"target_parameters": ["mixer.channel_mixing"]}],
+    ids=["up", "gate_in", "channels"],
+)
 def test_what_belongs_to_weights_is_refused_after_an_adapter_is_merged(target, tmp_path):
     """Budget profile and conversation; the same weights, merged with an adapter of zeros, keep both."""
     peft = pytest.importorskip("peft")
@@ -294,7 +303,7 @@ def test_what_belongs_to_weights_is_refused_after_an_adapter_is_merged(target, t
     save_cache(filled(model, IDS), tmp_path / "state", model)
     for name, changes in (("same", {}), ("tuned", {"init_lora_weights": False})):
         base = ESSMForCausalLM.from_pretrained(tmp_path / "base")
-        adapters = peft.LoraConfig(r=2, target_modules=[target], **changes)
+        adapters = peft.LoraConfig(r=2, **target, **changes)
         peft.get_peft_model(base, adapters).merge_and_unload().save_pretrained(tmp_path / name)
     same, tuned = (ESSMForCausalLM.from_pretrained(tmp_path / name) for name in ("same", "tuned"))
     assert choose_budget(same, max_quality_drop=0.02) == 8 and len(load_cache(tmp_path / "state", same).states)
