@@ -3,6 +3,7 @@
 
 import copy
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,3 +97,30 @@ def test_what_is_not_saved_leaves_the_old_file(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="hidden_size"):
         save_cache(filled(random_model(hidden_size=24), random_ids(2, 9), 5), path, model)
     assert path.read_bytes() == before and os.listdir(tmp_path) == [path.name]
+
+
+def test_only_a_cache_is_replaced(tmp_path):
+    """Damaged or not, or an empty file; never a model's weights."""
+    model = random_model(num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    weights, cache = tmp_path / "model.safetensors", filled(model, random_ids(1, 5), 2)
+    before = weights.read_bytes()
+    with pytest.raises(ValueError, match=r"model\.safetensors holds something other than a saved cache"):
+        save_cache(cache, weights, model)
+    assert weights.read_bytes() == before
+    path = tmp_path / "cache"
+    path.touch()
+    for _ in range(3):
+        save_cache(cache, path, model)
+        assert load_cache(path, model).get_seq_length() == 5
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+def test_threads_save_to_one_file(tmp_path):
+    model = random_model(num_hidden_layers=1)
+    caches = [filled(model, random_ids(1, length), 2) for length in (3, 4, 5, 6)]
+    before = os.umask(0o022)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: save_cache(caches[i % 4], tmp_path / "cache", model), range(80)))
+    assert os.umask(before) == 0o022 and os.listdir(tmp_path) == ["cache"]
+    assert load_cache(tmp_path / "cache", model).get_seq_length() in (3, 4, 5, 6)
