@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -49,9 +50,13 @@ def write_programs(programs: Mapping[str, ExportedProgram], folder: Path, format
     if format_ == "executorch":
         save_executorch(programs, folder / "model.pte")
         return dict.fromkeys(programs, "model.pte")
-    save = save_onnx if format_ == "onnx" else torch.export.save
     for name, program in programs.items():
-        save(program, folder / (name + _SUFFIXES[format_]))
+        path = folder / (name + _SUFFIXES[format_])
+        if format_ == "onnx":
+            save_onnx(program, path)
+        else:
+            torch.export.save(program, whole := io.BytesIO())  # on a full disk its writer of files ends the process
+            path.write_bytes(whole.getvalue())
     return {name: name + _SUFFIXES[format_] for name in programs}
 
 
