@@ -152,7 +152,7 @@ def test_a_cache_of_the_whole_prompt_leaves_nothing_to_read():
         {},
         {"inputs_embeds": embed(IDS)},
         {"step_budgets": [32]},
-        {"prefill_chunk_size": 1},
+        {"prefill_chunk_size": 2},
         {"num_beams": 2},
         {"custom_generate": speculate(2)},
         {"past_key_values": ESSMStaticCache(model.config)},
@@ -162,7 +162,7 @@ def test_a_cache_of_the_whole_prompt_leaves_nothing_to_read():
         prompt = {} if "inputs_embeds" in ways else {"input_ids": IDS}
         with pytest.raises(ValueError, match="has read 12 positions, but the prompt has 12"):
             model.generate(**prompt, **call)
-        if "custom_generate" in ways:  # which takes no cache at all
+        if {"custom_generate", "prefill_chunk_size"} & {*ways}:  # no cache at all; in 5.17 a mask of another shape
             continue
         if "num_beams" in ways:
             call["past_key_values"].batch_repeat_interleave(2)
