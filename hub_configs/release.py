@@ -26,7 +26,7 @@ from essm_train.arguments import arg, refuse
 from essm_train.console import command
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
-from essm_train.files import publish, temporary_folder, write_json
+from essm_train.files import filling, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks
 from essm_train.publish.arguments import CalibrateArguments
@@ -137,41 +137,42 @@ def release(args: ReleaseArguments, root: Path) -> Path:
         hold_out_blocks(part, ByteEncoder.special_ids, 1.0, 8, "held-out text")
         for part in (blocks, blocks[:SIZE_BLOCKS])
     )
-    new = temporary_folder(folder)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    model.save_pretrained(new)
-    tokenizer.save_pretrained(new)
-    for path in new.glob("*.py"):
-        path.unlink()
-    shutil.copy(CODE, new)
-    auto_map = {auto: f"{CODE.stem}.{name.split('.')[1]}" for auto, name in model.config.auto_classes.items()}
-    write_config_file(new / "config.json", read_json(new / "config.json") | {"auto_map": auto_map})
-    write_config_file(new / "generation_config.json", read_json(new / "generation_config.json"))
+    with filling(folder) as new:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        model.save_pretrained(new)
+        tokenizer.save_pretrained(new)
+        for path in new.glob("*.py"):
+            path.unlink()
+        shutil.copy(CODE, new)
+        auto_map = {auto: f"{CODE.stem}.{name.split('.')[1]}" for auto, name in model.config.auto_classes.items()}
+        write_config_file(new / "config.json", read_json(new / "config.json") | {"auto_map": auto_map})
+        write_config_file(new / "generation_config.json", read_json(new / "generation_config.json"))
 
-    model = model.float()  # the rounded weights in the arithmetic of a CPU
-    hardware = f"{device_name(torch.device('cpu'))}, fp32"
-    blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks, "overwrite": True}
-    # The same blocks in the same arithmetic, and the profile's times, so that its presets are what the card marks.
-    profile = calibrate(CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of))
-    sweep = dataclasses.replace(sweep_budgets(model, held_out), timings=profile.quality.timings)
-    save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
-    capacity = model.config.num_spectral_channels
-    budgets = [*(K for K in SAMPLE_BUDGETS if capacity > K), capacity]
-    with tempfile.TemporaryDirectory() as work:
-        card = Path(work) / "template.md"
-        text = CARD.format(
-            name=args.name,
-            text=args.text,
-            prompt=json.dumps(args.prompts[0]),
-            samples="\n".join(sample(model, tokenizer, prompt, K) for prompt in args.prompts for K in budgets),
-            blocks=len(blocks[:SIZE_BLOCKS]),
-            sizes="\n".join(size_rows(source, budgets, few)),
+        model = model.float()  # the rounded weights in the arithmetic of a CPU
+        hardware = f"{device_name(torch.device('cpu'))}, fp32"
+        blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks, "overwrite": True}
+        # The same blocks in the same arithmetic, and the profile's times, so that its presets are what the card marks.
+        profile = calibrate(
+            CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of)
         )
-        card.write_text(text, encoding="utf-8")
-        sweep, local = read_json(new / "budget_sweep.json"), f"{root.name}/{args.name}"
-        write_model_card(new, sweep=sweep, training=training, hub_model_id=args.name, template=card, local=local)
-    publish(new, folder)
+        sweep = dataclasses.replace(sweep_budgets(model, held_out), timings=profile.quality.timings)
+        save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
+        capacity = model.config.num_spectral_channels
+        budgets = [*(K for K in SAMPLE_BUDGETS if capacity > K), capacity]
+        with tempfile.TemporaryDirectory() as work:
+            card = Path(work) / "template.md"
+            text = CARD.format(
+                name=args.name,
+                text=args.text,
+                prompt=json.dumps(args.prompts[0]),
+                samples="\n".join(sample(model, tokenizer, prompt, K) for prompt in args.prompts for K in budgets),
+                blocks=len(blocks[:SIZE_BLOCKS]),
+                sizes="\n".join(size_rows(source, budgets, few)),
+            )
+            card.write_text(text, encoding="utf-8")
+            sweep, local = read_json(new / "budget_sweep.json"), f"{root.name}/{args.name}"
+            write_model_card(new, sweep=sweep, training=training, hub_model_id=args.name, template=card, local=local)
     return folder
 
 
