@@ -5,7 +5,6 @@ Imports inside of functions count too, unless a test speaks of what is imported 
 """
 
 import ast
-import re
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -111,18 +110,3 @@ def test_commands_are_known_to_nobody_and_start_without_torch():
         path = LIBRARY.parent / f"{name.replace('.', '/')}.py"
         heavy = {"torch", "transformers", "datasets", "accelerate", "modeling_essm"}
         assert not tops(imports(path, LIBRARY, at_once=True)) & heavy, name
-
-
-@pytest.mark.parametrize("folder", ["benchmarks", "examples", "hub_configs", "modeling_essm", "train"])
-def test_text_files_are_utf_8_in_every_locale(folder):
-    """Every call that reads, writes or opens text says so."""
-    silent = []
-    for path in (ROOT / folder).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
-                continue
-            called = ast.unparse(node.func)
-            binary = called in ("Image.open", "wave.open", "os.open") or any("b'" in ast.unparse(x) for x in node.args)
-            if called.endswith((".read_text", ".write_text")) or (re.search(r"\bopen$", called) and not binary):
-                silent.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
-    assert not silent
