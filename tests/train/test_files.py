@@ -109,6 +109,22 @@ def test_folders_published_at_once(tmp_path):
     assert not errors and (path / "name").read_text() in "abcd" and os.listdir(tmp_path) == ["model"]
 
 
+def test_a_name_that_was_taken_and_is_free_again(tmp_path, monkeypatch):
+    """Of three writers: the folder that stood in the way of one has been moved aside by another."""
+    path, move, met = tmp_path / "model", os.replace, []
+    with filling(path) as temporary:
+        (temporary / "name").touch()
+
+        def replace(source, target):
+            if source == temporary and not met:
+                met.append(path)
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+            move(source, target)
+
+        monkeypatch.setattr(os, "replace", replace)
+    assert met and (path / "name").exists() and os.listdir(tmp_path) == ["model"]
+
+
 def no_space() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

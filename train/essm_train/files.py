@@ -8,6 +8,7 @@ torch.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -170,8 +171,8 @@ def publish(temporary: Path, path: Path) -> None:
         try:
             os.replace(temporary, path)
             break
-        except OSError:
-            if not path.exists():  # else another writer was here in between
+        except OSError as error:  # of another writer that was here in between, whose folder may be gone already
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) and not path.exists():
                 if replaced:
                     os.replace(replaced[-1], path)
                 raise
