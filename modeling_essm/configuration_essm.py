@@ -315,13 +315,12 @@ class ESSMConfig(PreTrainedConfig):
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """As in transformers; the file names only code that lies beside it, as a model saves it."""
         folder, auto_map = os.path.dirname(json_file_path), getattr(self, "auto_map", {})
-        absent = {
-            name: place
-            for name, place in self.auto_classes.items()
-            if not os.path.isfile(os.path.join(folder, place.split(".")[0] + ".py"))
-        }
+
+        def is_there(place: Any) -> bool:  # or in another repository
+            return "--" in place or os.path.isfile(os.path.join(folder, f"{place.split('.')[0]}.py"))
+
         try:
-            self.auto_map = {name: place for name, place in auto_map.items() if absent.get(name) != place}
+            self.auto_map = {n: place for n, place in auto_map.items() if not isinstance(place, str) or is_there(place)}
             super().to_json_file(json_file_path, use_diff)
         finally:
             self.auto_map = auto_map

@@ -266,6 +266,8 @@ def test_a_configuration_names_only_code_that_lies_beside_it(tmp_path):
     elsewhere = {"AutoModel": "org/name--modeling_essm.ESSMModel", "AutoTokenizer": ["mine.Tokenizer", None]}
     ESSMConfig(auto_map=elsewhere).save_pretrained(tmp_path / "remote")
     assert elsewhere.items() <= json.loads((tmp_path / "remote" / "config.json").read_text())["auto_map"].items()
+    ESSMConfig(auto_map={"AutoModel": "essm.ESSMModel"}).save_pretrained(tmp_path / "released")  # as in hub_configs
+    assert "essm.ESSMModel" not in (tmp_path / "released" / "config.json").read_text()
 
 
 def test_other_code_beside_the_weights_is_named(tmp_path):

@@ -46,10 +46,13 @@ class CodeBeside:
         both: tuple[Any, Any] = (self, getattr(self, "backbone_config", None))
         configs = [config for config in both if hasattr(config, "auto_map")]
         named = [config.auto_map for config in configs]
+
+        def is_there(place: Any) -> bool:  # or in another repository
+            return "--" in place or os.path.isfile(os.path.join(folder, f"{place.split('.')[0]}.py"))
+
         try:
             for config, code in zip(configs, named):
-                files = {name: os.path.join(folder, f"{where.split('.')[0]}.py") for name, where in code.items()}
-                config.auto_map = {name: where for name, where in code.items() if os.path.isfile(files[name])}
+                config.auto_map = {n: at for n, at in code.items() if not isinstance(at, str) or is_there(at)}
             super().to_json_file(json_file_path, use_diff)  # type: ignore[misc]
         finally:
             for config, code in zip(configs, named):

@@ -159,3 +159,7 @@ def test_a_configuration_names_only_code_that_lies_beside_it(tmp_path):
         fields = json.loads((folder / "config.json").read_text())
         assert fields["auto_map"] == config.auto_map and not fields.get("backbone_config", {}).get("auto_map")
         assert config.auto_map and (config.model_type == "diagonal_ssm" or config.backbone_config.auto_map)
+        elsewhere = {"AutoModel": "org/name--modeling_of.Model", "AutoTokenizer": ["mine.Tokenizer", None]}
+        config.auto_map = config.auto_map | elsewhere
+        config.save_pretrained(folder)
+        assert elsewhere.items() <= json.loads((folder / "config.json").read_text())["auto_map"].items()
