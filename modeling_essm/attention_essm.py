@@ -147,7 +147,7 @@ class ESSMAttention(nn.Module):
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         if cache is not None:
             key, value = cache.extend(key, value, call.read, self.sliding_window)
-        if not len(x):  # the library's functions take no empty batch
+        if not torch.compiler.is_compiling() and not len(x):  # the library's functions take no empty batch
             return self.o_proj(query.transpose(1, 2).flatten(2, 3))
         mask = call.masks[self.kind]
         output, _ = ALL_ATTENTION_FUNCTIONS.get_interface(call.implementation, eager_attention_forward)(

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from .._files import write_text
 from ..loading_essm import file_beside
 from .curve import BudgetCurve, Times
-from .weights import weights_checksum
+from .weights import same_weights, weights_checksum
 
 logger = logging.get_logger(__name__)
 
@@ -322,7 +322,7 @@ def save_profile(model: Any, folder: str | os.PathLike) -> None:
         measured = json.loads(Path(source).read_text(encoding="utf-8"))["weights"]
     except (ValueError, KeyError, TypeError, RecursionError):
         measured = None
-    if measured is not None and measured == weights_checksum(model):
+    if isinstance(measured, str) and same_weights(measured, weights_checksum(model)):
         shutil.copy(source, folder)
     else:
         logger.warning_once(f"no budget profile is saved: {source} was measured on other weights")
@@ -389,7 +389,7 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
         raise ValueError(f"{path}: {error}") from None
     if model is None:
         return profile
-    if profile.weights != weights_checksum(model):
+    if not same_weights(profile.weights, weights_checksum(model)):
         raise ValueError(
             f"{path} was measured on another model, whose weights differ: delete it, or measure this model with "
             "essm-calibrate"

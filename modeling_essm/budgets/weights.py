@@ -22,20 +22,36 @@ def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def weights_checksum(model: PreTrainedModel) -> str | None:
-    """A checksum that tells whether two models have the same weights; None if some are offloaded or sharded.
+    """What tells whether two models have the same weights, see `same_weights`; None if some are offloaded or sharded.
 
-    It is taken of the values rounded to bf16, and of the first channel where a tensor is divided into channels. So it
-    is the same for a model that was cast between fp32 and bf16, or truncated, or read as a prefix.
+    One checksum of everything but later channels; then, after a "-" for each layer, 8 digits of each later channel, of
+    which a model that was truncated, or read as a prefix, has the first. Values are rounded to bf16, so that casts
+    between fp32 and bf16 change nothing.
     """
     layers = range(model.config.num_hidden_layers)
-    tensors = model.state_dict()
-    if any(tensor.is_meta or hasattr(tensor, "full_tensor") for tensor in tensors.values()):
+    tensors = sorted(model.state_dict().items())
+    if any(tensor.is_meta or hasattr(tensor, "full_tensor") for _, tensor in tensors):
         return None
-
-    def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    first: list[tuple[str, torch.Tensor]] = []
+    divided: dict[int, list[torch.Tensor]] = {}
+    for name, tensor in tensors:
         if type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize"):  # torchao's
             tensor = tensor.dequantize()
-        tensor = tensor if channel_capacity(name, layers) is None else tensor[:1]
-        return tensor.bfloat16() if tensor.is_floating_point() else tensor
+        tensor = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        if (layer := channel_capacity(name, layers)) is not None:
+            divided.setdefault(layer, []).append(tensor)
+            tensor = tensor[:1]
+        first.append((name, tensor))
+    channels = [
+        "".join(checksum(("", tensor[k]) for tensor in found)[:8] for k in range(1, len(found[0])))
+        for _, found in sorted(divided.items())
+    ]
+    return "-".join([checksum(first), *channels])
 
-    return checksum((name, rounded(name, tensor)) for name, tensor in sorted(tensors.items()))
+
+def same_weights(one: str | None, other: str | None) -> bool:
+    """Whether two of `weights_checksum` are of the same weights, as far as both models have channels."""
+    if one is None or other is None:
+        return False
+    pairs = zip(one.split("-"), other.split("-"))
+    return one.count("-") == other.count("-") and all(a.startswith(b) or b.startswith(a) for a, b in pairs)

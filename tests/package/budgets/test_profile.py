@@ -19,7 +19,7 @@ from modeling_essm import ESSMForCausalLM
 from modeling_essm.budgets import budget_profile, choose_budget, read_profile
 from modeling_essm.budgets import profile as profile_module
 from modeling_essm.budgets.profile import PROFILE_NAME, device_name
-from modeling_essm.budgets.weights import weights_checksum
+from modeling_essm.budgets.weights import same_weights, weights_checksum
 
 
 @pytest.fixture(autouse=True)
@@ -208,24 +208,27 @@ def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tm
 def test_casts_and_truncations_leave_a_model_what_it_is(block):
     model = random_model(seed=3, **VARIANTS[block])
     weights = weights_checksum(model)
-    for change in (torch.nn.Module.bfloat16, torch.nn.Module.double, lambda m: m.truncate(5)):
+    for change in (torch.nn.Module.bfloat16, torch.nn.Module.double):
         assert weights_checksum(change(copy.deepcopy(model))) == weights
+    cut = weights_checksum(copy.deepcopy(model).truncate([5, 3]))
+    assert cut != weights and same_weights(cut, weights) and same_weights(weights, cut)
     assert weights_checksum(copy.deepcopy(model).to("meta")) is None
 
 
 @pytest.mark.parametrize("block", ["paper", "gated"])
 def test_every_weight_counts(block, tmp_path):
-    """A small change of any tensor, in channels of the first one, makes another model."""
+    """A small change of any tensor, at its first or last place, makes another model."""
     model = random_model(seed=3, num_hidden_layers=1, **VARIANTS[block])
     of(model).save(tmp_path)
     found = {weights_checksum(model)}
     for parameter in model.parameters():
-        with torch.no_grad():
-            parameter[0].mul_(1.02).add_(1e-3)
-        found.add(weights_checksum(model))
-        with pytest.raises(ValueError, match="was measured on another model"):
-            read_profile(tmp_path, model)
-    assert len(found) == len(list(model.parameters())) + 1
+        for place in (0, -1):
+            with torch.no_grad():
+                parameter[place].mul_(1.02).add_(0.01)
+            found.add(weights_checksum(model))
+            with pytest.raises(ValueError, match="was measured on another model"):
+                read_profile(tmp_path, model)
+    assert len(found) == 2 * len(list(model.parameters())) + 1
 
 
 def test_the_released_model_knows_its_profile():

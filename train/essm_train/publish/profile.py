@@ -31,7 +31,7 @@ from essm_train.tasks.catalog import get_task
 from modeling_essm import ESSMConfig
 from modeling_essm.budgets import BudgetProfile, read_profile
 from modeling_essm.budgets.profile import PROFILE_NAME
-from modeling_essm.budgets.weights import weights_checksum
+from modeling_essm.budgets.weights import same_weights, weights_checksum
 from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 _PRESETS = ("sweet-spot", "collapse-boundary", "full")  # of `BudgetProfile.presets`
@@ -82,7 +82,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
         entry = measure_device(model, budgets, args.batch_sizes, length, args.decode_tokens, args.rounds)
     if (folder / PROFILE_NAME).exists():  # another device may have been measured meanwhile
         present = read_profile(folder)
-        refuse({f"{folder / PROFILE_NAME} is of other weights now": present.weights != weights})
+        refuse({f"{folder / PROFILE_NAME} is of other weights now": not same_weights(present.weights, weights)})
         profile = replace(profile, devices=present.devices)
     profile = profile.merge(entry)
     path = profile.save(folder)
