@@ -23,33 +23,47 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from .spectral_budget import ResolvedBudget, SpectralBudget, spectral_layers
 from .spectral_ops import SpectralOperator
 
-# What the meaning of states depends on; fields of attention layers are None without any.
+# What the meaning of states depends on; fields that a block lacks, or that only attention has, are None.
 _SHAPE = (
-    *("num_hidden_layers", "hidden_size", "inner_size", "conv_kernel_size", "filter_length"),
-    *("layer_types", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters"),
+    *("num_hidden_layers", "hidden_size", "block", "head_size", "memory_key_size", "memory_value_size"),
+    *("conv_kernel_size", "filter_length", "layer_types", "num_key_value_heads", "head_dim", "sliding_window"),
+    "rope_parameters",
 )
 
 
+def state_sizes(config: Any, budget: int) -> dict[str, tuple[int, int]]:
+    """Shapes, without the batch, of a spectral layer's states that serve budgets up to K; smaller ones are prefixes."""
+    K, N = budget, operator_of(config).num_states(budget)
+    if config.block == "paper":
+        return {"features": (N, config.hidden_size)}
+    d, m, e, p = config.head_size, config.memory_key_size, config.memory_value_size, config.conv_kernel_size - 1
+    sizes = {"features": (N, K * (d - e)), "convolution": (p, K * d)}
+    return sizes | {"keys": (p, 2 * K * m), "memory": (K * m, K * e)} if m else sizes
+
+
 class ESSMCacheLayer(CacheLayerMixin):
-    """State of a spectral layer: "features" (B, N, D), and with a short convolution its last inputs (B, p, D).
+    """States of a spectral layer, as `state_sizes` names them: (B, ..) each.
 
     Attributes:
-        state_budget: the budget to make room for, or None. filled: states that each row has, where rows differ.
+        state_budget: the budget to make room for, or None. filled: budgets that each row serves, where rows differ.
     """
 
     is_compileable = False
     supports_early_init = False
 
-    def __init__(self, state_budget: int | None = None):
+    def __init__(self, config: Any, state_budget: int | None = None):
         super().__init__()
-        self.state_budget = state_budget
+        self.config, self.state_budget = config, state_budget
         self.tensors: dict[str, Tensor] = {}
         self.filled: list[int] | None = None
 
     @property
-    def num_states(self) -> int | None:
-        """N, the stamp; None before the first update."""
-        return self.tensors["features"].shape[1] if self.tensors else None
+    def room(self) -> int | None:
+        """The largest budget that the states serve; None before the first update."""
+        if not self.tensors:
+            return None
+        held, capacity = self.tensors["features"].shape[1:], self.config.num_spectral_channels
+        return next(K for K in range(capacity, 0, -1) if state_sizes(self.config, K)["features"] == held)
 
     @property
     def batch_size(self) -> int | None:
@@ -84,21 +98,25 @@ class ESSMCacheLayer(CacheLayerMixin):
 
     def join(self, parts: Sequence[Any]) -> None:
         """Become the rows of all parts, on the first one's device."""
-        filled = [n for part in parts for n in part.filled or [part.num_states] * part.batch_size]
-        N, device = max(part.num_states for part in parts), parts[0].tensors["features"].device
-        widened = [
-            part.tensors | {"features": pad(part.tensors["features"], (0, 0, 0, N - part.num_states))} for part in parts
-        ]
-        self.update(**{name: torch.cat([part[name].to(device) for part in widened]) for name in widened[0]})
-        self.filled = None if min(filled) == N else filled
+        filled = [K for part in parts for K in part.filled or [part.room] * part.batch_size]
+        device = parts[0].tensors["features"].device
 
-    def shrink(self, num_states: int) -> None:
-        """Keep the first states only, and free the others."""
+        def widened(name: str, size: tuple[int, int]) -> Tensor:
+            tensors = [part.tensors[name].to(device) for part in parts]
+            return torch.cat([pad(t, (0, size[1] - t.shape[2], 0, size[0] - t.shape[1])) for t in tensors])
+
+        sizes = state_sizes(self.config, max(part.room for part in parts))
+        self.update(**{name: widened(name, size) for name, size in sizes.items()})
+        self.filled = None if min(filled) == max(filled) else filled
+
+    def shrink(self, budget: int) -> None:
+        """Keep what budgets up to K read only, and free the rest."""
         if self.tensors:
-            self.tensors["features"] = _compact(self.tensors["features"][:, :num_states])
+            sizes = state_sizes(self.config, budget)
+            self.update(**{name: _compact(self.tensors[name][:, :a, :b]) for name, (a, b) in sizes.items()})
         if self.filled is not None:
-            self.filled = [min(held, num_states) for held in self.filled]
-            self.filled = None if min(self.filled) == self.num_states else self.filled
+            self.filled = [min(held, budget) for held in self.filled]
+            self.filled = None if min(self.filled) == max(self.filled) else self.filled
 
     def reset(self) -> None:
         self.tensors, self.filled = {}, None
@@ -209,7 +227,7 @@ class ESSMAttentionCacheLayer(ESSMCacheLayer):
         names = parts[0].tensors
         self.update(**{name: torch.cat([widened(part.tensors[name]) for part in parts]) for name in names})
 
-    def shrink(self, num_states: int) -> None: ...
+    def shrink(self, budget: int) -> None: ...
 
 
 def _compact(part: Tensor) -> Tensor:
@@ -228,12 +246,13 @@ class ElasticCache(Cache):
         room = dict(zip(spectral, budgets or (None,) * len(spectral)))
         self.config = config
         kinds = range(config.num_hidden_layers)
-        Cache.__init__(self, layers=[self._layer_class(room[i]) if i in room else self._attention(i) for i in kinds])
+        layers = [self._layer_class(config, room[i]) if i in room else self._attention(i) for i in kinds]
+        Cache.__init__(self, layers=layers)
         self._seen_tokens: int | Tensor = 0
 
     def _attention(self, layer: int) -> ESSMCacheLayer:
         """The cache of an attention layer."""
-        return ESSMAttentionCacheLayer()
+        return ESSMAttentionCacheLayer(self.config)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return int(self._seen_tokens)
@@ -332,12 +351,11 @@ class ElasticCache(Cache):
             ValueError: a bad budget. Layers of less room already, held or asked for, stay as they are.
         """
         budgets = self.config.resolve_budget(spectral_budget).layers
-        operator = operator_of(self.config)
         for i, K in zip(spectral_layers(self.config), budgets):
             layer = self.layers[i]
             if layer.state_budget is not None:
                 layer.state_budget = min(layer.state_budget, K)
-            layer.shrink(operator.num_states(K))
+            layer.shrink(K)
         return self
 
     def require_states(self, what: str) -> int:
@@ -400,7 +418,7 @@ def layers_with(states: Mapping[str, Tensor], budgets: Sequence[int], config: An
     """Layers that hold these states, for a call at these budgets."""
     room = dict(zip(spectral_layers(config), budgets))
     kinds = range(config.num_hidden_layers)
-    layers = [ESSMCacheLayer(room[i]) if i in room else ESSMAttentionCacheLayer() for i in kinds]
+    layers = [ESSMCacheLayer(config, room[i]) if i in room else ESSMAttentionCacheLayer(config) for i in kinds]
     for layer, tensors in zip(layers, _by_layer(states, len(layers))):
         if tensors:  # an attention layer begins without
             layer.update(**tensors)
@@ -437,24 +455,31 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
 
 
 def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget) -> None:
-    """Raises ValueError if a stamped one of the spectral layers, or a row there, holds fewer states than it needs."""
-    operator, checked = operator_of(cache.config), None
+    """Raises ValueError if the states of a spectral layer, or of a row there, do not serve its budget.
+
+    Rows of a memory that is still empty serve the budgets they begin with, since each is written at its own.
+    """
+    checked = None
     for i, budget in zip(layers, budgets.layers):
         layer = cache.layers[i]
-        held = layer.tensors.get("features")
-        if held is None or (layer.filled is None and (budget, held.shape[1]) == checked):
+        if (held := layer.tensors.get("features")) is None:
+            if budgets.of_rows is not None and layer.state_budget is None and cache.config.memory_key_size:
+                layer.filled = [min(K, budget) for K in budgets.of_rows]
             continue
-        filled, asked = [held.shape[1]], [budget]
+        if layer.filled is None and (budget, held.shape) == checked:
+            continue
+        serves, asked = [layer.room], [budget]
         if layer.filled is None:
-            checked = (budget, held.shape[1])
+            checked = (budget, held.shape)
         else:
-            filled = layer.filled
-            asked = [min(K, budget) for K in budgets.of_rows or [budget] * len(filled)]
-        for row, (states, K) in enumerate(zip(filled, asked)):
-            if states < (needed := operator.num_states(K)):
+            serves = layer.filled
+            asked = [min(K, budget) for K in budgets.of_rows or [budget] * len(serves)]
+        for row, (room, K) in enumerate(zip(serves, asked)):
+            if room < K:
                 where = f"layer {i}" if layer.filled is None else f"row {row} of layer {i}"
+                needed, states = map(operator_of(cache.config).num_states, (K, room))
                 raise ValueError(
                     f"spectral_budget {K} needs {needed} states in {where}, but this cache holds {states}: it was made "
-                    f"for a smaller budget. Make it with ESSMCache(config, state_budget={K}) and pass it as "
+                    f"for budgets up to {room}. Make it with ESSMCache(config, state_budget={K}) and pass it as "
                     "past_key_values"
                 )

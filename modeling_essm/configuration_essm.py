@@ -25,7 +25,7 @@ AUTO_MAP = {
 # Fields that only attention layers read.
 _ATTENTION_FIELDS = (
     *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rope_parameters"),
-    "attention_dropout",
+    *("attention_dropout", "attention_intermediate_size"),
 )
 # Types of rotary embedding whose rotation of a position never changes, as cached keys need.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -74,14 +74,14 @@ class ESSMConfig(PreTrainedConfig):
         vocab_size (`int`): number of token ids.
         hidden_size (`int`): model width D.
         num_hidden_layers (`int`): number of blocks.
-        block (`str`): "paper", a pre-norm mixer and a feed-forward layer, or "gated": projection, short convolution,
-            mixer, normalisation, output gate, projection.
-        inner_size (`int`, *optional*): width of the gated block's mixer, 2 D by default.
-        num_heads (`int`, *optional*): groups of the gated block's inner width with a gate of Eq. (8) each.
-        mixing_size (`int`, *optional*): 1 in the gated block, whose M_k are diagonal; D in the paper's.
-        conv_kernel_size (`int`, *optional*): taps of the convolution before the gated block's mixer; 0 for none.
-        intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default; 0, the default of the
-            gated block, for none.
+        block (`str`): "paper", a pre-norm mixer and a feed-forward layer; or "elastic", where each channel has a head
+            of the mixer and a slice of every layer of its own, so that a budget shrinks them all.
+        head_size (`int`, *optional*): width d of a channel's head in the elastic block, 2 D / channels by default.
+        memory_key_size, memory_value_size (`int`): keys that each channel of the elastic block adds to its layer's
+            memory, and how many of its head's units are the memory's values; 0 for no memory.
+        conv_kernel_size (`int`, *optional*): taps of the elastic block's short convolution, 4 by default.
+        intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default; in the elastic block a
+            multiple of the channels, or 0, the default, for none.
         hidden_act (`str`): activation of feed-forward layer and gate; "gelu" is the exact GELU of the paper.
         num_spectral_channels (`int`): channel capacity, the largest budget that the weights can run.
         spectral_capacities (`list[int]`, *optional*): capacity of each spectral layer where they differ; the largest is
@@ -90,25 +90,28 @@ class ESSMConfig(PreTrainedConfig):
             convolution. It costs nothing, so choose it at least as long as any sequence you will see;
             H = training length reproduces the paper.
         state_margin (`int`): states kept beyond K so that the first K filters are reproduced, see `num_states`.
-        scaling_exponent (`float`, *optional*): power of sigma_k in Eq. (7), 1/4 in the paper, 0 in the gated block.
+        scaling_exponent (`float`, *optional*): power of sigma_k in Eq. (7), 1/4 in the paper, 0 in the elastic block.
         chunk_size (`int`, *optional*): C, steps that one matrix product of the chunked algorithm covers, by default 64,
-            32 in the gated block; at most `filter_length` and 512 are used.
+            32 in the elastic block; at most `filter_length` and 512 are used.
         spectral_algorithm (`str`): "chunked" or "step", and with the package installed "fft" (the paper's) or "naive":
             one meaning, different cost.
-        gate_hidden_size (`int`, *optional*): width D_g inside the gate, D // 4 by default.
-        gating (`str`): "softmax" for Eq. (8) or "none" for Eq. (6).
+        gate_hidden_size (`int`, *optional*): width D_g inside the gate, about D / 4 by default; in the elastic block a
+            multiple of the channels.
+        gating (`str`): "softmax" for Eq. (8) or, in the paper's block, "none" for Eq. (6).
         spectral_budget (`int`, `list[int]` or `str`, *optional*): default budget K of every call; None is the capacity.
         trained_budgets (`list[int]`, *optional*): budgets seen in training; others warn once.
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
-        initializer_range (`float`): standard deviation of new linear layers; in the gated block only of those that
+        initializer_range (`float`): standard deviation of new linear layers; in the elastic block only of those that
             write to the residual stream, others start at 1 / sqrt(their inputs).
         embedding_initializer_range (`float`, *optional*): standard deviation of new token embeddings,
-            `initializer_range` by default, 0.1 in the gated block.
+            `initializer_range` by default, 0.1 in the elastic block.
         layer_types (`list[str]`, *optional*): "linear_attention", spectral, for each layer by default; a hybrid also
             has "sliding_attention" or "full_attention" layers, with the norms and the feed-forward layer of the block.
             At least one layer is spectral.
         num_attention_heads, num_key_value_heads, head_dim (`int`, *optional*): sizes of attention layers. By default
             heads of about 64, keys and values for each, and the largest even `head_dim` so that all heads fit D.
+        attention_intermediate_size (`int`, *optional*): width of the feed-forward layer beside attention, which no
+            budget shrinks; `intermediate_size` by default.
         sliding_window (`int`, *optional*): positions, its own included, that one sees in "sliding_attention".
         rope_parameters (`dict`, *optional*): rotary embedding of attention layers as in transformers, by default
             "rope_type" "default" with "rope_theta" 10,000; "linear", "llama3" and "yarn" are the others.
@@ -136,11 +139,11 @@ class ESSMConfig(PreTrainedConfig):
     vocab_size: int = _integer(1, 2**31 - 1, 259)
     hidden_size: int = _integer(1, _WIDTH, 256)
     num_hidden_layers: int = _integer(1, 10_000, 8)
-    block: Literal["paper", "gated"] = "paper"
-    inner_size: int | None = _integer(1, _WIDTH)
-    num_heads: int | None = _integer(1, _WIDTH)
-    mixing_size: int | None = _integer(1, _WIDTH)
-    conv_kernel_size: int | None = _integer(0, 64)
+    block: Literal["paper", "elastic"] = "paper"
+    head_size: int | None = _integer(1, _WIDTH)
+    memory_key_size: int = _integer(0, _WIDTH, 0)
+    memory_value_size: int = _integer(0, _WIDTH, 0)
+    conv_kernel_size: int | None = _integer(1, 64)
     intermediate_size: int | None = _integer(0, _WIDTH)
     hidden_act: str = validated_field(_check_activation, default="gelu")
     num_spectral_channels: int = _integer(1, 64, 32)
@@ -159,6 +162,7 @@ class ESSMConfig(PreTrainedConfig):
     num_attention_heads: int | None = _integer(1, _WIDTH)
     num_key_value_heads: int | None = _integer(1, _WIDTH)
     head_dim: int | None = _integer(2, _WIDTH)
+    attention_intermediate_size: int | None = _integer(0, _WIDTH)
     sliding_window: int | None = _integer(2, _WIDTH)
     rope_parameters: dict[str, Any] | None = dataclasses.field(default_factory=lambda: None)
     attention_dropout: float | int = _number(1, 0.0)
@@ -195,22 +199,20 @@ class ESSMConfig(PreTrainedConfig):
 
     def _defaults(self) -> dict[str, Any]:
         """Values of fields that follow from others when they are None."""
-        D, paper = self.hidden_size, self.block == "paper"
-        inner = D if paper else self.inner_size or 2 * D
+        D, K, paper = self.hidden_size, self.num_spectral_channels, self.block == "paper"
         defaults = {
-            "inner_size": inner,
-            "num_heads": 1 if paper else math.gcd(4, inner),
-            "mixing_size": D if paper else 1,
-            "conv_kernel_size": 0 if paper else 4,
             "intermediate_size": 4 * D if paper else 0,
             "scaling_exponent": 0.25 if paper else 0.0,
-            "embedding_initializer_range": None if paper else 0.1,
             "chunk_size": 64 if paper else 32,
-            "gate_hidden_size": max(1, D // 4),
+            "gate_hidden_size": max(1, D // 4) if paper else max(1, D // (4 * K)) * K,
         }
+        if not paper:
+            defaults |= {"head_size": max(1, 2 * D // K), "conv_kernel_size": 4, "embedding_initializer_range": 0.1}
         if is_hybrid(self):
             heads = self.num_attention_heads or max(1, D // 64)
             defaults |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": _head_dim(D, heads)}
+            width = defaults["intermediate_size"] if self.intermediate_size is None else self.intermediate_size
+            defaults["attention_intermediate_size"] = width
         return defaults
 
     def validate_sizes(self) -> None:
@@ -218,17 +220,23 @@ class ESSMConfig(PreTrainedConfig):
         if not self.id2label:
             raise ValueError("num_labels must be an integer of at least 1, got 0")
         config: Any = self  # whose sizes are all filled in
-        expected = {"mixing_size": 1}
-        if config.block == "paper":
-            D = config.hidden_size
-            expected = {"inner_size": D, "num_heads": 1, "mixing_size": D, "conv_kernel_size": 0}
+        K, given = self.num_spectral_channels, (config.memory_key_size > 0, config.memory_value_size > 0)
+        if self.block == "paper":
             if config.intermediate_size < 1:
                 raise ValueError("intermediate_size of the paper's block must be at least 1, got 0")
-        for name, value in expected.items():
-            if getattr(self, name) != value:
-                raise ValueError(f'{name} must be {value} with block="{self.block}", got {getattr(self, name)}')
-        if config.inner_size % config.num_heads:
-            raise ValueError(f"num_heads must divide inner_size {self.inner_size}, got {self.num_heads}")
+            if config.head_size is not None or config.conv_kernel_size is not None or any(given):
+                raise ValueError('head_size, conv_kernel_size and memory sizes belong to block="elastic", got "paper"')
+        else:
+            for name in ("intermediate_size", "gate_hidden_size"):
+                if getattr(config, name) % K:
+                    raise ValueError(f"{name} must be a multiple of the {K} channels, got {getattr(config, name)}")
+            if self.gating != "softmax":
+                raise ValueError(f'gating must be "softmax" with block="elastic", got {self.gating!r}')
+            if given[0] != given[1] or config.memory_value_size >= config.head_size:
+                raise ValueError(
+                    f"memory_key_size and memory_value_size need each other, and values fewer than head_size "
+                    f"{config.head_size}, got {config.memory_key_size} and {config.memory_value_size}"
+                )
         if self.num_spectral_channels > (most := max_spectral_channels(self.filter_length)):
             raise ValueError(
                 f"filter_length {self.filter_length} resolves at most {most} spectral channels, "
@@ -301,13 +309,11 @@ class ESSMConfig(PreTrainedConfig):
             derived.add("layer_types")
         before = fields.get("block", "paper")
         if given.get("block", before) != before:
-            derived |= {"inner_size", "num_heads", "mixing_size", "conv_kernel_size", "intermediate_size"}
+            derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size"}
             derived |= {"scaling_exponent", "embedding_initializer_range", "chunk_size"}
         if "hidden_size" in given and (D := fields.get("hidden_size")):
-            if fields.get("inner_size") == (D if before == "paper" else 2 * D):
-                derived.add("inner_size")
-            if before == "paper":
-                derived.add("mixing_size")
+            if fields.get("head_size") == max(1, 2 * D // fields.get("num_spectral_channels", 32)):
+                derived.add("head_size")
             if (heads := fields.get("num_attention_heads")) and fields.get("head_dim") == _head_dim(D, heads):
                 derived.add("head_dim")
         return super().from_dict({k: v for k, v in fields.items() if k not in derived} | given, **kwargs)

@@ -1,9 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Loads, saves and truncates checkpoints, whole or a prefix of the channels.
 
-A budget is a prefix, in memory and in the file: channels are the first dimension of CHANNEL_TENSORS. So a model of
-capacity 6 is the first 6 slices of each channel tensor, and computes what the large one computes at budget 6. A budget
-reads all other tensors whole.
+A budget is a prefix, in memory and in the file: `channel_blocks` says which dimensions of which tensors are divided
+into channels. So a model of capacity 6 is the leading block of each of these tensors, and computes what the large one
+computes at budget 6. A budget reads all other tensors whole.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_
 logger = logging.get_logger(__name__)
 
 SpectralCapacity = Union[int, Sequence[int]]
-# Names in a mixer; the second is in AR-STU's.
-CHANNEL_TENSORS = ("channel_mixing", "channel_mixing_negative", "gate_out.weight", "gate_out.bias")
 # Arguments of from_pretrained that say where files are, for `cached_file`.
 _WHERE = (
     *("cache_dir", "force_download", "proxies", "token"),
@@ -102,7 +100,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             raise ValueError("spectral_capacity reads plain weights: load a quantised checkpoint whole")
         capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
         held = dict(zip(spectral_layers(config), capacities))
-        weights = read_prefix(source, held, variant=kwargs.pop("variant", None), **where)
+        weights = read_prefix(source, held, config, variant=kwargs.pop("variant", None), **where)
         config = truncated_config(config, capacities)
         loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
@@ -135,15 +133,17 @@ class ElasticPreTrainedModel(PreTrainedModel):
             ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them.
         """
         capacities = of_each_layer(spectral_capacity, self.config.capacities, "spectral_capacity")
-        mixers = spectral_mixers(self)
-        if any(hasattr(module, "parameter_name") for module in self.modules()):  # PEFT's layer around raw weights
+        held = dict(zip(spectral_layers(self.config), capacities))
+        found = list(channel_parameters(self))
+        if any(hasattr(module, "parameter_name") or hasattr(module, "base_layer") for module in self.modules()):
             raise ValueError("an adapter of channel weights cannot be cut: call merge_and_unload() first")
-        if any(value.is_meta for mixer in mixers for _, _, value in channel_parameters(mixer)):
+        if any(value.is_meta for _, _, _, _, value in found):
             raise ValueError("offloaded weights cannot be cut in memory: load the checkpoint with spectral_capacity")
-        for mixer, capacity in zip(mixers, capacities):
-            for module, name, value in list(channel_parameters(mixer)):
-                kept = value.detach()[:capacity].clone()
-                setattr(module, name, nn.Parameter(kept, requires_grad=value.requires_grad))
+        for layer, block, module, name, value in found:
+            kept = value.detach()[leading(block, held[layer])].clone(memory_format=torch.contiguous_format)
+            setattr(module, name, nn.Parameter(kept, requires_grad=value.requires_grad))
+            if isinstance(module, nn.Linear) and name == "weight":
+                module.out_features, module.in_features = kept.shape
         config = truncated_config(self.config, capacities)
         for module in self.modules():
             if isinstance(module, ElasticPreTrainedModel):
@@ -154,10 +154,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
     def num_active_parameters(self, spectral_budget: SpectralBudget = None) -> int:
         """Parameters that a call at that budget reads (of (B,) budgets, the largest). ValueError for a bad one."""
         budgets = self.config.resolve_budget(spectral_budget)
-        idle = sum(
-            (held - K) * sum(value.numel() // len(value) for _, _, value in channel_parameters(mixer))
-            for K, held, mixer in zip(budgets.layers, self.config.capacities, spectral_mixers(self))
-        )
+        read = dict(zip(spectral_layers(self.config), budgets.layers))
+        idle = sum(v.numel() - v[leading(block, read[i])].numel() for i, block, _, _, v in channel_parameters(self))
         return sum(parameter.numel() for parameter in self.parameters()) - idle
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
@@ -220,29 +218,48 @@ def _as_unsharded_class(model: Any) -> Iterator[None]:
 
 def spectral_mixers(model: nn.Module) -> list[Any]:
     """The spectral mixers in order of their layers, by name: the model may be a remote copy of this code."""
-    mixers = [m for m in model.modules() if any(c.__name__ == "ESSMSpectralMixer" for c in type(m).__mro__)]
+    names = {"ESSMSpectralMixer", "ESSMElasticMixer"}
+    mixers = [m for m in model.modules() if names & {c.__name__ for c in type(m).__mro__}]
     if not mixers:
         raise ValueError(f"model must hold ESSMSpectralMixer layers, got a {type(model).__name__} without any")
     return mixers
 
 
-def channel_parameters(mixer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """The weights of a mixer that are divided into channels: (module, attribute, value)."""
-    for name in CHANNEL_TENSORS:
-        path, _, attribute = name.rpartition(".")
-        module: Any = getattr(mixer, path, None) if path else mixer
-        if (value := getattr(module, attribute, None)) is not None:
-            yield module, attribute, value
+def channel_blocks(config: Any) -> dict[str, tuple[int, ...]]:
+    """By name within a layer, how many entries of its leading dimensions belong to a channel; 0: all, for every one."""
+    if config.block == "paper":  # the second is in AR-STU's mixer
+        names = ("channel_mixing", "channel_mixing_negative", "gate_out.weight", "gate_out.bias")
+        return {f"mixer.{name}": (1,) for name in names}
+    d, m, w = config.head_size, config.memory_key_size, config.head_size - config.memory_value_size
+    f, g = (size // config.num_spectral_channels for size in (config.intermediate_size, config.gate_hidden_size))
+    blocks = {"in_proj.weight": (2 * d,), "convolution": (0, d), "out_proj.weight": (0, d), "norm": (d,)}
+    blocks |= {"gate_in.weight": (g,), "gate_in.bias": (g,), "gate_weight": (1, 1, g), "gate_offset": (1, 1)}
+    blocks |= {"channel_mixing": (1, w), "skip": (w,), "memory.in_proj.weight": (2 * m,), "memory.offset": (2 * m,)}
+    blocks |= {"memory.convolution": (0, 2 * m)}
+    feed_forward = {"ffn.up.weight": (2 * f,), "ffn.down.weight": (0, f)}
+    return {f"mixer.{name}": block for name, block in blocks.items()} | feed_forward
 
 
-def channel_capacity(name: str, capacities: Mapping[int, int] | Sequence[int]) -> int | None:
-    """How many slices of the tensor of that name stay; None for one that is not divided into channels.
+def leading(block: Sequence[int], channels: int) -> tuple[slice, ...]:
+    """The part of a tensor that belongs to the first channels."""
+    return tuple(slice(size * channels if size else None) for size in block)
 
-    Args:
-        name: as in a checkpoint. capacities: by layer.
-    """
-    layer, _, tensor = name.rpartition(".mixer.")
-    return capacities[int(layer.rpartition(".")[2])] if tensor in CHANNEL_TENSORS else None
+
+def layer_of(name: str) -> tuple[int, str]:
+    """The layer of a tensor of that name in a checkpoint, and its name within; -1 for one outside of layers."""
+    _, _, inside = name.rpartition("layers.")
+    layer, _, rest = inside.partition(".")
+    return (int(layer), rest) if layer.isdigit() else (-1, name)
+
+
+def channel_parameters(model: Any) -> Iterator[tuple[int, tuple[int, ...], nn.Module, str, nn.Parameter]]:
+    """The weights that are divided into channels: layer, block, module, attribute and value."""
+    blocks, spectral = channel_blocks(model.config), {*spectral_layers(model.config)}
+    for name, value in model.named_parameters():
+        layer, inside = layer_of(name)
+        if layer in spectral and inside in blocks:
+            path, _, attribute = name.rpartition(".")
+            yield layer, blocks[inside], model.get_submodule(path), attribute, value
 
 
 def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
@@ -250,6 +267,9 @@ def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
     small = copy.deepcopy(config)
     small.num_spectral_channels = max(capacities)
     small.spectral_capacities = None if len(set(capacities)) == 1 else list(capacities)
+    if config.block != "paper":
+        for name in ("intermediate_size", "gate_hidden_size"):
+            setattr(small, name, getattr(config, name) // config.num_spectral_channels * max(capacities))
     if small.trained_budgets is not None:
         small.trained_budgets = [K for K in small.trained_budgets if budget_fits(K, small)]
     if small.budget_presets is not None:
@@ -268,22 +288,25 @@ def budget_fits(budget: Any, config: Any) -> bool:
     return True
 
 
-def read_prefix(source: Any, capacities: Mapping[int, int], **where: Any) -> dict[str, torch.Tensor]:
+def read_prefix(source: Any, capacities: Mapping[int, int], config: Any, **where: Any) -> dict[str, torch.Tensor]:
     """The weights of a safetensors checkpoint, but only the first `capacities` of its channels, by layer.
 
     Args:
-        source: folder or Hub name. where: arguments of `cached_file`, and `variant`.
+        source: folder or Hub name. config: that of the whole model. where: arguments of `cached_file`, and `variant`.
     Returns:
         tensors by their names in the checkpoint, on the CPU, in its dtypes.
     Raises:
         ValueError: no safetensors file. OSError: a shard is not there. SafetensorError: a file is damaged.
     """
     weights: dict[str, torch.Tensor] = {}
+    blocks = channel_blocks(config)
     for path in _weight_files(source, **where):
         with safe_open(path, framework="pt") as file:
             for name in list(file.keys()):
-                kept = channel_capacity(name, capacities)
-                weights[name] = file.get_tensor(name) if kept is None else file.get_slice(name)[:kept]
+                layer, inside = layer_of(name)
+                whole = layer not in capacities or inside not in blocks
+                kept = () if whole else leading(blocks[inside], capacities[layer])
+                weights[name] = file.get_tensor(name) if whole else file.get_slice(name)[kept]
     return weights
 
 

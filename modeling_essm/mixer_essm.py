@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Gate and mixer, Eq. (7-8), and the short convolution before them: what looks along the sequence in a spectral layer.
+"""Gate and mixer of the paper's block, Eq. (7-8), and what the elastic one shares with it.
 
-Letters: B batch, L sequence, D inner width, K budget, G groups of the width with a gate each, N states.
+Letters: B batch, L sequence, D width, K budget, N states.
 """
 
 from __future__ import annotations
@@ -48,105 +48,102 @@ class LayerCall:
         return dataclasses.replace(self, **moved)
 
 
-class ESSMPrefixLinear(nn.Module):
-    """Scores of the first channels only: (.., D_in), n -> (.., n), or (.., n, G) for G heads; reads n of the weights.
+def prefix_linear(module: nn.Module, x: Tensor, outputs: int | None = None) -> Tensor:
+    """What a layer computes from its first inputs, those of x (.., n), for its first outputs.
 
-    It is no nn.Linear, because tools replace those by layers that know nothing of n. The mixer initialises it.
+    A plain nn.Linear reads that block of its weights alone. Whatever wraps or replaces one (LoRA, torchao) gets x with
+    zeros appended, which is right everywhere.
     """
+    if type(module) is nn.Linear and not hasattr(module.weight, "qdata") and not hasattr(module, "_hf_hook"):
+        bias = None if module.bias is None else module.bias[:outputs]
+        return F.linear(x, module.weight[:outputs, : x.shape[-1]], bias)
+    return module(F.pad(x, (0, module.in_features - x.shape[-1])))[..., :outputs]
 
-    def __init__(self, in_features: int, channels: int, heads: int = 1):
-        super().__init__()
-        shape = (channels,) if heads == 1 else (channels, heads)
-        self.weight = nn.Parameter(torch.empty(*shape, in_features))
-        self.bias = nn.Parameter(torch.empty(*shape))
 
-    def forward(self, x: Tensor, num_outputs: int) -> Tensor:
-        weight, bias = self.weight[:num_outputs], self.bias[:num_outputs]
-        scores = F.linear(x, weight.view(-1, weight.shape[-1]), bias.flatten())
-        return scores if bias.ndim == 1 else scores.unflatten(-1, bias.shape)
+def beyond(rows: Tensor, budget: int) -> Tensor:
+    """(B, 1, K) bool: channels of the first K that a row of budget (B,) does not have."""
+    return (torch.arange(budget, device=rows.device) >= rows[:, None])[:, None]
 
 
 def at_unit_scale(linear: nn.Linear) -> nn.Linear:
-    """Marks a layer of the gated block that reads what a norm has scaled: it starts at 1 / sqrt(its inputs)."""
+    """Marks a layer of the elastic block that reads what a norm has scaled: it starts at 1 / sqrt(its inputs)."""
     linear.starts_at_unit_scale = True  # type: ignore[assignment]
     return linear
 
 
-class ESSMScale(nn.Module):
-    """A factor for each column of the width: (.., D) -> (.., D)."""
+def softmax_gates(scores: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
+    """alpha_k(t) of Eq. (8), normalised over the active prefix of channels only.
 
-    def __init__(self, size: int):
+    Args:
+        scores: (B, L, K, ..) of the first K channels. budget: K, the largest of any row. rows: (B,) K of each, or None.
+    Returns:
+        the same shape, in fp32 or better; zero beyond a row's own K.
+    """
+    s = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    inactive: Tensor | None = None
+    K: Tensor | int = budget
+    if rows is not None:
+        heads = (1,) * (s.ndim - 3)
+        inactive = (torch.arange(budget, device=s.device) >= rows[:, None]).view(-1, 1, budget, *heads)
+        K, s = rows.view(-1, 1, 1, *heads), s.masked_fill(inactive, 0.0)
+    s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + _GATE_EPS))
+    return (s if inactive is None else s.masked_fill(inactive, -math.inf)).softmax(2)
+
+
+class ESSMPrefixLinear(nn.Module):
+    """Scores of the first channels only: (.., D_in), n -> (.., n); reads n rows of the weights.
+
+    It is no nn.Linear, because tools replace those by layers that know nothing of n. The mixer initialises it.
+    """
+
+    def __init__(self, in_features: int, channels: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.empty(channels, in_features))
+        self.bias = nn.Parameter(torch.empty(channels))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+    def forward(self, x: Tensor, num_outputs: int) -> Tensor:
+        return F.linear(x, self.weight[:num_outputs], self.bias[:num_outputs])
 
 
 class ESSMSpectralMixer(nn.Module):
     """Eq. (7-8): y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t); channels > K are not read.
 
-    With `gating="none"` alpha is 1, Eq. (6). In the gated block u is SiLU of a short causal convolution of the input,
-    the matrices D and M_k are diagonal, and each of `num_heads` groups of the width has an alpha of its own.
+    With `gating="none"` alpha is 1, Eq. (6).
     """
 
     def __init__(self, config: Any, capacity: int):
         super().__init__()
-        D, K, D_g, d = config.inner_size, capacity, config.gate_hidden_size, config.mixing_size
-        paper = config.block == "paper"
+        D, D_g = config.hidden_size, config.gate_hidden_size
         self.operator = operator_of(config)
         self.algorithm, self.scaling_exponent = config.spectral_algorithm, config.scaling_exponent
-        self.gated, self.is_diagonal = config.gating == "softmax", not paper
-        self.gate_bias = config.gate_bias  # 0 would amplify noise to unit scale
-        self.taps, self.num_heads = config.conv_kernel_size, config.num_heads
-        self.skip = nn.Linear(D, D, bias=False) if paper else ESSMScale(D)
-        self.channel_mixing = nn.Parameter(torch.empty(K, D, d))
-        if self.taps:
-            self.convolution = nn.Parameter(torch.empty(self.taps, D))  # the last row is that of u(t)
+        self.gated, self.gate_bias = config.gating == "softmax", config.gate_bias  # 0 would amplify noise to unit scale
+        self.skip = nn.Linear(D, D, bias=False)
+        self.channel_mixing = nn.Parameter(torch.empty(capacity, D, D))
         if self.gated:
-            self.gate_in = nn.Linear(D, D_g) if paper else at_unit_scale(nn.Linear(D, D_g))
-            self.gate_out = ESSMPrefixLinear(D_g, K, self.num_heads)
+            self.gate_in = nn.Linear(D, D_g)
+            self.gate_out = ESSMPrefixLinear(D_g, capacity)
             self.gate_act = ACT2FN[config.hidden_act]
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:
         """Start the weights that are no linear layer's."""
-        init.normal_(self.channel_mixing, mean=0.0, std=1.0 if self.is_diagonal else 1e-3)
-        if self.taps:
-            init.uniform_(self.convolution, -(self.taps**-0.5), self.taps**-0.5)
+        init.normal_(self.channel_mixing, mean=0.0, std=1e-3)
         if self.gated:
-            unit = getattr(self.gate_in, "starts_at_unit_scale", False)
-            init.normal_(self.gate_out.weight, mean=0.0, std=self.gate_in.out_features**-0.5 if unit else std)
+            init.normal_(self.gate_out.weight, mean=0.0, std=std)
             init.constant_(self.gate_out.bias, self.gate_bias)
 
     def gates(self, u: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
-        """alpha_k(t) sigma_k^{1/4} of Eq. (7-8), normalised over the active prefix only.
+        """alpha_k(t) sigma_k^{1/4} of Eq. (7-8): (B, L, D) to (B, L, K) in u's dtype; zero beyond a row's own K.
 
         Args:
-            u: (B, L, D). budget: K, the largest of any row. rows: (B,) K of each row, or None.
-        Returns:
-            (B, L, K), or (B, L, K, G) for G heads, in u's dtype; zero beyond a row's own K.
+            budget: K, the largest of any row. rows: (B,) K of each row, or None.
         """
-        heads = () if self.num_heads == 1 or not self.gated else (1,)
-        inactive: Tensor | None = None
-        K: Tensor | int = budget
-        if rows is not None:
-            inactive = (torch.arange(budget, device=u.device) >= rows[:, None]).view(-1, 1, budget, *heads)
-            K = rows.view(-1, 1, 1, *heads)
+        sigma = self.operator.sigma(budget, self.scaling_exponent, u)
         if not self.gated:
-            gates = self.operator.sigma(budget, self.scaling_exponent, u).expand(*u.shape[:2], budget)
-            return gates if inactive is None else gates.masked_fill(inactive, 0.0)
-        s = self.gate_out(self.gate_act(self.gate_in(u)), budget)
-        s = s.to(torch.promote_types(s.dtype, torch.float32))
-        if inactive is not None:
-            s = s.masked_fill(inactive, 0.0)
-        s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + _GATE_EPS))
-        if inactive is not None:
-            s = s.masked_fill(inactive, -math.inf)
-        alpha = s.softmax(2).to(u.dtype)
-        if not self.scaling_exponent:
-            return alpha
-        return alpha * self.operator.sigma(budget, self.scaling_exponent, u).view(budget, *heads)
+            gates = sigma.expand(*u.shape[:2], budget)
+            return gates if rows is None else gates * (torch.arange(budget, device=u.device) < rows[:, None, None])
+        alpha = softmax_gates(self.gate_out(self.gate_act(self.gate_in(u)), budget), budget, rows).to(u.dtype)
+        return alpha * sigma if self.scaling_exponent else alpha
 
     def forward(self, u: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
         """(B, L, D) -> (B, L, D), reading and updating the layer's state."""
@@ -154,31 +151,16 @@ class ESSMSpectralMixer(nn.Module):
             u = u.masked_fill(call.padding, 0.0)
         if call.packing is not None:
             return call.packing.apply(self, u, call)
-        past = {} if cache is None else cache.tensors
-        recent = None
-        if self.taps:
-            u, recent = self.convolve(u, past.get("convolution"), call.lengths)
-        gates = self.gates(u, call.budget, call.rows)
-        M = self.channel_mixing.squeeze(2) if self.is_diagonal else self.channel_mixing
-        num_states, state = None, past.get("features")
-        if state is not None:
-            num_states, state = state.shape[1], state.to(u.device)
-        elif cache is not None:
-            num_states = self.operator.num_states(max(call.budget, cache.state_budget or 0))
-        y, features = self.operator(u, gates, M, state, call.lengths, self.algorithm, num_states)
+        gates, num_states, state = self.gates(u, call.budget, call.rows), None, None
         if cache is not None:
-            cache.update(features=features, **({} if recent is None else {"convolution": recent}))
+            num_states = self.operator.num_states(max(call.budget, cache.state_budget or 0))
+            state = cache.tensors.get("features")
+            if state is not None:
+                num_states, state = state.shape[1], state.to(u.device)
+        y, features = self.operator(u, gates, self.channel_mixing, state, call.lengths, self.algorithm, num_states)
+        if cache is not None:
+            cache.update(features=features)
         return y + self.skip(u)
-
-    def convolve(self, u: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SiLU of the causal convolution of each column, and the last taps - 1 inputs (B, taps - 1, D).
-
-        There is no bias: silence stays silence, so that left padding changes nothing.
-        """
-        p = self.taps - 1
-        past = u.new_zeros(u.shape[0], p, u.shape[2]) if past is None else past.to(u)
-        u_all = torch.cat([past, u], 1)
-        return F.silu(short_convolution(u_all, self.convolution.to(u.dtype))), last_steps(u_all, p, lengths)
 
 
 def last_steps(x: Tensor, p: int, lengths: Tensor | None) -> Tensor:

@@ -26,9 +26,10 @@ from transformers.utils.generic import can_return_tuple
 from .attention_essm import AttentionCall, ESSMAttention, attention_call
 from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, states_of
 from .configuration_essm import ESSMConfig
+from .elastic_essm import ESSMElasticMixer
 from .generation_essm import ElasticGenerationMixin
 from .loading_essm import ElasticPreTrainedModel
-from .mixer_essm import ESSMScale, ESSMSpectralMixer, LayerCall, at_unit_scale
+from .mixer_essm import ESSMSpectralMixer, LayerCall, at_unit_scale, beyond, prefix_linear
 from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
 from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, SpectralBudget, is_hybrid, spectral_layers
 from .spectral_constants import is_transformed
@@ -101,22 +102,37 @@ class ESSMFeatureEmbedding(nn.Linear):
 
 
 class ESSMFeedForward(nn.Module):
-    """(B, L, D) -> (B, L, D) through one hidden layer of width intermediate_size, gated by SiLU in the gated block."""
+    """(B, L, D) -> (B, L, D) through one hidden layer, in the paper's block."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, width: int):
         super().__init__()
-        D, width, self.is_gated = config.hidden_size, config.intermediate_size, config.block != "paper"
-        self.up = nn.Linear(D, (1 + self.is_gated) * width, bias=not self.is_gated)
-        self.up.starts_at_unit_scale = self.is_gated
-        self.down = nn.Linear(width, D, bias=not self.is_gated)
-        self.act = F.silu if self.is_gated else ACT2FN[config.hidden_act]
+        self.up = nn.Linear(config.hidden_size, width)
+        self.down = nn.Linear(width, config.hidden_size)
+        self.act = ACT2FN[config.hidden_act]
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_gated:
-            return self.down(self.dropout(self.act(self.up(x))))
-        gate, value = self.up(x).chunk(2, -1)
-        return self.down(self.dropout(self.act(gate) * value))
+        return self.down(self.dropout(self.act(self.up(x))))
+
+
+class ESSMElasticFeedForward(nn.Module):
+    """(B, L, D) -> (B, L, D): sum_{j<=K} down_j (silu(a_j) b_j) with a_j, b_j = up_j x, `units` each for a channel."""
+
+    def __init__(self, config: Any, units: int, channels: int = 1):
+        super().__init__()
+        self.units = units
+        self.up = at_unit_scale(nn.Linear(config.hidden_size, 2 * units * channels, bias=False))
+        self.down = nn.Linear(units * channels, config.hidden_size, bias=False)
+        self.dropout = nn.Dropout(config.activation_dropout)
+
+    def forward(self, x: Tensor, budget: int = 1, rows: Tensor | None = None) -> Tensor:
+        """Of the first K channels; `rows` (B,) has the K of each row where they differ."""
+        up = prefix_linear(self.up, x, 2 * budget * self.units)
+        gate, value = up.unflatten(-1, (budget, 2, self.units)).unbind(-2)
+        hidden = self.dropout(F.silu(gate) * value)
+        if rows is not None:
+            hidden = hidden.masked_fill(beyond(rows, budget)[..., None], 0.0)
+        return prefix_linear(self.down, hidden.flatten(-2))
 
 
 class _Block(GradientCheckpointingLayer):
@@ -138,31 +154,22 @@ class _Block(GradientCheckpointingLayer):
         return hidden_states + branch
 
 
-class ESSMGatedLayer(_Block):
-    """Residual block of modern recurrent models around Eq. (7-8), with a gated feed-forward layer if one is asked for.
-
-    z, v = in_proj(norm(x)); x + out_proj(norm(mixer(v)) * silu(z)).
-    """
+class ESSMElasticLayer(_Block):
+    """Residual block whose leading channels a budget runs: x + mixer(norm(x)); then, if asked, x + ffn(norm(x))."""
 
     def __init__(self, config: Any, capacity: int):
         super().__init__(config)
-        D, inner = config.hidden_size, config.inner_size
-        self.mixer = ESSMSpectralMixer(config, capacity)
-        self.input_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
-        self.in_proj = at_unit_scale(nn.Linear(D, 2 * inner, bias=False))
-        self.mixer_norm = nn.RMSNorm(inner, eps=config.layer_norm_eps)
-        self.out_proj = nn.Linear(inner, D, bias=False)
-        if config.intermediate_size:
-            self.ffn_norm = nn.RMSNorm(D, eps=config.layer_norm_eps)
-            self.ffn = ESSMFeedForward(config)
+        self.input_norm = nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.mixer = ESSMElasticMixer(config, capacity)
+        if units := config.intermediate_size // config.num_spectral_channels:
+            self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.layer_norm_eps)
+            self.ffn = ESSMElasticFeedForward(config, units, capacity)
 
     def forward(self, hidden_states: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
-        z, v = self.in_proj(self.input_norm(hidden_states)).chunk(2, -1)
-        mixed = self.mixer(v, call, cache)
-        hidden_states = self.add(hidden_states, self.out_proj(self.mixer_norm(mixed) * F.silu(z)))
+        hidden_states = self.add(hidden_states, self.mixer(self.input_norm(hidden_states), call, cache))
         if not hasattr(self, "ffn"):
             return hidden_states
-        return self.add(hidden_states, self.ffn(self.ffn_norm(hidden_states)))
+        return self.add(hidden_states, self.ffn(self.ffn_norm(hidden_states), call.budget, call.rows))
 
 
 class ESSMLayer(_Block):
@@ -173,7 +180,7 @@ class ESSMLayer(_Block):
         self.input_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mixer = ESSMSpectralMixer(config, capacity)
         self.ffn_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.ffn = ESSMFeedForward(config)
+        self.ffn = ESSMFeedForward(config, config.intermediate_size)
 
     def forward(self, hidden_states: Tensor, call: LayerCall, cache: ESSMCacheLayer | None = None) -> Tensor:
         mixed = self.mixer(self.input_norm(hidden_states), call, cache)
@@ -196,9 +203,9 @@ class ESSMAttentionLayer(_Block):
         if not paper:
             for projection in (self.self_attn.q_proj, self.self_attn.k_proj, self.self_attn.v_proj):
                 at_unit_scale(projection)
-        if config.intermediate_size:
+        if width := config.attention_intermediate_size:
             self.ffn_norm = norm(config.hidden_size, eps=config.layer_norm_eps)
-            self.ffn = ESSMFeedForward(config)
+            self.ffn = (ESSMFeedForward if paper else ESSMElasticFeedForward)(config, width)
 
     def forward(self, hidden_states: Tensor, call: AttentionCall, cache: Any) -> Tensor:
         hidden_states = self.add(hidden_states, self.self_attn(self.input_norm(hidden_states), call, cache))
@@ -361,9 +368,7 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
         elif isinstance(module, nn.Embedding):
             given = self.config.embedding_initializer_range
             init.normal_(module.weight, mean=0.0, std=std if given is None else given)
-        elif isinstance(module, ESSMScale):
-            init.ones_(module.weight)
-        elif isinstance(module, ESSMSpectralMixer):
+        elif isinstance(module, (ESSMSpectralMixer, ESSMElasticMixer)):
             module.init_weights(std)
         else:  # norms
             super()._init_weights(module)
@@ -379,7 +384,7 @@ class ESSMModel(ESSMPreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         else:
             self.embed_features = ESSMFeatureEmbedding(config.num_input_features, config.hidden_size)
-        block = ESSMLayer if config.block == "paper" else ESSMGatedLayer
+        block = ESSMLayer if config.block == "paper" else ESSMElasticLayer
         self.embedding_dropout = nn.Dropout(config.embedding_dropout)
         layers: list[_Block] = [block(config, capacity) for capacity in config.capacities]
         for i, kind in enumerate(config.layer_types or ()):

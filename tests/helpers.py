@@ -17,7 +17,8 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 VARIANTS = {
     "paper": {},
     "no-gate": {"gating": "none"},
-    "gated": {"block": "gated", "inner_size": 24, "conv_kernel_size": 3, "intermediate_size": 24},
+    "elastic": {"block": "elastic", "head_size": 4, "conv_kernel_size": 3, "intermediate_size": 128},
+    "memory": {"block": "elastic", "head_size": 8, "memory_key_size": 2, "memory_value_size": 4},
 }
 HYBRID = {
     "num_hidden_layers": 4,
@@ -28,12 +29,14 @@ HYBRID = {
     "sliding_window": 5,
 }
 variants = pytest.mark.parametrize("variant", [*VARIANTS.values(), HYBRID], ids=[*VARIANTS, "hybrid"])
-blocks = pytest.mark.parametrize("block", [VARIANTS["paper"], VARIANTS["gated"]], ids=["paper", "gated"])
+BLOCKS = [VARIANTS["paper"], VARIANTS["elastic"], VARIANTS["memory"]]
+blocks = pytest.mark.parametrize("block", BLOCKS, ids=["paper", "elastic", "memory"])
 
 
 def tiny_config(cls=ESSMConfig, **fields) -> ESSMConfig:
     """Two layers of width 16 that still hold all 32 channels; fields override."""
-    defaults = {"hidden_size": 16, "num_hidden_layers": 2, "filter_length": 512, "chunk_size": 8, "gate_hidden_size": 8}
+    defaults = {"hidden_size": 16, "num_hidden_layers": 2, "filter_length": 512, "chunk_size": 8}
+    defaults |= {"gate_hidden_size": 32 if fields.get("block") == "elastic" else 8}
     return cls(**(defaults | fields))
 
 
@@ -48,7 +51,7 @@ def randomise(model: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if "channel_mixing" in name:
-            parameter.copy_((0.05 if parameter.shape[1] == parameter.shape[2] else 0.2) * noise)
+            parameter.copy_((0.05 if parameter.ndim == 3 else 0.2) * noise)
         elif "output_mixing" in name:
             parameter.copy_(0.02 * noise)
         elif name.endswith(("in_proj.weight", "out_proj.weight")):

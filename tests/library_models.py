@@ -66,7 +66,7 @@ def test_case(common, fields, classes=CLASSES):
 
 if __name__ == "__main__":
     common, suite = library_tests(sys.argv[1]), unittest.TestSuite()
-    cases = [(test_case(common, SIZES | fields), LEFT_OUT) for fields in ({}, VARIANTS["gated"], HYBRID)]
+    cases = [(test_case(common, SIZES | fields), LEFT_OUT) for fields in ({}, VARIANTS["memory"], HYBRID)]
     for kind, left_out in (("s5", LEFT_OUT), ("s4d", LEFT_OUT + LEFT_OUT_OF_S4D)):
         shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
         cases.append((test_case(common, shape | {"parameterization": kind}, DIAGONAL), left_out))

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
-from ..loading_essm import channel_capacity
+from ..loading_essm import channel_blocks, layer_of, leading
+from ..spectral_budget import spectral_layers
 
 
 def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -28,25 +29,31 @@ def weights_checksum(model: PreTrainedModel) -> str | None:
     which a model that was truncated, or read as a prefix, has the first. Values are rounded to bf16, so that casts
     between fp32 and bf16 change nothing.
     """
-    layers = range(model.config.num_hidden_layers)
     tensors = sorted(model.state_dict().items())
     if any(tensor.is_meta or hasattr(tensor, "full_tensor") for _, tensor in tensors):
         return None
+    blocks, held = channel_blocks(model.config), dict(zip(spectral_layers(model.config), model.config.capacities))
     first: list[tuple[str, torch.Tensor]] = []
-    divided: dict[int, list[torch.Tensor]] = {}
+    later: dict[int, list[list[tuple[str, torch.Tensor]]]] = {i: [[] for _ in range(1, K)] for i, K in held.items()}
     for name, tensor in tensors:
         if type(tensor) is not torch.Tensor and hasattr(tensor, "dequantize"):  # torchao's
             tensor = tensor.dequantize()
         tensor = tensor.bfloat16() if tensor.is_floating_point() else tensor
-        if (layer := channel_capacity(name, layers)) is not None:
-            divided.setdefault(layer, []).append(tensor)
-            tensor = tensor[:1]
+        layer, inside = layer_of(name)
+        if layer in held and (block := blocks.get(inside)):
+            for k, parts in enumerate(later[layer], start=1):
+                parts += [("", tensor[own]) for own in _of_channel(block, k)]
+            tensor = tensor[leading(block, 1)]
         first.append((name, tensor))
-    channels = [
-        "".join(checksum(("", tensor[k]) for tensor in found)[:8] for k in range(1, len(found[0])))
-        for _, found in sorted(divided.items())
-    ]
+    channels = ["".join(checksum(parts)[:8] for parts in layer) for _, layer in sorted(later.items())]
     return "-".join([checksum(first), *channels])
+
+
+def _of_channel(block: Sequence[int], k: int) -> Iterator[tuple[slice, ...]]:
+    """What the first k + 1 channels of a tensor hold and the first k do not, in parts."""
+    for i, size in enumerate(block):
+        if size:
+            yield *leading(block[:i], k), slice(size * k, size * (k + 1)), *leading(block[i + 1 :], k + 1)
 
 
 def same_weights(one: str | None, other: str | None) -> bool:

@@ -9,6 +9,8 @@ fast ones. Importing this module makes "naive" and "fft" values of `spectral_alg
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from ..spectral_basis import spectral_basis
 from ..spectral_constants import Realization, state_dtype
 from ..spectral_ops import ALGORITHMS
 
-__all__ = ["fft", "mix_channels", "naive", "spectral_features", "spectral_mixer"]
+__all__ = ["delta_memory", "elastic_mixer", "fft", "mix_channels", "naive", "spectral_features", "spectral_mixer"]
 
 
 def spectral_mixer(
@@ -57,6 +59,66 @@ def spectral_mixer(
     s = s * K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)
     gates = torch.einsum("blk...,k->blk...", s.softmax(2), sigma**scaling_exponent)
     return (x @ skip.double().T + mix_channels(spectral_features(x, phi), gates, channel_mixing.double())).to(u.dtype)
+
+
+def elastic_mixer(u: Tensor, weights: Mapping[str, Tensor], config: Any, budget: int) -> Tensor:
+    """The mixer of the elastic block with the first K channels of its weights, which never read the others.
+
+    With j, k <= K, head j of width d, of which w = d - e pass through the filters and e through the memory:
+
+        z_j, v_j = in_j u;   v_j = silu(conv_j(v_j));   s = gate_weight gelu(gate_in u + b) + gate_offset,   alpha by (8)
+        y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j)                                          (7)
+        out = sum_{j<=K} out_j (norm_j(y_j, o_j) silu(z_j)),   o(t) = S(t)^T q(t) of `delta_memory`
+
+    Args:
+        u: (B, L, D) of unit scale. weights: named as in the mixer. config: ESSMConfig with block="elastic".
+    Returns:
+        (B, L, D) in u's dtype, computed in fp64.
+    """
+    x, W, K, d, e = u.double(), {name: t.double() for name, t in weights.items()}, budget, *_head(config)
+    w, g, heads = d - e, config.gate_hidden_size // config.num_spectral_channels, (K, d)
+    z, v = (x @ W["in_proj.weight"][: 2 * K * d].T).unflatten(-1, (K, 2, d)).unbind(-2)
+    v = F.silu(_convolution(v.flatten(-2), W["convolution"][:, : K * d])).unflatten(-1, heads)
+    h = F.gelu(x @ W["gate_in.weight"][: K * g].T + W["gate_in.bias"][: K * g])
+    s = torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K]
+    alpha = (s * K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)).softmax(2)
+    sigma = torch.tensor(spectral_basis(config.filter_length).sigma[:K], device=u.device) ** config.scaling_exponent
+    f = spectral_features(v[..., :w].flatten(-2), _filters(config.filter_length, K, u.shape[1], u.device))
+    M = W["channel_mixing"][:K, : K * w].unflatten(-1, (K, w))
+    y = torch.einsum("blkj,k,kjd,blkjd->bljd", alpha, sigma, M, f.unflatten(-1, (K, w)))
+    y = y + W["skip"][: K * w].view(K, w) * v[..., :w]
+    if e:
+        y = torch.cat([y, delta_memory(x, v[..., w:], W, config.memory_key_size)], -1)
+    y = y / (y.square().mean(-1, keepdim=True) + config.layer_norm_eps).sqrt() * W["norm"][: K * d].view(heads)
+    return ((y * F.silu(z)).flatten(-2) @ W["out_proj.weight"][:, : K * d].T).to(u.dtype)
+
+
+def delta_memory(x: Tensor, v: Tensor, W: Mapping[str, Tensor], m: int) -> Tensor:
+    """S(t) = a(t) (I - beta(t) k k^T) S(t-1) + beta(t) k v^T and o(t) = S(t)^T q(t), step by step: (B, L, K, e)."""
+    B, L, K, e = v.shape
+    qk = x @ W["memory.in_proj.weight"][: 2 * K * m].T
+    qk = F.silu(_convolution(qk, W["memory.convolution"][:, : 2 * K * m]) + W["memory.offset"][: 2 * K * m])
+    q, k = (F.normalize(t.flatten(2), dim=-1) for t in qk.unflatten(-1, (K, 2, m)).unbind(-2))
+    a, beta = (x @ W["memory.rates.weight"].T + W["memory.rates.bias"]).unbind(-1)
+    a, beta, v = (-F.softplus(a - 4.0)).exp(), beta.sigmoid(), v.flatten(2)
+    S, read = x.new_zeros(B, K * m, K * e), []
+    for t in range(L):
+        S = a[:, t, None, None] * S
+        S = S + beta[:, t, None, None] * torch.einsum(
+            "bk,bv->bkv", k[:, t], v[:, t] - torch.einsum("bk,bkv->bv", k[:, t], S)
+        )
+        read.append(torch.einsum("bk,bkv->bv", q[:, t], S))
+    return torch.stack(read, 1).view(B, L, K, e)
+
+
+def _head(config: Any) -> tuple[int, int]:
+    return config.head_size, config.memory_value_size
+
+
+def _convolution(u: Tensor, taps: Tensor) -> Tensor:
+    """Causal, of each column; the last tap is that of the present step."""
+    padded = F.pad(u, (0, 0, len(taps) - 1, 0))
+    return sum(tap * padded[:, i : i + u.shape[1]] for i, tap in enumerate(taps))
 
 
 def spectral_features(u: Tensor, phi: Tensor) -> Tensor:

@@ -67,8 +67,8 @@ BAD_TOGETHER = {
     "capacity": ({"filter_length": 64}, r"filter_length 64 resolves at most 22 .*channels.*=?32"),
     "paper-heads": ({"num_heads": 2}, "num_heads must be 1 with block=.paper., got 2"),
     "paper-no-feed-forward": ({"intermediate_size": 0}, "intermediate_size.*0"),
-    "heads-divide": ({"block": "gated", "num_heads": 3}, "num_heads.*32.*3"),
-    "mixing": ({"block": "gated", "mixing_size": 3}, "mixing_size must be 1.*got 3"),
+    "heads-divide": ({"block": "elastic", "num_heads": 3}, "num_heads.*32.*3"),
+    "mixing": ({"block": "elastic", "mixing_size": 3}, "mixing_size must be 1.*got 3"),
     "dynamic": ({"layer_types": [L_, F_], "rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters"),
     "window": ({"layer_types": [L_, S_]}, "sliding_window"),
     "odd-head": ({"layer_types": [L_, F_], "head_dim": 7}, "head_dim.*even.*7"),
@@ -102,8 +102,8 @@ def test_attention_fields_belong_to_hybrids_and_follow_sizes():
     ("given", "fields", "sizes"),
     [
         ({"hidden_size": 24}, {}, (24, 1, 0, 0.25)),
-        ({"block": "gated"}, {}, (32, 4, 4, 0.0)),
-        ({"hidden_size": 24}, {"block": "gated"}, (48, 4, 4, 0.0)),
+        ({"block": "elastic"}, {}, (32, 4, 4, 0.0)),
+        ({"hidden_size": 24}, {"block": "elastic"}, (48, 4, 4, 0.0)),
     ],
     ids=str,
 )

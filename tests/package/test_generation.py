@@ -20,7 +20,7 @@ STRATEGIES = {
     "samples": {**GREEDY, "do_sample": True, "top_k": 20, "temperature": 0.8, "num_return_sequences": 3},
 }
 # States are the same without a gate.
-variants = pytest.mark.parametrize("variant", [{}, VARIANTS["gated"], HYBRID], ids=["paper", "gated", "hybrid"])
+variants = pytest.mark.parametrize("variant", [{}, VARIANTS["memory"], HYBRID], ids=["paper", "elastic", "hybrid"])
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from modeling_essm import ESSMCache, ESSMForCausalLM
 # --- torch.compile and torch.export
 
 
-@pytest.mark.parametrize("fields", [{}, VARIANTS["gated"], HYBRID], ids=["paper", "gated", "hybrid"])
+@pytest.mark.parametrize("fields", [{}, VARIANTS["memory"], HYBRID], ids=["paper", "elastic", "hybrid"])
 @torch._dynamo.config.patch(recompile_limit=32)
 def test_compiled_calls_and_training_equal_eager(fields):
     torch._dynamo.reset()
@@ -51,7 +51,7 @@ def test_inductor_equals_eager():
 
 @pytest.mark.parametrize("masked", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["unmasked", "masked"])
 def test_export_with_any_batch_and_length(masked):
-    model, ids = random_model(**VARIANTS["gated"]), random_ids(2, 21)
+    model, ids = random_model(**VARIANTS["memory"]), random_ids(2, 21)
     shape = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=512)}
     inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": shape, "use_cache": None}
     if masked:

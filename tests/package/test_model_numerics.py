@@ -39,7 +39,7 @@ POOLS = {"mean": lambda h: h.mean(1), "last": lambda h: h[:, -1]}
 @torch.no_grad()
 @pytest.mark.parametrize("pooling", POOLS)
 @pytest.mark.parametrize(
-    "block, features", [({}, None), ({}, 5), (VARIANTS["gated"], None)], ids=["ids", "features", "gated"]
+    "block, features", [({}, None), ({}, 5), (VARIANTS["memory"], None)], ids=["ids", "features", "elastic"]
 )
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_classifier_pools_real_positions(pooling, features, side, block):
@@ -95,7 +95,7 @@ def test_every_parameter_gets_a_gradient(variant):
 def test_gradient_checkpointing_changes_nothing(variant, reentrant):
     model, ids = random_model(**variant).train(), random_ids(2, 20)
     calls, gradients = [], []
-    model.model.layers[0].mixer.register_forward_hook(lambda *_: calls.append(1))
+    model.model.layers[0].mixer.register_forward_pre_hook(lambda *_: calls.append(1))
     for expected in (1, 2):  # the second time it recomputes
         model.zero_grad()
         calls.clear()
@@ -120,7 +120,7 @@ def test_gradient_checkpointing_refuses_a_cache():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"])
-@blocks
+@pytest.mark.parametrize("block", [VARIANTS["paper"], VARIANTS["elastic"]], ids=["paper", "elastic"])
 def test_dropout_and_stochastic_depth_act_in_training_only(name, block):
     model, ids = random_model(**block, **{name: 0.5}), random_ids(2, 20)
     assert torch.equal(model(ids).logits, random_model(**block)(ids).logits)
@@ -128,7 +128,7 @@ def test_dropout_and_stochastic_depth_act_in_training_only(name, block):
 
 
 @torch.no_grad()
-@blocks
+@pytest.mark.parametrize("block", [VARIANTS["paper"], VARIANTS["elastic"]], ids=["paper", "elastic"])
 def test_dropout_is_where_its_name_says(block):
     """At a rate near 1 all of it is gone: the embedding, or what feed-forward layers add."""
     ids, almost = random_ids(2, 20), 1 - 1e-12

@@ -18,13 +18,13 @@ LAYERS = {
     "mixer.gate_out.weight 32 8, mixer.gate_out.bias 32, mixer.channel_mixing 32 16 16, mixer.skip.weight 16 16, "
     "ffn_norm.weight 16, ffn_norm.bias 16, ffn.up.weight 64 16, ffn.up.bias 64, ffn.down.weight 16 64, "
     "ffn.down.bias 16",
-    "gated": "input_norm.weight 16, in_proj.weight 48 16, mixer.gate_in.weight 8 24, mixer.gate_in.bias 8, "
+    "elastic": "input_norm.weight 16, in_proj.weight 48 16, mixer.gate_in.weight 8 24, mixer.gate_in.bias 8, "
     "mixer.gate_out.weight 32 4 8, mixer.gate_out.bias 32 4, mixer.channel_mixing 32 24 1, mixer.convolution 3 24, "
     "mixer.skip.weight 24, mixer_norm.weight 24, out_proj.weight 16 24, ffn_norm.weight 16, ffn.up.weight 48 16, "
     "ffn.down.weight 16 24",
 }
 FORMATS = {
-    "gated": (ESSMModel, {}, "", "embed_tokens.weight 259 16, norm.weight 16"),
+    "elastic": (ESSMModel, {}, "", "embed_tokens.weight 259 16, norm.weight 16"),
     "paper": (
         ESSMForCausalLM,
         {},
@@ -47,7 +47,7 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_checkpoint_names_and_shapes_are_the_documented_format(name):
     cls, fields, prefix, around = FORMATS[name]
-    block = "gated" if name == "gated" else "paper"
+    block = "elastic" if name == "elastic" else "paper"
     inside = [f"{prefix}layers.{i}.{text}" for i in range(2) for text in LAYERS[block].split(", ")]
     expected = {name: tuple(map(int, sizes)) for name, *sizes in map(str.split, [*inside, *around.split(", ")])}
     model = cls(tiny_config(**VARIANTS[block], **fields))
@@ -78,19 +78,19 @@ def test_initial_values(variant, embeddings, tmp_path):
                 assert 0.4 < tensor.abs().max() * config.conv_kernel_size**0.5 <= 1.0, name
             elif name.endswith("gate_out.bias"):
                 assert (tensor == -2.0).all(), name
-            elif "norm.weight" in name or (config.block == "gated" and "skip" in name):
+            elif "norm.weight" in name or (config.block == "elastic" and "skip" in name):
                 assert (tensor == 1.0).all(), name
             elif name.endswith("bias"):
                 assert (tensor == 0.0).all(), name
-            elif ("embed_tokens" in name or (tied and "lm_head" in name)) and (own or config.block == "gated"):
+            elif ("embed_tokens" in name or (tied and "lm_head" in name)) and (own or config.block == "elastic"):
                 assert 0.09 < tensor.std() < 0.11, name
-            elif config.block == "gated" and re.search("in_proj|gate_|ffn.up", name):
+            elif config.block == "elastic" and re.search("in_proj|gate_|ffn.up", name):
                 assert 0.85 < tensor.std() * tensor.shape[-1] ** 0.5 < 1.15, name
             else:
                 assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@pytest.mark.parametrize("block", ["paper", "elastic"])
 def test_a_single_feature_keeps_its_size_from_the_start(block):
     """Without a bias, LayerNorm(w x) is the same for every x > 0; with one, it is not."""
     torch.manual_seed(0)
@@ -197,7 +197,7 @@ def test_masked_positions_have_no_gradient(variant):
 @torch.no_grad()
 def test_the_gated_block_is_what_it_says():
     """h = x + out_proj(norm(mixer(v)) silu(z)) with (z, v) = in_proj(norm(x)), then h + down(silu(a) b)."""
-    model, seen = random_model(**VARIANTS["gated"]).double(), []
+    model, seen = random_model(**VARIANTS["memory"]).double(), []
     layer = model.model.layers[0]
     layer.mixer.register_forward_hook(lambda module, args, output: seen.extend((args[0], output)))
     hidden = model(random_ids(2, 7), spectral_budget=5, output_hidden_states=True).hidden_states

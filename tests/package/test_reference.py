@@ -11,7 +11,7 @@ from helpers import VARIANTS, random_ids, random_model
 from modeling_essm.reference import spectral_mixer
 from modeling_essm.spectral_basis import spectral_basis
 
-BLOCKS = {"paper": {}, "gated": VARIANTS["gated"] | {"scaling_exponent": 0.25}}
+BLOCKS = {"paper": {}, "elastic": VARIANTS["memory"] | {"scaling_exponent": 0.25}}
 # In fp64 the FFT differs by rounding, and the recurrence by the 4e-6 to which its states reproduce the filters.
 TOLERANCE = {"fft": 1e-10, "chunked": 1e-5}
 
@@ -39,7 +39,7 @@ def test_the_mixer_of_a_model_is_eq_7_and_8(fields, algorithm):
     for K in (1, 2, 7, 16, 31, 32):
         model(random_ids(2, 37), spectral_budget=K)
         u, y = seen.pop()
-        if fields.get("block") == "gated":
+        if fields.get("block") == "elastic":
             u = F.silu(F.conv1d(F.pad(u.mT, (2, 0)), mixer.convolution.T[:, None], groups=24).mT)
         expected = spectral_mixer(u, budget=K, **weights_of(mixer))
         error = (y - expected).norm() / expected.norm()

@@ -20,12 +20,12 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, build_byte_tokenizer
 
-# What is saved, "gated" in several files, and the Auto class of its head.
+# What is saved, "elastic" in several files, and the Auto class of its head.
 SAVED = {
     "base": (ESSMModel, {}, "AutoModel"),
     "causal": (ESSMForCausalLM, {}, "AutoModelForCausalLM"),
     "classifier": (ESSMForSequenceClassification, {"num_labels": 3}, "AutoModelForSequenceClassification"),
-    "gated": (ESSMForCausalLM, VARIANTS["gated"], "AutoModelForCausalLM"),
+    "elastic": (ESSMForCausalLM, VARIANTS["memory"], "AutoModelForCausalLM"),
     "hybrid": (ESSMForCausalLM, HYBRID, "AutoModelForCausalLM"),
 }
 IDS = random_ids(2, 21)
@@ -90,9 +90,9 @@ def folders(models, tmp_path_factory):
     """Model and tokenizer saved as a user would."""
     root = tmp_path_factory.mktemp("saved")
     for name, model in models.items():
-        model.save_pretrained(root / name, max_shard_size="20KB" if name == "gated" else "1GB")
+        model.save_pretrained(root / name, max_shard_size="20KB" if name == "elastic" else "1GB")
         build_byte_tokenizer(512).save_pretrained(root / name)
-    assert (root / "gated" / "model.safetensors.index.json").exists()
+    assert (root / "elastic" / "model.safetensors.index.json").exists()
     return root
 
 

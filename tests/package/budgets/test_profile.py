@@ -204,7 +204,7 @@ def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tm
 # --- Its model
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@pytest.mark.parametrize("block", ["paper", "elastic"])
 def test_casts_and_truncations_leave_a_model_what_it_is(block):
     model = random_model(seed=3, **VARIANTS[block])
     weights = weights_checksum(model)
@@ -215,7 +215,7 @@ def test_casts_and_truncations_leave_a_model_what_it_is(block):
     assert weights_checksum(copy.deepcopy(model).to("meta")) is None
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@pytest.mark.parametrize("block", ["paper", "elastic"])
 def test_every_weight_counts(block, tmp_path):
     """A small change of any tensor, at its first or last place, makes another model."""
     model = random_model(seed=3, num_hidden_layers=1, **VARIANTS[block])

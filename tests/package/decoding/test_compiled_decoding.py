@@ -57,7 +57,7 @@ def decode(model, ids, budget, cache=None):
 
 
 @pytest.mark.parametrize(
-    ("variant", "budget"), [({}, [3, 17]), (VARIANTS["no-gate"], 5), (VARIANTS["gated"], 5)], ids=["a", "b", "c"]
+    ("variant", "budget"), [({}, [3, 17]), (VARIANTS["no-gate"], 5), (VARIANTS["memory"], 5)], ids=["a", "b", "c"]
 )
 def test_steps_equal_eager_ones(variant, budget, taken):
     model, ids = compiled_model([budget], taken, batch_size=2, state_budget=20, **variant), random_ids(2, 9)
@@ -77,7 +77,7 @@ def test_steps_equal_eager_ones(variant, budget, taken):
         assert torch.equal(kept[name], before[name]) and not torch.equal(tensor, before[name])
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@pytest.mark.parametrize("block", ["paper", "elastic"])
 def test_one_graph_serves_all_prompts_and_modes(block, taken, graphs):
     """A single row keeps the strides of what it was cut from; tensors of inference mode have other dispatch keys."""
     model = compiled_model([5], taken, state_budget=5, **VARIANTS[block])
@@ -131,7 +131,7 @@ def test_a_wrong_step_is_refused(name, monkeypatch):
         return mistake(*model.step(ids, layers, states))
 
     monkeypatch.setattr(compiled_steps, "_compile", lambda *_: wrong)
-    model = random_model(**VARIANTS["gated"]).to(dtype)
+    model = random_model(**VARIANTS["memory"]).to(dtype)
     with pytest.raises(RuntimeError, match="the compiled step is wrong: its"):
         compile_decoding(model, [5])
     assert not model.decoding_steps
@@ -145,7 +145,7 @@ def test_a_step_that_rounds_in_another_order_is_right(dtype, monkeypatch):
         return logits.to(dtype), {name: tensor.to(states[name].dtype) for name, tensor in after.items()}
 
     monkeypatch.setattr(compiled_steps, "_compile", lambda *_: rounded_at_its_end)
-    model = random_model(block="gated", inner_size=16, mixing_size=1, num_hidden_layers=8).to(dtype)
+    model = random_model(block="elastic", inner_size=16, mixing_size=1, num_hidden_layers=8).to(dtype)
     assert compile_decoding(model, [2]).decoding_steps
 
 
@@ -298,7 +298,7 @@ def compile_config(backend="eager", **fields):
     return config
 
 
-@pytest.mark.parametrize(("start", "block"), [("ids", "gated"), ("padded", "gated"), ("embeddings", "paper")])
+@pytest.mark.parametrize(("start", "block"), [("ids", "elastic"), ("padded", "elastic"), ("embeddings", "paper")])
 def test_generate_with_a_static_cache_is_one_graph(start, block, graphs):
     """What the library asks of a static cache: no graph break, and one graph for all steps of all calls of a shape."""
     model, ids, calls = random_model(**VARIANTS[block]), random_ids(2, 9), []

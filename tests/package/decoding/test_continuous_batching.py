@@ -54,7 +54,7 @@ class Batch(ContinuousBatch):
 
 
 @pytest.mark.parametrize(
-    ("block", "piece", "max_rows"), [("paper", 1, None), ("paper", 512, 1), ("paper", 3, 2), ("gated", 3, None)]
+    ("block", "piece", "max_rows"), [("paper", 1, None), ("paper", 512, 1), ("paper", 3, 2), ("elastic", 3, None)]
 )
 def test_each_request_is_answered_as_if_alone(block, piece, max_rows):
     batch = Batch(random_model(block=block), max_rows=max_rows, prefill_chunk_size=piece)

@@ -19,7 +19,8 @@ def decode(model, ids, draft_budget=None, draft_length=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("block", "prompt", "draft_length"), [("paper", 1, 4), ("paper", 19, None), ("gated", 2, 1), ("gated", 19, None)]
+    ("block", "prompt", "draft_length"),
+    [("paper", 1, 4), ("paper", 19, None), ("elastic", 2, 1), ("elastic", 19, None)],
 )
 def test_greedy_is_token_identical(block, prompt, draft_length):
     model, ids = level_model(**VARIANTS[block]), random_ids(3, prompt)
@@ -78,7 +79,7 @@ def test_what_is_reported():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@pytest.mark.parametrize("block", ["paper", "elastic"])
 def test_the_drafter_returns_to_the_last_accepted_token(block):
     """Counts of a loop of full forward passes, which has no states to get wrong."""
     model, ids = level_model(**VARIANTS[block]), random_ids(1, 9)
@@ -168,7 +169,7 @@ def test_bad_calls(kwargs, message):
         decode(level_model().train(), random_ids(2, 9), draft_budget=4)
 
 
-@pytest.mark.parametrize("block", ["paper", "gated"])
+@pytest.mark.parametrize("block", ["paper", "elastic"])
 @torch.no_grad()
 def test_state_lengths(block):
     """Outputs of all positions, the state of the first: as if the rest had not been read."""

@@ -14,7 +14,7 @@ from modeling_essm import ESSMCache
 from modeling_essm.decoding import load_cache, save_cache
 from modeling_essm.decoding.states_on_disk import _FORMAT
 
-MODELS = {"paper": {}, "gated": VARIANTS["gated"], "bf16": {"dtype": torch.bfloat16}, "hybrid": HYBRID}
+MODELS = {"paper": {}, "elastic": VARIANTS["memory"], "bf16": {"dtype": torch.bfloat16}, "hybrid": HYBRID}
 
 
 def make(fields):

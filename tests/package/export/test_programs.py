@@ -23,7 +23,7 @@ SMALL = {"filter_length": 160, "num_spectral_channels": 8}
 # name: fields of the model, budget, (B, L) of prefills
 CASES = {
     "per-layer": (SMALL, [6, 2], ((1, 1), (3, 7), (1, 65), (2, 160))),
-    "gated": (VARIANTS["gated"] | ONE | SMALL, 6, ((1, 1), (2, 2), (3, 70))),
+    "elastic": (VARIANTS["memory"] | ONE | SMALL, 6, ((1, 1), (2, 2), (3, 70))),
 }
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and onnxruntime")
@@ -31,9 +31,9 @@ runtimes = pytest.mark.parametrize(
     ("case", "runtime"),
     [
         ("per-layer", "torch"),
-        ("gated", "torch"),
+        ("elastic", "torch"),
         pytest.param("per-layer", "onnx", marks=[needs_onnx, pytest.mark.slow]),
-        pytest.param("gated", "onnx", marks=needs_onnx),
+        pytest.param("elastic", "onnx", marks=needs_onnx),
     ],
 )
 
@@ -160,9 +160,9 @@ def test_a_program_is_plain_operations_on_the_weights_of_its_budget(case):
 def test_an_onnx_file_holds_the_weights_of_its_budget_once(files):
     import onnx
 
-    model, budget, _ = exported("gated")
+    model, budget, _ = exported("elastic")
     N, C, active = operator_of(model.config).num_states(budget), model.config.chunk_size, model.num_active_parameters(6)
-    for name, path in files("gated").items():
+    for name, path in files("elastic").items():
         tensors = onnx.load(path).graph.initializer
         basis = N * N + N if name == "step" else C * (N + budget) * (C + N) + 30 * N * N + 1000
         assert active <= sum(int(np.prod(tensor.dims)) for tensor in tensors) <= active + basis + 3000
@@ -171,8 +171,8 @@ def test_an_onnx_file_holds_the_weights_of_its_budget_once(files):
 
 
 def test_files_name_no_machine(tmp_path, files):
-    torch.export.save(exported("gated")[2]["step"], tmp_path / "step.pt2")
-    for path in (tmp_path / "step.pt2", *(files("gated").values() if HAS_ONNX else ())):
+    torch.export.save(exported("elastic")[2]["step"], tmp_path / "step.pt2")
+    for path in (tmp_path / "step.pt2", *(files("elastic").values() if HAS_ONNX else ())):
         content = path.read_bytes()
         assert len(content) > 40_000
         assert str(ROOT).encode() not in content and b"site-packages" not in content and b".py" not in content
@@ -186,7 +186,7 @@ def test_signature():
     assert inputs == [*plain, *((f"past.{name}", shape, "float32") for name, shape in states.items())]
     present = [(f"present.{name}", shape, "float32") for name, shape in states.items()]
     assert outputs == [("logits", ("batch", 259), "float32"), *present]
-    assert [(spec.name, spec.shape) for spec in signature(exported("gated")[2]["step"])[0]] == [
+    assert [(spec.name, spec.shape) for spec in signature(exported("elastic")[2]["step"])[0]] == [
         ("input_ids", ("batch", 1)),
         ("past.0.features", ("batch", 22, 24)),
         ("past.0.convolution", ("batch", 2, 24)),
@@ -230,11 +230,11 @@ def test_what_is_not_exported(arguments, message):
 @pytest.mark.parametrize(
     "pooling, features, fields",
     [
-        ("mean", 3, VARIANTS["gated"] | ONE),
+        ("mean", 3, VARIANTS["memory"] | ONE),
         ("last", None, ONE),
         pytest.param("mean", None, HYBRID, marks=pytest.mark.slow),
     ],
-    ids=["gated", "paper", "hybrid"],
+    ids=["elastic", "paper", "hybrid"],
 )
 @torch.no_grad()
 def test_classifiers(pooling, features, fields):
