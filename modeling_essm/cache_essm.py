@@ -463,8 +463,8 @@ def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget)
     for i, budget in zip(layers, budgets.layers):
         layer = cache.layers[i]
         if (held := layer.tensors.get("features")) is None:
-            if budgets.of_rows is not None and layer.state_budget is None and cache.config.memory_key_size:
-                layer.filled = [min(K, budget) for K in budgets.of_rows]
+            if cache.config.memory_key_size and layer.state_budget is None:
+                layer.filled = None if budgets.of_rows is None else [min(K, budget) for K in budgets.of_rows]
             continue
         if layer.filled is None and (budget, held.shape) == checked:
             continue

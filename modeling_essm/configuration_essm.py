@@ -220,22 +220,23 @@ class ESSMConfig(PreTrainedConfig):
         if not self.id2label:
             raise ValueError("num_labels must be an integer of at least 1, got 0")
         config: Any = self  # whose sizes are all filled in
-        K, given = self.num_spectral_channels, (config.memory_key_size > 0, config.memory_value_size > 0)
+        K, m, e = self.num_spectral_channels, self.memory_key_size, self.memory_value_size
         if self.block == "paper":
             if config.intermediate_size < 1:
                 raise ValueError("intermediate_size of the paper's block must be at least 1, got 0")
-            if config.head_size is not None or config.conv_kernel_size is not None or any(given):
-                raise ValueError('head_size, conv_kernel_size and memory sizes belong to block="elastic", got "paper"')
+            names = ("head_size", "conv_kernel_size", "memory_key_size", "memory_value_size")
+            if given := {name: getattr(self, name) for name in names if getattr(self, name)}:
+                raise ValueError(f'{", ".join(names)} belong to block="elastic", got block="paper" with {given}')
         else:
             for name in ("intermediate_size", "gate_hidden_size"):
                 if getattr(config, name) % K:
                     raise ValueError(f"{name} must be a multiple of the {K} channels, got {getattr(config, name)}")
             if self.gating != "softmax":
                 raise ValueError(f'gating must be "softmax" with block="elastic", got {self.gating!r}')
-            if given[0] != given[1] or config.memory_value_size >= config.head_size:
+            if (m > 0) != (e > 0) or e >= config.head_size:
                 raise ValueError(
-                    f"memory_key_size and memory_value_size need each other, and values fewer than head_size "
-                    f"{config.head_size}, got {config.memory_key_size} and {config.memory_value_size}"
+                    "memory_key_size and memory_value_size must both be 0 or both be positive, and values fewer than "
+                    f"head_size {config.head_size}, got {m} and {e}"
                 )
         if self.num_spectral_channels > (most := max_spectral_channels(self.filter_length)):
             raise ValueError(
@@ -309,8 +310,8 @@ class ESSMConfig(PreTrainedConfig):
             derived.add("layer_types")
         before = fields.get("block", "paper")
         if given.get("block", before) != before:
-            derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size"}
-            derived |= {"scaling_exponent", "embedding_initializer_range", "chunk_size"}
+            derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size", "chunk_size"}
+            derived |= {"memory_key_size", "memory_value_size", "scaling_exponent", "embedding_initializer_range"}
         if "hidden_size" in given and (D := fields.get("hidden_size")):
             if fields.get("head_size") == max(1, 2 * D // fields.get("num_spectral_channels", 32)):
                 derived.add("head_size")

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import captured_warnings, random_ids, random_model, tiny_config
+from helpers import VARIANTS, captured_warnings, random_ids, random_model, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache
 
@@ -24,11 +24,13 @@ NOT_A_FLAG = ["true", 2.0, -1, [True]]
 NOT_A_CHOICE = ["nope", 2.5, ["gelu"], {"a": 4}]
 BAD_VALUES = {
     "vocab_size hidden_size num_hidden_layers num_spectral_channels filter_length": [*NOT_AN_INTEGER, None, 0, -1],
-    "intermediate_size gate_hidden_size num_input_features chunk_size": [*NOT_AN_INTEGER, 0, -1],
-    "inner_size num_heads mixing_size num_attention_heads num_key_value_heads": [*NOT_AN_INTEGER, 0, -1],
+    "gate_hidden_size num_input_features chunk_size head_size": [*NOT_AN_INTEGER, 0, -1],
+    "num_attention_heads num_key_value_heads": [*NOT_AN_INTEGER, 0, -1],
+    "intermediate_size attention_intermediate_size": [*NOT_AN_INTEGER, -1],
+    "memory_key_size memory_value_size": [*NOT_AN_INTEGER, None, -1],
     "head_dim sliding_window": [*NOT_AN_INTEGER, 0, 1, -2],
     "rope_parameters": ["default", 4, ["default"]],
-    "conv_kernel_size": [*NOT_AN_INTEGER, 65, -1],
+    "conv_kernel_size": [*NOT_AN_INTEGER, 65, 0],
     "state_margin": [*NOT_AN_INTEGER, None, -1],
     "initializer_range layer_norm_eps scaling_exponent embedding_initializer_range": NOT_A_NUMBER,
     "dropout embedding_dropout activation_dropout attention_dropout stochastic_depth": [*NOT_A_NUMBER, 1.0],
@@ -62,13 +64,20 @@ def test_values_that_a_field_does_not_take(names):
             ESSMConfig.from_dict(tiny_config().to_dict(), **{name: BAD_VALUES[names][0]})
 
 
+ELASTIC, MEMORY = VARIANTS["elastic"], VARIANTS["memory"]
 ROPE = {"rope_type": "linear", "factor": 2.0}
 BAD_TOGETHER = {
     "capacity": ({"filter_length": 64}, r"filter_length 64 resolves at most 22 .*channels.*=?32"),
-    "paper-heads": ({"num_heads": 2}, "num_heads must be 1 with block=.paper., got 2"),
+    "paper-head": ({"head_size": 2}, "head_size.*belong to block=.elastic., got .*head_size': 2"),
+    "paper-convolution": ({"conv_kernel_size": 4}, "belong to block=.elastic., got .*conv_kernel_size': 4"),
+    "paper-memory": ({"memory_key_size": 2}, "belong to block=.elastic., got .*memory_key_size': 2"),
     "paper-no-feed-forward": ({"intermediate_size": 0}, "intermediate_size.*0"),
-    "heads-divide": ({"block": "elastic", "num_heads": 3}, "num_heads.*32.*3"),
-    "mixing": ({"block": "elastic", "mixing_size": 3}, "mixing_size must be 1.*got 3"),
+    "feed-forward": (ELASTIC | {"intermediate_size": 48}, "intermediate_size must be a multiple of the 32 .*got 48"),
+    "gate": (ELASTIC | {"gate_hidden_size": 8}, "gate_hidden_size must be a multiple of the 32 channels, got 8"),
+    "no-gate": (ELASTIC | {"gating": "none"}, "gating must be .softmax. with block=.elastic., got 'none'"),
+    "keys-alone": (ELASTIC | {"memory_key_size": 2}, "memory_key_size and memory_value_size.*got 2 and 0"),
+    "values-alone": (ELASTIC | {"memory_value_size": 2}, "memory_key_size and memory_value_size.*got 0 and 2"),
+    "no-filters": (MEMORY | {"memory_value_size": 8}, "values fewer than head_size 8, got 2 and 8"),
     "dynamic": ({"layer_types": [L_, F_], "rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters"),
     "window": ({"layer_types": [L_, S_]}, "sliding_window"),
     "odd-head": ({"layer_types": [L_, F_], "head_dim": 7}, "head_dim.*even.*7"),
@@ -101,15 +110,18 @@ def test_attention_fields_belong_to_hybrids_and_follow_sizes():
 @pytest.mark.parametrize(
     ("given", "fields", "sizes"),
     [
-        ({"hidden_size": 24}, {}, (24, 1, 0, 0.25)),
-        ({"block": "elastic"}, {}, (32, 4, 4, 0.0)),
-        ({"hidden_size": 24}, {"block": "elastic"}, (48, 4, 4, 0.0)),
+        ({"hidden_size": 48}, {}, (None, None, 64, 0.25)),
+        ({"block": "elastic"}, {}, (1, 4, 0, 0.0)),
+        ({"hidden_size": 48}, {"block": "elastic"}, (3, 4, 0, 0.0)),
+        ({"hidden_size": 48}, {"block": "elastic", "head_size": 5}, (5, 4, 0, 0.0)),
+        ({"block": "paper"}, ELASTIC, (None, None, 64, 0.25)),
+        ({"block": "paper"}, MEMORY, (None, None, 64, 0.25)),
     ],
     ids=str,
 )
 def test_sizes_that_follow_from_others_are_derived_anew_beside_a_file(given, fields, sizes):
     config = ESSMConfig.from_dict(tiny_config(**fields).to_dict(), **given)
-    assert (config.inner_size, config.num_heads, config.conv_kernel_size, config.scaling_exponent) == sizes
+    assert (config.head_size, config.conv_kernel_size, config.intermediate_size, config.scaling_exponent) == sizes
     assert ESSMConfig.from_dict(config.to_dict(), num_hidden_layers=3).layer_types == [L_] * 3
 
 
