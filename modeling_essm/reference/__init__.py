@@ -1,9 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Eq. (7-8) as the paper writes them, in fp64, and the paper's FFT algorithm; to read, and to compare with.
 
-`spectral_mixer` is both equations for one budget. Its convolution and its sum over channels are those of `naive`, the
-definition that the fast algorithms are tested against. All of it is slow and memory-hungry. docs/theory.md derives the
-fast ones. Importing this module makes "naive" and "fft" values of `spectral_algorithm`.
+`spectral_mixer` is both equations for one budget, `elastic_mixer` what the elastic block makes of them. Their
+convolution and their sum over channels are those of `naive`, the definition that the fast algorithms are tested
+against. All of it is slow and memory-hungry. docs/theory.md derives the fast ones. Importing this module makes "naive"
+and "fft" values of `spectral_algorithm`.
 """
 
 from __future__ import annotations
@@ -40,85 +41,99 @@ def spectral_mixer(
         y(t) = D u(t) + sum_{k<=K} alpha_k(t) sigma_k^{1/4} M_k (phi_k * u)(t)                                       (7)
 
     Args:
-        u: (B, L, D) inputs. gate: weights W1 (D_g, D), b1 (D_g), W2 (>= K, D_g) and b2 (>= K); for G groups of columns
-            with a gate each W2 (>= K, G, D_g) and b2 (>= K, G).
-        channel_mixing: (>= K, D, E) weights, M_k as it multiplies a row from the right; or diagonal (>= K, D).
+        u: (B, L, D) inputs. gate: weights W1 (D_g, D), b1 (D_g), W2 (>= K, D_g) and b2 (>= K).
+        channel_mixing: (>= K, D, E) weights, M_k as it multiplies a row from the right.
         skip: (E, D), the matrix D. filter_length: H. budget: K. scaling_exponent: the 1/4 of Eq. (7).
     Returns:
         (B, L, E) in u's dtype, computed in fp64.
     Raises:
         ValueError: budget is not in [1, capacity].
     """
-    K, x = budget, u.double()
-    if not 1 <= K <= len(channel_mixing):
-        raise ValueError(f"budget must be an integer in [1, {len(channel_mixing)}], got {budget!r}")
+    K, x = _checked(budget, len(channel_mixing)), u.double()
     W1, b1, W2, b2 = (weight.double() for weight in gate)
     phi = _filters(filter_length, K, u.shape[1], u.device)
-    sigma = torch.tensor(spectral_basis(filter_length).sigma[:K], device=u.device)
-    s = torch.einsum("blg,k...g->blk...", F.gelu(x @ W1.T + b1), W2[:K]) + b2[:K]
-    s = s * K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)
-    gates = torch.einsum("blk...,k->blk...", s.softmax(2), sigma**scaling_exponent)
+    gates = _alpha(F.gelu(x @ W1.T + b1) @ W2[:K].T + b2[:K]) * _sigma(filter_length, K, u) ** scaling_exponent
     return (x @ skip.double().T + mix_channels(spectral_features(x, phi), gates, channel_mixing.double())).to(u.dtype)
 
 
-def elastic_mixer(u: Tensor, weights: Mapping[str, Tensor], config: Any, budget: int) -> Tensor:
-    """The mixer of the elastic block with the first K channels of its weights, which never read the others.
+def elastic_mixer(
+    u: Tensor, weights: Mapping[str, Tensor], config: Any, budget: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mixer of the elastic block with the first K channels of its weights, which never reads the others.
 
-    With j, k <= K, head j of width d, of which w = d - e pass through the filters and e through the memory:
+    With j, k <= K; a head j has d units, of which the first d - e pass through the filters and e through the memory:
 
-        z_j, v_j = in_j u;   v_j = silu(conv_j(v_j));   s = gate_weight gelu(gate_in u + b) + gate_offset,   alpha by (8)
+        z_j, v_j = in_j u;   v_j = silu(conv_j(v_j))
+        s_kj(t) = gate_weight_kj gelu(gate_in u(t)) + gate_offset_kj,   alpha of each head j by (8)
         y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j)                                          (7)
-        out = sum_{j<=K} out_j (norm_j(y_j, o_j) silu(z_j)),   o(t) = S(t)^T q(t) of `delta_memory`
+        out = sum_{j<=K} out_j (norm_j([y_j, o_j]) silu(z_j)),   o of `delta_memory`
 
     Args:
-        u: (B, L, D) of unit scale. weights: named as in the mixer. config: ESSMConfig with block="elastic".
+        u: (B, L, D) of unit scale. weights: named as in the mixer. config: ESSMConfig with block="elastic". budget: K.
     Returns:
-        (B, L, D) in u's dtype, computed in fp64.
+        (B, L, D) in u's dtype, computed in fp64; and the states after the last step in fp64, as `ESSMCache` names them
+        ("features" of the first K filters only).
+    Raises:
+        ValueError: budget is not in [1, capacity].
     """
-    x, W, K, d, e = u.double(), {name: t.double() for name, t in weights.items()}, budget, *_head(config)
-    w, g, heads = d - e, config.gate_hidden_size // config.num_spectral_channels, (K, d)
-    z, v = (x @ W["in_proj.weight"][: 2 * K * d].T).unflatten(-1, (K, 2, d)).unbind(-2)
-    v = F.silu(_convolution(v.flatten(-2), W["convolution"][:, : K * d])).unflatten(-1, heads)
+    K, L, H = _checked(budget, len(weights["gate_offset"])), u.shape[1], config.filter_length
+    x, W = u.double(), {name: weight.double() for name, weight in weights.items()}
+    d, e, g = config.head_size, config.memory_value_size, config.gate_hidden_size // config.num_spectral_channels
+    w = d - e
+    z, v = (x @ W["in_proj.weight"][: 2 * K * d].T).unflatten(2, (K, 2, d)).unbind(3)
+    v, tail = _convolution(v.flatten(2), W["convolution"][:, : K * d])
+    v = F.silu(v).unflatten(2, (K, d))
     h = F.gelu(x @ W["gate_in.weight"][: K * g].T + W["gate_in.bias"][: K * g])
-    s = torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K]
-    alpha = (s * K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)).softmax(2)
-    sigma = torch.tensor(spectral_basis(config.filter_length).sigma[:K], device=u.device) ** config.scaling_exponent
-    f = spectral_features(v[..., :w].flatten(-2), _filters(config.filter_length, K, u.shape[1], u.device))
-    M = W["channel_mixing"][:K, : K * w].unflatten(-1, (K, w))
-    y = torch.einsum("blkj,k,kjd,blkjd->bljd", alpha, sigma, M, f.unflatten(-1, (K, w)))
-    y = y + W["skip"][: K * w].view(K, w) * v[..., :w]
+    alpha = _alpha(torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K])
+    gates = alpha * _sigma(H, K, u)[:, None] ** config.scaling_exponent
+    features = spectral_features(v[..., :w].flatten(2), _filters(H, K, L, u.device))  # (B, L, K, K w)
+    y = W["skip"][: K * w] * v[..., :w].flatten(2) + mix_channels(features, gates, W["channel_mixing"][:, : K * w])
+    y, states = y.unflatten(2, (K, w)), {"features": features[:, -1], "convolution": tail}
     if e:
-        y = torch.cat([y, delta_memory(x, v[..., w:], W, config.memory_key_size)], -1)
-    y = y / (y.square().mean(-1, keepdim=True) + config.layer_norm_eps).sqrt() * W["norm"][: K * d].view(heads)
-    return ((y * F.silu(z)).flatten(-2) @ W["out_proj.weight"][:, : K * d].T).to(u.dtype)
+        o, memory = delta_memory(x, v[..., w:], W, config.memory_key_size)
+        y, states = torch.cat([y, o], 3), states | memory
+    y = y / (y.square().mean(3, keepdim=True) + config.layer_norm_eps).sqrt() * W["norm"][: K * d].view(K, d)
+    return ((y * F.silu(z)).flatten(2) @ W["out_proj.weight"][:, : K * d].T).to(u.dtype), states
 
 
-def delta_memory(x: Tensor, v: Tensor, W: Mapping[str, Tensor], m: int) -> Tensor:
-    """S(t) = a(t) (I - beta(t) k k^T) S(t-1) + beta(t) k v^T and o(t) = S(t)^T q(t), step by step: (B, L, K, e)."""
+def delta_memory(x: Tensor, v: Tensor, W: Mapping[str, Tensor], m: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """S(t) = a(t) (I - beta(t) k(t) k(t)^T) S(t-1) + beta(t) k(t) v(t)^T and o(t) = S(t)^T q(t), step by step.
+
+    Args:
+        x: (B, L, D). v: (B, L, K, e), values of the live heads. W: weights of the mixer. m: keys a channel.
+    Returns:
+        o (B, L, K, e), and the states "keys" and "memory" (B, K m, K e) after the last step; all fp64.
+    """
     B, L, K, e = v.shape
-    qk = x @ W["memory.in_proj.weight"][: 2 * K * m].T
-    qk = F.silu(_convolution(qk, W["memory.convolution"][:, : 2 * K * m]) + W["memory.offset"][: 2 * K * m])
-    q, k = (F.normalize(t.flatten(2), dim=-1) for t in qk.unflatten(-1, (K, 2, m)).unbind(-2))
-    a, beta = (x @ W["memory.rates.weight"].T + W["memory.rates.bias"]).unbind(-1)
-    a, beta, v = (-F.softplus(a - 4.0)).exp(), beta.sigmoid(), v.flatten(2)
-    S, read = x.new_zeros(B, K * m, K * e), []
+    qk, tail = _convolution(x @ W["memory.in_proj.weight"][: 2 * K * m].T, W["memory.convolution"][:, : 2 * K * m])
+    qk = F.silu(qk + W["memory.offset"][: 2 * K * m]).unflatten(2, (K, 2, m))
+    q, k = (F.normalize(part.flatten(2), dim=2) for part in qk.unbind(3))
+    decay, strength = (x @ W["memory.rates.weight"].T + W["memory.rates.bias"]).unbind(2)
+    a, beta, v = (4.0 - decay).sigmoid(), strength.sigmoid(), v.flatten(2)
+    S, o = x.new_zeros(B, K * m, K * e), []
     for t in range(L):
-        S = a[:, t, None, None] * S
-        S = S + beta[:, t, None, None] * torch.einsum(
-            "bk,bv->bkv", k[:, t], v[:, t] - torch.einsum("bk,bkv->bv", k[:, t], S)
-        )
-        read.append(torch.einsum("bk,bkv->bv", q[:, t], S))
-    return torch.stack(read, 1).view(B, L, K, e)
+        key, kept = k[:, t, :, None], a[:, t, None, None] * S
+        S = kept + beta[:, t, None, None] * key @ (v[:, t, None] - key.mT @ kept)
+        o.append(q[:, t, None] @ S)
+    return torch.cat(o, 1).unflatten(2, (K, e)), {"keys": tail, "memory": S}
 
 
-def _head(config: Any) -> tuple[int, int]:
-    return config.head_size, config.memory_value_size
+def _checked(budget: int, capacity: int) -> int:
+    if not 1 <= budget <= capacity:
+        raise ValueError(f"budget must be an integer in [1, {capacity}], got {budget!r}")
+    return budget
 
 
-def _convolution(u: Tensor, taps: Tensor) -> Tensor:
-    """Causal, of each column; the last tap is that of the present step."""
-    padded = F.pad(u, (0, 0, len(taps) - 1, 0))
-    return sum(tap * padded[:, i : i + u.shape[1]] for i, tap in enumerate(taps))
+def _alpha(s: Tensor) -> Tensor:
+    """Eq. (8) of the scores (B, L, K, ..) of all live channels."""
+    return (s * s.shape[2] ** 0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)).softmax(2)
+
+
+def _convolution(u: Tensor, taps: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal, of each column, the last tap that of the present step; and the inputs that a later step still reads."""
+    p, L = len(taps) - 1, u.shape[1]
+    padded = F.pad(u, (0, 0, p, 0))
+    return sum(tap * padded[:, i : i + L] for i, tap in enumerate(taps)), padded[:, L:]
 
 
 def spectral_features(u: Tensor, phi: Tensor) -> Tensor:
@@ -133,8 +148,8 @@ def mix_channels(features: Tensor, gates: Tensor, M: Tensor) -> Tensor:
     """sum_k g_k(t) M_k f_k(t).
 
     Args:
-        features: (B, L, K, D). gates: (B, L, K) g_k = alpha_k sigma_k^{1/4}, or with diagonal M_k (B, L, K, G), each
-            for D / G columns. M: dense (>= K, D, E) or diagonal (>= K, D).
+        features: (B, L, K, D). gates: (B, L, K) g_k = alpha_k sigma_k^p, or with diagonal M_k (B, L, K, G), each for
+            D / G columns. M: dense (>= K, D, E) or diagonal (>= K, D).
     Returns:
         (B, L, E), or (B, L, D).
     """
@@ -193,6 +208,11 @@ def _by_column(gates: Tensor, M: Tensor) -> Tensor:
     """Gates (B, L, K) or (B, L, K, G) for each of the D columns of diagonal M (>= K, D): (B, L, K, D)."""
     gates = gates if gates.ndim == 4 else gates[..., None]
     return gates.repeat_interleave(M.shape[1] // gates.shape[3], 3)
+
+
+def _sigma(H: int, K: int, like: Tensor) -> Tensor:
+    """(K,) fp64 sigma_k."""
+    return torch.tensor(spectral_basis(H).sigma[:K], device=like.device)
 
 
 def _filters(H: int, K: int, L: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import VARIANTS, assert_close, blocks, pad, random_ids, random_model, variants
+from helpers import VARIANTS, assert_close, pad, random_ids, random_model, variants
 
 from modeling_essm import ESSMForSequenceClassification
 

@@ -6,7 +6,17 @@ import re
 import pytest
 import torch
 from accelerate.utils import send_to_device
-from helpers import VARIANTS, assert_close, blocks, filled, random_ids, random_masks, random_model, tiny_config, variants
+from helpers import (
+    VARIANTS,
+    assert_close,
+    blocks,
+    filled,
+    random_ids,
+    random_masks,
+    random_model,
+    tiny_config,
+    variants,
+)
 from safetensors.torch import save_file
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
@@ -19,8 +29,9 @@ LAYERS = {
     "mixer.gate_out.weight 32 8, mixer.gate_out.bias 32, mixer.channel_mixing 32 16 16, mixer.skip.weight 16 16, "
     "ffn_norm.weight 16, ffn_norm.bias 16, ffn.up.weight 64 16, ffn.up.bias 64, ffn.down.weight 16 64, "
     "ffn.down.bias 16",
-    "elastic": "input_norm.weight 16, mixer.in_proj.weight 512 16, mixer.convolution 4 256, mixer.gate_in.weight 32 16, "
-    "mixer.gate_in.bias 32, mixer.gate_weight 32 32 32, mixer.gate_offset 32 32, mixer.channel_mixing 32 128, "
+    "elastic": "input_norm.weight 16, mixer.in_proj.weight 512 16, mixer.convolution 4 256, "
+    "mixer.gate_in.weight 32 16, mixer.gate_in.bias 32, "
+    "mixer.gate_weight 32 32 32, mixer.gate_offset 32 32, mixer.channel_mixing 32 128, "
     "mixer.skip 128, mixer.norm 256, mixer.out_proj.weight 16 256, mixer.memory.in_proj.weight 128 16, "
     "mixer.memory.convolution 4 128, mixer.memory.offset 128, mixer.memory.rates.weight 2 16, "
     "mixer.memory.rates.bias 2, ffn_norm.weight 16, ffn.up.weight 192 16, ffn.down.weight 16 96",
@@ -160,7 +171,7 @@ def test_rows_are_what_they_are_alone(variant, seed):
     ids, mask = random_ids(B, L, seed=seed), random_masks(B, L, generator)
     rows = torch.randint(1, 33, (B,), generator=generator)
     cuts = torch.randperm(L - 1, generator=generator)[: 1 + 4 * seed].add(1).sort().values.tolist()
-    room, pieces = (None, 32)[seed // 2], []  # by default each row has its own, else a memory is written by all channels
+    room, pieces = (None, 32)[seed // 2], []  # None: each row writes its own part of a memory
     cache = ESSMCache(model.config, state_budget=room)
     with torch.no_grad():
         whole = model(ids, attention_mask=mask, spectral_budget=rows, use_cache=False).logits

@@ -1,63 +1,99 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The readable Eq. (7-8) is what the models' mixers compute, at every budget, and what loops over every index give."""
+"""The readable Eq. (7-8) is what the models' blocks compute, at every budget, and what loops over every index give."""
 
 import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import VARIANTS, random_ids, random_model
+from helpers import random_ids, random_model
 
-from modeling_essm.reference import spectral_mixer
+from modeling_essm import ESSMCache
+from modeling_essm.mixer_essm import LayerCall
+from modeling_essm.reference import elastic_mixer, spectral_mixer
 from modeling_essm.spectral_basis import spectral_basis
 
-BLOCKS = {"paper": {}, "elastic": VARIANTS["memory"] | {"scaling_exponent": 0.25}}
-# In fp64 the FFT differs by rounding, and the recurrence by the 4e-6 to which its states reproduce the filters.
-TOLERANCE = {"fft": 1e-10, "chunked": 1e-5}
-
-
-def weights_of(mixer: torch.nn.Module) -> dict:
-    """The module's weights, as `spectral_mixer` takes them."""
-    skip, mixing, diagonal = mixer.skip.weight, mixer.channel_mixing, mixer.channel_mixing.shape[2] == 1
-    return {
-        "gate": (mixer.gate_in.weight, mixer.gate_in.bias, mixer.gate_out.weight, mixer.gate_out.bias),
-        "channel_mixing": mixing[..., 0] if diagonal else mixing,
-        "skip": torch.diag(skip) if skip.ndim == 1 else skip,
-        "filter_length": mixer.operator.filter_length,
-        "scaling_exponent": mixer.scaling_exponent,
-    }
+# In fp64 these differ by rounding, and the recurrence by the 4e-6 to which its states reproduce the filters.
+TOLERANCE = {"fft": 1e-10, "naive": 1e-10, "chunked": 1e-5}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("algorithm", TOLERANCE)
-@pytest.mark.parametrize("fields", BLOCKS.values(), ids=BLOCKS)
-def test_the_mixer_of_a_model_is_eq_7_and_8(fields, algorithm):
-    """In the gated block it reads SiLU of a causal convolution."""
-    model, seen = random_model(spectral_algorithm=algorithm, **fields).double(), []
+@pytest.mark.parametrize("algorithm", ["fft", "chunked"])
+def test_the_mixer_of_a_model_is_eq_7_and_8(algorithm):
+    model, seen = random_model(spectral_algorithm=algorithm).double(), []
     mixer = model.model.layers[1].mixer
     mixer.register_forward_hook(lambda module, args, output: seen.append((args[0], output)))
+    gate = mixer.gate_in.weight, mixer.gate_in.bias, mixer.gate_out.weight, mixer.gate_out.bias
     for K in (1, 2, 7, 16, 31, 32):
         model(random_ids(2, 37), spectral_budget=K)
         u, y = seen.pop()
-        if fields.get("block") == "elastic":
-            u = F.silu(F.conv1d(F.pad(u.mT, (2, 0)), mixer.convolution.T[:, None], groups=24).mT)
-        expected = spectral_mixer(u, budget=K, **weights_of(mixer))
+        expected = spectral_mixer(u, gate, mixer.channel_mixing, mixer.skip.weight, 512, K)
         error = (y - expected).norm() / expected.norm()
         assert error < TOLERANCE[algorithm], (K, float(error))
 
 
-@pytest.mark.parametrize("diagonal", [False, True], ids=["dense", "diagonal"])
-def test_loops_over_every_index_give_the_same(diagonal):
-    """Dense 4 x 6 matrices with one gate or diagonal ones with two, K = 3 of 4 channels, beyond the filters' length."""
-    B, L, H, K, D = 2, 7, 5, 3, 4
-    G, E = (2, D) if diagonal else (1, 6)
+def elastic_layer(layer, x, config, K):
+    """x + mixer(norm(x)) and then, with a feed-forward layer, + sum_{j<=K} down_j (silu(a_j) b_j); and the states."""
+
+    def norm(x, scale):
+        return x / (x.square().mean(-1, keepdim=True) + config.layer_norm_eps).sqrt() * scale.weight
+
+    y, states = elastic_mixer(norm(x, layer.input_norm), dict(layer.mixer.named_parameters()), config, K)
+    x = x + y
+    if f := config.intermediate_size // config.num_spectral_channels:
+        ab = norm(x, layer.ffn_norm) @ layer.ffn.up.weight[: 2 * f * K].T
+        a, b = ab.view(*x.shape[:2], K, 2, f).unbind(3)
+        x = x + (a * a.sigmoid() * b).flatten(2) @ layer.ffn.down.weight[:, : f * K].T
+    return x, states
+
+
+MEMORY, FEED_FORWARD = {"memory_key_size": 3, "memory_value_size": 2}, {"intermediate_size": 15}
+SHAPES = {  # odd sizes; chunks of filters have 8 steps, those of the memory 64
+    "plain-1": (1, {"head_size": 1, "conv_kernel_size": 1}),
+    "plain-21": (21, {"head_size": 3, "conv_kernel_size": 1}),
+    "feed-forward-13": (13, {"head_size": 5, "conv_kernel_size": 4} | FEED_FORWARD),
+    "memory-1": (1, {"head_size": 5, "conv_kernel_size": 2} | MEMORY),
+    "memory-69": (69, {"head_size": 3, "conv_kernel_size": 1} | MEMORY),
+    "all-9": (9, {"head_size": 7, "conv_kernel_size": 3} | MEMORY | FEED_FORWARD),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["naive", "chunked"])
+@pytest.mark.parametrize("L, fields", SHAPES.values(), ids=SHAPES)
+def test_the_elastic_block_is_what_it_says(L, fields, algorithm):
+    """Outputs, states, and gradients by the input and every weight, at every budget."""
+    sizes = {"hidden_size": 9, "num_spectral_channels": 5, "gate_hidden_size": 10, "scaling_exponent": 0.25}
+    model = random_model(block="elastic", **sizes, **fields, num_hidden_layers=1, spectral_algorithm=algorithm).double()
+    layer, generator = model.model.layers[0], torch.Generator().manual_seed(L)
+    x, weight = torch.randn(2, 2, L, 9, dtype=torch.float64, generator=generator).unbind()
+    inputs = {"x": x.requires_grad_(), **dict(layer.named_parameters())}
+    tolerance = max(TOLERANCE[algorithm], 1e-5 if "memory_key_size" in fields else 0)  # a memory is computed in fp32
+
+    def compare(name, actual, expected, factor=1):
+        assert actual.shape == expected.shape, name
+        assert (actual - expected).norm() <= factor * tolerance * expected.norm().clamp(min=1), name
+
+    for K in range(1, 6):
+        cache = ESSMCache(model.config).layers[0]
+        y, (expected, states) = layer(x, LayerCall(K), cache), elastic_layer(layer, x, model.config, K)
+        compare("output", y, expected)
+        assert cache.tensors.keys() == states.keys()
+        for name, state in states.items():
+            compare(name, cache.tensors[name][:, :K] if name == "features" else cache.tensors[name], state)
+        gradients = (torch.autograd.grad((out * weight).sum(), inputs.values()) for out in (y, expected))
+        for name, actual, expected in zip(inputs, *gradients):
+            compare((K, name), actual, expected, factor=5)  # sums over positions cancel
+
+
+def test_loops_over_every_index_give_the_same():
+    """4 x 6 matrices, K = 3 of 4 channels, beyond the filters' length."""
+    B, L, H, K, D, E = 2, 7, 5, 3, 4, 6
     generator = torch.Generator().manual_seed(6)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    u, W1, b1, W2, b2 = random(B, L, D), random(5, D), random(5), random(4, G, 5), random(4, G)
-    M, skip = random(4, D) if diagonal else random(4, D, E), random(E, D)
+    u, W1, b1, W2, b2 = gate = random(B, L, D), random(5, D), random(5), random(4, 5), random(4)
+    M, skip = random(4, D, E), random(E, D)
     basis = spectral_basis(H)
     phi, sigma = basis.filters(K), basis.sigma
     expected = torch.zeros(B, L, E, dtype=torch.float64)
@@ -66,25 +102,26 @@ def test_loops_over_every_index_give_the_same(diagonal):
             expected[b, t] = skip @ u[b, t]
             a = W1 @ u[b, t] + b1
             hidden = a * (1 + torch.erf(a / math.sqrt(2))) / 2
-            for g in range(G):
-                own = slice(g * E // G, (g + 1) * E // G)  # columns of this gate
-                s = [float(W2[k, g] @ hidden + b2[k, g]) for k in range(K)]
-                scale = math.sqrt(K) / (math.hypot(*s) + 1e-6)
-                total = sum(math.exp(scale * s_k) for s_k in s)
-                for k in range(K):
-                    feature = sum(phi[t - j, k] * u[b, j] for j in range(t + 1) if t - j < H)
-                    alpha = math.exp(scale * s[k]) / total
-                    mixed = feature * M[k] if diagonal else feature @ M[k]
-                    expected[b, t, own] += alpha * sigma[k] ** 0.25 * mixed[own]
-    gate = (W1, b1, W2, b2) if diagonal else (W1, b1, W2[:, 0], b2[:, 0])
-    y = spectral_mixer(u, gate, M, skip, H, K)
+            s = [float(W2[k] @ hidden + b2[k]) for k in range(K)]
+            scale = math.sqrt(K) / (math.hypot(*s) + 1e-6)
+            total = sum(math.exp(scale * s_k) for s_k in s)
+            for k in range(K):
+                feature = sum(phi[t - j, k] * u[b, j] for j in range(t + 1) if t - j < H)
+                expected[b, t] += math.exp(scale * s[k]) / total * sigma[k] ** 0.25 * (feature @ M[k])
+    y = spectral_mixer(u, gate[1:], M, skip, H, K)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
-    single = spectral_mixer(u.float(), gate, M, skip, H, K)
+    single = spectral_mixer(u.float(), gate[1:], M, skip, H, K)
     torch.testing.assert_close(single, expected.float())  # of the dtype of u
 
 
 def test_a_budget_that_the_weights_do_not_have():
     u, gate = torch.zeros(1, 3, 2), (torch.zeros(3, 2), torch.zeros(3), torch.zeros(4, 3), torch.zeros(4))
+    model = random_model(block="elastic", num_spectral_channels=4)
+    weights = dict(model.model.layers[0].mixer.named_parameters())
     for budget in (0, 5):
-        with pytest.raises(ValueError, match=rf"budget must be an integer in \[1, 4\], got {budget}"):
-            spectral_mixer(u, gate, torch.zeros(4, 2, 2), torch.zeros(2, 2), 16, budget)
+        for call in (
+            lambda K: spectral_mixer(u, gate, torch.zeros(4, 2, 2), torch.zeros(2, 2), 16, K),
+            lambda K: elastic_mixer(torch.zeros(1, 3, 16), weights, model.config, K),
+        ):
+            with pytest.raises(ValueError, match=rf"budget must be an integer in \[1, 4\], got {budget}"):
+                call(budget)
