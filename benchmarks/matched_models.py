@@ -29,7 +29,8 @@ class Row:
 
     Attributes:
         layers: blocks to begin with. fields: of ESSMConfig, or of BaselineConfig.
-        expansion: inner width of the gated block over D. feed_forward: width of its feed-forward layer over D.
+        expansion: width of all heads of the elastic block over D. feed_forward: of its feed-forward layer.
+        memory: share of a head's units that are values of its memory; the channel has as many keys.
         peer: architecture of essm_train/baselines/models.py instead. hidden_size: of a peer, to begin with.
         rates: learning rates. updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
@@ -41,6 +42,7 @@ class Row:
     fields: dict[str, Any] = field(default_factory=dict)
     expansion: float = 1.0
     feed_forward: float = 0.0
+    memory: float = 0.0
     peer: str | None = None
     hidden_size: int = 0
     rates: tuple[float, ...] = (3e-3, 6e-3, 1.2e-2)
@@ -63,9 +65,8 @@ _found: dict[str, Any] = {}
 def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
     """The configuration with that many parameters, to 3%, whose shape is nearest to the row's in log distance.
 
-    The width D of an ES-SSM is even, and its heads divide the inner width; both give way first, then the depth. Of a
-    peer the inner width gives way first, between half and twice its published proportion, then width and depth by a
-    factor of up to 4.
+    The width D of an ES-SSM is even; it and the head size give way first, then the depth. Of a peer the inner width
+    gives way first, between half and twice its published proportion, then width and depth by a factor of up to 4.
 
     Args:
         model_class: what the parameters are counted of, called with a configuration; by default the language model.
@@ -83,13 +84,16 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
 
 def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
     """Parameters are fixed + layers each + attending layers more, which three models of a shape determine."""
-    gated, every = row.fields.get("block") == "gated", row.attention_every
-    step = math.lcm(2, row.fields["num_heads"]) if gated else 2
+    elastic, every = row.fields.get("block") == "elastic", row.attention_every
+    step = row.fields["num_spectral_channels"] if elastic else 2
 
     def make(hidden: int, inner: int, layers: int, layer_types: list[str] | None = None) -> ESSMConfig:
         sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
-        if gated:
-            sizes |= {"inner_size": inner, "intermediate_size": 8 * round(row.feed_forward * hidden / 8)}
+        if elastic:
+            head, units = inner // step, round(row.feed_forward * hidden / step)
+            remembered = int(row.memory * head)
+            sizes |= {"head_size": head, "memory_key_size": remembered, "memory_value_size": remembered}
+            sizes["intermediate_size"] = units * step
         if every:
             sizes["layer_types"] = layer_types or hybrid_layers(layers, every)
         return ESSMConfig(**row.fields | sizes)
@@ -109,7 +113,7 @@ def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
         return fixed + (layers - n) * each + n * attending
 
     def follows(hidden: int) -> int:
-        return max(step, round(row.expansion * hidden / step) * step) if gated else hidden
+        return max(step, round(row.expansion * hidden / step) * step) if elastic else hidden
 
     def width_of(layers: int, inner: int = 0) -> int:
         """The first even width that reaches the target; the inner width follows it unless given."""
@@ -124,7 +128,7 @@ def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
         if found and depth >= min(found)[0]:
             break
         middle = follows(width_of(layers))
-        for inner in [n for n in (middle - step, middle, middle + step) if n > 0] if gated else [0]:
+        for inner in [n for n in (middle - step, middle, middle + step) if n > 0] if elastic else [0]:
             hidden = width_of(layers, inner)
             for D in (hidden - 2, hidden):
                 if abs(count(D, inner or D, layers) / target - 1) <= TOLERANCE:

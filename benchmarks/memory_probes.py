@@ -1,14 +1,15 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The field's probes of memory on the paper's block, the gated block and its peers, of equal size, at every budget.
+"""The field's probes of memory on the paper's block, the elastic block and its peers, of equal size, at every budget.
 
     python -m benchmarks.memory_probes --processes 2
-    python -m benchmarks.memory_probes --tasks mqar mqar:length=128,pairs=8 --only gated mamba2 --seeds 0
+    python -m benchmarks.memory_probes --tasks mqar mqar:length=128,pairs=8 --only elastic mamba2 --seeds 0
+    python -m benchmarks.memory_probes --tasks recall --updates 2000 --runs_dir runs/recall     # and a figure
     python -m benchmarks.memory_probes --table --runs_dir runs/memory_probes
 
 Every update has new samples, the same for every model and rate at a seed; all runs of a task are measured on the same
-held-out samples. The figure is the error where something is asked: the share of wrong tokens, or of noise the mean
-squared error relative to the variance, so that 1 is what knowing nothing gives. Elastic models have 32 channels and are
-trained with budget dropout.
+held-out samples. The error is that where something is asked: the share of wrong tokens, or of noise the mean squared
+error relative to the variance, so that 1 is what knowing nothing gives. One run trains all budgets of an ES-SSM: in
+every batch a quarter of the rows has the full one, and each other quarter one that is drawn.
 
 Tasks are pure functions of their parameters and of the generator. Those of tokens give inputs (n, L) int64 in
 [0, vocabulary) and targets (n, L) int64: the token that the output AT that position shall be, not the next one, or
@@ -28,32 +29,37 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from essm_train.arguments import RunArguments
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedModel
-from essm_train.models import run_at_budget
+from essm_train.files import write_figure
+from essm_train.models import capacity_of, run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
 
 from . import common, sweeps
 from .matched_models import TOLERANCE, Row, matched_config
 from .sweeps import Run, Sweep
 
-BUDGETS = (2, 4, 8, 16, 32)
+BUDGETS = (1, 2, 3, 4, 6, 8)
+PAIRS = (2, 4, 8, 12, 16, 24, 32, 48)  # that recall is measured with
 HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of training have others
 METRIC = "error"
 IGNORED = -100  # as torch's cross-entropy has it
 Samples = tuple[np.ndarray, np.ndarray]
 
-_GATED = {"block": "gated", "num_heads": 4, "embedding_initializer_range": 0.1}
-_HYBRID = _GATED | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+_ELASTIC = {"block": "elastic", "num_spectral_channels": 8}
+_HYBRID = _ELASTIC | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _RATES, _PEER_RATES = (3e-3, 1e-2), (2e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 32}, rates=_RATES),
-    "gated": Row(3, _GATED, expansion=2.0, rates=_RATES),
-    "gated, attention 1 in 6": Row(6, _HYBRID, expansion=2.0, rates=_RATES, attention_every=6),
-    "gated, attention 1 in 3": Row(3, _HYBRID, expansion=2.0, rates=_RATES, attention_every=3),
+    "elastic": Row(2, _ELASTIC, expansion=2.0, rates=_RATES),
+    "elastic, memory": Row(2, _ELASTIC, expansion=2.0, memory=0.5, rates=_RATES),
+    "elastic, attention 1 in 6": Row(6, _HYBRID, expansion=2.0, rates=_RATES, attention_every=6),
+    "elastic, attention 1 in 3": Row(3, _HYBRID, expansion=2.0, rates=_RATES, attention_every=3),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=96, rates=_PEER_RATES),
     "s4d": Row(3, peer="s4d", hidden_size=64, rates=_PEER_RATES),
@@ -97,6 +103,37 @@ class AssociativeRecall:
         np.put_along_axis(inputs, places, keys, 1)
         np.put_along_axis(targets, places, values, 1)
         return inputs, targets
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Keys with values, then the same keys in another order, each before its value again.
+
+        k1 v1 k2 v2 .. | .. k2 v2 .. k1 v1       the output at a key of the second part is its value
+
+    Keys are distinct tokens of the lower half of the vocabulary, values any of the upper half.
+    """
+
+    keys: int = 64
+    pairs: int = 32
+
+    @property
+    def vocabulary(self) -> int:
+        return 2 * self.keys
+
+    @property
+    def length(self) -> int:
+        return 4 * self.pairs - 1
+
+    def sample(self, count: int, rng: np.random.Generator) -> Samples:
+        keys = _distinct(rng, np.ones(self.keys), count, self.pairs)
+        pairs = np.stack([keys, rng.integers(self.keys, self.vocabulary, size=keys.shape)], 2)
+        order = _distinct(rng, np.ones(self.pairs), count, self.pairs)
+        asked = np.take_along_axis(pairs, order[..., None], 1)
+        whole = np.concatenate([pairs, asked], 1).reshape(count, -1)
+        targets = np.full((count, self.length), IGNORED)
+        targets[:, 2 * self.pairs :: 2] = asked[..., 1]
+        return whole[:, :-1], targets
 
 
 @dataclass(frozen=True)
@@ -207,9 +244,10 @@ class NoiseDelay:
         return inputs, targets
 
 
-Task = AssociativeRecall | PhoneBook | SelectiveCopying | InductionHeads | NoiseDelay
+Task = AssociativeRecall | Recall | PhoneBook | SelectiveCopying | InductionHeads | NoiseDelay
 TASKS: dict[str, Task] = {
     "mqar": AssociativeRecall(),
+    "recall": Recall(),
     "phone-book": PhoneBook(),
     "selective-copying": SelectiveCopying(),
     "induction": InductionHeads(),
@@ -224,7 +262,8 @@ class Settings:
 
     Attributes:
         positions: of an update, in as many samples as make them, see `batch_size`. held_out: to measure on, likewise.
-        budgets: that elastic models are measured at. quick: short tasks, unless the name of a task says otherwise.
+        budgets: that an ES-SSM is trained for and measured at.
+        quick: short tasks, unless the name of a task says otherwise.
     """
 
     parameters: int
@@ -297,19 +336,32 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch_size(task: Task, positions: int) -> int:
-    """Samples that make so many positions; twice as many of a task that asks a single question in each."""
-    return max(1, (1 + isinstance(task, InductionHeads)) * positions // task.length)
+    """Samples that make so many positions; twice as many where little is asked."""
+    return max(1, (1 + isinstance(task, (InductionHeads, Recall))) * positions // task.length)
+
+
+def task_of_update(task: Task, rng: np.random.Generator) -> Task:
+    """The task itself; recall with all of its pairs, a half, a quarter or an eighth of them."""
+    return dataclasses.replace(task, pairs=-(-task.pairs >> int(rng.integers(4)))) if isinstance(task, Recall) else task
+
+
+def budgets_of_rows(budgets: Sequence[int], count: int, rng: np.random.Generator) -> Tensor:
+    """(count,) int64: of a quarter of the rows the last budget, of each other quarter one of all."""
+    return torch.from_numpy(np.array([budgets[-1], *rng.choice(budgets, 3)]).repeat(-(-count // 4))[:count])
 
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
     count, number = batch_size(task, settings.positions), iter(range(settings.updates))
-    args = RunArguments(max_steps=settings.updates, learning_rate=run.rate, seed=run.seed)
+    budgets = sorted({min(K, capacity_of(model)) for K in settings.budgets} | {capacity_of(model)})
+    fields: dict[str, Any] = {"max_steps": settings.updates, "learning_rate": run.rate, "seed": run.seed}
 
     def next_forward() -> Callable[[int], Any]:
-        batch, targets = batch_of(task, count, np.random.default_rng([run.seed, next(number)]), settings.device)
-        return lambda K: SimpleNamespace(loss=loss_of(run_at_budget(model, batch, K).logits, targets))
+        rng = np.random.default_rng([run.seed, next(number)])
+        batch, targets = batch_of(task_of_update(task, rng), count, rng, settings.device)
+        rows = budgets_of_rows(budgets, count, rng).to(settings.device)
+        return lambda _: SimpleNamespace(loss=loss_of(run_at_budget(model, batch, rows).logits, targets))
 
-    return sweeps.train(model, next_forward, args, count * task.length)
+    return sweeps.train(model, next_forward, RunArguments(**fields, budget_schedule="full"), count * task.length)
 
 
 @torch.inference_mode()
@@ -343,7 +395,40 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
     model = make_model(config).to(settings.device)
     scored = functools.partial(score, task=task, settings=settings)
     trained = train(model, task, settings, run)
-    return sweeps.measure(model, trained, scored, settings.budgets, METRIC, task.length)
+    record = sweeps.measure(model, trained, scored, settings.budgets, METRIC, task.length)
+    if isinstance(task, Recall) and (errors := record[METRIC]):
+        few = [dataclasses.replace(task, pairs=P) for P in PAIRS if task.keys >= P]
+        record["error_by_pairs"] = {str(t.pairs): score(model, [*map(int, errors)], t, settings) for t in few}
+    return record
+
+
+def pairs_recalled(result: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of a model at its best rate: the share of values that it recalls, by the number of pairs and by the budget."""
+    wanted = [result["task"], result["model"], result["best_rate"]]
+    runs = [r["error_by_pairs"] for r in records if [r["task"], r["model"], r["rate"]] == wanted]
+    return {P: {K: sweeps.mean([1 - run[P][K] for run in runs]) for K in runs[0][P]} for P in runs[0]}
+
+
+def draw(results: list[dict[str, Any]]) -> Figure:
+    """The share of recalled values against the pairs: a line for every budget of a model with a memory, and others."""
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for result in results:
+        recalled, memory = result["recalled"], "memory" in result["model"]
+        budgets = [*next(iter(recalled.values()))]
+        for i, K in enumerate(budgets if memory else budgets[-1:]):
+            means = [values[K]["mean"] for values in recalled.values()]
+            spread = [values[K]["deviation"] for values in recalled.values()]
+            style: dict[str, Any] = {"linestyle": ":", "marker": None, "label": result["model"]}
+            if memory:
+                style = {"color": colormaps["viridis_r"]((i + 1) / len(budgets)), "marker": "o", "label": f"K = {K}"}
+            axes.errorbar([*map(int, recalled)], means, spread, markersize=3.5, linewidth=1.4, capsize=2, **style)
+    pairs = [*map(int, results[0]["recalled"])]
+    axes.set(xscale="log", ylim=(0, 1.03), xlabel="pairs to remember", ylabel="share of values recalled")
+    axes.set_xticks(pairs, [*map(str, pairs)])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
@@ -358,6 +443,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "memory_probes", args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates
     )
     report["results"] = sweeps.summarise_all(records, METRIC)
+    recalls = [r for r in report["results"] if r["definition"]["task"]["kind"] == Recall.__name__ and METRIC in r]
+    for result in recalls:
+        result["recalled"] = pairs_recalled(result, records)
+    if recalls:
+        write_figure(common.report_path(report, args).with_suffix(".png"), draw(recalls), dpi=130)
     return common.finish(report, args)
 
 

@@ -35,8 +35,8 @@ from . import common
 from .matched_models import Row
 
 SPEED = "_per_cpu_second"  # how the name of a speed ends
-SIZES = ["hidden_size", "num_hidden_layers", "inner_size", "num_heads", "intermediate_size"]
-SIZES += ["num_spectral_channels", "state_size"]
+SIZES = ["hidden_size", "num_hidden_layers", "head_size", "intermediate_size", "num_spectral_channels"]
+SIZES += ["memory_key_size", "memory_value_size", "state_size"]
 
 
 @dataclass(frozen=True)

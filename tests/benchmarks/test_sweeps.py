@@ -196,6 +196,10 @@ def answers_of(name, row):
         return [IGNORED] * (task.length - task.tokens) + [token for token in row[: -task.tokens] if token]
     if name == "induction":
         return [IGNORED] * (task.length - 1) + [row[row.index(0) + 1]]
+    if name == "recall":
+        pairs, asked = dict(zip(row[: 2 * task.pairs : 2], row[1 : 2 * task.pairs : 2])), row[2 * task.pairs :: 2]
+        assert sorted(asked) == sorted(pairs) and max(pairs) < task.keys <= min(pairs.values())
+        return [IGNORED] * 2 * task.pairs + [token for key in asked for token in (pairs[key], IGNORED)][:-1]
     width = task.name + task.digits  # of a phone book
     entries = [row[i : i + width] for i in range(0, task.entries * width, width)]
     asked = row[task.entries * width :][: task.name]
@@ -203,7 +207,7 @@ def answers_of(name, row):
     return [IGNORED] * (task.length - task.digits) + number
 
 
-@pytest.mark.parametrize("name", ["phone-book", "selective-copying", "induction"])
+@pytest.mark.parametrize("name", ["phone-book", "recall", "selective-copying", "induction"])
 def test_tokens_are_what_their_definition_says(name):
     task = TASKS[name]
     inputs, targets = task.sample(200, np.random.default_rng(0))
@@ -246,12 +250,22 @@ def test_parameters_of_tasks():
 
 
 def test_every_kind_of_memory_is_probed(quick, tmp_path):
-    names, tasks = ["gated", "s4d"], ["mqar:pairs=3", "delay-white"]
+    names, tasks = ["elastic, memory", "s4d"], ["mqar:pairs=3", "recall:keys=16", "delay-white"]
     order = ["--tasks", *tasks, "--rates", 0.01, "--seeds", 0, "--only", *names, "--runs_dir", tmp_path / "runs"]
     report = quick(memory_probes, *order)
     assert {(r["task"], r["model"]) for r in report["results"]} == {(t, n) for t in tasks for n in names}
     for result in report["results"]:
         assert all(0 <= error["mean"] < 2 for error in result["error"].values())
+        if "recalled" in result:  # the error is that with all pairs
+            right = {K: {"mean": pytest.approx(1 - error["mean"])} for K, error in result["error"].items()}
+            assert {K: {"mean": values["mean"]} for K, values in result["recalled"]["2"].items()} == right
+    assert [*report["results"][2]["recalled"]] == ["2", "4", "8", "12", "16"]
+    assert Path(tmp_path, "report.png").stat().st_size > 0
+
+
+def test_budgets_of_rows_hold_the_full_one():
+    rows = memory_probes.budgets_of_rows((1, 2, 4), 10, np.random.default_rng(0)).tolist()
+    assert rows[:3] == [4, 4, 4] and {*rows} <= {1, 2, 4} and rows[3:6] == rows[3:4] * 3
 
 
 def test_what_filters_span_is_what_dense_algebra_says(quick, tmp_path):
