@@ -4,7 +4,7 @@
     python -m benchmarks.spectral_layer                                     every shape
     python -m benchmarks.spectral_layer --lengths 4096 --mixing diagonal
 
-M_k are dense, as in the paper's block, or diagonal with gates for each of 4 heads, as in the gated block. Two FFT
+M_k are dense, as in the paper's block, or diagonal with gates for each of K heads, as in the elastic block. Two FFT
 layers stand against `chunked`; both cache the filters' spectra, take one real FFT of u, and compute no final state:
   paper   the authors' order (dense M_k only): K inverse FFTs in groups of 8 channels, einsum with M_k, weighted sum.
   tuned   the fastest we know how to write: groups sized to the cache, gates applied before mixing, one product.
@@ -28,7 +28,7 @@ from modeling_essm.spectral_ops import SpectralOperator
 
 from . import common
 
-FILTER_LENGTH, HEADS = 65536, 4
+FILTER_LENGTH = 65536
 CHUNK = {"dense": 64, "diagonal": 32}  # the blocks' defaults
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 2e-2}  # K = 32 states in fp32: 3e-5; bf16 operands: 3e-3
 GROUP_BYTES = {"cpu": 16 << 20, "cuda": 1 << 30}  # of one group's features in `tuned_fft`
@@ -60,7 +60,7 @@ def paper_fft(u: Tensor, gates: Tensor, M: Tensor) -> Tensor:
 
 
 def tuned_fft(u: Tensor, gates: Tensor, M: Tensor) -> Tensor:
-    """As `paper_fft`; of diagonal M (K, D) with gates (B, L, K, heads)."""
+    """As `paper_fft`; of diagonal M (K, D) with gates (B, L, K, K)."""
     y = torch.zeros_like(u)
     gates = gates.reshape(*gates.shape[:3], -1).permute(0, 2, 3, 1).unsqueeze(3)  # (B, K, heads, 1, L)
     for g, features in features_of(u, len(M), 0):
@@ -102,7 +102,7 @@ def make_inputs(B: int, L: int, D: int, K: int, mixing: str, device: torch.devic
     """u, gates and channel_mixing as a model has them: unit inputs, gates near 1/K, mixing of the size of 1/sqrt(D)."""
     generator, diagonal = torch.Generator().manual_seed(0), mixing == "diagonal"
     u = torch.randn(B, L, D, generator=generator)
-    gates = torch.randn(B, L, K, *([HEADS] if diagonal else []), generator=generator).softmax(2)
+    gates = torch.randn(B, L, K, *([K] if diagonal else []), generator=generator).softmax(2)
     M = torch.randn(K, D, *([] if diagonal else [D]), generator=generator)
     return [t.to(device, common.dtype_of(device)) for t in (u, gates, M if diagonal else M / D**0.5)]
 

@@ -3,7 +3,7 @@
 
     python -m benchmarks.training_step                                       the three tables, a file for each
     python -m benchmarks.training_step --table models --length 1024 --batch 4
-    python -m benchmarks.training_step --config hub_configs/essm-gated-20m   of that model, in files of its own
+    python -m benchmarks.training_step --config hub_configs/essm-elastic-21m  of that model, in files of its own
 
 One step is forward, backward, AdamW and zero_grad on random bytes. fp32 on the CPU, bf16 autocast over fp32 weights on
 a GPU.

@@ -32,9 +32,10 @@ RUNS = {
     "speculative": [],
     "serving": ["--loads", 0.5],
     "training_step --table models": ["--length", 64],
+    "budget_cost --table compute": [],
     "ablation_speed": ["--only", "gated, capacity 8", "mamba2", "mamba2, library"],
 }
-SLOW = {"prefix_loading": [], "training_step --table dropout": ["--length", 64]}
+SLOW = {"budget_cost --table loading": [], "training_step --table dropout": ["--length", 64]}
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
