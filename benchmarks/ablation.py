@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What each part of the gated block is worth, beside the paper's block and its peers; results/ablation_protocol.md.
+"""What each part of the elastic block is worth, beside the paper's block and peers; results/ablation_protocol.md.
 
     python -m benchmarks.ablation --train_file novels-train.parquet --validation_file novels-validation.parquet
-    python -m benchmarks.ablation --only paper gated llama --updates 500 --processes 2   # Python's own sources
+    python -m benchmarks.ablation --only elastic mamba2 llama --updates 500 --processes 2   # Python's own sources
     python -m benchmarks.ablation --table --runs_dir runs/ablation                       # of the runs that are there
 
 A run is a model, a learning rate and a seed (`benchmarks.sweeps`). Models have as many parameters as asked for within
@@ -35,60 +35,47 @@ from . import common, sweeps
 from .matched_models import TOLERANCE, Row, matched_config
 from .sweeps import Run, Sweep
 
-BUDGETS = (2, 4, 8)  # and the capacity
+BUDGETS = (1, 2, 3, 4, 6, 8)  # and the capacity
 METRIC = "bits_per_byte"
 
 
-def _gated(layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, **fields: Any) -> Row:
-    """The gated block of the protocol with some of its parts exchanged."""
-    base = {"block": "gated", "num_heads": 4, "conv_kernel_size": 4, "scaling_exponent": 0.0}
-    base |= {"num_spectral_channels": 16, "embedding_initializer_range": 0.1}
-    return Row(layers, base | fields, expansion, feed_forward)
+def _elastic(
+    layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, memory: float = 0.0, **fields: Any
+) -> Row:
+    """The elastic block of the protocol with some of its parts exchanged."""
+    fields = {"block": "elastic", "num_spectral_channels": 8} | fields
+    return Row(layers, fields, expansion, feed_forward, memory=memory)
 
 
-_BASE, _CAPACITY_8 = _gated(), _gated(num_spectral_channels=8)
-_FFN = _gated(layers=3, feed_forward=8 / 3, num_spectral_channels=8)
+_BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
-_LLAMA = Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES)
-# The library's own scale of new weights for Mamba-2.
-_MAMBA2 = Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
-    "gated": _BASE,
-    "gated, inner D": _gated(expansion=1.0),
-    "gated, inner 3 D": _gated(expansion=3.0),
-    "gated, 1 head": _gated(num_heads=1),
-    "gated, 8 heads": _gated(num_heads=8),
-    "gated, 16 heads": _gated(num_heads=16),
-    "gated, 4 blocks": _gated(layers=4),
-    "gated, 9 blocks": _gated(layers=9),
-    "gated, FFN": _gated(layers=3, feed_forward=8 / 3),
-    "gated, no convolution": _gated(conv_kernel_size=0),
-    "gated, exponent 1/16": _gated(scaling_exponent=1 / 16),
-    "gated, exponent 1/4": _gated(scaling_exponent=1 / 4),
-    "gated, exponent 1/2": _gated(scaling_exponent=1 / 2),
-    "gated, capacity 8, exponent 1/4": _gated(num_spectral_channels=8, scaling_exponent=1 / 4),
-    "gated, no gating": _gated(gating="none"),
-    "gated, capacity 8": _CAPACITY_8,
-    "gated, capacity 32": _gated(num_spectral_channels=32),
-    "gated, embeddings 0.02": _gated(embedding_initializer_range=0.02),
-    "gated, half full": dataclasses.replace(_BASE, full_share=0.5),
-    "gated, no budget dropout": dataclasses.replace(_BASE, full_share=1.0),
-    "gated, authors' schedule": dataclasses.replace(_BASE, schedule="authors"),
-    "gated, capacity 8, half full": dataclasses.replace(_CAPACITY_8, full_share=0.5),
-    "gated, capacity 8, no budget dropout": dataclasses.replace(_CAPACITY_8, full_share=1.0),
-    "gated, capacity 8, FFN": _FFN,
-    "gated, capacity 8, 4 blocks, FFN 4/3": _gated(layers=4, feed_forward=4 / 3, num_spectral_channels=8),
-    "gated, attention 1 in 6": dataclasses.replace(_gated(**_HEADS), attention_every=6),
-    "gated, attention 1 in 3": dataclasses.replace(_gated(**_HEADS), attention_every=3),
-    "llama": _LLAMA,
-    "mamba2": _MAMBA2,
+    "elastic": _BASE,
+    "elastic, memory": _MEMORY,
+    "elastic, memory 1/4": _elastic(memory=1 / 4),
+    "elastic, 4 channels": _elastic(num_spectral_channels=4),
+    "elastic, 16 channels": _elastic(num_spectral_channels=16),
+    "elastic, inner D": _elastic(expansion=1.0),
+    "elastic, inner 3 D": _elastic(expansion=3.0),
+    "elastic, 4 blocks": _elastic(layers=4),
+    "elastic, 9 blocks": _elastic(layers=9),
+    "elastic, FFN": _elastic(layers=3, feed_forward=8 / 3),
+    "elastic, FFN, memory": _elastic(layers=3, feed_forward=8 / 3, memory=1 / 8),
+    "elastic, no convolution": _elastic(conv_kernel_size=1),
+    "elastic, exponent 1/16": _elastic(scaling_exponent=1 / 16),
+    "elastic, exponent 1/4": _elastic(scaling_exponent=1 / 4),
+    "elastic, gate of 1 unit": _elastic(gate_hidden_size=8),
+    "elastic, gate of 16 units": _elastic(gate_hidden_size=128),
+    "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
+    "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
+    "elastic, attention 1 in 6": dataclasses.replace(_elastic(**_HEADS), attention_every=6),
+    "elastic, attention 1 in 3": dataclasses.replace(_elastic(**_HEADS), attention_every=3),
+    "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
+    # The library's own scale of new weights for Mamba-2.
+    "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
-    # As many updates as take the CPU time of "gated, capacity 8", by `ablation_speed`.
-    "gated, capacity 8, FFN, equal time": dataclasses.replace(_FFN, updates=4 / 3),
-    "llama, equal time": dataclasses.replace(_LLAMA, updates=5 / 4),
-    "mamba2, equal time": dataclasses.replace(_MAMBA2, updates=11 / 12),
 }
 
 
@@ -198,9 +185,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     sweep = Sweep(settings_of(args), perform, define, METRIC)
     records, report = sweeps.run("ablation", args, sweep, lambda name: ROWS[name].rates)
     report["results"] = sweeps.summarise_all(records, METRIC)
-    gated: dict[str, Any] = next((r for r in report["results"] if r["model"] == "gated"), {})
+    base: dict[str, Any] = next((r for r in report["results"] if r["model"] == "elastic"), {})
     for result in report["results"]:
-        result["against_gated"] = difference(result, gated)
+        result["against_elastic"] = difference(result, base)
     return common.finish(report, args)
 
 

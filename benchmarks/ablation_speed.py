@@ -2,7 +2,7 @@
 """How fast do the models of `benchmarks.ablation` learn, side by side: tokens a second of updates, each in its turn.
 
     python -m benchmarks.ablation_speed
-    python -m benchmarks.ablation_speed --parameters 800000 --only "gated, capacity 8" mamba2
+    python -m benchmarks.ablation_speed --parameters 800000 --only elastic mamba2
 
 The speeds in the ablation's table are of runs made at different times; these are of paired rounds in one process. An
 update is forward, backward and AdamW on 4 random blocks of 512 bytes, in fp32 on one CPU thread. In a round an elastic
@@ -27,7 +27,7 @@ from .ablation import ROWS, make_model
 from .matched_models import matched_config
 from .training_step import make_step
 
-NAMES = ("gated, capacity 8", "gated, capacity 8, FFN", "mamba2", "mamba2, library", "s4d", "llama", "paper")
+NAMES = ("elastic", "elastic, memory", "elastic, FFN", "mamba2", "mamba2, library", "s4d", "llama", "paper")
 BATCH, FILTER_LENGTH = 4, 4096
 UPDATES = 5  # of a peer in a round
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Classification of whole sequences by the gated block, the paper's block and peers of equal size, at every budget.
+"""Classification of whole sequences by the elastic block, the paper's block and peers of equal size, at every budget.
 
     python -m benchmarks.classification_tasks --data_dir data --processes 2
-    python -m benchmarks.classification_tasks --tasks smnist listops:updates=600 --only gated s4d --seeds 0
+    python -m benchmarks.classification_tasks --tasks smnist listops:updates=600 --only elastic s4d --seeds 0
     python -m benchmarks.classification_tasks --table --runs_dir runs/classification_tasks
 
 A run is what train_classification does at the same arguments on a task of essm-list-tasks. Elastic models train the
@@ -38,18 +38,19 @@ from . import common, sweeps
 from .matched_models import TOLERANCE, Row, matched_config
 from .sweeps import Run, Sweep
 
-BUDGETS = (2, 4, 8)  # and the capacity
+BUDGETS = (1, 2, 4, 8)  # and the capacity
 METRIC = "error"
 TEST_BATCH = 32
 
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
-_GATED = {"block": "gated", "num_heads": 4, "num_spectral_channels": 16, "embedding_initializer_range": 0.1}
+_ELASTIC = {"block": "elastic", "num_spectral_channels": 8}
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 16}, full_share=0.5),
-    "gated": Row(4, _GATED, expansion=2.0, full_share=0.5),
-    "gated, exponent 1/4": Row(4, _GATED | {"scaling_exponent": 1 / 4}, expansion=2.0, full_share=0.5),
-    "gated, exponent 1/16": Row(4, _GATED | {"scaling_exponent": 1 / 16}, expansion=2.0, full_share=0.5),
-    "gated, FFN": Row(2, _GATED, 2.0, 8 / 3, full_share=0.5),
+    "elastic": Row(4, _ELASTIC, 2.0, full_share=0.5),
+    "elastic, memory": Row(4, _ELASTIC, 2.0, memory=1 / 4, full_share=0.5),
+    "elastic, 12 channels": Row(4, _ELASTIC | {"num_spectral_channels": 12}, 2.0, full_share=0.5),
+    "elastic, exponent 1/4": Row(4, _ELASTIC | {"scaling_exponent": 1 / 4}, 2.0, full_share=0.5),
+    "elastic, FFN": Row(2, _ELASTIC, 2.0, 8 / 3, full_share=0.5),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     # The library's own scale of new weights for Mamba-2.
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=88, rates=_PEER_RATES),

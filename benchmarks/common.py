@@ -29,7 +29,7 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 REPORTS = Path("runs/benchmarks")  # what is worth keeping is copied to benchmarks/results
 HIDDEN = ("definition", "sizes", "rates", "by_seed", "cpu_seconds", "metric")  # in results, and not in tables
 # Fields that get their defaults again with a new width, or a new number of layers.
-_OF_WIDTH = ("inner_size", "num_heads", "mixing_size", "intermediate_size", "gate_hidden_size")
+_OF_WIDTH = ("head_size", "intermediate_size", "attention_intermediate_size", "gate_hidden_size")
 _OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
 
 
@@ -44,7 +44,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
-    text = "folder whose config.json makes the model, such as hub_configs/essm-gated-20m; by default the paper's model"
+    text = "folder whose config.json makes the model, such as hub_configs/essm-elastic-21m; by default the paper's model"
     p.add_argument("--config", type=_config_folder, help=text)
 
 

@@ -146,7 +146,7 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
         if kind == "transformer":
             backbone: Any = LlamaConfig(**sizes, num_hidden_layers=1)
         else:
-            sizes |= {"block": "gated", "num_hidden_layers": 2, "inner_size": width, "num_heads": 1}
+            sizes |= {"block": "elastic", "num_hidden_layers": 2, "head_size": width // 8}
             sizes |= {"num_spectral_channels": 8, "filter_length": 512}
             backbone = ESSMConfig(**sizes, layer_types=["linear_attention", "full_attention"])
         given = {
@@ -160,11 +160,11 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
         with torch.device("meta"):
             return ElasticStateModel(config).num_parameters()
 
-    target, found = share * count(config), []
+    target, found, unit = share * count(config), [], 4 if kind == "transformer" else 8  # one for each channel
     for width in (16, 24, 32, 40, 48, 56, 64):
-        least, more = count(sized(width, 8)), count(sized(width, 12))  # their number is linear in the inner width
-        steps = min(max(round((target - least) / (more - least)), 0), width - 2)
-        found.append((abs(least + steps * (more - least) - target), sized(width, 8 + 4 * steps)))
+        least, more = count(sized(width, 8)), count(sized(width, 8 + unit))  # linear in the inner width
+        steps = min(max(round((target - least) / (more - least)), 0), 4 * (width - 2) // unit)
+        found.append((abs(least + steps * (more - least) - target), sized(width, 8 + unit * steps)))
     apart, best = min(found, key=lambda each: each[0])
     if apart > 0.05 * target:
         raise ValueError(f"no {kind} has {target:,.0f} parameters to 5%, the nearest {count(best):,}")

@@ -5,7 +5,7 @@
         --output_dir runs/gpu_train --seconds 480 [--models flagship] [--compile]
 
 Byte-level language models of about 130M parameters read random windows of the same text: that of
-hub_configs/essm-gated-130m with a random budget each update, Llama, and Mamba-2 by chunks. Each has a share of the
+hub_configs/essm-elastic-130m with a random budget each update, Llama, and Mamba-2 by chunks. Each has a share of the
 seconds; the learning rate rises over the first updates and falls to zero over the last quarter of the share. bf16
 autocast over fp32 weights. Held-out bits per byte are measured at the end, of the flagship at several budgets.
 
@@ -37,7 +37,7 @@ from . import common
 
 VOCABULARY, END = 259, 258
 WARMUP, DECAY = 100, 0.25  # updates, share of the seconds
-FLAGSHIP = Path(__file__).parent.parent / "hub_configs/essm-gated-130m"
+FLAGSHIP = Path(__file__).parent.parent / "hub_configs/essm-elastic-130m"
 SHARES = {"flagship": 0.6, "Mamba-2": 0.2, "Llama": 0.2}
 
 

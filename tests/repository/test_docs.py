@@ -51,7 +51,7 @@ def flags_of(module: str) -> frozenset[str]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A working directory with the files that the pages speak of."""
-    model = random_model(block="gated", num_hidden_layers=8, num_spectral_channels=8)  # as the first command's
+    model = random_model(block="elastic", num_hidden_layers=8, num_spectral_channels=8)  # as the first command's
     model.save_pretrained(tmp_path / "runs/train_clm/model")
     build_byte_tokenizer().save_pretrained(tmp_path / "runs/train_clm/model")
     (tmp_path / "hub_configs").symlink_to(ROOT / "hub_configs")

@@ -27,7 +27,7 @@ import modeling_essm.training
 from modeling_essm import ESSMConfig, ESSMForCausalLM, build_byte_tokenizer
 
 assert "site-packages" in modeling_essm.__file__
-config = ESSMConfig(block="gated", hidden_size=16, num_hidden_layers=2, num_spectral_channels=4, filter_length=64)
+config = ESSMConfig(block="elastic", hidden_size=16, num_hidden_layers=2, num_spectral_channels=4, filter_length=64)
 ESSMForCausalLM(config).save_pretrained("saved")
 build_byte_tokenizer(64).save_pretrained("saved")
 model = AutoModelForCausalLM.from_pretrained("saved", trust_remote_code=True, spectral_capacity=2)
