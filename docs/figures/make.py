@@ -169,7 +169,7 @@ def draw_mixer(ax) -> None:
     line(ax, (8.4, 13.1), (8.4, 14.6))
     ax.text(8.4, 15.1, "y", ha="center", va="center")
     ax.text(11.4, 7.1, "not read", ha="center", va="center", fontsize=9, color=GREY)
-    ax.set(xlim=(-1.0, 15.6), ylim=(-1.6, 18.4))
+    ax.set(xlim=(-1.0, 15.6), ylim=(-1.6, 18.9))
 
 
 def draw_paper_block(ax) -> None:
@@ -184,37 +184,40 @@ def draw_paper_block(ax) -> None:
         circle(ax, x, end, "+")
     for y, text, color in stack:
         box(ax, x, y, text, color, 4.6, 2.0 if "\n" in text else 1.3)
-    ax.set(xlim=(0.2, 7.0), ylim=(-1.6, 18.4))
+    ax.set(xlim=(0.2, 7.0), ylim=(-1.6, 18.9))
 
 
-def draw_gated_block(ax) -> None:
-    ax.set_title("The gated block", fontsize=11)
-    v, z, middle, side = 3.0, 8.2, 5.6, 11.4
+def draw_elastic_block(ax) -> None:
+    ax.set_title("The elastic block at budget K = 3 of 5", fontsize=11)
+    columns, middle, side = np.array([2.0, 5.0, 8.0, 11.0, 14.0]), 5.0, 16.2
     ax.text(middle, -0.9, "x", ha="center", va="center")
-    rises(ax, middle, (-0.4, 0.95), (2.25, 2.95), (13.2, 13.75), (15.05, 15.7), (16.7, 17.8))
-    rises(ax, v, (4.25, 5.0), (7.0, 8.15), (9.45, 10.35))
-    rises(ax, z, (4.25, 8.15))
-    box(ax, middle, 1.6, "RMSNorm", GREY)
-    box(ax, middle, 3.6, "linear, D to 2D + 2D", GREY, 9.4)
-    stack = [(6.0, "causal convolution,\n4 taps, SiLU", SAND), (8.8, "spectral mixer", BLUE), (11.0, "RMSNorm", GREY)]
-    for y, text, color in stack:
-        box(ax, v, y, text, color, 5.2, 2.0 if "\n" in text else 1.3)
-    ax.text(v - 0.3, 4.6, "v", ha="right", va="center", fontsize=9)
-    ax.text(z + 0.3, 4.6, "z", ha="left", va="center", fontsize=9)
-    box(ax, z, 8.8, "SiLU", RED, 3.0)
-    line(ax, (z, 9.45), (z, 12.7), (middle + 0.5, 12.7))
-    line(ax, (v, 11.65), (v, 12.7), (middle - 0.5, 12.7))
-    circle(ax, middle, 12.7, r"$\times$")
-    box(ax, middle, 14.4, "linear, 2D to D", GREY, 4.6)
-    line(ax, (middle, 0.2), (side, 0.2), (side, 16.2), (middle + 0.5, 16.2))
-    circle(ax, middle, 16.2, "+")
-    ax.set(xlim=(0.0, 12.0), ylim=(-1.6, 18.4))
+    rises(ax, middle, (-0.4, 0.75), (11.4, 11.7), (12.7, 13.2), (14.4, 14.75), (16.35, 16.7), (17.7, 18.4))
+    box(ax, middle, 1.3, "RMSNorm", GREY, 8.5, 1.1)
+    rows = [(3.2, "in$_{}$", GREY), (4.9, "conv$_{}$", SAND), (8.4, "norm$_{}$,\n" + r"SiLU$(z_{})$", GREY)]
+    rows += [(10.5, "out$_{}$", GREY), (15.4, "ffn$_{}$", GREEN)]
+    for j, x in enumerate(columns, 1):
+        active = j <= 3
+        style = {} if active else {"ls": "--"}
+        for y, text, color in rows:
+            height = 1.7 if "\n" in text else 1.2
+            box(ax, x, y, text.replace("{}", str(j)), color if active else GREY, 2.5, height, **style)
+        if active:
+            rises(ax, x, (1.85, 2.6), (3.8, 4.3), (5.5, 6.0), (7.2, 7.55), (9.25, 9.9))
+            for y, up in ((11.1, 11.4), (16.0, 16.35)):
+                line(ax, (x, y), (x, up), (middle, up), head=False)
+    box(ax, middle, 6.6, r"(7), (8): each head by $\phi_1, \phi_2, \phi_3$", BLUE, 8.5, 1.2)
+    box(ax, 12.5, 6.6, "not read", GREY, 5.5, 1.2, ls="--")
+    box(ax, middle, 13.8, "RMSNorm", GREY, 8.5, 1.1)
+    for start, end in ((0.2, 12.2), (12.95, 17.2)):
+        line(ax, (middle, start), (side, start), (side, end), (middle + 0.5, end))
+        circle(ax, middle, end, "+")
+    ax.set(xlim=(0.4, 16.8), ylim=(-1.6, 18.9))
 
 
 def architecture() -> Figure:
-    figure = Figure(figsize=(12, 6))
-    axes = figure.subplots(1, 3, width_ratios=[16.6, 6.8, 11.8])
-    for ax, draw in zip(axes, (draw_mixer, draw_paper_block, draw_gated_block)):
+    figure = Figure(figsize=(13, 6))
+    axes = figure.subplots(1, 3, width_ratios=[16.6, 6.8, 16.4])
+    for ax, draw in zip(axes, (draw_mixer, draw_paper_block, draw_elastic_block)):
         draw(ax)
         ax.set_aspect("equal")
         ax.axis("off")
