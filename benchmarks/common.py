@@ -44,7 +44,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def add_config(p: argparse.ArgumentParser) -> None:
-    text = "folder whose config.json makes the model, such as hub_configs/essm-elastic-21m; by default the paper's model"
+    text = "folder whose config.json makes the model, as hub_configs/essm-elastic-21m; by default the paper's model"
     p.add_argument("--config", type=_config_folder, help=text)
 
 

@@ -8,8 +8,8 @@ as the filters are orthonormal: for the impulse at lag tau (a delay), exp(-lag /
 horizon of K is the tau up to which the share is at least a level, `growth` its factor per channel. Beside it stands the
 error of the best linear read-out of a delay from the features of noise.
 
-Trained part. An elastic model of 8 channels for every delay, and its error at every budget, which is also the width that
-it runs. Noise is white, of at most 0.01 cycles a step, or of at most one cycle per delay. Runs are those of
+Trained part. An elastic model of 8 channels for every delay, and its error at every budget, which is also the width
+that it runs. Noise is white, of at most 0.01 cycles a step, or of at most one cycle per delay. Runs are those of
 `benchmarks.memory_probes`.
 """
 
