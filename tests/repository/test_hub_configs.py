@@ -28,7 +28,7 @@ FOLDER = ROOT / "hub_configs"
 RELEASED = "essm-novels-6m"
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/config.json") if path.parent.name != RELEASED)
 # The same in small: everything that a loader could stumble over, without the millions of numbers.
-SMALL = {"hidden_size": 8, "intermediate_size": 8, "gate_hidden_size": 4, "num_hidden_layers": 1}
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "gate_hidden_size": 8, "num_hidden_layers": 1}
 SMALL |= {"layer_types": ["linear_attention"]}
 
 
@@ -45,9 +45,10 @@ def test_a_configuration_is_whole_and_as_large_as_its_page_says(name):
     folder, config = FOLDER / name, AutoConfig.from_pretrained(FOLDER / name)
     assert fields(json.loads((folder / "config.json").read_text())) == fields(json.loads(config.to_json_string()))
     with torch.device("meta"):
-        parameters = auto_class(config).from_config(config).num_parameters()
-    size = f"{config.num_hidden_layers} x {config.hidden_size}"
-    row = f"| `{name}` | {parameters / 1e6:.1f}M | {config.block} | {size} | {config.filter_length:,} |"
+        model = auto_class(config).from_config(config)
+    sizes = " | ".join(f"{count / 1e6:.1f}M" for count in (model.num_parameters(), model.num_active_parameters(2)))
+    shape = f"{config.num_hidden_layers} x {config.hidden_size}"
+    row = f"| `{name}` | {sizes} | {config.block} | {shape} | {config.filter_length:,} |"
     assert row in (FOLDER / "README.md").read_text()
     assert check_template((folder / "README.md").read_text()).data.license == "apache-2.0"
     assert not any(path.is_symlink() for path in folder.iterdir())

@@ -44,8 +44,8 @@ def test_fields_of_the_configuration_are_overrides(tmp_path):
     """In a file they stand beside the arguments; later overrides replace them one by one."""
     path = tmp_path / "a.yaml"
     path.write_text("max_steps: 3\nhidden_size: 32\ndropout: 1e-1\nconfig_overrides: {gating: none}\n")
-    args = parse_arguments(CLMArguments, [str(path), "--config_overrides", "hidden_size=48,num_heads=3"])
-    given = {"hidden_size": 48, "dropout": 0.1, "gating": "none", "num_heads": 3}
+    args = parse_arguments(CLMArguments, [str(path), "--config_overrides", "hidden_size=48,head_size=3"])
+    given = {"hidden_size": 48, "dropout": 0.1, "gating": "none", "head_size": 3}
     assert args.config_overrides == given
     assert given.items() <= args.fields().items() and args.fields()["num_hidden_layers"] == 8  # and the script's own
     hybrid = '{"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"]}'
@@ -54,11 +54,11 @@ def test_fields_of_the_configuration_are_overrides(tmp_path):
 
 
 def test_a_new_model_has_the_size_of_the_script_and_its_block():
-    gated = {"block": "gated", "hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8}
-    assert CLMArguments().fields() == gated | {"filter_length": 1024, "scaling_exponent": 0.0}
+    elastic = {"block": "elastic", "hidden_size": 128, "num_hidden_layers": 8, "num_spectral_channels": 8}
+    assert CLMArguments().fields() == elastic | {"filter_length": 1024}
     paper = CLMArguments(config_overrides="block=paper,hidden_size=16").fields()
     assert (paper["hidden_size"], paper["num_hidden_layers"], paper["num_spectral_channels"]) == (16, 4, 32)
-    assert (paper["filter_length"], paper["scaling_exponent"]) == (1024, 0.25)
+    assert paper["filter_length"] == 1024
     assert RetrievalArguments(train_file="a.tsv").fields()["filter_length"] == 4096
     beside = CLMArguments(config_name="x", config_overrides={"gating": "none"})
     assert beside.fields() == {"gating": "none"}  # all else is the configuration's

@@ -29,7 +29,7 @@ needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and
 def model_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     fields = ONE | {"filter_length": 160, "num_spectral_channels": 8, "tie_word_embeddings": False}
-    fields |= VARIANTS["gated"]
+    fields |= VARIANTS["elastic"]
     random_model(seed=12, budget_presets={"fast": [5]}, **fields).save_pretrained(folder)  # of no short cycle
     build_byte_tokenizer().save_pretrained(folder)
     return folder
@@ -178,7 +178,7 @@ def test_executorch(tmp_path):
     """The script compares every program with the model by itself."""
     pytest.importorskip("executorch.exir")
     sizes = ONE | {"filter_length": 64, "num_spectral_channels": 8}
-    random_model(**sizes, **VARIANTS["gated"]).save_pretrained(tmp_path / "model")
+    random_model(**sizes, **VARIANTS["elastic"]).save_pretrained(tmp_path / "model")
     arguments = ("--model", tmp_path / "model", "--spectral_budget", 3, "--format", "executorch")
     export(*arguments, "--output_dir", tmp_path / "out")
     description = json.loads((tmp_path / "out" / "export.json").read_text())

@@ -166,8 +166,8 @@ class RunArguments:
 # A new model of the scripts' own size, by its block; all else is as its configuration has it.
 _NEW = {"hidden_size": 128, "filter_length": 1024}
 NEW_MODEL: Mapping[str, Mapping[str, Any]] = {
-    "gated": _NEW | {"num_hidden_layers": 8, "num_spectral_channels": 8, "scaling_exponent": 0.0},
-    "paper": _NEW | {"num_hidden_layers": 4, "num_spectral_channels": 32, "scaling_exponent": 0.25},
+    "elastic": _NEW | {"num_hidden_layers": 8, "num_spectral_channels": 8},
+    "paper": _NEW | {"num_hidden_layers": 4, "num_spectral_channels": 32},
 }
 DIAGONAL, AR_STU = "diagonal_ssm", "ar_stu"  # model_types beside ES-SSM's
 RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")  # may be set beside saved weights
@@ -328,7 +328,7 @@ class ModelArguments(RunArguments):
         assert isinstance(overrides, dict)
         if self.source is not None:
             return dict(overrides)
-        block = overrides.get("block", "paper" if self.architecture == AR_STU else "gated")
+        block = overrides.get("block", "paper" if self.architecture == AR_STU else "elastic")
         new = {"block": block, **NEW_MODEL.get(str(block), {}), **self.NEW, **overrides}
         if self.attention_every is not None:
             kind = "full_attention" if new.get("sliding_window") is None else "sliding_attention"

@@ -24,7 +24,7 @@ BACKBONES = {
     "essm": lambda: tiny_config(hidden_size=8, num_hidden_layers=1),
     "diagonal": lambda: DiagonalSSMConfig(hidden_size=8, num_hidden_layers=1, state_size=4, vocab_size=300),
     "mamba": lambda: MambaConfig(hidden_size=8, num_hidden_layers=1, state_size=4, vocab_size=8),
-    "gated": lambda: tiny_config(block="gated", hidden_size=8, num_hidden_layers=1),
+    "elastic": lambda: tiny_config(block="elastic", hidden_size=8, num_hidden_layers=1, num_spectral_channels=4),
     "gpt2": lambda: GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32, vocab_size=8),
 }
 FIELDS = ("readouts", "latents", "proposals", "losses", "refine_depths")
@@ -135,7 +135,7 @@ def test_a_backbone_with_fewer_states_is_saved(smaller, tmp_path):
     assert torch.equal(run(loaded, x, refine_depth=1).readouts, run(model, x, refine_depth=1).readouts)
 
 
-@pytest.mark.parametrize("kind", ["gated", "mamba"])
+@pytest.mark.parametrize("kind", ["elastic", "mamba"])
 def test_half_precision(kind, tmp_path):
     """The gate and the metric of the latent stay in fp32, and of a backbone what it keeps by itself: not its gates."""
     model, x = random_model(kind), random_inputs(2, 3, 5, dtype=torch.float32)

@@ -98,6 +98,6 @@ def test_an_ar_stu_is_as_large_as_an_es_ssm_and_is_found_by_its_type(cls, tmp_pa
 
 def test_what_it_is_not():
     with pytest.raises(Exception, match='block must be "paper" in AR-STU'):
-        ARSTUForCausalLM.config_class(block="gated")
+        ARSTUForCausalLM.config_class(block="elastic")
     with pytest.raises(ValueError, match="AR-STU runs on whole sequences"):
         random_model(ARSTUForCausalLM)(random_ids(1, 5), use_cache=True)

@@ -10,7 +10,7 @@ from helpers import VARIANTS, blocks, random_ids, random_model, variants
 from torch.utils.flop_counter import FlopCounterMode
 
 from essm_train import analyze
-from essm_train.measure.analysis import gate_statistics, layer_cost, measured_cost, parts_of, stability_bounds
+from essm_train.measure.analysis import gate_statistics, layer_cost, measured_cost, parts_of, rows_of, stability_bounds
 from modeling_essm import ESSMModel
 from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
@@ -24,29 +24,30 @@ def test_gate_statistics_are_those_of_the_gates(block):
     mixer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     means, entropies = gate_statistics(model, ids, 6)
     torch.testing.assert_close(means.sum(-1), torch.ones_like(entropies))
-    u = mixer.convolve(inputs[0], None, None)[0] if mixer.taps else inputs[0]
-    alpha = mixer.gates(u, 6).movedim(2, -1).double() / mixer.operator.sigma(6, mixer.scaling_exponent, u).double()
+    u = inputs[0]
+    alpha = (
+        mixer.gates(u, 6, None).movedim(2, -1).double() / mixer.operator.sigma(6, mixer.scaling_exponent, u).double()
+    )
     torch.testing.assert_close(means[1], alpha.flatten(0, 1).mean(0), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(entropies[1], -(alpha * alpha.log()).sum(-1).flatten(0, 1).mean(0), atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["paper", "no-gate", "gated"])
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
 def test_no_layer_amplifies_beyond_its_bound(name):
     model = random_model(ESSMModel, **VARIANTS[name])
-    for mixer in spectral_mixers(model):
-        if mixer.taps:  # so that no bound holds without its gain
-            mixer.convolution.data.mul_(1e3)
-    width = model.config.inner_size
-    u = torch.nn.functional.normalize(torch.randn(4, 300, width, generator=torch.Generator().manual_seed(0)), dim=-1)
+    u = torch.nn.functional.normalize(torch.randn(4, 300, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
     for K in (1, 4, 32):
         for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, K), strict=True):
-            with torch.no_grad():
-                assert mixer(u, LayerCall(K)).norm(dim=-1).max() <= bound * (1 + 1e-5)
+            assert mixer(u, LayerCall(K)).norm(dim=-1).max() <= bound * (1 + 1e-5)
     for mixer in spectral_mixers(model):
-        mixer.skip.weight.data.zero_()
+        if "block" in VARIANTS[name]:  # the norm takes this back
+            mixer.channel_mixing.mul_(1e3)
+        else:
+            mixer.skip.weight.zero_()
     for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, 1), strict=True):
-        with torch.no_grad():  # the spectral part alone; of one channel random inputs reach a part of the bound
-            assert 0.003 * bound < mixer(u, LayerCall(1)).norm(dim=-1).max() <= bound * (1 + 1e-5)
+        # The spectral part alone; of one channel random inputs reach a part of the bound.
+        assert 0.003 * bound < mixer(u, LayerCall(1)).norm(dim=-1).max() <= bound * (1 + 1e-5)
 
 
 def test_the_cost_model_counts_the_products():
@@ -69,20 +70,27 @@ LENGTHS = {"step": (5,), "chunked": (5, 64)}  # of whole chunks, or of less than
 def test_the_cost_model_counts_what_a_layer_computes(variant, algorithm, length, monkeypatch):
     """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u.
 
-    Of the gated block also convolution and skip, and a diagonal M_k.
+    Of the elastic block also convolutions and skip, a diagonal M_k, and the memory by its recurrence.
     """
-    module = sys.modules[ESSMModel.__module__.rpartition(".")[0] + ".spectral_chunked"]
-    monkeypatch.setattr(module, "_chunked_forward", module._chunked_forward._init_fn)  # or torch sees one opaque call
+    package = ESSMModel.__module__.rpartition(".")[0]
+    operators, memory = (sys.modules[f"{package}.{name}"] for name in ("spectral_chunked", "memory_essm"))
+    monkeypatch.setattr(operators, "_chunked_forward", operators._chunked_forward._init_fn)  # or torch sees one call
+    monkeypatch.setattr(memory, "torch_chunk_gated_delta_rule", memory.torch_recurrent_gated_delta_rule)
     part = parts_of(random_model(ESSMModel, spectral_algorithm=algorithm, **variant))[0]
     mixer = spectral_mixers(part)[0]
-    D, G, d = mixer.skip.weight.shape[-1], mixer.num_heads, mixer.channel_mixing.shape[2]
+    elastic = part is not mixer
     for K in (1, 6, 32):
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             part(torch.randn(1, length, 16), LayerCall(K))
-        N = mixer.operator.num_states(K)
-        elements = (K + (N if algorithm == "step" else 0)) * D + (G * K if mixer.gated else 0)
-        elements += (mixer.taps + 1) * D if part is not mixer else 0
-        elements += K * D if d == 1 else 0
+        N, units = mixer.operator.num_states(K), K * mixer.filtered if elastic else 16
+        elements = (K + (N if algorithm == "step" else 0)) * units
+        if elastic:
+            elements += K * K + K * mixer.head_size * mixer.taps + (1 + K) * units
+            if mixer.memory is not None:
+                keys = K * mixer.memory.keys
+                elements += 2 * keys * mixer.taps + 3 * keys * (K * mixer.head_size - units)
+        elif mixer.gated:
+            elements += K
         products = layer_cost(part, K, length)[algorithm] - elements
         assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
 
@@ -104,16 +112,19 @@ def test_script(block, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [*argv, "--output_dir", str(tmp_path / "out")])
     analyze.run()
     record = json.loads((tmp_path / "out" / "analysis.json").read_text())
-    assert torch.tensor(record["gates"]["mean"]).shape == ((2, 4, 32) if block else (2, 32))
+    assert torch.tensor(record["gates"]["mean"]).shape == ((2, 32, 32) if block else (2, 32))
     assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
     assert "largest mean gates" in capsys.readouterr().out
 
 
-def test_layers_of_different_capacity():
-    model, ids = random_model(ESSMModel), random_ids(2, 20)
+@blocks
+def test_layers_of_different_capacity(block):
+    model, ids = random_model(ESSMModel, **block), random_ids(2, 20)
     bounds = [stability_bounds(model, K)[i] for i, K in enumerate((8, 3))]
     model.truncate([8, 3])
     assert stability_bounds(model, 8) == bounds
-    mean, _ = gate_statistics(model, ids, 8)
-    assert mean.shape == (2, 8) and (mean[1, 3:] == 0).all() and (mean[1, :3] > 0).all()
+    mean, entropy = gate_statistics(model, ids, 8)
+    held = mean[1] > 0
+    assert mean.shape == (2, *((8,) * held.ndim)) and held.sum() == 3**held.ndim and held[(slice(3),) * held.ndim].all()
+    assert len(rows_of(mean, entropy)) == (11 if block else 2)

@@ -50,7 +50,7 @@ QUICK = ["--rounds", "1", "--decode_tokens", "3", "--device", "cpu", "--threads"
 def saved(tmp_path_factory):
     """A language model with a preset of its user's, and some text."""
     root = tmp_path_factory.mktemp("calibration")
-    fields = {"budget_presets": {"phone": 3, "sweet-spot": 1}, "dropout": 0.1} | VARIANTS["gated"]
+    fields = {"budget_presets": {"phone": 3, "sweet-spot": 1}, "dropout": 0.1} | VARIANTS["elastic"]
     random_model(seed=5, **fields).save_pretrained(root / "model")
     (root / "text.txt").write_text("the spectral state of the spectral budget " * 40)
     return root

@@ -158,7 +158,7 @@ def test_batches_are_padded_and_scaled():
 @pytest.mark.parametrize(
     ("changes", "first_half_full"), [({}, True), ({"block": "paper"}, False), ({"full_budget_updates": 0}, False)]
 )
-def test_new_gated_models_begin_with_half_of_their_updates_at_the_full_budget(
+def test_new_elastic_models_begin_with_half_of_their_updates_at_the_full_budget(
     changes, first_half_full, arguments, tmp_path
 ):
     sizes = {"num_spectral_channels": 8, "max_steps": 12, "logging_steps": 1}

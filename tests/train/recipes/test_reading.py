@@ -26,7 +26,7 @@ TASK = {
     "data": [FILES],
     "arguments": SIZE,
     "full": {"max_steps": 4},
-    "small": {"max_steps": 2, "num_heads": None},
+    "small": {"max_steps": 2, "head_size": None},
 }
 
 

@@ -16,8 +16,8 @@ def data(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")
     held_out, text = {"validation_file": write_held_out(folder)}, {"train_file": write_text(folder)}
     stream = {"train_file": write_tables(folder), "streaming": True, "shuffle_buffer": 5}
-    gated = {"block": "gated", "inner_size": 24}
-    return {"map-style": text | held_out, "streaming": stream | held_out, "gated": text | held_out | gated}
+    elastic = {"block": "elastic", "head_size": 3}
+    return {"map-style": text | held_out, "streaming": stream | held_out, "elastic": text | held_out | elastic}
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
 
 def test_waiting_threads_soon_sleep():
     """As the OpenMP library reads it when torch is imported: spinning ones slow down whoever else uses the cores, and
-    those that sleep at once come late to the small products of a gated block."""
+    those that sleep at once come late to the small products of an elastic block."""
     env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
     run = [sys.executable, "-c", "import essm_train.train_clm, torch"]
     told = subprocess.run(run, env=env | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True).stderr

@@ -41,7 +41,7 @@ EPOCH_AND_A_HALF |= {"max_steps": 18, "save_steps": 4, "eval_steps": 5}
 
 
 @pytest.mark.parametrize(
-    "kind", ["map-style", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("streaming", "gated"))]
+    "kind", ["map-style", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("streaming", "elastic"))]
 )
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(kind, arguments, tmp_path):
     """In mid-epoch, between checkpoints and inside of a checkpoint, with the buffer and the rest of a row half used."""

@@ -105,27 +105,33 @@ def matched_variant(config: Any, model_class: type[nn.Module], block: str | None
 
     Args:
         config: an `ESSMConfig` or `ARSTUConfig`. model_class: an ES-SSM or an AR-STU with its head.
-        block: of the ES-SSM to match, "paper" or "gated"; by default that of the config.
+        block: of the ES-SSM to match, "paper" or "elastic"; by default that of the config.
     Raises:
         ValueError: no such model, with the closest one named.
     """
-    D, fields = config.hidden_size, config.to_dict()
+    D, K, fields = config.hidden_size, config.num_spectral_channels, config.to_dict()
     own: Any = next(c for c in model_class.__mro__ if c.__module__.startswith(("modeling_essm", "essm_train.pairs")))
     matched = {name: value for name, value in fields.items() if not name.startswith(("ar_", "model_type"))}
     changes: dict[str, Any] = {"gating": "softmax", "layer_types": None} | ({"block": block} if block else {})
     target = count_parameters(own.config_class.from_dict(matched, **changes), own)
+    elastic = config.block == "elastic"
+    # Widths in proportion to the model's, and what they are multiples of.
+    steps = dict.fromkeys(("gate_hidden_size", "intermediate_size"), K if elastic else 1)
+    steps |= {"attention_intermediate_size": 1} if "attention_intermediate_size" in fields else {}
 
-    def make(width: int) -> Any:
-        sizes = {name: getattr(config, name) for name in ("gate_hidden_size", "intermediate_size")}
-        sizes = {name: size and max(1, round(size * width / D)) for name, size in sizes.items()}
-        sizes["head_dim"] = config.head_dim
-        if config.block == "gated":
-            heads = config.num_heads
-            sizes["inner_size"] = heads * max(1, round(config.inner_size * width / D / heads))
-        return type(config).from_dict(fields, hidden_size=width, **sizes)
+    def make(width: int, inner: int | None = None) -> Any:
+        share = (width if inner is None else inner) / D
+        sizes = {
+            name: fields[name] and step * max(1, round(fields[name] * share / step)) for name, step in steps.items()
+        }
+        if elastic:
+            sizes["head_size"] = max(config.memory_value_size + 1, round(config.head_size * share))
+        return type(config).from_dict(fields, hidden_size=width, head_dim=config.head_dim, **sizes)
 
-    widths = range(2, 4 * D + 1, 2)  # a gated block has a sixth of the parameters of the paper's at one width
-    best = make(_nearest_widths(widths, make, model_class, target)[0])
-    if best.intermediate_size:
-        best = _fit_inner(best, model_class, target, 1)
+    widths = range(2, 4 * D + 1, 2)  # an elastic block has a sixth of the parameters of the paper's at one width
+    inner = _nearest_widths(widths, make, model_class, target)[0]
+    if elastic:  # where a unit more in every channel is a large step
+        best = make(_nearest_widths(widths, lambda width: make(width, inner), model_class, target)[0], inner)
+    else:
+        best = _fit_inner(make(inner), model_class, target, 1)
     return _first_within([best], model_class, target, 0.03)

@@ -98,7 +98,7 @@ class ClassificationArguments(DataArguments):
 
     output_dir: str = arg("runs/train_classification", "Where everything goes; a run found there is continued.")
     full_budget_updates: int | None = arg(
-        None, "Updates at the full budget before all others; by default half of a new gated model's, else none."
+        None, "Updates at the full budget before all others; by default half of a new elastic model's, else none."
     )
     test_file: list[str] | None = arg(None, "Files for the final sweep; without them it reports validation.")
     text_column: str | None = arg(None, "The column that holds text. Give this one or features_column.")

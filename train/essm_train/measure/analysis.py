@@ -1,11 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """What is inside a trained ES-SSM: which channels its gates use, how far it can amplify, and what a budget costs.
 
-Gates: the mean of alpha_k(t) (Eq. 8) by layer and channel, and the mean entropy of alpha(t). Stability (the paper's
-Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every mixer, with bound = |D| + max_k sigma_k^(1/4)
-|M_k| |phi_k|_1 (spectral norms; without a gate the sum over k instead of the maximum; where heads choose channels of
-their own, sum_t max_k sigma_k^(1/4) |M_k| |phi_k(t)|; and the short convolution before the mixer multiplies the bound
-by its gain). Cost: multiply-adds of one layer per token, by each algorithm, beside measured times.
+Gates: the mean of alpha_k(t) (Eq. 8) by layer and channel, and the mean entropy of alpha(t); in the elastic block for
+each head. Stability (the paper's Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every mixer. In
+the paper's block, bound = |D| + max_k sigma_k^(1/4) |M_k| |phi_k|_1 (spectral norms; without a gate the sum over k
+instead of the maximum). In the elastic block the norm of a head bounds whatever filters and memory give, and the bound
+is |out| (sum_j d max norm_j^2 max |z_j|^2)^(1/2), with the largest row of each head's z. Cost: multiply-adds of one
+layer per token, by each algorithm, beside measured times.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
 def parts_of(model: nn.Module) -> list[Any]:
-    """What a layer's cost is counted of: the paper's mixers, and whole gated blocks, which are nothing without theirs.
+    """What a layer's cost is counted of: the paper's mixers, and whole elastic blocks, of which a budget shrinks all.
 
     Each computes (B, L, D) from (B, L, D) and a budget.
     """
-    blocks = [module for module in model.modules() if type(module).__name__ == "ESSMGatedLayer"]
+    blocks = [module for module in model.modules() if type(module).__name__ == "ESSMElasticLayer"]
     return blocks or spectral_mixers(model)
 
 
@@ -49,17 +50,17 @@ def gate_statistics(model: PreTrainedModel, input_ids: Tensor, budget: int) -> t
 
     Returns:
         (layers, K) mean of alpha_k, zero for channels that a layer does not hold, and (layers,) mean entropy of
-        alpha(t) in nats, at most log K; (layers, G, K) and (layers, G) of G > 1 heads.
+        alpha(t) in nats, at most log K; (layers, K, K) and (layers, K) of the elastic block, a row for each head.
     """
     means: list[Tensor] = []
     entropies: list[Tensor] = []
 
     def record(mixer: Any, args: tuple[Any, ...]) -> None:
         u, K = args[0], min(budget, len(mixer.channel_mixing))
-        u = mixer.convolve(u, None, None)[0] if mixer.taps else u
-        gates = mixer.gates(u, K).movedim(2, -1)  # (B, L, K), or (B, L, G, K)
+        gates = mixer.gates(u, K, None).movedim(2, -1)  # (B, L, K), or (B, L, heads, K)
         alpha = (gates / mixer.operator.sigma(K, mixer.scaling_exponent, u)).double()
-        means.append(nn.functional.pad(alpha.mean((0, 1)).cpu(), (0, budget - K)))
+        alpha = nn.functional.pad(alpha, (0, budget - K) * (alpha.ndim - 2))
+        means.append(alpha.mean((0, 1)).cpu())
         entropies.append(torch.special.entr(alpha).sum(-1).mean((0, 1)).cpu())
 
     hooks = [mixer.register_forward_pre_hook(record) for mixer in spectral_mixers(model)]
@@ -74,66 +75,78 @@ def gate_statistics(model: PreTrainedModel, input_ids: Tensor, budget: int) -> t
 @torch.no_grad()
 def stability_bounds(model: PreTrainedModel, budget: int) -> list[float]:
     """The bound of every layer's mixer at that budget."""
-    bounds = []
-    for mixer in spectral_mixers(model):
-        basis, K = spectral_basis(mixer.operator.filter_length), min(budget, len(mixer.channel_mixing))
-        phi = torch.from_numpy(abs(basis.filters(K)))  # (H, K)
-        sigma = torch.from_numpy(basis.sigma[:K] ** mixer.scaling_exponent)
-        M, skip = mixer.channel_mixing[:K].double().cpu(), mixer.skip.weight.double().cpu()
-        M_norm = torch.linalg.matrix_norm(M.unflatten(1, (-1, M.shape[2])), 2).amax(1)  # the largest of its blocks
-        gains = phi * sigma * M_norm
-        if not mixer.gated:
-            spectral = gains.sum()
-        elif mixer.num_heads == 1:
-            spectral = gains.sum(0).max()
-        else:
-            spectral = gains.amax(1).sum()
-        bound = spectral + (skip.abs().max() if skip.ndim == 1 else torch.linalg.matrix_norm(skip, 2))
-        if mixer.taps:  # |SiLU(v)| <= |v|
-            bound = bound * mixer.convolution.double().cpu().abs().amax(1).sum()
-        bounds.append(float(bound))
-    return bounds
+    return [
+        float(_elastic_bound(mixer, K) if hasattr(mixer, "in_proj") else _paper_bound(mixer, K))
+        for mixer in spectral_mixers(model)
+        for K in [min(budget, len(mixer.channel_mixing))]
+    ]
+
+
+def _paper_bound(mixer: Any, K: int) -> Tensor:
+    basis = spectral_basis(mixer.operator.filter_length)
+    phi_norm = torch.from_numpy(abs(basis.filters(K)).sum(0))
+    sigma = torch.from_numpy(basis.sigma[:K] ** mixer.scaling_exponent)
+    gains = sigma * phi_norm * torch.linalg.matrix_norm(mixer.channel_mixing[:K].double().cpu(), 2)
+    skip = torch.linalg.matrix_norm(mixer.skip.weight.double().cpu(), 2)
+    return skip + (gains.max() if mixer.gated else gains.sum())
+
+
+def _elastic_bound(mixer: Any, K: int) -> Tensor:
+    d = mixer.head_size
+    z = mixer.in_proj.weight[: 2 * K * d].double().cpu().view(K, 2, d, -1)[:, 0]
+    weight = mixer.norm[: K * d].double().cpu().view(K, d)
+    # A normalised head has norm sqrt(d) at most, and |SiLU(z)| <= |z| <= |row of z| |u|.
+    heads = d * weight.square().amax(1) * z.square().sum(2).amax(1)
+    return torch.linalg.matrix_norm(mixer.out_proj.weight[:, : K * d].double().cpu(), 2) * heads.sum().sqrt()
 
 
 def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
     """Multiply-adds of one spectral layer per token, forward, for L = length: Eq. (11) of the paper, term by term.
 
-    `part` is one of `parts_of`. Any algorithm: the skip term, D D_g + D_g K + K for the gate, K D to weight the
-    features and K D d to mix them in blocks of d (of D in the paper's). A gated block of G heads has G times as many
-    gates, a convolution, and its projections and those of its feed-forward layer. The features themselves:
+    `part` is one of `parts_of`. The paper's mixer, by any algorithm: D^2 for the skip term, D D_g + D_g K + K for the
+    gate, K D to weight the features and K D^2 to mix them. The elastic block, whose filters read K w units: 3 K d D for
+    the projections, its convolution, g units of the gate a channel with K^2 outputs, K w for the skip term, K^2 w each
+    to weight and to mix the features; 3 K f D for the feed-forward layer; and for the memory 2 K m D, its convolution,
+    2 D for the rates and 3 K^2 m e for its recurrence. The features of n units (D, or K w):
 
-    chunked  K (C + N) D, and (n C + (s + 1) N) N D / L for the states before each of n = L/C chunks and after the last,
-             which a scan of s < 2 n products by N x N matrices connects.
-    fft      the paper's algorithm, O(K L log L D): a real FFT of u and K inverse ones of length n = 2 L, each counted
-             as 1.25 n log2 n, and K complex products.
-    step     N (N + 1) D for the recurrence.
+    chunked  K (C + N) n, and (c C + (s + 1) N) N n / L for the states before each of c = L/C chunks and after the last,
+             which a scan of s < 2 c products by N x N matrices connects.
+    fft      the paper's algorithm, O(K L log L n): a real FFT of u and K inverse ones of length 2 L, each counted as
+             1.25 (2 L) log2 (2 L), and K complex products.
+    step     N (N + 1) n for the recurrence.
     """
     mixer = getattr(part, "mixer", part)
-    (capacity, D, d), operator = mixer.channel_mixing.shape, mixer.operator
-    K, G = min(budget, capacity), mixer.num_heads
+    K, operator = min(budget, len(mixer.channel_mixing)), mixer.operator
     C, N = operator.chunk_size, operator.num_states(K)
-    gate = mixer.gate_in.out_features * (D + G * K) + G * K if mixer.gated else 0
-    inside = {id(module) for module in mixer.modules()}
-    linear = [x for x in part.modules() if isinstance(x, nn.Linear) and id(x) not in inside]
-    fixed = mixer.skip.weight.numel() + mixer.taps * D + sum(x.weight.numel() for x in linear) + gate
+    if mixer is part:
+        units, D = mixer.channel_mixing.shape[1:]
+        gate = mixer.gate_in.out_features * (D + K) + K if mixer.gated else 0
+        fixed = mixer.skip.weight.numel() + gate + K * units * D
+    else:
+        D, d, units, g = mixer.in_proj.in_features, mixer.head_size, K * mixer.filtered, K * mixer.gate_units
+        fixed = K * d * (3 * D + mixer.taps) + g * (D + K * K) + K * K + units + K * units
+        if hasattr(part, "ffn"):
+            fixed += 3 * K * part.ffn.units * D
+        if mixer.memory is not None:
+            keys, values = K * mixer.memory.keys, K * (d - mixer.filtered)
+            fixed += 2 * keys * (D + mixer.taps) + 2 * D + 3 * keys * values
     n = math.ceil(length / C)
     scan = sum((n >> level) - 1 for level in range(n.bit_length()))
     transform = 1.25 * 2 * math.log2(2 * length)
     features = {
-        "chunked": K * (C + N) * D + (n * C + (scan + 1) * N) * N * D / length,
-        "fft": (1 + K) * transform * D + 4 * K * D,
-        "step": N * (N + 1) * D,
+        "chunked": K * (C + N) * units + (n * C + (scan + 1) * N) * N * units / length,
+        "fft": (1 + K) * transform * units + 4 * K * units,
+        "step": N * (N + 1) * units,
     }
-    return {name: fixed + count + K * D + K * D * d for name, count in features.items()}
+    return {name: fixed + count + K * units for name, count in features.items()}
 
 
 @torch.no_grad()
 def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 5) -> dict[str, list[float]]:
     """Median seconds of one layer's forward pass, batch 1, for `chunked` and `fft` at every budget, taking turns."""
     mixer = getattr(part, "mixer", part)
-    weight, configured = mixer.skip.weight, mixer.algorithm
-    width = weight.shape[-1] if part is mixer else part.in_proj.in_features
-    u = torch.randn(1, length, width, dtype=weight.dtype, device=weight.device)
+    weight, configured = next(part.parameters()), mixer.algorithm
+    u = torch.randn(1, length, weight.shape[-1], dtype=weight.dtype, device=weight.device)
     algorithms = ("chunked", "fft")
 
     def run(algorithm: str, K: int) -> None:
@@ -149,10 +162,11 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
 
 
 def rows_of(means: Tensor, entropies: Tensor) -> list[tuple[str, Tensor, float]]:
-    """A name, the mean gates (K,) and the entropy of each layer, or of each head of each layer."""
+    """A name, the mean gates (K,) and the entropy of each layer, or of each head that a layer holds."""
     return [
         (", head ".join(map(str, (f"layer {where[0]}", *where[1:]))), means[where], float(entropy))
         for where, entropy in np.ndenumerate(entropies.numpy())
+        if means[where].any()
     ]
 
 

@@ -67,7 +67,7 @@ def train_classifier(args: ClassificationArguments) -> BudgetCurve:
         if not args.is_diagonal:
             args.check_length(config.filter_length)
         starts_new = not (args.model_name_or_path or args.is_baseline)
-        if args.full_budget_updates is None and not (starts_new and config.block == "gated"):
+        if args.full_budget_updates is None and not (starts_new and config.block == "elastic"):
             args.full_budget_updates = 0
         with accelerator.main_process_first():
             data = load_classification(args, trained_labels(config))
