@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 
 from .cache_essm import ESSMCacheLayer, operator_of
 from .memory_essm import ESSMMemory
-from .mixer_essm import LayerCall, at_unit_scale, beyond, last_steps, prefix_linear, short_convolution, softmax_gates
+from .mixer_essm import LayerCall, at_unit_scale, beyond, causal_convolution, prefix_linear, softmax_gates
 
 
 class ESSMElasticMixer(nn.Module):
@@ -87,9 +87,9 @@ class ESSMElasticMixer(nn.Module):
             room = max(K, cache.state_budget or 0)
             num_states = self.operator.num_states(room)
         z, v = prefix_linear(self.in_proj, u, 2 * room * d).unflatten(-1, (room, 2, d)).unbind(-2)
-        v, tail = self.convolve(v.flatten(-2), past.get("convolution"), call.lengths)
+        v, tail = causal_convolution(v.flatten(-2), self.convolution, past.get("convolution"), call.lengths)
         gates = F.pad(self.gates(u, K, call.rows), (0, room - K))  # heads of the room beyond K only keep their state
-        v = v.unflatten(-1, (room, d))
+        v = F.silu(v).unflatten(-1, (room, d))
         f = v[..., :w].flatten(-2)
         y, features = self.operator(
             f, gates, self.channel_mixing[:, : room * w], state, call.lengths, self.algorithm, num_states
@@ -110,10 +110,3 @@ class ESSMElasticMixer(nn.Module):
         if cache is not None:
             cache.update(features=features, convolution=tail, **kept)
         return prefix_linear(self.out_proj, y.flatten(-2))
-
-    def convolve(self, v: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-        """SiLU of the causal convolution of each column, and its last taps - 1 inputs; silence stays silence."""
-        p = self.taps - 1
-        past = v.new_zeros(v.shape[0], p, v.shape[2]) if past is None else past.to(v)
-        v = torch.cat([past, v], 1)
-        return F.silu(short_convolution(v, self.convolution[:, : v.shape[2]].to(v.dtype))), last_steps(v, p, lengths)

@@ -48,16 +48,22 @@ class LayerCall:
         return dataclasses.replace(self, **moved)
 
 
-def prefix_linear(module: nn.Module, x: Tensor, outputs: int | None = None) -> Tensor:
-    """What a layer computes from its first inputs, those of x (.., n), for its first outputs.
+def prefix_linear(module: Any, x: Tensor, outputs: int | None = None) -> Tensor:
+    """What a linear layer computes from its first inputs, those of x (.., n), for its first outputs.
 
-    A plain nn.Linear reads that block of its weights alone. Whatever wraps or replaces one (LoRA, torchao) gets x with
-    zeros appended, which is right everywhere.
+    A plain nn.Linear reads that block of its weights alone. Whatever wraps, replaces or watches one (LoRA, torchao,
+    hooks) is called with zeros appended to x, which is right everywhere.
     """
-    if type(module) is nn.Linear and not hasattr(module.weight, "qdata") and not hasattr(module, "_hf_hook"):
+    if type(module) is nn.Linear and not _is_watched(module) and not hasattr(module.weight, "qdata"):
         bias = None if module.bias is None else module.bias[:outputs]
         return F.linear(x, module.weight[:outputs, : x.shape[-1]], bias)
     return module(F.pad(x, (0, module.in_features - x.shape[-1])))[..., :outputs]
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class says: hooks, or a `forward` of its own as of Accelerate."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return bool(hooks) or "forward" in module.__dict__
 
 
 def beyond(rows: Tensor, budget: int) -> Tensor:
@@ -161,6 +167,19 @@ class ESSMSpectralMixer(nn.Module):
         if cache is not None:
             cache.update(features=features)
         return y + self.skip(u)
+
+
+def causal_convolution(x: Tensor, taps: Tensor, past: Tensor | None, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The short convolution of each column, and the inputs that its next step still reads.
+
+    Args:
+        x: (B, L, n). taps: (p + 1, >= n). past: (B, p, n) inputs before x, or None. lengths: as of `LayerCall`.
+    Returns:
+        (B, L, n) and (B, p, n), in x's dtype.
+    """
+    B, p, n = x.shape[0], len(taps) - 1, x.shape[2]
+    x = torch.cat([x.new_zeros(B, p, n) if past is None else past.to(x), x], 1)
+    return short_convolution(x, taps[:, :n].to(x.dtype)), last_steps(x, p, lengths)
 
 
 def last_steps(x: Tensor, p: int, lengths: Tensor | None) -> Tensor:

@@ -28,7 +28,9 @@ HYBRID = {
     "head_dim": 4,
     "sliding_window": 5,
 }
-variants = pytest.mark.parametrize("variant", [*VARIANTS.values(), HYBRID], ids=[*VARIANTS, "hybrid"])
+variants = pytest.mark.parametrize(
+    "variant", [*VARIANTS.values(), HYBRID | VARIANTS["memory"]], ids=[*VARIANTS, "hybrid"]
+)
 BLOCKS = [VARIANTS["paper"], VARIANTS["elastic"], VARIANTS["memory"]]
 blocks = pytest.mark.parametrize("block", BLOCKS, ids=["paper", "elastic", "memory"])
 

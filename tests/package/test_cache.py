@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from helpers import HYBRID, assert_close, blocks, filled, random_ids, random_model, variants
+from helpers import VARIANTS, assert_close, blocks, filled, random_ids, random_model, variants
 
 from modeling_essm import ESSMCache
 
@@ -101,7 +101,7 @@ def test_the_size_falls_with_the_budget_and_is_constant_in_context(variant):
     model = random_model(**variant)
     sizes = [[filled(model, random_ids(2, n), K).num_bytes for K in (1, 8, 32)] for n in (60, 300)]
     assert sizes[0] == sorted(set(sizes[0]))
-    assert variant is HYBRID or sizes[0] == sizes[1]
+    assert "layer_types" in variant or sizes[0] == sizes[1]
     greedy = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
     generated = model.generate(random_ids(2, 60 - 7), **greedy, spectral_budget=8)
     assert generated.past_key_values.num_bytes == sizes[0][1]
@@ -109,20 +109,46 @@ def test_the_size_falls_with_the_budget_and_is_constant_in_context(variant):
         assert sizes[0][1] == 2 * 2 * (8 + 16) * 16 * 4  # layers, rows, states, width, bytes of fp32
 
 
+ROOMS = {
+    "asked": lambda model, ids, rooms: filled(model, ids, [3], ESSMCache(model.config, state_budget=rooms[0])),
+    "first": lambda model, ids, rooms: filled(model, ids, torch.tensor(rooms)),
+    "merged": lambda model, ids, rooms: ESSMCache.merge([filled(model, x[None], K) for x, K in zip(ids, rooms)]),
+}
+
+
+@pytest.mark.parametrize("how", ROOMS)
 @variants
-def test_the_budget_of_a_running_cache(variant):
-    """In a last layer, a new budget within the room is as if it had always run there."""
-    one = {"num_hidden_layers": 2, "layer_types": variant["layer_types"][1:3]} if variant is HYBRID else {}
-    model, ids = random_model(**variant | ({"num_hidden_layers": 1} | one)), random_ids(2, 30)
-    cache = ESSMCache(model.config, state_budget=20)
-    with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache, spectral_budget=4)
-        for K, t in ((20, 20), (3, 21), (9, 22), (20, 23)):
-            always = ESSMCache(model.config, state_budget=20)  # a memory is written by all channels of the room
-            expected = model(ids[:, : t + 1], past_key_values=always, spectral_budget=K).logits[:, -1]
-            assert_close(step(model, cache, ids[:, t : t + 1], K), expected)
-        with pytest.raises(ValueError, match="state_budget=21"):
-            step(model, cache, ids[:, :1], 21)
+@torch.no_grad()
+def test_any_budgets_within_the_room(variant, how):
+    """In a last layer, outputs and states are those of a model that has always run all channels of each row's room."""
+    layers = (
+        variant["layer_types"][1:3] if "layer_types" in variant else ["linear_attention"]
+    )  # attention has no budget
+    model = random_model(**variant | {"num_hidden_layers": len(layers), "layer_types": layers})
+    rooms, ids, t = [20, 20, 20] if how == "asked" else [4, 20, 11], random_ids(3, 35), 7
+    cache, always = ROOMS[how](model, ids[:, :t], rooms), [filled(model, x[None, :t], K) for x, K in zip(ids, rooms)]
+    generator = torch.Generator().manual_seed(len(how))
+    for length in (1, 1, 9, 1, 3, 12, 1):
+        budgets = [int(torch.randint(1, room + 1, (), generator=generator)) for room in rooms]
+        budgets = [min(budgets)] * 3 if length == 3 else budgets
+        piece, t = ids[:, t : t + length], t + length
+        logits = model(piece, past_key_values=cache, spectral_budget=torch.tensor(budgets)).logits
+        for i, K in enumerate(budgets):
+            row = piece[i : i + 1]
+            alone = model(row, past_key_values=copy.deepcopy(always[i]), spectral_budget=K)
+            assert_close(logits[i : i + 1], alone.logits)
+            for name, state in filled(model, row, rooms[i], always[i]).layers[-1].tensors.items():
+                n = rooms[i] if name == "features" else state.shape[1]  # later ones depend on how many there are
+                assert_close(cache.layers[-1].tensors[name][i, :n, : state.shape[2]], state[0, :n], atol=1e-4)
+
+
+def test_a_cache_is_what_the_first_call_that_ran_made_it():
+    """Not one that was refused."""
+    model, ids = random_model(**VARIANTS["memory"]), random_ids(2, 9)
+    cache = ESSMCache(model.config)
+    with pytest.raises(ValueError, match="input_ids"):
+        model(ids + 259, past_key_values=cache, spectral_budget=torch.tensor([2, 9]))
+    assert all(map(torch.equal, states(filled(model, ids, 9, cache)), states(filled(model, ids, 9))))
 
 
 def test_a_budget_beyond_the_states_says_how_and_touches_nothing():

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from helpers import (
     VARIANTS,
@@ -18,10 +19,11 @@ from helpers import (
     variants,
 )
 from safetensors.torch import save_file
+from torch.nn.utils import parametrizations, prune
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.loading_essm import channel_parameters, leading
-from modeling_essm.mixer_essm import LayerCall
+from modeling_essm.mixer_essm import LayerCall, prefix_linear
 
 # Names and sizes, of layers and of what stands around them
 LAYERS = {
@@ -102,7 +104,7 @@ def test_initial_values(variant, embeddings, tmp_path):
                 assert (tensor == 0.0).all(), name
             elif ("embed_tokens" in name or (tied and "lm_head" in name)) and (own or config.block == "elastic"):
                 assert 0.09 < tensor.std() < 0.11, name
-            elif config.block == "elastic" and re.search("in_proj|gate_|ffn.up|rates", name):
+            elif config.block == "elastic" and re.search("in_proj|gate_|ffn.up|rates|[qkv]_proj", name):
                 error = float(tensor.std()) * tensor.shape[-1] ** 0.5 - 1
                 assert abs(error) < 3 * (2 * tensor.numel()) ** -0.5, name
             else:
@@ -146,6 +148,28 @@ def test_a_budget_reads_the_leading_blocks_alone(variant, budget):
         logits = [model(part, past_key_values=cache, spectral_budget=budget).logits for part in ids[:, 10:].split(9, 1)]
     assert_close(torch.cat(logits, 1), expected[:, 10:])
     assert model(ids, spectral_budget=6).logits.isnan().any()
+
+
+WATCHERS = {
+    "hook": lambda linear: linear.register_forward_hook(lambda module, args, output: 2 * output),
+    "pruning": lambda linear: prune.ln_structured(linear, "weight", 0.3, 2, 0),
+    "parametrization": lambda linear: parametrizations.orthogonal(linear),
+    "forward": lambda linear: setattr(linear, "forward", lambda x: F.linear(x, linear.weight).relu()),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("watch", WATCHERS.values(), ids=WATCHERS)
+def test_what_is_done_to_a_linear_layer_acts_at_every_budget(watch):
+    """A budget reads a block of a plain layer's weights; one that was changed is called as it is."""
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(12, 10), torch.randn(2, 12).index_fill(1, torch.arange(7, 12), 0.0)
+    before = linear(x)
+    watch(linear)
+    for parameter in linear.parameters():
+        parameter.mul_(1.1)  # what is computed from it is computed anew
+    assert_close(prefix_linear(linear, x[:, :7], 4), linear(x)[:, :4])
+    assert (linear(x) - 1.1 * before)[:, :4].abs().max() > 0.01  # it does something
 
 
 def test_outputs_report_the_budget_that_ran():
