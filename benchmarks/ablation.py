@@ -15,12 +15,13 @@ import argparse
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.arguments import CLMArguments
@@ -28,7 +29,6 @@ from essm_train.data.samples import MapSamples
 from essm_train.data.text import load_text
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.scoring import hold_out_blocks
-from essm_train.models import run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 from . import common, sweeps
@@ -147,12 +147,12 @@ def train(settings: Settings, row: Row, run: Run) -> tuple[Any, dict[str, Any], 
     torch.manual_seed(run.seed)
     model = make_model(matched_config(row, settings.parameters), settings.filter_length).to(settings.device)
 
-    def next_forward() -> Callable[[int], Any]:
+    def next_batch() -> dict[str, Tensor]:
         blocks = source.load(source.draw(settings.batch_size))
         ids = torch.from_numpy(np.stack(blocks).astype(np.int64)).to(model.device)
-        return functools.partial(run_at_budget, model, {"input_ids": ids, "labels": ids})
+        return {"input_ids": ids, "labels": ids}
 
-    return model, sweeps.train(model, next_forward, args, settings.batch_size * settings.block_size), source
+    return model, sweeps.train(model, next_batch, args, settings.batch_size * settings.block_size), source
 
 
 def score(model: Any, budgets: Sequence[int], text: Any) -> dict[str, float]:

@@ -172,8 +172,8 @@ def train_and_score(
     def batch_of(samples: Any) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in collated(samples).items()}
 
-    def next_forward() -> Callable[[int], Any]:
-        return functools.partial(run_at_budget, model, batch_of(source.load(source.draw(size))))
+    def next_batch() -> dict[str, Tensor]:
+        return batch_of(source.load(source.draw(size)))
 
     @torch.inference_mode()
     def score(model: nn.Module, budgets: Sequence[int] = (1,)) -> dict[str, float]:
@@ -186,7 +186,7 @@ def train_and_score(
                 wrong[K] += int((run_at_budget(model, inputs, K).logits.argmax(-1) != labels).sum())
         return {str(K): errors / len(loaded.test) for K, errors in wrong.items()}
 
-    return sweeps.train(model, next_forward, args, size, "samples", **options), score
+    return sweeps.train(model, next_batch, args, size, "samples", **options), score
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +39,7 @@ from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedM
 from essm_train.files import write_figure
 from essm_train.models import capacity_of, run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
+from modeling_essm.training.budget_dropout import Part
 
 from . import common, sweeps
 from .matched_models import TOLERANCE, Row, matched_config
@@ -355,13 +356,18 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
     budgets = sorted({min(K, capacity_of(model)) for K in settings.budgets} | {capacity_of(model)})
     fields: dict[str, Any] = {"max_steps": settings.updates, "learning_rate": run.rate, "seed": run.seed}
 
-    def next_forward() -> Callable[[int], Any]:
+    def next_batch() -> dict[str, Tensor]:
         rng = np.random.default_rng([run.seed, next(number)])
         batch, targets = batch_of(task_of_update(task, rng), count, rng, settings.device)
-        rows = budgets_of_rows(budgets, count, rng).to(settings.device)
-        return lambda _: SimpleNamespace(loss=loss_of(run_at_budget(model, batch, rows).logits, targets))
+        return batch | {"labels": targets, "budgets": budgets_of_rows(budgets, count, rng).to(settings.device)}
 
-    return sweeps.train(model, next_forward, RunArguments(**fields, budget_schedule="full"), count * task.length)
+    def forward(model: nn.Module, batch: dict[str, Tensor], part: Part) -> Any:
+        inputs = dict(batch)
+        targets, rows = inputs.pop("labels"), inputs.pop("budgets")
+        return SimpleNamespace(loss=loss_of(run_at_budget(model, inputs, rows).logits, targets))
+
+    args = RunArguments(**fields, budget_schedule="full")
+    return sweeps.train(model, next_batch, args, count * task.length, forward=forward)
 
 
 @torch.inference_mode()

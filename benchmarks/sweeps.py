@@ -15,21 +15,21 @@ import json
 import math
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from essm_train.files import write_json
-from essm_train.models import capacity_of
+from essm_train.models import capacity_of, run_part
 from essm_train.run.loop import make_schedule
 from essm_train.run.steps import adamw, fit, make_scheduler
 from modeling_essm import ESSMForCausalLM
-from modeling_essm.training.budget_dropout import budget_losses
+from modeling_essm.training.budget_dropout import Part, budget_losses
 
 from . import common
 from .matched_models import Row
@@ -64,28 +64,36 @@ def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[s
 
 def train(
     model: nn.Module,
-    next_forward: Callable[[], Callable[[int], Any]],
+    next_batch: Callable[[], dict[str, Tensor]],
     args: Any,
     count: int,
     unit: str = "tokens",
     after_step: Callable[[Any, int], object] | None = None,
+    forward: Callable[[nn.Module, dict[str, Tensor], Part], Any] = run_part,
 ) -> dict[str, Any]:
     """All updates with budget dropout and a cosine. The time is that of the process's processor, in updates alone.
 
     Args:
-        next_forward: draws a batch, and gives what runs the model on it at a budget: an output with a `loss`.
+        next_batch: draws the arguments of a forward pass, labels among them.
         args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
         after_step: is given the optimizer and the update just done, counted from 1.
+        forward: of the model, a batch and a part of the update, to an output with a `loss`.
     """
     schedule = make_schedule(args, capacity_of(model))
     optimizer = adamw(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
+
+    def losses(update: int, batch: dict[str, Tensor]) -> Iterator[Tensor]:
+        parts = schedule.parts(update, len(batch["labels"]))
+        run, weight = functools.partial(forward, model, batch), args.distillation_weight
+        return budget_losses(run, parts, labels=batch["labels"], distillation_weight=weight)
+
     found = fit(
         model,
         optimizer,
         make_scheduler(optimizer, args.warmup_steps, [[0, args.max_steps]]),
         args.max_steps,
-        lambda update: next_forward(),
-        lambda update, forward: budget_losses(forward, schedule(update)),
+        lambda update: next_batch(),
+        losses,
         max_grad_norm=args.max_grad_norm,
         after_step=lambda update: after_step and after_step(optimizer, update),
     )

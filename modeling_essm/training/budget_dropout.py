@@ -17,19 +17,21 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from transformers import TrainerCallback
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Settings of the authors' published training code.
 FULL_BUDGET_EVERY = 8  # updates
 BIAS_TO_LARGE = 0.6
+WEIGHT_OF_SMALLER = 0.5  # of all smaller budgets together in "family", where the full one has 1
 
 
 def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
@@ -38,6 +40,16 @@ def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
 
 
 # --- Which budgets an update trains -----------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A forward pass of an update: its budget, the rows of the batch that it reads, their share of the batch, and how
+    much the mean loss of a whole batch would count."""
+
+    budget: int
+    rows: slice
+    share: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,23 @@ class BudgetSchedule:
     sandwich_random: int = 2
 
     def __call__(self, update: int) -> tuple[int, ...]:
-        """The budgets of that update (counted from 0), distinct and descending."""
+        """The budgets of that update (counted from 0), distinct, the largest first."""
         return self.budgets[-1:] if update < self.full_budget_updates else SCHEDULES[self.name](self, update)
+
+    def parts(self, update: int, batch_size: int) -> tuple[Part, ...]:
+        """What that update runs on a batch of B rows; weights times shares add up to 1.
+
+        Every budget runs on all rows, but in "family" the smaller ones share them out, as many as there are rows.
+        """
+        full, *smaller = budgets = self(update)
+        if self.name != "family" or not smaller:
+            return tuple(Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets)
+        smaller, weight = smaller[:batch_size], 1 / (1 + WEIGHT_OF_SMALLER)
+        parts = [Part(full, slice(None), 1.0, weight)]
+        for i, K in enumerate(smaller):
+            rows = slice(i, None, len(smaller))
+            parts.append(Part(K, rows, len(range(batch_size)[rows]) / batch_size, WEIGHT_OF_SMALLER * weight))
+        return tuple(parts)
 
     def bits(self, update: int, draw: int = 0) -> int:
         """Random integer in [0, 2^64); the probabilities of its remainders modulo n differ by at most 2^-64."""
@@ -94,11 +121,18 @@ def _draw_sandwich(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
     return tuple(sorted({budgets[0], *drawn, budgets[-1]}, reverse=True))
 
 
+def _draw_family(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
+    """The largest budget, then all smaller ones in an order drawn anew, of which B rows take the first B."""
+    smaller = list(schedule.budgets[:-1])
+    return schedule.budgets[-1], *(smaller.pop(schedule.bits(update, i) % len(smaller)) for i in range(len(smaller)))
+
+
 SCHEDULES: dict[str, Callable[[BudgetSchedule, int], tuple[int, ...]]] = {
     "discrete": _draw_one,
     "uniform": _draw_one,
     "authors": _draw_as_the_authors,
     "sandwich": _draw_sandwich,
+    "family": _draw_family,
     "full": _draw_one,
 }
 
@@ -110,7 +144,8 @@ def budget_schedule(
 
     Args:
         name: "discrete" draws from BUDGETS, "uniform" from 1..K̄, "authors" as their code does, "sandwich" trains
-            several of BUDGETS in each update, "full" the capacity only, without budget dropout.
+            several of BUDGETS in each update, "family" the capacity on the whole batch and each row once more at a
+            smaller budget of its own, of 1 and BUDGETS, "full" the capacity only, without budget dropout.
         full_budget_updates: number of updates at the start that train the capacity only, with any name.
         sandwich_random: budgets between the smallest and the largest in each update of the sandwich rule.
     Raises:
@@ -122,7 +157,8 @@ def budget_schedule(
     for what, value in numbers.items():
         if value < (least := int(what == "capacity")):
             raise ValueError(f"{what} must be at least {least}, got {value}")
-    budgets = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,)}.get(name, clip_budgets(BUDGETS, capacity))
+    own = {"uniform": range(1, capacity + 1), "family": clip_budgets((1, *BUDGETS), capacity), "full": (capacity,)}
+    budgets = tuple(own.get(name, clip_budgets(BUDGETS, capacity)))
     return BudgetSchedule(name, budgets, seed, full_budget_updates, sandwich_random)
 
 
@@ -130,65 +166,67 @@ def budget_schedule(
 
 
 def budget_losses(
-    forward: Callable[[int], Any],
-    budgets: Sequence[int],
+    forward: Callable[[Part], Any],
+    parts: Sequence[Part],
     *,
     labels: Tensor | None = None,
     distillation_weight: float = 0.0,
     num_items_in_batch: Tensor | int | None = None,
     shift_labels: Tensor | None = None,
 ) -> Iterator[Tensor]:
-    """One loss per budget, in their order; their sum, the mean over budgets, is the objective of an update.
+    """One loss per part, in their order; their sum, a weighted mean, is the objective of an update.
 
     A forward pass runs when its loss is asked for. A loop that runs backward on each loss before it asks for the next
-    holds one graph at a time. With weight w > 0 every budget but the first learns from the detached outputs of the
+    holds one graph at a time. With weight w > 0 every part but the first learns from the detached outputs of the
     first: its loss is (1 - w) loss + w KL(softmax(first logits) || softmax(its logits)). Yu and Huang (2019) use w = 1.
 
     Args:
-        forward: from K to a model output with `loss` () and `logits` (B, L, V) or (B, C), on one and the same batch.
-        budgets: with w > 0 the largest first.
-        labels: those that `forward` uses; read only if w > 0. With (B, L), logits at t are scored against labels at
+        forward: from a part to the output of its budget on its rows of one and the same batch, with `loss` () and
+            `logits` (B, L, V) or (B, C).
+        parts: those of `BudgetSchedule.parts`; with w > 0 the largest budget first, on all rows.
+        labels: those of the whole batch; read only if w > 0. With (B, L), logits at t are scored against labels at
             t + 1, and positions labelled -100 are left out. With (B,), or None for logits (B, C), every row is scored.
         distillation_weight: w in [0, 1].
         num_items_in_batch: the divisor of the model's summed loss, by default the number of scored positions.
         shift_labels: (B, L) instead of labels; logits at t are scored against those at t.
     Raises:
-        ValueError: w out of range, no budgets, the largest not first; no loss; or labels that cannot be distilled.
+        ValueError: w out of range, no parts, the largest not first; no loss; or labels that cannot be distilled.
     """
     _check_weight(distillation_weight)
-    budgets = tuple(budgets)
-    if not budgets:
-        raise ValueError("budgets must hold at least one budget, got none")
-    if distillation_weight and budgets[0] != max(budgets):
-        raise ValueError(f"distillation needs the largest budget first, got {budgets}")
+    parts = tuple(parts)
+    if not parts:
+        raise ValueError("parts must hold at least one budget, got none")
+    if distillation_weight and parts[0].budget != max(part.budget for part in parts):
+        raise ValueError(f"distillation needs the largest budget first, got {[part.budget for part in parts]}")
     if shift_labels is not None:
         labels = F.pad(shift_labels, (1, 0), value=-100)
-    return _losses(forward, budgets, labels, distillation_weight, num_items_in_batch)
+    return _losses(forward, parts, labels, distillation_weight, num_items_in_batch)
 
 
 def _losses(
-    forward: Callable[[int], Any], budgets: tuple[int, ...], labels: Tensor | None, weight: float, num_items: Any
+    forward: Callable[[Part], Any], parts: tuple[Part, ...], labels: Tensor | None, weight: float, num_items: Any
 ) -> Iterator[Tensor]:
     teacher: Tensor | None = None
 
-    def loss_at(K: int) -> Tensor:  # a function, so that no graph outlives its loss here
+    def loss_of(part: Part) -> Tensor:  # a function, so that no graph outlives its loss here
         nonlocal teacher
-        output = forward(K)
+        output = forward(part)
         loss = output.loss
         if loss is None:
             raise ValueError(
                 "the model returned no loss: budgets are averaged over its own losses, so every batch needs labels, "
                 "without label smoothing or a loss function outside of the model"
             )
-        if weight and len(budgets) > 1:
+        if weight and len(parts) > 1:
             if teacher is None:
                 teacher = output.logits.detach()
             else:
-                loss = (1.0 - weight) * loss + weight * _divergence(teacher, output.logits, labels, num_items)
-        return loss / len(budgets)
+                expected, read = teacher[part.rows], None if labels is None else labels[part.rows]
+                loss = (1.0 - weight) * loss + weight * _divergence(expected, output.logits, read, num_items)
+        return loss * part.weight * (part.share if num_items is None else 1.0)  # a sum has the rows' share in it
 
-    for K in budgets:
-        yield loss_at(K)
+    for part in parts:
+        yield loss_of(part)
 
 
 def _divergence(teacher: Tensor, logits: Tensor, labels: Tensor | None, num_items: Any) -> Tensor:
@@ -228,6 +266,16 @@ def allow_compiled_budgets(count: int) -> None:
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 4 * count)
 
 
+def _batch_size(args: tuple, kwargs: Mapping[str, Any]) -> int:
+    """B of a forward pass: that of its first tensor with dimensions."""
+    return next(len(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim)
+
+
+def _rows(arguments: Any, rows: slice, batch_size: int) -> Any:
+    """Arguments of a forward pass for some rows of its batch."""
+    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.ndim and len(x) == batch_size else x, arguments)
+
+
 class BudgetDropoutCallback(TrainerCallback):
     """Makes transformers' Trainer and TRL's SFTTrainer train with a schedule: `Trainer(.., callbacks=[this])`.
 
@@ -240,7 +288,7 @@ class BudgetDropoutCallback(TrainerCallback):
     number. The other outputs, and the metrics that SFTTrainer logs, are those of the largest budget.
 
     Args:
-        schedule: a BudgetSchedule, or anything with its `budgets` and call.
+        schedule: a BudgetSchedule, or anything with its `budgets` and `parts`.
         distillation_weight: as in `budget_losses`; updates of one budget ignore it.
     Raises:
         ValueError: a weight out of range. When training begins: a model without spectral_budget, or with a capacity
@@ -252,8 +300,9 @@ class BudgetDropoutCallback(TrainerCallback):
         _check_weight(distillation_weight)
         self.schedule = schedule
         self.distillation_weight = distillation_weight
-        self.budgets: tuple[int, ...] = ()  # of the update that is running
+        self.update: int | None = None  # that is running
         self._scheduled = False  # whether the forward pass that is running got its budget here
+        self._parts: tuple[Part, ...] = ()  # which it runs
         self._plain_likelihood = False
         self._hooks: list[Any] = []
 
@@ -269,10 +318,10 @@ class BudgetDropoutCallback(TrainerCallback):
         ]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.budgets = self.schedule(state.global_step)
+        self.update = state.global_step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.budgets = ()
+        self.update = None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.detach()
@@ -281,7 +330,7 @@ class BudgetDropoutCallback(TrainerCallback):
         """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.budgets = [], ()
+        self._hooks, self.update = [], None
 
     def _check_model(self, model: Any) -> None:
         """Raises ValueError for a model that cannot run the schedule."""
@@ -298,29 +347,34 @@ class BudgetDropoutCallback(TrainerCallback):
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         training = module.training and torch.is_grad_enabled()
-        self._scheduled = training and bool(self.budgets) and kwargs.get("spectral_budget") is None
-        return (args, kwargs | {"spectral_budget": self.budgets[0]}) if self._scheduled else None
+        self._scheduled = training and self.update is not None and kwargs.get("spectral_budget") is None
+        if not self._scheduled:
+            return None
+        self._parts = self.schedule.parts(self.update, _batch_size(args, kwargs))
+        return args, kwargs | {"spectral_budget": self._parts[0].budget}
 
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """The output at the first budget, its loss replaced by the objective of all."""
-        if not self._scheduled or len(self.budgets) == 1:
+        if not self._scheduled or len(self._parts) == 1:
             return None
         fused = kwargs.get("fused_lm_head", False)  # TRL's: log-probabilities of the labels instead of logits
         if fused and not self._plain_likelihood:
+            budgets = [part.budget for part in self._parts]
             raise ValueError(
-                f"several budgets in an update, {self.budgets}, need SFTTrainer with loss_type 'nll' or the plain "
-                "Trainer: other objectives are not averages of the model's own losses. Use a schedule of one budget"
+                f"several budgets in an update, {budgets}, need SFTTrainer with loss_type 'nll' or the plain Trainer: "
+                "other objectives are not averages of the model's own losses. Use a schedule of one budget"
             )
         unfuse = {"fused_lm_head": False} if fused and self.distillation_weight else {}
 
-        def forward(K: int) -> Any:
-            if not unfuse and self.budgets[0] == K:
+        def forward(part: Part) -> Any:
+            if not unfuse and part is self._parts[0]:
                 return output
-            return module.forward(*args, **(kwargs | unfuse | {"spectral_budget": K}))
+            own, named = _rows((args, kwargs | unfuse), part.rows, _batch_size(args, kwargs))
+            return module.forward(*own, **(named | {"spectral_budget": part.budget}))
 
         losses = budget_losses(
             forward,
-            self.budgets,
+            self._parts,
             labels=kwargs.get("labels"),
             distillation_weight=self.distillation_weight,
             num_items_in_batch=kwargs.get("num_items_in_batch"),

@@ -21,6 +21,7 @@ from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
 )
+from modeling_essm.training.budget_dropout import Part
 
 # Heads that weights of another class may lack, and the model_types of the classes that are saved with one.
 _HEADS = {"ESSMForCausalLM": "lm_head.weight", "ESSMForSequenceClassification": "score.weight"}
@@ -189,6 +190,11 @@ def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int) ->
     """Outputs of a model, wrapped or not; one that knows no budgets runs as it is."""
     elastic = hasattr(getattr(model, "module", model).config, "num_spectral_channels")
     return model(**batch, use_cache=False, **({"spectral_budget": budget} if elastic else {}))
+
+
+def run_part(model: nn.Module, batch: Mapping[str, Tensor], part: Part) -> Any:
+    """Outputs of a part of an update, on its rows of the batch."""
+    return run_at_budget(model, {name: value[part.rows] for name, value in batch.items()}, part.budget)
 
 
 def read_saved_config(folder: Path, pairs: bool = False) -> dict[str, Any]:

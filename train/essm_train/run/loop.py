@@ -38,7 +38,7 @@ from essm_train.data.samples import Prefetch, SampleSource, share_of
 from essm_train.files import set_aside, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, Metric
-from essm_train.models import capacity_of, run_at_budget
+from essm_train.models import capacity_of, run_part
 from essm_train.publish.run_card import write_card_and_push
 from essm_train.run.accelerator import RunLog, hardware, say
 from essm_train.run.checkpoints import (
@@ -56,7 +56,13 @@ from essm_train.run.weights import WeightAverage, non_finite, save_model
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.companions.truncation.models import resize_states
 from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
-from modeling_essm.training.budget_dropout import BudgetSchedule, allow_compiled_budgets, budget_losses, budget_schedule
+from modeling_essm.training.budget_dropout import (
+    BudgetSchedule,
+    Part,
+    allow_compiled_budgets,
+    budget_losses,
+    budget_schedule,
+)
 
 
 @dataclass
@@ -314,7 +320,7 @@ class _Run:
 
         update(
             self.optimizer,
-            self._losses(batches, budgets, figures),
+            self._losses(batches, self.progress.update, figures),
             self.model.parameters(),
             self.scheduler,
             args.max_grad_norm,
@@ -327,26 +333,24 @@ class _Run:
             self.average.update()
         return {"loss": means[0], self.task.metric.name: means[1], "budget": budgets[0], "gradient_norm": means[2]}
 
-    def _losses(
-        self, batches: list[dict[str, Tensor]], budgets: tuple[int, ...], figures: list[Tensor]
-    ) -> Iterator[Tensor]:
+    def _losses(self, batches: list[dict[str, Tensor]], update: int, figures: list[Tensor]) -> Iterator[Tensor]:
         """The parts of an update's loss, whose graphs do not live together; processes exchange gradients in the last.
         `figures` gets the metric on every batch, at the first budget."""
         accelerator, model, task = self.accelerator, self.model, self.task
         for micro_step, batch in enumerate(batches):
             batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
 
-            def forward(K: int, batch: dict[str, Tensor] = batch, micro_step: int = micro_step) -> Any:
-                outputs = run_at_budget(model, batch, K)
+            def forward(part: Part, batch: dict[str, Tensor] = batch, micro_step: int = micro_step) -> Any:
+                outputs = run_part(model, batch, part)
                 if len(figures) == micro_step:
                     figures.append(task.figure(outputs, batch).detach())
                 return outputs
 
-            losses = budget_losses(
-                forward, budgets, labels=batch["labels"], distillation_weight=self.args.distillation_weight
-            )
-            for i in range(len(budgets)):
-                is_last = i == len(budgets) - 1 and micro_step == len(batches) - 1
+            parts = self.schedule.parts(update, len(batch["labels"]))
+            weight = self.args.distillation_weight or 0.0
+            losses = budget_losses(forward, parts, labels=batch["labels"], distillation_weight=weight)
+            for i in range(len(parts)):
+                is_last = i == len(parts) - 1 and micro_step == len(batches) - 1
                 with nullcontext() if is_last else accelerator.no_sync(model):
                     yield next(losses) / len(batches)
 
