@@ -57,7 +57,10 @@ class _ElasticOutput(ModelOutput):
             self.spectral_budget = getattr(next(iter(source), None), "budget", None)
 
     def items(self):
-        named = [(_Name(name), value) for name, value in super().items() if name != "spectral_budget"]
+        named = [(name, value) for name, value in super().items() if name != "spectral_budget"]
+        if torch.compiler.is_compiling():  # which takes no names but plain ones
+            return named
+        named = [(_Name(name), value) for name, value in named]
         for name, _ in named:
             name.budget = self.spectral_budget
         return named
