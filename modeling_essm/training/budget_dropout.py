@@ -72,19 +72,21 @@ class BudgetSchedule:
         """The budgets of that update (counted from 0), distinct, the largest first."""
         return self.budgets[-1:] if update < self.full_budget_updates else SCHEDULES[self.name](self, update)
 
-    def parts(self, update: int, batch_size: int) -> tuple[Part, ...]:
-        """What that update runs on a batch of B rows; weights times shares add up to 1.
+    def parts(self, update: int, batch_size: int, first: int = 0) -> tuple[Part, ...]:
+        """What that update runs on B rows of its batch, of which they are those from `first` on.
 
-        Every budget runs on all rows, but in "family" the smaller ones share them out, as many as there are rows.
+        Every budget runs on all rows, but in "family" the smaller ones share them out: row r has the (r mod n)th of n.
+        Weights times shares add up to 1.
         """
         full, *smaller = budgets = self(update)
         if self.name != "family" or not smaller:
             return tuple(Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets)
-        smaller, weight = smaller[:batch_size], 1 / (1 + WEIGHT_OF_SMALLER)
+        n, weight = len(smaller), 1 / (1 + WEIGHT_OF_SMALLER)
         parts = [Part(full, slice(None), 1.0, weight)]
-        for i, K in enumerate(smaller):
-            rows = slice(i, None, len(smaller))
-            parts.append(Part(K, rows, len(range(batch_size)[rows]) / batch_size, WEIGHT_OF_SMALLER * weight))
+        for i in range(min(n, batch_size)):
+            rows = slice(i, None, n)
+            share = len(range(batch_size)[rows]) / batch_size
+            parts.append(Part(smaller[(first + i) % n], rows, share, WEIGHT_OF_SMALLER * weight))
         return tuple(parts)
 
     def bits(self, update: int, draw: int = 0) -> int:
@@ -122,7 +124,7 @@ def _draw_sandwich(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
 
 
 def _draw_family(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
-    """The largest budget, then all smaller ones in an order drawn anew, of which B rows take the first B."""
+    """The largest budget, then all smaller ones in an order drawn anew."""
     smaller = list(schedule.budgets[:-1])
     return schedule.budgets[-1], *(smaller.pop(schedule.bits(update, i) % len(smaller)) for i in range(len(smaller)))
 
@@ -301,6 +303,7 @@ class BudgetDropoutCallback(TrainerCallback):
         self.schedule = schedule
         self.distillation_weight = distillation_weight
         self.update: int | None = None  # that is running
+        self._batches, self._processes = 0, 1  # batches of the update before the next one here, and of all processes
         self._scheduled = False  # whether the forward pass that is running got its budget here
         self._parts: tuple[Part, ...] = ()  # which it runs
         self._plain_likelihood = False
@@ -318,7 +321,7 @@ class BudgetDropoutCallback(TrainerCallback):
         ]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.update = state.global_step
+        self.update, self._batches, self._processes = state.global_step, args.process_index, args.world_size
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.update = None
@@ -350,7 +353,9 @@ class BudgetDropoutCallback(TrainerCallback):
         self._scheduled = training and self.update is not None and kwargs.get("spectral_budget") is None
         if not self._scheduled:
             return None
-        self._parts = self.schedule.parts(self.update, _batch_size(args, kwargs))
+        count = _batch_size(args, kwargs)
+        self._parts = self.schedule.parts(self.update, count, self._batches * count)
+        self._batches += self._processes
         return args, kwargs | {"spectral_budget": self._parts[0].budget}
 
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

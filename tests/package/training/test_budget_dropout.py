@@ -4,20 +4,21 @@
 import math
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, permutations
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import losses_by_hand, random_ids, random_model
+from helpers import VARIANTS, losses_by_hand, random_ids, random_model
 
 from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.training.budget_dropout import (
     BUDGETS,
     SCHEDULES,
     BudgetDropoutCallback,
+    Part,
     budget_losses,
     budget_schedule,
 )
@@ -40,12 +41,13 @@ def test_schedules_train_the_budgets_they_name(name):
     clipped = {1: (1,), 3: (2, 3), 20: (2, 3, 4, 6, 8, 12, 16, 20), 32: BUDGETS}
     for capacity, expected in clipped.items():
         schedule = budget_schedule(name, capacity, seed=0)
-        named = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,)}
+        family = tuple(sorted({1, *expected}))
+        named = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,), "family": family}
         assert schedule.budgets == named.get(name, expected)
         drawn = [schedule(update) for update in range(500)]
         assert {K for budgets in drawn for K in budgets} == set(schedule.budgets)
-        assert all(budgets == tuple(sorted(set(budgets), reverse=True)) for budgets in drawn)
-        assert name == "sandwich" or all(len(budgets) == 1 for budgets in drawn)
+        assert all(budgets[0] == max(budgets) and len(budgets) == len(set(budgets)) for budgets in drawn)
+        assert name in ("sandwich", "family") or all(len(budgets) == 1 for budgets in drawn)
         warm = budget_schedule(name, capacity, seed=0, full_budget_updates=20)
         assert [warm(update) for update in range(60)] == [(capacity,)] * 20 + drawn[20:60]
 
@@ -77,6 +79,24 @@ def test_sandwich_rule():
     assert_drawn_as(pairs, {(a, b): 1 / 21 for a in between for b in between if a > b})
 
 
+def test_a_family_shares_its_rows_out():
+    """The full budget has all rows; each row one smaller budget, which accumulated and parallel batches share too."""
+    schedule = budget_schedule("family", 8, seed=1)
+    orders = Counter(schedule(update)[1:] for update in range(12000))
+    assert_drawn_as(orders, dict.fromkeys(permutations((1, 2, 3, 4, 6)), 1 / 120))
+    for update, count in ((0, 1), (1, 4), (2, 5), (3, 12)):
+        full, *smaller = schedule.parts(update, count)
+        assert full.budget == 8 and range(count)[full.rows] == range(count) and full.share == 1
+        of_row = {r: part.budget for part in smaller for r in range(count)[part.rows]}
+        assert [of_row[r] for r in range(count)] == [schedule(update)[1:][r % 5] for r in range(count)]
+        assert sum(part.share for part in smaller) == pytest.approx(1)
+        assert sum(part.share * part.weight for part in (full, *smaller)) == pytest.approx(1)
+        assert {full.weight} == {2 * part.weight for part in smaller}
+        one_by_one = [schedule.parts(update, 1, r)[1].budget for r in range(count)]
+        assert one_by_one == [of_row[r] for r in range(count)]
+    assert [part.budget for part in budget_schedule("family", 1, seed=1).parts(0, 3)] == [1]
+
+
 # The format: checkpoints made on any machine, by any process, resume with these budgets.
 GOLDEN = {
     "discrete": [(2,), (2,), (3,), (12,), (4,), (4,), (4,), (24,), (12,), (32,), (2,), (32,)],
@@ -84,6 +104,7 @@ GOLDEN = {
     "authors": [(32,), (24,), (2,), (24,), (24,), (6,), (32,), (8,), (32,), (6,), (24,), (8,)],
     "sandwich": [(32, 16, 3, 2), (32, 16, 4, 2), (32, 16, 12, 2), (32, 16, 3, 2), (32, 16, 8, 2), (32, 8, 6, 2)],
     "full": [(32,)] * 4,
+    "family": [(32, 1, 8, 4, 12, 2, 24, 3, 6, 16), (32, 1, 4, 2, 6, 8, 12, 16, 3, 24)],
 }
 
 
@@ -119,6 +140,10 @@ def test_bad_schedules_are_refused(name, capacity, fields, message):
 # Losses.
 
 
+def on_all_rows(budgets):
+    return [Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets]
+
+
 @pytest.mark.parametrize(("weight", "num_items"), [(0.0, None), (0.3, 40), (1.0, None)])
 def test_losses_of_a_language_model(weight, num_items):
     """By hand, one graph at a time, and in one graph."""
@@ -129,8 +154,8 @@ def test_losses_of_a_language_model(weight, num_items):
     kwargs = {} if num_items is None else {"num_items_in_batch": num_items}
 
     def losses():
-        forward = lambda K: model(**inputs, **kwargs, spectral_budget=K)  # noqa: E731
-        return budget_losses(forward, budgets, labels=labels, distillation_weight=weight, **kwargs)
+        forward = lambda part: model(**inputs, **kwargs, spectral_budget=part.budget)  # noqa: E731
+        return budget_losses(forward, on_all_rows(budgets), labels=labels, distillation_weight=weight, **kwargs)
 
     def gradients(parts):
         model.zero_grad()
@@ -151,13 +176,38 @@ def test_losses_of_a_language_model(weight, num_items):
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("num_items", [None, 40])
+def test_losses_of_a_family(num_items):
+    """Rows at smaller budgets of their own, half on labels and half on the full model's logits, by hand."""
+    model, ids, weight = random_model(**VARIANTS["elastic"], num_spectral_channels=8).train(), random_ids(7, 12), 0.5
+    schedule, kwargs = budget_schedule("family", 8, seed=0), {} if num_items is None else {"num_items_in_batch": 40}
+
+    def forward(part):
+        own = ids[part.rows]
+        return model(own, labels=own, spectral_budget=part.budget, **kwargs)
+
+    losses = budget_losses(forward, schedule.parts(0, 7), labels=ids, distillation_weight=weight, **kwargs)
+    full = model(ids).logits.detach().log_softmax(-1)
+    rows = torch.tensor([schedule(0)[1:][r % 5] for r in range(7)])
+    small = model(ids, spectral_budget=rows).logits.log_softmax(-1)
+    pick = lambda logits: -logits[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]  # noqa: E731
+    kl = F.kl_div(small[:, :-1], full[:, :-1], reduction="none", log_target=True).sum(-1)
+    smaller = (1 - weight) * pick(small) + weight * kl
+    count = num_items or ids[:, 1:].numel()
+    expected = (pick(full).sum() + 0.5 * smaller.sum()) / count / 1.5
+    torch.testing.assert_close(sum(losses), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_labels_may_be_shifted_before():
     model, ids, found = random_model(), random_ids(2, 9), []
     labels = ids.masked_fill(torch.arange(9) == 3, -100)
     shifted = {"labels": labels, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=-100)}
     for given in (shifted, {"labels": labels}):
         parts = budget_losses(
-            lambda K, given=given: model(ids, **given, spectral_budget=K), (8, 3), distillation_weight=0.5, **given
+            lambda part, given=given: model(ids, **given, spectral_budget=part.budget),
+            on_all_rows((8, 3)),
+            distillation_weight=0.5,
+            **given,
         )
         found.append([part.item() for part in parts])
     assert found[0] == found[1]
@@ -171,7 +221,10 @@ def test_losses_of_a_classifier():
     assert kl > 1e-4
     for given in (labels, None):
         losses = budget_losses(
-            lambda K: model(ids, labels=labels, spectral_budget=K), budgets, labels=given, distillation_weight=0.25
+            lambda part: model(ids, labels=labels, spectral_budget=part.budget),
+            on_all_rows(budgets),
+            labels=given,
+            distillation_weight=0.25,
         )
         expected = torch.stack([full.loss / 2, (0.75 * small.loss + 0.25 * kl) / 2])
         torch.testing.assert_close(torch.stack(list(losses)), expected)
@@ -180,11 +233,11 @@ def test_losses_of_a_classifier():
 def test_forward_runs_when_its_loss_is_asked_for():
     ran = []
 
-    def forward(K):
-        ran.append(K)
-        return SimpleNamespace(loss=torch.tensor(float(K)), logits=torch.zeros(1, 2))
+    def forward(part):
+        ran.append(part.budget)
+        return SimpleNamespace(loss=torch.tensor(float(part.budget)), logits=torch.zeros(1, 2))
 
-    losses = budget_losses(forward, (8, 2))
+    losses = budget_losses(forward, on_all_rows((8, 2)))
     assert ran == []
     assert next(losses) == 4.0 and ran == [8]
     assert next(losses) == 1.0 and ran == [8, 2]
@@ -197,7 +250,7 @@ def test_forward_runs_when_its_loss_is_asked_for():
         ((8, 2), {}, {"distillation_weight": -0.1}, r"distillation_weight must be in \[0, 1\], got"),
         ((8, 2), {}, {"distillation_weight": math.nan}, r"distillation_weight must be in \[0, 1\], got"),
         ((), {}, {}, "at least one budget"),
-        ((2, 8), {}, {"distillation_weight": 0.5}, r"largest budget first, got \(2, 8\)"),
+        ((2, 8), {}, {"distillation_weight": 0.5}, r"largest budget first, got \[2, 8\]"),
         ((8, 2), {}, {"distillation_weight": 0.5}, r"logits of shape \(1, 3, 2\) needs labels"),
         ((8, 2), {}, {"distillation_weight": 0.5, "labels": torch.zeros(1, 3)}, r"integer type, got torch\.float32"),
         ((8, 2), {"loss": None}, {}, "returned no loss"),
@@ -206,6 +259,6 @@ def test_forward_runs_when_its_loss_is_asked_for():
 def test_bad_losses_are_refused(budgets, output, options, message):
     made = SimpleNamespace(**{"loss": torch.tensor(1.0), "logits": torch.zeros(1, 3, 2)} | output)
     with pytest.raises(ValueError, match=message):
-        list(budget_losses(lambda K: made, budgets, **options))
+        list(budget_losses(lambda part: made, on_all_rows(budgets), **options))
     with pytest.raises(ValueError, match=r"distillation_weight must be in \[0, 1\], got"):
         BudgetDropoutCallback(budget_schedule("full", 8, seed=0), 1.5)

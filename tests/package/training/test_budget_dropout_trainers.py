@@ -129,6 +129,22 @@ def test_sandwich_and_distillation_equal_a_loop_by_hand(kind, weight, tmp_path):
     assert max((a - b).abs().max() for a, b in zip(model.parameters(), start.parameters())) > 1e-2
 
 
+@kinds
+def test_rows_of_a_family_run_at_budgets_of_their_own(kind, tmp_path):
+    """Of two accumulated batches of three rows, six smaller budgets in all."""
+    model = random_model()
+    recorder, schedule = Recorder(model), budget_schedule("family", 32, seed=4)
+    fields = {"max_steps": 2, "per_device_train_batch_size": 3}
+    make_trainer(tmp_path, model, BudgetDropoutCallback(schedule), kind, **fields).train()
+    passes = [part for update in range(2) for i in range(2) for part in schedule.parts(update, 3, 3 * i)]
+    assert recorder.trained == [part.budget for part in passes]
+    assert recorder.trained[1:4] + recorder.trained[5:8] == list(schedule(0)[1:7])
+    batch = recorder.ids[0]
+    for part, ids in zip(passes, recorder.ids, strict=True):
+        batch = ids if part.budget == 32 else batch
+        assert torch.equal(ids, batch[part.rows])
+
+
 def test_trainer_compiles_every_budget(tmp_path):
     """Beyond its limit of recompilations, which one budget each would meet, torch goes on uncompiled."""
     torch._dynamo.reset()
@@ -148,7 +164,7 @@ def test_what_does_not_train_runs_at_the_models_default(tmp_path):
 
     class Probe(BudgetDropoutCallback):
         def on_substep_end(self, args, state, control, model=None, **kwargs):
-            assert model.training and self.budgets
+            assert model.training and self.update is not None
             model.generate(random_ids(1, 3), max_new_tokens=2, do_sample=False)
 
         def on_step_end(self, args, state, control, model=None, **kwargs):

@@ -346,7 +346,9 @@ class _Run:
                     figures.append(task.figure(outputs, batch).detach())
                 return outputs
 
-            parts = self.schedule.parts(update, len(batch["labels"]))
+            count = len(batch["labels"])
+            first = (micro_step * accelerator.num_processes + accelerator.process_index) * count
+            parts = self.schedule.parts(update, count, first)
             weight = self.args.distillation_weight or 0.0
             losses = budget_losses(forward, parts, labels=batch["labels"], distillation_weight=weight)
             for i in range(len(parts)):
