@@ -54,7 +54,7 @@ Samples = tuple[np.ndarray, np.ndarray]
 
 _ELASTIC = {"block": "elastic", "num_spectral_channels": 8}
 _HYBRID = _ELASTIC | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-_RATES, _PEER_RATES = (3e-3, 1e-2), (2e-3, 6e-3)
+_RATES, _PEER_RATES = (3e-3, 6e-3), (2e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 32}, rates=_RATES),
     "elastic": Row(2, _ELASTIC, expansion=2.0, rates=_RATES),

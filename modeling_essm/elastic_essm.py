@@ -16,7 +16,6 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .cache_essm import ESSMCacheLayer, operator_of
-from .memory_essm import ESSMMemory
 from .mixer_essm import LayerCall, at_unit_scale, beyond, causal_convolution, prefix_linear, softmax_gates
 
 
@@ -44,7 +43,11 @@ class ESSMElasticMixer(nn.Module):
         self.skip = nn.Parameter(torch.ones(capacity * self.filtered))
         self.norm = nn.Parameter(torch.ones(capacity * d))
         self.out_proj = nn.Linear(capacity * d, D, bias=False)
-        self.memory = ESSMMemory(config, capacity) if e else None
+        self.memory: Any = None
+        if e:
+            from .memory_essm import ESSMMemory  # imports flash-linear-attention where that is installed
+
+            self.memory = ESSMMemory(config, capacity)
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

@@ -8,21 +8,22 @@ A layer has one S (K m, K e). Letters as in `elastic_essm`; m keys and e values 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import initialization as init
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    torch_chunk_gated_delta_rule,
-    torch_recurrent_gated_delta_rule,
-)
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from .mixer_essm import at_unit_scale, last_steps, prefix_linear, short_convolution
+from .mixer_essm import at_unit_scale, causal_convolution, prefix_linear
 
 _SLOW = 4.0  # a new memory keeps 0.98 a step
+# The library's own code without flash-linear-attention's kernels, which run on an accelerator and, some, in 16 bits.
+_plain_rule = inspect.unwrap(torch_chunk_gated_delta_rule)
 
 
 class ESSMMemory(nn.Module):
@@ -58,31 +59,54 @@ class ESSMMemory(nn.Module):
             u: (B, L, D). v: (B, L, R, e), values of all heads of the room. read: the budget, or (B,) that of each row.
             written: (B,) channels that each row writes, or None for all. real: (B, L) bool, positions that write.
         """
-        B, L, R, _ = v.shape
+        B, _, R, e = v.shape
         qk = prefix_linear(self.in_proj, u, 2 * R * self.keys)
-        p, before = self.taps - 1, past.get("keys")
-        qk = torch.cat([qk.new_zeros(B, p, qk.shape[2]) if before is None else before.to(qk), qk], 1)
-        tail = last_steps(qk, p, lengths)
-        qk = short_convolution(qk, self.convolution[:, : qk.shape[2]].to(qk.dtype)) + self.offset[: qk.shape[2]]
+        qk, tail = causal_convolution(qk, self.convolution, past.get("keys"), lengths)
+        qk = qk + self.offset[: qk.shape[2]]
         q, k = F.silu(qk).float().unflatten(-1, (R, 2, self.keys)).unbind(-2)
-        channel = torch.arange(R, device=u.device)[:, None]
-        q = q * (channel < (read if isinstance(read, int) else read.view(-1, 1, 1, 1)))
+        if not isinstance(read, int) or read < R:
+            q = q * _first(read, q)
         if written is not None:
-            live = channel < written.view(-1, 1, 1, 1)
-            k, v = k * live, v * live
+            k, v = k * _first(written, k), v * _first(written, v)
         q, k = F.normalize(q.flatten(2), dim=-1), F.normalize(k.flatten(2), dim=-1)
-        q = q * q.shape[-1] ** 0.5  # which the library divides by
-        decay, beta = self.rates(u).float().unbind(-1)
+        decay, beta = self.rates(u).float().split(1, -1)
         decay, beta = -F.softplus(decay - _SLOW), beta.sigmoid()
         if real is not None:
-            decay, beta = decay.masked_fill(~real, 0.0), beta.masked_fill(~real, 0.0)
-        rule = torch_recurrent_gated_delta_rule if L == 1 else torch_chunk_gated_delta_rule
+            gone = ~real[..., None]
+            decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
         state = past.get("memory")
-        if not B:  # the library's functions take no empty batch
-            return v.flatten(2), {"keys": tail, "memory": k.new_zeros(0, R * self.keys, v.shape[2] * v.shape[3])}
-        o, state = rule(
-            *(t.unsqueeze(2) for t in (q, k, v.flatten(2).float(), decay, beta)),
-            initial_state=None if state is None else state.to(u.device).unsqueeze(1),
-            output_final_state=True,
-        )
-        return o.squeeze(2).to(v.dtype), {"keys": tail, "memory": state.squeeze(1)}
+        S = k.new_zeros(B, k.shape[2], R * e) if state is None else state.to(k)
+        autocast = u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
+        with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen here
+            o, S = delta_rule(q, k, v.flatten(2), decay, beta, S)
+        return o.to(v.dtype), {"keys": tail, "memory": S}
+
+
+def _first(channels: int | Tensor, x: Tensor) -> Tensor:
+    """Which channels of x (B, L, R, n) are among the first so many, or (B,) of each row: bool, to multiply with x."""
+    bound = channels if isinstance(channels, int) else channels.view(-1, 1, 1, 1)
+    return torch.arange(x.shape[2], device=x.device)[:, None] < bound
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """o (B, L, e) of all steps, and S (B, n, e) after the last.
+
+    Args:
+        q, k: (B, L, n) fp32. v: (B, L, e). g, beta: (B, L, 1) fp32. S: (B, n, e) fp32 before the first step.
+    """
+    B, L, n = k.shape
+    if L == 1:
+        S = S * g.exp()
+        S = torch.addcmul(S, k.mT, beta * (v.float() - k @ S))
+        return q @ S, S
+    if not B:  # which the library's function does not take
+        return v, S
+    kernels = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
+    rule, dtype = (torch_chunk_gated_delta_rule, v.dtype) if kernels else (_plain_rule, torch.float32)
+    o, S = rule(
+        *((q * n**0.5).to(dtype)[:, :, None], k.to(dtype)[:, :, None], v.to(dtype)[:, :, None], g, beta),
+        chunk_size=next(size for size in (16, 32, 64) if size >= min(L, 64)),
+        initial_state=S[:, None],
+        output_final_state=True,
+    )
+    return o.squeeze(2), S.squeeze(1)
