@@ -186,8 +186,8 @@ def capacity_of(model: nn.Module) -> int:
     return getattr(getattr(model, "module", model).config, "num_spectral_channels", 1)
 
 
-def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int) -> Any:
-    """Outputs of a model, wrapped or not; one that knows no budgets runs as it is."""
+def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:
+    """Outputs of a model, wrapped or not, at a budget or (B,) one a row; one that knows no budgets runs as it is."""
     elastic = hasattr(getattr(model, "module", model).config, "num_spectral_channels")
     return model(**batch, use_cache=False, **({"spectral_budget": budget} if elastic else {}))
 
