@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ from .sweeps import Run, Sweep
 
 BUDGETS = (1, 2, 3, 4, 6, 8)
 PAIRS = (2, 4, 8, 12, 16, 24, 32, 48)  # that recall is measured with
+HELD = 0.9  # of the values, where that many pairs count as held
 HELD_OUT = 2**32  # seed of the samples that errors are measured on; those of training have others
 METRIC = "error"
 IGNORED = -100  # as torch's cross-entropy has it
@@ -415,6 +417,16 @@ def pairs_recalled(result: dict[str, Any], records: list[dict[str, Any]]) -> dic
     return {P: {K: sweeps.mean([1 - run[P][K] for run in runs]) for K in runs[0][P]} for P in runs[0]}
 
 
+def pairs_held(recalled: dict[str, Any]) -> dict[str, int]:
+    """By budget, up to which number of pairs the mean share is at least HELD; 0 for none."""
+
+    def held(K: str) -> int:
+        few = itertools.takewhile(lambda P: recalled[P][K]["mean"] >= HELD, recalled)
+        return max(map(int, few), default=0)
+
+    return {K: held(K) for K in next(iter(recalled.values()))}
+
+
 def draw(results: list[dict[str, Any]]) -> Figure:
     """The share of recalled values against the pairs: a line for every budget of a model with a memory, and others."""
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
@@ -452,6 +464,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     recalls = [r for r in report["results"] if r["definition"]["task"]["kind"] == Recall.__name__ and METRIC in r]
     for result in recalls:
         result["recalled"] = pairs_recalled(result, records)
+        result["pairs_held"] = pairs_held(result["recalled"])
     if recalls:
         write_figure(common.report_path(report, args).with_suffix(".png"), draw(recalls), dpi=130)
     return common.finish(report, args)

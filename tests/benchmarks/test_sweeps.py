@@ -266,6 +266,12 @@ def test_every_kind_of_memory_is_probed(quick, tmp_path):
     assert Path(tmp_path, "report.png").stat().st_size > 0
 
 
+def test_pairs_are_held_up_to_the_first_number_that_is_not():
+    shares = {"2": {"1": 0.95, "8": 1.0}, "4": {"1": 0.8, "8": 0.9}, "8": {"1": 0.92, "8": 0.89}}
+    recalled = {P: {K: {"mean": share} for K, share in of.items()} for P, of in shares.items()}
+    assert memory_probes.pairs_held(recalled) == {"1": 2, "8": 4}
+
+
 def test_budgets_of_rows_hold_the_full_one():
     rows = memory_probes.budgets_of_rows((1, 2, 4), 10, np.random.default_rng(0)).tolist()
     assert rows[:3] == [4, 4, 4] and {*rows} <= {1, 2, 4} and rows[3:6] == rows[3:4] * 3
