@@ -70,6 +70,7 @@ ROWS: dict[str, Row] = {
     "elastic, gate of 16 units": _elastic(gate_hidden_size=128),
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
+    **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
     "elastic, attention 1 in 6": dataclasses.replace(_elastic(**_HEADS), attention_every=6),
     "elastic, attention 1 in 3": dataclasses.replace(_elastic(**_HEADS), attention_every=3),
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),

@@ -17,7 +17,8 @@ from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.sizes import count_parameters
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.spectral_budget import SPECTRAL_LAYER
+from modeling_essm.loading_essm import truncated_config
+from modeling_essm.spectral_budget import SPECTRAL_LAYER, spectral_layers
 
 TOLERANCE = 0.03  # of the number of parameters
 WIDEST = 1 << 14
@@ -36,6 +37,7 @@ class Row:
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
         schedule: of the budgets of the others.
         attention_every: one in so many layers attends; then the depth is a multiple of it.
+        channels: that the model has of those of the shape, as a separate model of a smaller size has.
     """
 
     layers: int
@@ -50,6 +52,7 @@ class Row:
     full_share: float = 0.0
     schedule: str = "discrete"
     attention_every: int | None = None
+    channels: int | None = None
 
     def with_fields(self, **fields: Any) -> Row:
         return dataclasses.replace(self, fields=self.fields | fields)
@@ -78,6 +81,8 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
         search, default = (_search, ESSMForCausalLM) if row.peer is None else (_search_peer, BaselineForCausalLM)
         if (config := search(row, target, model_class or default)) is None:
             raise ValueError(f"no model of this shape has {target:,} parameters to {TOLERANCE:.0%}: {row}")
+        if row.channels is not None:
+            config = truncated_config(config, [row.channels] * len(spectral_layers(config)))
         _found[key] = config
     return copy.deepcopy(_found[key])
 

@@ -109,6 +109,14 @@ def test_models_have_as_many_parameters(name):
         matched_models.matched_config(row, 500)
 
 
+@pytest.mark.parametrize("K", [1, 2, 4])
+def test_a_separate_model_has_the_size_of_the_elastic_one_at_its_budget(K):
+    configs = [matched_models.matched_config(ablation.ROWS[n], 800_000) for n in ("elastic", f"elastic, K = {K} alone")]
+    with torch.device("meta"):
+        whole, alone = (ablation.make_model(config, 4096) for config in configs)
+    assert alone.num_parameters() == whole.num_active_parameters(K) < whole.num_parameters()
+
+
 @pytest.fixture
 def classify(quick, data_dir, tmp_path):
     def run(*arguments):
