@@ -44,7 +44,7 @@ def _elastic(
 ) -> Row:
     """The elastic block of the protocol with some of its parts exchanged."""
     fields = {"block": "elastic", "num_spectral_channels": 8} | fields
-    return Row(layers, fields, expansion, feed_forward, memory=memory)
+    return Row(layers, fields, expansion, feed_forward, memory=memory, schedule="family")
 
 
 _BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
@@ -68,6 +68,7 @@ ROWS: dict[str, Row] = {
     "elastic, exponent 1/4": _elastic(scaling_exponent=1 / 4),
     "elastic, gate of 1 unit": _elastic(gate_hidden_size=8),
     "elastic, gate of 16 units": _elastic(gate_hidden_size=128),
+    "elastic, one size an update": dataclasses.replace(_BASE, schedule="discrete"),
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},

@@ -62,9 +62,12 @@ def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
     if args.config is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
-    return ESSMConfig.from_dict(
-        json.loads((args.config / "config.json").read_text(encoding="utf-8")) | dict.fromkeys(again) | fields
-    )
+    given = json.loads((args.config / "config.json").read_text(encoding="utf-8"))
+    if values := given.get("memory_value_size"):  # as large a share of a head as before
+        given["memory_value_size"] = max(
+            1, values * fields.get("hidden_size", given["hidden_size"]) // given["hidden_size"]
+        )
+    return ESSMConfig.from_dict(given | dict.fromkeys(again) | fields)
 
 
 def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:

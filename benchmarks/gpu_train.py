@@ -5,9 +5,9 @@
         --output_dir runs/gpu_train --seconds 480 [--models flagship] [--compile]
 
 Byte-level language models of about 130M parameters read random windows of the same text: that of
-hub_configs/essm-elastic-130m with a random budget each update, Llama, and Mamba-2 by chunks. Each has a share of the
-seconds; the learning rate rises over the first updates and falls to zero over the last quarter of the share. bf16
-autocast over fp32 weights. Held-out bits per byte are measured at the end, of the flagship at several budgets.
+hub_configs/essm-elastic-130m, trained at all its sizes, Llama, and Mamba-2 by chunks. Each has a share of the seconds;
+the learning rate rises over the first updates and falls to zero over the last quarter of the share. bf16 autocast over
+fp32 weights. Held-out bits per byte are measured at the end, of the flagship at several budgets.
 
 A run that was stopped goes on from its last checkpoint in --output_dir when started again: seconds already spent count.
 """
@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -31,12 +32,13 @@ from essm_train.baselines.mamba import by_chunks
 from essm_train.files import replacing, write_json
 from essm_train.run.steps import adamw, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.training.budget_dropout import allow_compiled_budgets, budget_schedule
+from modeling_essm.training.budget_dropout import Part, allow_compiled_budgets, budget_losses, budget_schedule
 
 from . import common
 
 VOCABULARY, END = 259, 258
 WARMUP, DECAY = 100, 0.25  # updates, share of the seconds
+DISTILLATION = 0.5  # as train_clm has it for that schedule
 FLAGSHIP = Path(__file__).parent.parent / "hub_configs/essm-elastic-130m"
 SHARES = {"flagship": 0.6, "Mamba-2": 0.2, "Llama": 0.2}
 
@@ -70,12 +72,13 @@ def read_stream(path: Path) -> Tensor:
     return torch.cat(pieces)
 
 
-def loss_of(model: nn.Module, ids: Tensor, budget: int | None) -> Tensor:
-    """() mean nats of the next byte."""
+def outputs_of(model: nn.Module, ids: Tensor, budget: int | None) -> Any:
+    """() mean nats of the next byte, and the logits."""
     options = {} if budget is None else {"spectral_budget": budget}
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
         logits = model(input_ids=ids[:, :-1], use_cache=False, **options).logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    return SimpleNamespace(loss=loss, logits=logits)
 
 
 @torch.no_grad()
@@ -84,7 +87,8 @@ def bits_per_byte(model: nn.Module, stream: Tensor, length: int, count: int, bud
     model.eval()
     device = next(model.parameters()).device
     starts = torch.linspace(0, len(stream) - length - 1, count).long()
-    losses = [loss_of(model, stream[None, s : s + length + 1].to(device, torch.long), budget) for s in starts]
+    windows = (stream[None, s : s + length + 1].to(device, torch.long) for s in starts)
+    losses = [outputs_of(model, window, budget).loss for window in windows]
     model.train()
     return float(torch.stack(losses).mean()) / math.log(2)
 
@@ -109,7 +113,7 @@ class Run:
             self.state = saved["state"]
         config: Any = self.model.config
         elastic = isinstance(config, ESSMConfig)
-        self.schedule = budget_schedule("discrete", config.num_spectral_channels, 0) if elastic else None
+        self.schedule = budget_schedule("family", config.num_spectral_channels, 0) if elastic else None
         self.budgets: tuple[int | None, ...] = (None,) if self.schedule is None else self.schedule.budgets
         if args.compile:
             allow_compiled_budgets(len(self.budgets))
@@ -131,14 +135,24 @@ class Run:
         args, state, since = self.args, self.state, time.monotonic()
         begun, saved = state["seconds"], time.monotonic()
         while state["seconds"] < self.seconds:
-            budget = None if self.schedule is None else self.schedule(state["updates"])[0]
+            parts: tuple[Part, ...] = (Part(0, slice(None), 1.0, 1.0),)  # of a model without budgets
+            if self.schedule is not None:
+                parts = self.schedule.parts(state["updates"], args.batch)
             for group in self.optimizer.param_groups:
                 group["lr"] = args.learning_rate * rate(state["updates"], state["seconds"] / self.seconds)
-            loss = loss_of(self.model, self.windows(stream), budget)
-            update(self.optimizer, [loss], self.model.parameters(), check=lambda *_: None)
+            ids = self.windows(stream)
+            found: list[Tensor] = []
+
+            def forward(part: Part, ids: Tensor = ids, found: list[Tensor] = found) -> Any:
+                outputs = outputs_of(self.model, ids[part.rows], part.budget or None)
+                found.append(outputs.loss.detach())
+                return outputs
+
+            losses = budget_losses(forward, parts, labels=ids, distillation_weight=DISTILLATION)
+            update(self.optimizer, losses, self.model.parameters(), check=lambda *_: None)
             if state["updates"] % args.log_every == 0:
-                bits = float(loss.detach()) / math.log(2)  # waits for the device
-                state["losses"].append([state["updates"], budget, bits])
+                bits = float(found[0]) / math.log(2)  # of the full budget; waits for the device
+                state["losses"].append([state["updates"], parts[0].budget or None, bits])
             state["updates"] += 1
             state["seconds"] = begun + time.monotonic() - since
             if time.monotonic() - saved > args.save_seconds:

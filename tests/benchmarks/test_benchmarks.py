@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from helpers import VARIANTS, random_model, tiny_config
 
 from benchmarks import ablation_speed, common, decoding, length_extrapolation, quantization, released, training_step
+from benchmarks.matched_models import Row
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
@@ -104,14 +105,21 @@ def test_settings_of_training_steps(quick, monkeypatch):
         assert ("no C++ compiler" in row.get("failed", "")) == (row["mode"] == "compiled")
 
 
-def test_a_step_trains_at_its_budget():
+@pytest.mark.parametrize("schedule", ["discrete", "family"])
+def test_updates_are_at_the_budgets_of_their_schedule(schedule):
     model = random_model(**VARIANTS["elastic"], num_spectral_channels=8)
     before, budgets, forward = model.lm_head.weight.clone(), [], model.forward
-    model.forward = lambda *args, **kwargs: budgets.append(kwargs["spectral_budget"]) or forward(*args, **kwargs)
-    run, tokens = ablation_speed.updates(model, 16)
+    model.forward = lambda **kwargs: budgets.append(kwargs["spectral_budget"]) or forward(**kwargs)
+    run, tokens = ablation_speed.updates(model, Row(1, schedule=schedule), 16)
     run()
-    assert budgets == [2, 3, 4, 6, 8] and tokens == 5 * ablation_speed.BATCH * 16
-    assert not torch.equal(model.lm_head.weight, before)
+    if schedule == "family":  # the full one, then each of four rows at a smaller one of its own
+        assert [*map(len, map(set, zip(*[iter(budgets)] * 5)))] == [5] * 5 and budgets[::5] == [8] * 5
+    else:
+        assert budgets == [2, 3, 4, 6, 8]
+    assert tokens == 5 * ablation_speed.BATCH * 16 and not torch.equal(model.lm_head.weight, before)
+
+
+def test_sampled_budgets_are_balanced():
     updates = training_step.balanced_updates(32)
     assert sorted(updates) == [2, 3, 4, 6, 8, 12, 16, 24, 32] != updates
 
