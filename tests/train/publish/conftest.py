@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import pytest
-from helpers import random_model
+from helpers import VARIANTS, random_model
 from huggingface_hub import HfApi, RepoUrl
 
 from modeling_essm import build_byte_tokenizer
@@ -47,7 +47,7 @@ def api(monkeypatch):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     run = tmp_path_factory.mktemp("saved") / "run"
-    random_model(gate_hidden_size=4).save_pretrained(run / "model")
+    random_model(**VARIANTS["memory"]).save_pretrained(run / "model")
     build_byte_tokenizer(512).save_pretrained(run / "model")
     (run / "budget_sweep.json").write_text(json.dumps(SWEEP))
     (run / "training.json").write_text(json.dumps(TRAINING))

@@ -163,7 +163,7 @@ DAMAGES = {
     "linked-weights": (lambda model: link(model, "model.safetensors"), "lacks model.safetensors.* no link is"),
     "truncated": (lambda model: os.truncate(model / "model.safetensors", 5000), "truncated"),
     "nan": (lambda model: spoil(model, "model.norm.weight", float("nan")), "model.norm.weight in .* hold NaN"),
-    "infinite": (lambda model: spoil(model, "model.norm.bias", float("-inf")), "model.norm.bias in .* infinite"),
+    "infinite": (lambda model: spoil(model, "model.norm.weight", float("-inf")), "model.norm.weight in .* infinite"),
     "lost-shard": (
         lambda model: (model / "model.safetensors.index.json").write_text(
             '{"weight_map": {"a": "model-1.safetensors"}}'

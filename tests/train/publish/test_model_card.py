@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers import random_model
 from huggingface_hub import EvalResult, ModelCard
-from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.publish.arguments import PushArguments
@@ -29,7 +29,9 @@ def sweep(run) -> dict:
 
 
 def test_card_of_a_language_model(run, sweep):
-    text = write(run)
+    text, model = write(run), AutoModelForCausalLM.from_pretrained(run / "model")
+    read = {K: f"{model.num_active_parameters(K):,}" for K in sweep["budgets"]}
+    assert len({*read.values()}) == 3
     card = ModelCard(text)
     assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
     assert card.data.pipeline_tag == "text-generation" and "state-space-model" in card.data.tags
@@ -47,9 +49,9 @@ def test_card_of_a_language_model(run, sweep):
         for K, value in zip(sweep["budgets"], sweep["bits_per_byte"])
     ]
     for row in (
-        "| K | bits per byte | against K = 32 | tokens/s |  |",
-        "| 2 | 2.7500 | +10.0% | 9,000 |  |",
-        "| 8 | 2.5500 | +2.0% | 5,000 | sweet spot |",
+        "| K | parameters read | bits per byte | against K = 32 | tokens/s |  |",
+        f"| 2 | {read[2]} | 2.7500 | +10.0% | 9,000 |  |",
+        f"| 8 | {read[8]} | 2.5500 | +2.0% | 5,000 | sweet spot |",
         "| data | A \\| tiny corpus |",
         "| tokens in all | 1,228,800 |",
     ):
@@ -57,10 +59,9 @@ def test_card_of_a_language_model(run, sweep):
     assert "saves no time" not in text
     timings = [{"2": [1.0, 0.9], "8": [2.0, 1.0], "32": [2.0, 1.9]}]
     timed = write(run, sweep=sweep | {"timings": timings})
-    assert "| 32 | 2.5000 | +0.0% | 2,000 | sweet spot |" in timed and "saves no time" not in timed
+    assert f"| 32 | {read[32]} | 2.5000 | +0.0% | 2,000 | sweet spot |" in timed and "saves no time" not in timed
     assert "A smaller budget saves no time here" in write(run, sweep=sweep | {"timings": [timings[0] | {"2": [2, 1]}]})
-    parameters = sum(tensor.numel() for tensor in load_file(run / "model" / "model.safetensors").values())
-    assert f"| parameters | {parameters:,} |" in text
+    assert f"| parameters | {read[32]} |" in text
     assert "![bits per byte against the spectral budget](budget_sweep.png)" in text
     assert (run / "model" / "budget_sweep.png").read_bytes() == (run / "budget_sweep.png").read_bytes()
     assert "revision=revision, trust_remote_code=True" in text and "not supported" in text and "ollapse" not in text
@@ -68,7 +69,7 @@ def test_card_of_a_language_model(run, sweep):
     assert 'train_file: ["book.txt"]' in text and "learning_rate: 0.005" in text
     assert text == write(run)
     text = write(run, sweep=sweep | {"bits_per_byte": [3.0, 2.7, 2.5]})
-    assert "Collapse boundary:" in text and "| 8 | 2.7000 | +8.0% | 5,000 | collapse boundary |" in text
+    assert "Collapse boundary:" in text and f"| 8 | {read[8]} | 2.7000 | +8.0% | 5,000 | collapse boundary |" in text
     text = write(run, sweep=None, training=None)
     assert "Not measured" in text and "| data | not stated |" in text and ModelCard(text).data.eval_results is None
 
@@ -102,7 +103,7 @@ def test_card_of_a_classifier(run):
     assert [result.metric_value for result in card.data.eval_results] == [0.5, 0.625]
     assert card.data.eval_results[0].dataset_type == "stanfordnlp/imdb"
     assert card.data.eval_results[1].dataset_split == "test" and "on 1,655 samples of the test data" in text
-    assert "| 32 | 0.6250 | +0.0% |  | sweet spot, collapse boundary |" in text and "higher is better" in text
+    assert " | 0.6250 | +0.0% |  | sweet spot, collapse boundary |" in text and "higher is better" in text
     assert "| samples in all | 160 |" in text and 'repository = "org/name"' in text and "AutoModelForSeq" in text
 
 

@@ -22,7 +22,10 @@ from safetensors import safe_open
 from essm_train.files import write_text
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.publish.hub import read_json
+from modeling_essm import ESSMConfig
 from modeling_essm.budgets.curve import BudgetCurve
+from modeling_essm.loading_essm import channel_blocks, layer_of
+from modeling_essm.spectral_budget import spectral_layers
 
 SECTIONS = ("model", "results", "training", "loading", "limits")
 PICTURE = "budget_sweep.png"
@@ -84,7 +87,7 @@ def write_model_card(
     example = data["widget"][0]["text"] if data.get("widget") else "def main("
     sections = (
         _model(folder, config),
-        _results(curve, sweep, training, config.get("budget_presets"), (folder / PICTURE).is_file()),
+        _results(folder, config, curve, sweep, training),
         _training(training),
         _loading(folder, config, json.dumps(example, ensure_ascii=False), hub_model_id or "org/name", local),
         _limits(config),
@@ -166,14 +169,11 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _model(folder: Path, config: dict[str, Any]) -> str:
-    kind, features, parameters = _architecture(config), config.get("num_input_features"), 0
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "np") as file:
-            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    kind, features = _architecture(config), config.get("num_input_features")
     reads = "token ids" if features is None else f"`input_features` of shape (batch, length, {features})"
     facts = {
         "class": f"`{kind}`" if kind else "not stated",
-        "parameters": parameters or None,
+        "parameters": _parameters(folder, config, config["num_spectral_channels"]) or None,
         "reads": "token ids of two documents, shape (batch, 2, length)" if _reads_pairs(config) else reads,
         "width, blocks": f"{config['hidden_size']}, {config['num_hidden_layers']}",
         "spectral channels (the largest budget)": config["num_spectral_channels"],
@@ -183,16 +183,30 @@ def _model(folder: Path, config: dict[str, Any]) -> str:
     return f"## Model\n\n{_facts(facts)}"
 
 
+def _parameters(folder: Path, config: dict[str, Any], budget: int) -> int:
+    """Saved parameters that a call at that budget reads; 0 without weights."""
+    made, total = ESSMConfig.from_dict(config), 0
+    blocks, spectral = channel_blocks(made), spectral_layers(made)
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            for name in file.keys():  # noqa: SIM118
+                shape, (layer, inside) = file.get_slice(name).get_shape(), layer_of(name)
+                held = blocks.get(inside, ()) if layer in spectral else ()
+                read = [min(n, size * budget) if size else n for n, size in zip(shape, held)]
+                total += math.prod([*read, *shape[len(read) :]])
+    return total
+
+
 def _results(
-    curve: BudgetCurve | None, sweep: dict[str, Any], training: dict[str, Any], presets: Any, pictured: bool
+    folder: Path, config: dict[str, Any], curve: BudgetCurve | None, sweep: dict[str, Any], training: dict[str, Any]
 ) -> str:
     text = "## Quality at every budget\n\n"
     if curve is None:
         return text + "Not measured."
     marked = curve.marks
-    if (calibrated := (presets or {}).get("sweet-spot")) in curve.budgets:
+    if (calibrated := (config.get("budget_presets") or {}).get("sweet-spot")) in curve.budgets:
         marked["sweet spot"] = calibrated  # by more times than those of a sweep
-    if pictured:
+    if (folder / PICTURE).is_file():
         text += f"![{curve.title} against the spectral budget]({PICTURE})\n\n"
     better = "higher" if curve.higher_is_better else "lower"
     said = [f"One set of weights; K is the `spectral_budget`. {curve.title.capitalize()}: {better} is better."]
@@ -211,12 +225,13 @@ def _results(
     said += filter(None, [curve.time_note()])
     if "collapse boundary" in marked:
         said += ["Collapse boundary: the smallest K that keeps 90% of its quality."]
-    rows, full = [("K", curve.title, f"against K = {curve.budgets[-1]}", "tokens/s", "")], curve.values[-1]
+    full = curve.values[-1]
+    rows = [("K", "parameters read", curve.title, f"against K = {curve.budgets[-1]}", "tokens/s", "")]
     for i, (K, value) in enumerate(zip(curve.budgets, curve.values)):
         change = f"{value / full - 1:+.1%}" if full else "n/a"
         speed = f"{curve.speeds[i]:,.0f}" if curve.speeds else ""
         marks = ", ".join(mark for mark, at in marked.items() if at == K)
-        rows.append((str(K), f"{value:.4f}", change, speed, marks))
+        rows.append((str(K), f"{_parameters(folder, config, K):,}", f"{value:.4f}", change, speed, marks))
     return f"{text}{' '.join(said)}\n\n{_table(*rows)}"
 
 
