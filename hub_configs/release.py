@@ -36,7 +36,7 @@ from essm_train.publish.profile import calibrate
 from modeling_essm.budgets.profile import device_name
 
 CODE = Path(__file__).parent / "essm-tiny" / PACKAGE_CODE
-SAMPLE_BUDGETS = (2, 4)  # and the full one
+SAMPLE_BUDGETS = (1, 2, 4)  # and the full one
 SIZE_BLOCKS = 64  # of the held-out ones: every file size is scored on them
 CARD = """---
 license: apache-2.0

@@ -30,7 +30,9 @@ class EvaluateArguments:
     task: str = field(metadata={"help": "A task that essm-list-tasks names."})
     data_dir: str = arg("data", "Folder of the tasks' data.")
     scale: str = arg("full", "'full', 'medium' or 'small', as the models were trained.")
-    budgets: list[int] | None = arg(None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32.")
+    budgets: list[int] | None = arg(
+        None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32 and the smallest one of training."
+    )
     output_dir: str | None = arg(None, "By default `evaluation` beside the first model.")
     overwrite: bool = arg(False, OVERWRITE_HELP)
     trust_remote_code: bool = arg(False, TRUST_HELP)
@@ -47,12 +49,11 @@ def main(args: EvaluateArguments) -> None:
     from essm_train.measure.evaluation import evaluate_models, open_task
     from essm_train.measure.plots import draw_curves
     from essm_train.measure.scoring import BITS_PER_BYTE
-    from modeling_essm.training.budget_dropout import BUDGETS
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     claim(output_dir, [f"evaluation.{kind}" for kind in ("json", "md", "png")], overwrite=args.overwrite)
     task = open_task(args.task, args.data_dir, args.scale)
-    evaluation = evaluate_models(args.models, task, args.budgets or BUDGETS, args.trust_remote_code)
+    evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
     machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}

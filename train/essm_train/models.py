@@ -7,7 +7,7 @@ An ES-SSM is new, from sizes or from a configuration that holds them, or starts 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
 )
-from modeling_essm.training.budget_dropout import Part
+from modeling_essm.training.budget_dropout import BUDGETS, Part, clip_budgets
 
 # Heads that weights of another class may lack, and the model_types of the classes that are saved with one.
 _HEADS = {"ESSMForCausalLM": "lm_head.weight", "ESSMForSequenceClassification": "score.weight"}
@@ -184,6 +184,12 @@ def _load_weights(name: str, cls: type[PreTrainedModel], config: ESSMConfig) -> 
 def capacity_of(model: nn.Module) -> int:
     """The largest budget of a model, wrapped for several processes or not; 1 for one that knows no budgets."""
     return getattr(getattr(model, "module", model).config, "num_spectral_channels", 1)
+
+
+def budgets_to_measure(model: nn.Module, given: Iterable[int] | None = None) -> tuple[int, ...]:
+    """Those given, by default BUDGETS and the smallest one of training; the capacity always, and none above it."""
+    trained = getattr(model.config, "trained_budgets", None) or ()
+    return clip_budgets((*(given or (*BUDGETS, *trained[:1])), capacity_of(model)), capacity_of(model))
 
 
 def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:

@@ -23,7 +23,9 @@ class SweepArguments:
     model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM causal language model."})
     text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
     output_dir: str = field(metadata={"help": "Where budget_sweep.json and budget_sweep.png go."})
-    budgets: list[int] | None = arg(None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32.")
+    budgets: list[int] | None = arg(
+        None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32 and the smallest one of training."
+    )
     block_size: int = arg(512, "Tokens per block: the longest context.")
     max_blocks: int = arg(256, "Blocks to evaluate, spread evenly over the text.")
     batch_size: int = arg(8, "Blocks per forward pass.")
@@ -44,7 +46,6 @@ def main(args: SweepArguments) -> None:
     from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep, sweep_budgets
     from essm_train.measure.evaluation import open_text
     from essm_train.models import load_model
-    from modeling_essm.training.budget_dropout import BUDGETS
 
     output_dir = Path(args.output_dir)
     claim(output_dir, SWEEP_FILES, overwrite=args.overwrite)
@@ -52,7 +53,7 @@ def main(args: SweepArguments) -> None:
     model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
-    sweep = sweep_budgets(model, held_out, args.budgets or BUDGETS)
+    sweep = sweep_budgets(model, held_out, args.budgets)
     print(sweep.table())
     save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
 

@@ -28,11 +28,10 @@ from essm_train.data.text import read_blocks
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import claim, write_figure, write_json
 from essm_train.measure.timing import paired
-from essm_train.models import load_model
+from essm_train.models import budgets_to_measure, load_model
 from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
-from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
 def parts_of(model: nn.Module) -> list[Any]:
@@ -210,7 +209,7 @@ def analyze(args: Any) -> None:
     input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
-    budgets = clip_budgets((*BUDGETS, config.num_spectral_channels), config.num_spectral_channels)
+    budgets = budgets_to_measure(model)
     _, largest = max(zip(spectral_mixers(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
     modelled = [layer_cost(largest, K, args.block_size) for K in budgets]
     measured = measured_cost(largest, budgets, args.block_size)

@@ -23,9 +23,8 @@ from essm_train.files import write_figure, write_json
 from essm_train.measure.plots import draw_curves
 from essm_train.measure.scoring import BITS_PER_BYTE, HeldOut, Metric
 from essm_train.measure.timing import paired
-from essm_train.models import capacity_of, run_at_budget
+from essm_train.models import budgets_to_measure, run_at_budget
 from modeling_essm.budgets.curve import BudgetCurve, Times
-from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 SWEEP_FILES = ("budget_sweep.json", "budget_sweep.png")
 
@@ -33,17 +32,18 @@ SWEEP_FILES = ("budget_sweep.json", "budget_sweep.png")
 def sweep_budgets(
     model: PreTrainedModel,
     held_out: HeldOut,
-    budgets: Sequence[int] = BUDGETS,
+    budgets: Sequence[int] | None = None,
     progress: Callable[[int], object] = lambda budget: None,
 ) -> BudgetCurve:
-    """Score any model at every budget up to its capacity, which is always one of them, and measure its speed.
+    """Score any model at budgets up to its capacity, and measure its speed.
 
     Args:
         model: one that knows no budgets has the single budget 1. It is left in evaluation mode.
+        budgets: as in `budgets_to_measure`.
         progress: called with each K before it is scored.
     """
     model.eval()
-    budgets, values = clip_budgets((*budgets, capacity_of(model)), capacity_of(model)), []
+    budgets, values = budgets_to_measure(model, budgets), []
     for K in budgets:
         progress(K)
         values.append(held_out.value(model, K))

@@ -22,11 +22,10 @@ from essm_train.data.tokens import ByteEncoder, Encoder
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
 from essm_train.measure.timing import peak_memory
-from essm_train.models import capacity_of, load_model, run_at_budget
+from essm_train.models import budgets_to_measure, capacity_of, load_model, run_at_budget
 from essm_train.tasks.catalog import get_task, make_arguments
 from essm_train.tasks.retrieval import load_retrieval
 from modeling_essm.budgets.curve import BudgetCurve
-from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def load_for(held_out: HeldOut, folder: str, trust_remote_code: bool = False) ->
 
 
 def evaluate_models(
-    folders: Sequence[str], held_out: HeldOut, budgets: Sequence[int] = BUDGETS, trust_remote_code: bool = False
+    folders: Sequence[str], held_out: HeldOut, budgets: Sequence[int] | None = None, trust_remote_code: bool = False
 ) -> Evaluation:
     """Sweep every model; memory and active parameters of the first.
 
@@ -136,7 +135,7 @@ def evaluate_models(
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
         capacity = capacity_of(model)
-        wanted = clip_budgets((*budgets, capacity), capacity)
+        wanted = budgets_to_measure(model, budgets)
         if sweeps and wanted != sweeps[0].budgets:
             raise ValueError(f"{folder} has capacity {capacity}, and {folders[0]} {sweeps[0].budgets[-1]}")
         batch = {name: value.to(model.device) for name, value in held_out.inputs.items()}

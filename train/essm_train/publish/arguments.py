@@ -44,7 +44,7 @@ class CalibrateArguments:
     data_dir: str = arg("data", "Folder of the tasks' data.")
     scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
     timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
-    budgets: list[int] | None = arg(None, "Budgets K, the full one always among them; by default those of training.")
+    budgets: list[int] | None = arg(None, "Budgets K, the full one always among them, by default as in essm-sweep.")
     batch_sizes: list[int] = arg([1, 8], "Rows of a timed call.")
     prompt_length: int | None = arg(None, "Positions of a timed prefill; by default those of a held-out sample.")
     decode_tokens: int = arg(64, "Tokens decoded for one timing.")

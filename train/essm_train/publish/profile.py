@@ -24,7 +24,7 @@ from essm_train.measure.evaluation import open_task, open_text
 from essm_train.measure.plots import draw_profile
 from essm_train.measure.scoring import HeldOut, hold_out_samples
 from essm_train.measure.timing import pick_device, threads
-from essm_train.models import is_causal, is_pairs, load_model, read_saved_config
+from essm_train.models import budgets_to_measure, is_causal, is_pairs, load_model, read_saved_config
 from essm_train.publish.arguments import CalibrateArguments
 from essm_train.publish.hub import read_json
 from essm_train.tasks.catalog import get_task
@@ -32,7 +32,6 @@ from modeling_essm import ESSMConfig
 from modeling_essm.budgets import BudgetProfile, read_profile
 from modeling_essm.budgets.profile import PROFILE_NAME
 from modeling_essm.budgets.weights import same_weights, weights_checksum
-from modeling_essm.training.budget_dropout import BUDGETS, clip_budgets
 
 _PRESETS = ("sweet-spot", "collapse-boundary", "full")  # of `BudgetProfile.presets`
 
@@ -69,7 +68,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
         if unknown := sorted(set(budgets) - set(profile.quality.budgets)):
             raise ValueError(f"budgets must be of {list(profile.quality.budgets)}, measured before, got {unknown}")
     else:
-        budgets = clip_budgets((*(args.budgets or BUDGETS), capacity), capacity)
+        budgets = budgets_to_measure(model, args.budgets)
         held_out = open_held_out(args, config)
     if not args.overwrite:
         refuse_replacing(_replaced(args, profile, config, calibration.device_name(model.device)), folder)
