@@ -22,7 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from .mixer_essm import at_unit_scale, causal_convolution, prefix_linear
 
 _SLOW = 4.0  # a new memory keeps 0.98 a step
-# The library's own code without flash-linear-attention's kernels, which run on an accelerator and, some, in 16 bits.
+# The library's own code. What it has imported may be a kernel of flash-linear-attention, for accelerators and 16 bits.
 _plain_rule = inspect.unwrap(torch_chunk_gated_delta_rule)
 
 
