@@ -76,9 +76,6 @@ class ESSMElasticMixer(nn.Module):
         real = None
         if call.padding is not None:
             u, real = u.masked_fill(call.padding, 0.0), ~call.padding[..., 0]
-        if call.lengths is not None:
-            within = torch.arange(u.shape[1], device=u.device) < call.lengths[:, None]
-            real = within if real is None else real & within
         if call.packing is not None:
             return call.packing.apply(self, u, call)
         K, d, w = call.budget, self.head_size, self.filtered
@@ -91,7 +88,9 @@ class ESSMElasticMixer(nn.Module):
             num_states = self.operator.num_states(room)
         z, v = prefix_linear(self.in_proj, u, 2 * room * d).unflatten(-1, (room, 2, d)).unbind(-2)
         v, tail = causal_convolution(v.flatten(-2), self.convolution, past.get("convolution"), call.lengths)
-        gates = F.pad(self.gates(u, K, call.rows), (0, room - K))  # heads of the room beyond K only keep their state
+        gates = self.gates(u, K, call.rows)
+        if room > K:  # whose heads only keep their state
+            gates = F.pad(gates, (0, room - K))
         v = F.silu(v).unflatten(-1, (room, d))
         f = v[..., :w].flatten(-2)
         y, features = self.operator(

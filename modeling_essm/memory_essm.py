@@ -78,8 +78,12 @@ class ESSMMemory(nn.Module):
         S = k.new_zeros(B, k.shape[2], R * e) if state is None else state.to(k)
         autocast = u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
         with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen here
-            o, S = delta_rule(q, k, v.flatten(2), decay, beta, S)
-        return o.to(v.dtype), {"keys": tail, "memory": S}
+            o, last = delta_rule(q, k, v.flatten(2), decay, beta, S)
+            if real is None and lengths is not None:  # outputs go on where the state that is kept does not
+                gone = (torch.arange(u.shape[1], device=u.device) >= lengths[:, None])[..., None]
+                decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
+                last = delta_rule(q, k, v.flatten(2), decay, beta, S)[1]
+        return o.to(v.dtype), {"keys": tail, "memory": last}
 
 
 def _first(channels: int | Tensor, x: Tensor) -> Tensor:

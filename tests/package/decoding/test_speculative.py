@@ -20,7 +20,7 @@ def decode(model, ids, draft_budget=None, draft_length=None, **kwargs):
 
 @pytest.mark.parametrize(
     ("block", "prompt", "draft_length"),
-    [("paper", 1, 4), ("paper", 19, None), ("elastic", 2, 1), ("elastic", 19, None)],
+    [("paper", 1, 4), ("paper", 19, None), ("elastic", 2, 1), ("memory", 19, None)],
 )
 def test_greedy_is_token_identical(block, prompt, draft_length):
     model, ids = level_model(**VARIANTS[block]), random_ids(3, prompt)
@@ -79,8 +79,8 @@ def test_what_is_reported():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block", ["paper", "elastic"])
-def test_the_drafter_returns_to_the_last_accepted_token(block):
+@pytest.mark.parametrize(("block", "draft"), [("paper", 4), ("elastic", 24), ("memory", 24)])
+def test_the_drafter_returns_to_the_last_accepted_token(block, draft):
     """Counts of a loop of full forward passes, which has no states to get wrong."""
     model, ids = level_model(**VARIANTS[block]), random_ids(1, 9)
     drafts, accepted, known, end = 0, 0, 9, 9 + NEW
@@ -88,13 +88,13 @@ def test_the_drafter_returns_to_the_last_accepted_token(block):
     while known < end:
         n, prefix = max(1, min(3, end - known - 1)), plain[:, :known]
         for _ in range(n):
-            token = model(prefix, spectral_budget=4, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            token = model(prefix, spectral_budget=draft, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
             prefix = torch.cat([prefix, token], 1)
         until = min(known + n, end)
         same = int((prefix[0, known:until] == plain[0, known:until]).long().cumprod(0).sum())
         drafts, accepted, known = drafts + min(same + 1, n), accepted + same, known + same + 1
     options = {"spectral_budget": 32, "eos_token_id": None, "return_dict_in_generate": True}
-    found = decode(model, ids, draft_budget=4, draft_length=3, **options)
+    found = decode(model, ids, draft_budget=draft, draft_length=3, **options)
     assert 0 < accepted < drafts and (found.num_drafts, found.num_accepted) == (drafts, accepted)
 
 
@@ -169,7 +169,7 @@ def test_bad_calls(kwargs, message):
         decode(level_model().train(), random_ids(2, 9), draft_budget=4)
 
 
-@pytest.mark.parametrize("block", ["paper", "elastic"])
+@pytest.mark.parametrize("block", ["paper", "elastic", "memory"])
 @torch.no_grad()
 def test_state_lengths(block):
     """Outputs of all positions, the state of the first: as if the rest had not been read."""
