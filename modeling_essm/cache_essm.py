@@ -466,12 +466,14 @@ def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget)
             if cache.config.memory_key_size and layer.state_budget is None:
                 layer.filled = None if budgets.of_rows is None else [min(K, budget) for K in budgets.of_rows]
             continue
-        if layer.filled is None and (budget, held.shape) == checked:
-            continue
-        serves, asked = [layer.room], [budget]
         if layer.filled is None:
+            if checked == (budget, held.shape):
+                continue
             checked = (budget, held.shape)
-        else:
+            if state_sizes(cache.config, budget)["features"] == held.shape[1:]:  # room for just that
+                continue
+        serves, asked = [layer.room], [budget]
+        if layer.filled is not None:
             serves = layer.filled
             asked = [min(K, budget) for K in budgets.of_rows or [budget] * len(serves)]
         for row, (room, K) in enumerate(zip(serves, asked)):

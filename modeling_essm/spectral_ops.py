@@ -50,7 +50,7 @@ def step(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | N
         state = x if lengths is None else torch.where((t < lengths)[:, None, None], x, state)
         features = x[:, :K].to(wide).unflatten(2, (per_group.shape[3], D // per_group.shape[3]))
         gated.append((features * per_group[:, t]).to(u.dtype))
-    features = torch.stack(gated, 1).view(B * L, K, D)
+    features = (gated[0] if L == 1 else torch.stack(gated, 1)).view(B * L, K, D)
     y = (features * M[:K]).sum(1) if M.ndim == 2 else _mix(features.view(B * L, K * D), M[:K].reshape(K * D, -1))
     return y.view(B, L, M.shape[-1]), state
 
