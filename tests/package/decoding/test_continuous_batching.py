@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import random_model
+from helpers import VARIANTS, random_model
 from transformers import LogitsProcessorList
 
 from modeling_essm import ESSMCache
@@ -54,10 +54,10 @@ class Batch(ContinuousBatch):
 
 
 @pytest.mark.parametrize(
-    ("block", "piece", "max_rows"), [("paper", 1, None), ("paper", 512, 1), ("paper", 3, 2), ("elastic", 3, None)]
+    ("block", "piece", "max_rows"), [("paper", 1, None), ("paper", 512, 1), ("paper", 3, 2), ("memory", 3, None)]
 )
 def test_each_request_is_answered_as_if_alone(block, piece, max_rows):
-    batch = Batch(random_model(block=block), max_rows=max_rows, prefill_chunk_size=piece)
+    batch = Batch(random_model(**VARIANTS[block]), max_rows=max_rows, prefill_chunk_size=piece)
     for i in range(10):
         batch.ask(i % 5, 1 + 3 * (i % 4), BUDGETS[i % 3])
         batch.step()  # others are under way when it comes
