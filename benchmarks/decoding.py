@@ -5,7 +5,7 @@
     python -m benchmarks.decoding --table limit          time per token over that of reading the weights, also compiled
     python -m benchmarks.decoding --table peers          beside a Llama and a Mamba-2 of the same size
     python -m benchmarks.decoding --table prompt         memory and time of reading a prompt of a million bytes
-    python -m benchmarks.decoding --config hub_configs/essm-gated-20m
+    python -m benchmarks.decoding --config hub_configs/essm-elastic-21m
 
 The paper's 21M-parameter model, or that of --config, with random weights; a budget above the capacity becomes it.
 fp32 on the CPU, bf16 on a GPU, eager unless said. A step is one forward call with its argmax under inference_mode. In

@@ -2,7 +2,7 @@
 """What do users wait for when requests arrive by themselves, and how many tokens a second does a batch serve?
 
     python -m benchmarks.serving --model hub_configs/essm-novels-6m
-    python -m benchmarks.serving --config hub_configs/essm-gated-20m --loads 0.5 0.9
+    python -m benchmarks.serving --config hub_configs/essm-elastic-21m --loads 0.5 0.9
 
 Requests arrive at random times (Poisson), with prompts of 16 to 512 bytes, 16 to 128 new tokens and a budget of 2, 4 or
 the capacity, the same for every server: a `ContinuousBatch`, then one with a single row. A load is the share of what

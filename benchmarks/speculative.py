@@ -1,15 +1,18 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Does drafting at a small budget make decoding at the full one faster, and how many drafts are accepted?
 
-    python -m benchmarks.speculative --model runs/train_clm/model [--prompt "def main("]
+    python -m benchmarks.speculative --model runs/train_clm/model [--prompt "def main("] [--compiled]
 
 A trained byte-level model decodes greedily at its full budget, batch 1, through `generate`: plainly, and with every
 draft budget and draft length (0: adaptive), in turn within every round. The tokens must be the same. Speed-ups are
-ratios within rounds. Without --model the weights are random, and the figures mean nothing.
+ratios within rounds, over plain decoding by the same steps: eager ones, or with --compiled also such as
+`compile_decoding` makes, while calls that verify stay eager. Without --model the weights are random, and the figures
+mean nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -20,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from essm_train.arguments import TRUST_HELP
 from essm_train.models import load_model
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.decoding import speculate
+from modeling_essm.decoding import compile_decoding, speculate
 
 from . import common
 
@@ -32,6 +35,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--tokens", type=int, default=128, help="new tokens of one sample")
     p.add_argument("--draft_budgets", type=int, nargs="+", default=[2, 3, 4, 8])
     p.add_argument("--draft_lengths", type=int, nargs="+", default=[0, 2, 4, 8], help="0 adapts")
+    p.add_argument("--compiled", action="store_true", help="compiled steps beside eager ones; needs a C++ compiler")
     p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
     if args.quick:
@@ -49,24 +53,32 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     ids = torch.tensor([list(args.prompt.encode())], device=device)
     greedy = {"max_new_tokens": args.tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
-    def decode(draft: int = 0, length: int = 0) -> Any:
-        extra = {"custom_generate": speculate(draft, length or None)} if draft else {}
-        return model.generate(ids, **greedy, **extra, return_dict_in_generate=True)
-
-    plain, calls, rates = decode(), {(0, 0): decode}, {}
     drafts = [K for K in args.draft_budgets if capacity > K]
-    for draft, length in itertools.product(drafts, args.draft_lengths):
-        found = decode(draft, length)
-        if device.type == "cpu" and not torch.equal(found.sequences, plain.sequences):
-            raise RuntimeError(f"drafting at K = {draft} changed the tokens; wrong results are not timed")
-        rates[draft, length] = found.acceptance_rate
-        calls[draft, length] = functools.partial(decode, draft, length)
+    models = {"eager": model}
+    if args.compiled:
+        models["compiled"] = compile_decoding(copy.deepcopy(model), [None, *drafts])
+
+    def decode(steps: str, draft: int = 0, length: int = 0) -> Any:
+        extra = {"custom_generate": speculate(draft, length or None)} if draft else {}
+        return models[steps].generate(ids, **greedy, **extra, return_dict_in_generate=True)
+
+    plain, calls, rates = decode("eager").sequences, {}, {}
+    for key in itertools.product(models, [(0, 0), *itertools.product(drafts, args.draft_lengths)]):
+        steps, (draft, length) = key
+        found = decode(steps, draft, length)
+        if device.type == "cpu" and not torch.equal(found.sequences, plain):
+            raise RuntimeError(f"{steps} steps, drafts at K = {draft}: other tokens; wrong results are not timed")
+        rates[key] = found.acceptance_rate if draft else None
+        calls[key] = functools.partial(decode, steps, draft, length)
     with common.threads(1):
-        samples = common.paired(calls, device, args.rounds, warmup=1)
+        samples = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
     report["results"] = []
     for key, seconds in samples.items():
-        row = {"draft_budget": key[0], "draft_length": key[1], "tokens_per_second": common.rate(seconds, args.tokens)}
-        row |= {"speedup": common.ratio(samples[0, 0], seconds), "acceptance_rate": rates.get(key)}
+        steps, (draft, length) = key
+        row = {"steps": steps, "draft_budget": draft, "draft_length": length, "acceptance_rate": rates[key]}
+        row |= {"tokens_per_second": common.rate(seconds, args.tokens)}
+        row |= {"speedup": common.ratio(samples[steps, (0, 0)], seconds)}
+        row |= {"over_eager_plain": common.ratio(samples["eager", (0, 0)], seconds)}
         report["results"].append(row)
     return common.finish(report, args)
 
