@@ -429,7 +429,7 @@ def pairs_held(recalled: dict[str, Any]) -> dict[str, int]:
 
 def draw(results: list[dict[str, Any]]) -> Figure:
     """The share of recalled values against the pairs: a line for every budget of a model with a memory, and others."""
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
     for result in results:
         recalled, memory = result["recalled"], "memory" in result["model"]
@@ -437,15 +437,17 @@ def draw(results: list[dict[str, Any]]) -> Figure:
         for i, K in enumerate(budgets if memory else budgets[-1:]):
             means = [values[K]["mean"] for values in recalled.values()]
             spread = [values[K]["deviation"] for values in recalled.values()]
-            style: dict[str, Any] = {"linestyle": ":", "marker": None, "label": result["model"]}
+            style: dict[str, Any] = {"label": result["model"] + (f", K = {K}" if len(budgets) > 1 else "")}
             if memory:
-                style = {"color": colormaps["viridis_r"]((i + 1) / len(budgets)), "marker": "o", "label": f"K = {K}"}
+                style |= {"color": colormaps["viridis_r"]((i + 1) / len(budgets)), "marker": "o"}
+            else:
+                style |= {"color": "gray", "linestyle": ":"}
             axes.errorbar([*map(int, recalled)], means, spread, markersize=3.5, linewidth=1.4, capsize=2, **style)
     pairs = [*map(int, results[0]["recalled"])]
     axes.set(xscale="log", ylim=(0, 1.03), xlabel="pairs to remember", ylabel="share of values recalled")
     axes.set_xticks(pairs, [*map(str, pairs)])
     axes.minorticks_off()
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     return figure
 
 
