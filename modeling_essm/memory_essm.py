@@ -8,6 +8,7 @@ A layer has one S (K m, K e). Letters as in `elastic_essm`; m keys and e values 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,9 +20,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from .mixer_essm import at_unit_scale, causal_convolution, prefix_linear
+from .mixer_essm import ESSMPrefixLinear, at_unit_scale, causal_convolution, prefix_linear
 
 _SLOW = 4.0  # a new memory keeps 0.98 a step
+_EXPORTED_CHUNK = 64  # a power of two
 # The library's own code. What it has imported may be a kernel of flash-linear-attention, for accelerators and 16 bits.
 _plain_rule = inspect.unwrap(torch_chunk_gated_delta_rule)
 
@@ -33,15 +35,18 @@ class ESSMMemory(nn.Module):
         super().__init__()
         # Rows and columns of each channel: m of its queries, then m of its keys.
         self.keys, self.taps = config.memory_key_size, config.conv_kernel_size
+        self.longest = config.filter_length
         self.in_proj = at_unit_scale(nn.Linear(config.hidden_size, 2 * capacity * self.keys, bias=False))
         self.convolution = nn.Parameter(torch.empty(self.taps, 2 * capacity * self.keys))
         self.offset = nn.Parameter(torch.zeros(2 * capacity * self.keys))
-        self.rates = at_unit_scale(nn.Linear(config.hidden_size, 2))  # log-decay and write strength, before their maps
+        self.rates = ESSMPrefixLinear(config.hidden_size, 2)  # log-decay and write strength, before their maps
 
     @torch.no_grad()
     def init_weights(self) -> None:
         init.uniform_(self.convolution, -(self.taps**-0.5), self.taps**-0.5)
         init.zeros_(self.offset)
+        init.normal_(self.rates.weight, std=self.rates.weight.shape[1] ** -0.5)
+        init.zeros_(self.rates.bias)
 
     def forward(
         self,
@@ -59,7 +64,7 @@ class ESSMMemory(nn.Module):
             u: (B, L, D). v: (B, L, R, e), values of all heads of the room. read: the budget, or (B,) that of each row.
             written: (B,) channels that each row writes, or None for all. real: (B, L) bool, positions that write.
         """
-        B, _, R, e = v.shape
+        B, L, R, e = v.shape
         qk = prefix_linear(self.in_proj, u, 2 * R * self.keys)
         qk, tail = causal_convolution(qk, self.convolution, past.get("keys"), lengths)
         qk = qk + self.offset[: qk.shape[2]]
@@ -69,20 +74,22 @@ class ESSMMemory(nn.Module):
         if written is not None:
             k, v = k * _first(written, k), v * _first(written, v)
         q, k = F.normalize(q.flatten(2), dim=-1), F.normalize(k.flatten(2), dim=-1)
-        decay, beta = self.rates(u).float().split(1, -1)
+        decay, beta = self.rates(u, 2).float().split(1, -1)
         decay, beta = -F.softplus(decay - _SLOW), beta.sigmoid()
         if real is not None:
             gone = ~real[..., None]
             decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
         state = past.get("memory")
         S = k.new_zeros(B, k.shape[2], R * e) if state is None else state.to(k)
+        exported = torch.compiler.is_exporting() and not (isinstance(L, int) and L == 1)
+        rule = functools.partial(_exported_rule, longest=self.longest) if exported else delta_rule
         autocast = u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
         with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen here
-            o, last = delta_rule(q, k, v.flatten(2), decay, beta, S)
+            o, last = rule(q, k, v.flatten(2), decay, beta, S)
             if real is None and lengths is not None:  # outputs go on where the state that is kept does not
                 gone = (torch.arange(u.shape[1], device=u.device) >= lengths[:, None])[..., None]
                 decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
-                last = delta_rule(q, k, v.flatten(2), decay, beta, S)[1]
+                last = rule(q, k, v.flatten(2), decay, beta, S)[1]
         return o.to(v.dtype), {"keys": tail, "memory": last}
 
 
@@ -114,3 +121,41 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
         output_final_state=True,
     )
     return o.squeeze(2), S.squeeze(1)
+
+
+def _exported_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, longest: int
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule` for torch.export, where L <= `longest` may be symbolic, so that no loop may depend on it.
+
+    A chunk reads o = o_0 + R S of the state before it and leaves A S + M: first those of every chunk, then a scan over
+    A and M in log2(longest / C) levels for the states. Letters: m chunks of C steps; X is what the library solves for.
+    """
+    _, L, n = k.shape
+    C = _EXPORTED_CHUNK
+    m = (L - 1) // C + 2  # one more than needed: never 1, which would be a case of its own
+    i = torch.arange(C, device=k.device)
+    position = torch.arange(m, device=k.device)[:, None] * C + i
+    exists, source = (position < L)[..., None], position.clamp(max=L - 1)
+    q, k, v = q[:, source], k[:, source], v[:, source].float()  # (B, m, C, ..)
+    g, beta = g[:, source] * exists, beta[:, source] * exists
+    # 1. Within chunks: X = (1 + T)^-1 of blocks of one step, then of two, and so on; T below the diagonal.
+    c = g.cumsum(2)
+    decay = (c - c.mT).clamp(max=0.0).exp()
+    T = (beta * k) @ k.mT * decay
+    X = torch.eye(C, device=k.device).expand_as(T)
+    for s in (1 << j for j in range(C.bit_length() - 1)):
+        below = ((i // s)[:, None] > i // s) & ((i // (2 * s))[:, None] == i // (2 * s))
+        X = X - X @ (T * below) @ X
+    new, old = X @ (beta * v), X @ (beta * k * c.exp())
+    attention, end = q @ k.mT * decay * (i[:, None] >= i), c[:, :, -1:]
+    o, R = attention @ new, q * c.exp() - attention @ old
+    keys = (k * (end - c).exp()).mT
+    A, M = end.exp() * torch.eye(n, device=k.device) - keys @ old, keys @ new
+    # 2. Between chunks: the given state is what a first map leaves of any.
+    A, M = F.pad(A, (0, 0, 0, 0, 1, 0)), torch.cat([S[:, None], M], 1)
+    for step in (1 << j for j in range(((longest - 1) // C + 1).bit_length())):
+        A_before, M_before = (F.pad(t, (0, 0, 0, 0, step, 0))[:, : m + 1] for t in (A, M))
+        A, M = A @ A_before, M + A @ M_before
+    o = o + R @ M[:, :m]
+    return o.flatten(1, 2)[:, torch.arange(L, device=k.device)], M[:, m - 1]

@@ -20,10 +20,12 @@ from modeling_essm.export import empty_states, export_programs, save_onnx, signa
 
 ONE = {"num_hidden_layers": 1, "chunk_size": 64}
 SMALL = {"filter_length": 160, "num_spectral_channels": 8}
+MEMORY = VARIANTS["memory"] | ONE | {"intermediate_size": 32}
 # name: fields of the model, budget, (B, L) of prefills
 CASES = {
     "per-layer": (SMALL, [6, 2], ((1, 1), (3, 7), (1, 65), (2, 160))),
-    "elastic": (VARIANTS["memory"] | ONE | SMALL, 6, ((1, 1), (2, 2), (3, 70))),
+    "memory": (MEMORY | SMALL, 6, ((1, 1), (2, 2), (3, 70))),
+    "elastic": (VARIANTS["elastic"] | SMALL, [5, 1], ((1, 1), (3, 70))),
 }
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and onnxruntime")
@@ -31,9 +33,10 @@ runtimes = pytest.mark.parametrize(
     ("case", "runtime"),
     [
         ("per-layer", "torch"),
+        ("memory", "torch"),
         ("elastic", "torch"),
         pytest.param("per-layer", "onnx", marks=[needs_onnx, pytest.mark.slow]),
-        pytest.param("elastic", "onnx", marks=needs_onnx),
+        pytest.param("memory", "onnx", marks=needs_onnx),
     ],
 )
 
@@ -160,9 +163,9 @@ def test_a_program_is_plain_operations_on_the_weights_of_its_budget(case):
 def test_an_onnx_file_holds_the_weights_of_its_budget_once(files):
     import onnx
 
-    model, budget, _ = exported("elastic")
+    model, budget, _ = exported("memory")
     N, C, active = operator_of(model.config).num_states(budget), model.config.chunk_size, model.num_active_parameters(6)
-    for name, path in files("elastic").items():
+    for name, path in files("memory").items():
         tensors = onnx.load(path).graph.initializer
         basis = N * N + N if name == "step" else C * (N + budget) * (C + N) + 30 * N * N + 1000
         assert active <= sum(int(np.prod(tensor.dims)) for tensor in tensors) <= active + basis + 3000
@@ -171,8 +174,8 @@ def test_an_onnx_file_holds_the_weights_of_its_budget_once(files):
 
 
 def test_files_name_no_machine(tmp_path, files):
-    torch.export.save(exported("elastic")[2]["step"], tmp_path / "step.pt2")
-    for path in (tmp_path / "step.pt2", *(files("elastic").values() if HAS_ONNX else ())):
+    torch.export.save(exported("memory")[2]["step"], tmp_path / "step.pt2")
+    for path in (tmp_path / "step.pt2", *(files("memory").values() if HAS_ONNX else ())):
         content = path.read_bytes()
         assert len(content) > 40_000
         assert str(ROOT).encode() not in content and b"site-packages" not in content and b".py" not in content
@@ -186,18 +189,20 @@ def test_signature():
     assert inputs == [*plain, *((f"past.{name}", shape, "float32") for name, shape in states.items())]
     present = [(f"present.{name}", shape, "float32") for name, shape in states.items()]
     assert outputs == [("logits", ("batch", 259), "float32"), *present]
-    assert [(spec.name, spec.shape) for spec in signature(exported("elastic")[2]["step"])[0]] == [
+    assert [(spec.name, spec.shape) for spec in signature(exported("memory")[2]["step"])[0]] == [
         ("input_ids", ("batch", 1)),
         ("past.0.features", ("batch", 22, 24)),
-        ("past.0.convolution", ("batch", 2, 24)),
+        ("past.0.convolution", ("batch", 3, 48)),
+        ("past.0.keys", ("batch", 3, 24)),
+        ("past.0.memory", ("batch", 12, 24)),
     ]
 
 
 def test_the_model_stays_as_it_is():
-    """Also one of another algorithm, with a default budget and in training mode."""
-    model = random_model(spectral_algorithm="fft", spectral_budget=2, **ONE).train()
+    """Also one of another algorithm, with a default budget and in training mode; here for batches of one size."""
+    model = random_model(spectral_algorithm="fft", spectral_budget=2, **MEMORY).train()
     before, config, ids = copy.deepcopy(model.state_dict()), model.config.to_dict(), random_ids(2, 9)
-    prefill = export_programs(model, 5)["prefill"]
+    prefill = export_programs(model, 5, batch_size=2)["prefill"]
     assert model.training and model.config.to_dict() == config
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     logits, _ = prefill.module()(ids, torch.ones_like(ids), empty_states(prefill, 2))
@@ -230,11 +235,11 @@ def test_what_is_not_exported(arguments, message):
 @pytest.mark.parametrize(
     "pooling, features, fields",
     [
-        ("mean", 3, VARIANTS["memory"] | ONE),
+        ("mean", 3, MEMORY),
         ("last", None, ONE),
         pytest.param("mean", None, HYBRID, marks=pytest.mark.slow),
     ],
-    ids=["elastic", "paper", "hybrid"],
+    ids=["memory", "paper", "hybrid"],
 )
 @torch.no_grad()
 def test_classifiers(pooling, features, fields):
