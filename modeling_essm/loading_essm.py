@@ -130,20 +130,21 @@ class ElasticPreTrainedModel(PreTrainedModel):
         Returns:
             this model.
         Raises:
-            ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them.
+            ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them;
+                quantised weights whose groups are not those of channels. The model then stays whole.
         """
         capacities = of_each_layer(spectral_capacity, self.config.capacities, "spectral_capacity")
         held = dict(zip(spectral_layers(self.config), capacities))
         found = list(channel_parameters(self))
-        if any(hasattr(module, "parameter_name") or hasattr(module, "base_layer") for module in self.modules()):
+        if len(found) < len(list(channel_parameters(self, adapted=True))):
             raise ValueError("an adapter of channel weights cannot be cut: call merge_and_unload() first")
         if any(value.is_meta for _, _, _, _, value in found):
             raise ValueError("offloaded weights cannot be cut in memory: load the checkpoint with spectral_capacity")
-        for layer, block, module, name, value in found:
-            kept = value.detach()[leading(block, held[layer])].clone(memory_format=torch.contiguous_format)
-            setattr(module, name, nn.Parameter(kept, requires_grad=value.requires_grad))
+        kept = [_cut(value.detach(), leading(block, held[layer])) for layer, block, _, _, value in found]
+        for (_, _, module, name, value), part in zip(found, kept):
+            setattr(module, name, nn.Parameter(part, requires_grad=value.requires_grad))
             if isinstance(module, nn.Linear) and name == "weight":
-                module.out_features, module.in_features = kept.shape
+                module.out_features, module.in_features = part.shape
         config = truncated_config(self.config, capacities)
         for module in self.modules():
             if isinstance(module, ElasticPreTrainedModel):
@@ -245,6 +246,21 @@ def leading(block: Sequence[int], channels: int) -> tuple[slice, ...]:
     return tuple(slice(size * channels if size else None) for size in block)
 
 
+def _cut(value: torch.Tensor, part: tuple[slice, ...]) -> torch.Tensor:
+    """A copy of a part. ValueError for quantised weights that have none of their own: groups of them share a scale."""
+    plain = type(value) is torch.Tensor
+    if plain and value.is_floating_point():
+        return value[part].clone(memory_format=torch.contiguous_format)
+    with contextlib.suppress(AssertionError, AttributeError, NotImplementedError, RuntimeError, ValueError):
+        cut = value[part].clone(memory_format=torch.contiguous_format)
+        if not plain and torch.equal(cut.dequantize(), value.dequantize()[part]):
+            return cut
+    raise ValueError(
+        f"weights {tuple(value.shape)} of {type(value).__name__} ({value.dtype}) cannot be cut: cut the model first, "
+        "with spectral_capacity or truncate, then quantise it"
+    )
+
+
 def layer_of(name: str) -> tuple[int, str]:
     """The layer of a tensor of that name in a checkpoint, and its name within; -1 for one outside of layers."""
     _, _, inside = name.rpartition("layers.")
@@ -252,11 +268,17 @@ def layer_of(name: str) -> tuple[int, str]:
     return (int(layer), rest) if layer.isdigit() else (-1, name)
 
 
-def channel_parameters(model: Any) -> Iterator[tuple[int, tuple[int, ...], nn.Module, str, nn.Parameter]]:
-    """The weights that are divided into channels: layer, block, module, attribute and value."""
+def channel_parameters(
+    model: Any, adapted: bool = False
+) -> Iterator[tuple[int, tuple[int, ...], nn.Module, str, nn.Parameter]]:
+    """The weights that are divided into channels: layer, block, module, attribute and value.
+
+    Those that PEFT adapts are among them if asked for.
+    """
     blocks, spectral = channel_blocks(model.config), {*spectral_layers(model.config)}
     for name, value in model.named_parameters():
         layer, inside = layer_of(name)
+        inside = inside.replace("base_layer.", "") if adapted else inside
         if layer in spectral and inside in blocks:
             path, _, attribute = name.rpartition(".")
             yield layer, blocks[inside], model.get_submodule(path), attribute, value
@@ -306,7 +328,7 @@ def read_prefix(source: Any, capacities: Mapping[int, int], config: Any, **where
                 layer, inside = layer_of(name)
                 whole = layer not in capacities or inside not in blocks
                 kept = () if whole else leading(blocks[inside], capacities[layer])
-                weights[name] = file.get_tensor(name) if whole else file.get_slice(name)[kept]
+                weights[name] = file.get_tensor(name) if whole else file.get_slice(name)[kept].contiguous()
     return weights
 
 

@@ -54,7 +54,7 @@ def prefix_linear(module: Any, x: Tensor, outputs: int | None = None) -> Tensor:
     A plain nn.Linear reads that block of its weights alone. Whatever wraps, replaces or watches one (LoRA, torchao,
     hooks) is called with zeros appended to x, which is right everywhere.
     """
-    if type(module) is nn.Linear and not _is_watched(module) and not hasattr(module.weight, "qdata"):
+    if type(module) is nn.Linear and not _is_watched(module) and not hasattr(module.weight, "__tensor_flatten__"):
         weight, bias = module.weight[:outputs, : x.shape[-1]], module.bias
         if bias is None and _are_few_rows(x, weight):
             return (weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])

@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, blocks, random_ids, random_model
+from helpers import BLOCKS, assert_close, blocks, random_ids, random_model
 from transformers import AutoModelForCausalLM
 
 from modeling_essm import ESSMForCausalLM
 
 peft = pytest.importorskip("peft")
 
-LINEAR = {"target_modules": ["mixer.gate_in", "mixer.skip", "ffn.up", "ffn.down"]}
+LINEAR = {"target_modules": ["mixer.gate_in", "mixer.skip", "ffn.up", "ffn.down", "in_proj", "out_proj"]}
 CHANNELS = {"target_parameters": ["mixer.channel_mixing"]}
-TARGETS = {"linear": LINEAR, "both": LINEAR | CHANNELS}
+TARGETS = {"linear": LINEAR, "both": LINEAR | CHANNELS, "all": {"target_modules": "all-linear"}}
 IDS = random_ids(4, 20)
 RANK, D = 3, 16
 
@@ -51,22 +51,26 @@ def logits(model, budget=None):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("base")
-    random_model().save_pretrained(folder)
+    return saved(tmp_path_factory.mktemp("base"))
+
+
+def saved(folder, **fields) -> str:
+    random_model(**fields).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 @blocks
 def test_it_trains_and_merges(name, block, tmp_path):
-    model, fields = random_model(**block), TARGETS[name]
-    if block:
-        fields = fields | {"target_modules": ["mixer.gate_in", "in_proj", "out_proj"]}
+    model = random_model(**block)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    model = trained(adapted(model, **fields))
+    model = trained(adapted(model, **TARGETS[name]))
     expected = {K: logits(model, K) for K in (2, 7, 32)}
     with model.disable_adapter():
         assert (logits(model, 7) - expected[7]).abs().max() > 0.01
+    for change in (model.merge_adapter, model.unmerge_adapter):
+        change()
+        assert_close(logits(model, 7), expected[7])
     if name == "both":
         with pytest.raises(ValueError, match=r"PEFT's adapters are still in this model: .* call it a second time"):
             model.merge_and_unload().save_pretrained(tmp_path / "left")
@@ -79,6 +83,7 @@ def test_it_trains_and_merges(name, block, tmp_path):
     for whole in (model, AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()):
         for K, adapter in expected.items():
             assert_close(logits(whole, K), adapter)
+    assert_close(logits(model.truncate(7)), expected[7])
 
 
 def test_a_channel_is_one_of_pefts_experts():
@@ -116,7 +121,9 @@ def test_budgets_stay_nested():
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_saved_adapters_load(name, base, tmp_path):
+@blocks
+def test_saved_adapters_load(name, block, tmp_path):
+    base, tmp_path = saved(tmp_path / "base", **block), tmp_path / "adapter"
     model = trained(adapted(AutoModelForCausalLM.from_pretrained(base), **TARGETS[name]))
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
@@ -144,8 +151,9 @@ def test_adapters_of_a_model_of_fewer_channels(base, tmp_path):
                 load(tmp_path)
 
 
-def test_an_adapter_of_channels_is_merged_before_it_is_cut():
-    model = adapted(random_model(), **CHANNELS)
+@pytest.mark.parametrize("block, targets", [({}, CHANNELS), (BLOCKS[1], LINEAR)], ids=["paper", "elastic"])
+def test_an_adapter_of_channels_is_merged_before_it_is_cut(block, targets):
+    model = adapted(random_model(**block), **targets)
     with pytest.raises(ValueError, match=r"an adapter of channel weights cannot be cut: call merge_and_unload\(\)"):
         model.truncate(4)
     model = trained(adapted(random_model(), **LINEAR))
@@ -170,10 +178,14 @@ def test_adapters_of_the_tied_embedding(base, tmp_path):
     assert_close(logits(merged(model), 5), expected)
 
 
-def test_the_gates_output_is_refused_as_a_module_and_works_as_a_parameter():
-    with pytest.raises(ValueError, match=r"Target module ESSMPrefixLinear\(\) is not supported"):
-        adapted(random_model(), target_modules=["gate_out"])
-    model = trained(adapted(random_model(), target_parameters=["gate_out.weight"]), by=0)
+@pytest.mark.parametrize(
+    "block, scores", [({}, "gate_out.weight"), (BLOCKS[1], "gate_weight")], ids=["paper", "elastic"]
+)
+def test_the_gates_output_is_refused_as_a_module_and_works_as_a_parameter(block, scores):
+    if not block:
+        with pytest.raises(ValueError, match=r"Target module ESSMPrefixLinear\(\) is not supported"):
+            adapted(random_model(), target_modules=["gate_out"])
+    model = trained(adapted(random_model(**block), target_parameters=[scores]), by=0)
     expected = logits(model, 5)
     assert_close(logits(merged(model).truncate(5)), expected)
 
