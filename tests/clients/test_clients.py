@@ -12,12 +12,13 @@ import pytest
 import torch
 import transformers
 from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
-from helpers import ROOT, random_ids, random_model
+from helpers import ROOT, VARIANTS, assert_close, random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig, pipeline
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification, build_byte_tokenizer
 from modeling_essm.decoding import load_cache, save_cache
 
+MEMORY = VARIANTS["memory"] | {"intermediate_size": 64}
 PROMPTS = ["elastic", "a longer prompt"]
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
 
@@ -26,7 +27,7 @@ GREEDY = {"max_new_tokens": 8, "do_sample": False}
 def folders(tmp_path_factory):
     """A language model, another with a default budget in its generation config, and a classifier, with tokenizers."""
     folder = tmp_path_factory.mktemp("models")
-    models = {"causal": random_model(), "at-2": random_model()}
+    models = {"causal": random_model(**MEMORY), "at-2": random_model(**MEMORY)}
     models["at-2"].generation_config.spectral_budget = 2
     models["classifier"] = random_model(ESSMForSequenceClassification, num_labels=3)
     for name, model in models.items():
@@ -96,32 +97,33 @@ MAP = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.norm": "cpu"}
 MAP |= {f"model.layers.{i}": "disk" if i in (1, 2) else "cpu" for i in range(LAYERS)}
 IDS = random_ids(2, 21)
 WAYS = {
-    "from_pretrained": lambda folder: loaded(folder),
-    "capacity": lambda folder: loaded(folder, spectral_capacity=8),
-    "cpu_offload": lambda folder: cpu_offload(offloadable(), torch.device("cpu")),
-    "disk_offload": lambda folder: disk_offload(offloadable(), folder / "offload", torch.device("cpu")),
-    "dispatch_model": lambda folder: dispatch_model(offloadable(), MAP, main_device="cpu", offload_dir=folder / "off"),
+    "from_pretrained": lambda model, folder: loaded(model, folder),
+    "capacity": lambda model, folder: loaded(model, folder, spectral_capacity=8),
+    "cpu_offload": lambda model, folder: cpu_offload(model, torch.device("cpu")),
+    "disk_offload": lambda model, folder: disk_offload(model, folder / "offload", torch.device("cpu")),
+    "dispatch_model": lambda model, folder: dispatch_model(model, MAP, main_device="cpu", offload_dir=folder / "off"),
 }
 
 
-def offloadable():
-    return random_model(num_hidden_layers=LAYERS)
+def offloadable(**fields):
+    return random_model(num_hidden_layers=LAYERS, **fields)
 
 
-def loaded(folder, device_map=MAP, **options):
-    offloadable().save_pretrained(folder / "saved")
+def loaded(model, folder, device_map=MAP, **options):
+    model.save_pretrained(folder / "saved")
     options |= {"device_map": device_map, "offload_folder": folder / "offload"}
     return AutoModelForCausalLM.from_pretrained(folder / "saved", **options)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_offloaded_weights_change_nothing(way, tmp_path):
-    model, offloaded = offloadable(), WAYS[way](tmp_path)
+@pytest.mark.parametrize("block", [{}, MEMORY], ids=["paper", "memory"])
+def test_offloaded_weights_change_nothing(block, way, tmp_path):
+    model, offloaded = offloadable(**block), WAYS[way](offloadable(**block), tmp_path)
     away = {name for name, parameter in offloaded.named_parameters() if parameter.is_meta}
     assert "model.layers.1.mixer.channel_mixing" in away
     for K in (3, 8):
         with torch.no_grad():
-            assert torch.equal(offloaded(IDS, spectral_budget=K).logits, model(IDS, spectral_budget=K).logits)
+            assert_close(offloaded(IDS, spectral_budget=K).logits, model(IDS, spectral_budget=K).logits)
         tokens = [each.generate(IDS, spectral_budget=K, **GREEDY) for each in (offloaded, model)]
         assert torch.equal(*tokens)
     assert away <= {name for name, parameter in offloaded.named_parameters() if parameter.is_meta}
@@ -133,18 +135,19 @@ def test_offloaded_weights_change_nothing(way, tmp_path):
 @torch.no_grad()
 def test_states_of_offloaded_layers(tmp_path):
     """They stay in memory: chunked reading continues from them, and a file of them serves the whole model."""
-    model, offloaded = offloadable(), loaded(tmp_path)
-    cache, expected = ESSMCache(model.config, state_budget=32), model(IDS, spectral_budget=5).logits
+    model, offloaded = offloadable(**MEMORY), loaded(offloadable(**MEMORY), tmp_path)
+    cache, whole = (ESSMCache(model.config, state_budget=32) for _ in range(2))
+    expected = model(IDS, past_key_values=whole, spectral_budget=5).logits
     first = offloaded(IDS[:, :9], past_key_values=cache, spectral_budget=5).logits
     assert not any(tensor.is_meta for tensor in cache.states.values())
     save_cache(cache, tmp_path / "cache", offloaded)
     for reader, states in ((offloaded, cache), (model, load_cache(tmp_path / "cache", model))):
         second = reader(IDS[:, 9:], past_key_values=states, spectral_budget=5).logits
-        torch.testing.assert_close(torch.cat([first, second], 1), expected)
+        assert_close(torch.cat([first, second], 1), expected)
 
 
 def test_an_offloaded_model_is_saved_whole_and_tied(tmp_path):
-    loaded(tmp_path, dict.fromkeys(MAP, "disk")).save_pretrained(tmp_path / "again")
+    loaded(offloadable(), tmp_path, dict.fromkeys(MAP, "disk")).save_pretrained(tmp_path / "again")
     again, found = AutoModelForCausalLM.from_pretrained(tmp_path / "again", output_loading_info=True)
     assert not any(found.values()) and again.lm_head.weight is again.model.embed_tokens.weight
     for name, tensor in offloadable().state_dict().items():
@@ -153,7 +156,7 @@ def test_an_offloaded_model_is_saved_whole_and_tied(tmp_path):
 
 def test_a_device_map_never_splits_a_layer():
     """At any limit; without _no_split_modules some of them would."""
-    model, split = offloadable(), 0
+    model, split = offloadable(**MEMORY), 0
     layer = sum(parameter.numel() * 4 for parameter in model.model.layers[0].parameters())
     for memory in range(3 * layer, 5 * layer, layer // 4):
         limits = {"cpu": memory, "disk": 1 << 30}

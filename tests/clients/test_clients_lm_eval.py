@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import random_model
+from helpers import VARIANTS, random_model
 from transformers import AutoModelForCausalLM
 
 from essm_train.data.blocks import evaluation_blocks
@@ -69,7 +69,8 @@ KINDS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, and tasks with their data."""
-    folder, model = tmp_path_factory.mktemp("lm_eval"), random_model(filter_length=LENGTH, budget_presets={"small": 2})
+    fields = VARIANTS["memory"] | {"filter_length": LENGTH, "budget_presets": {"small": 2}}
+    folder, model = tmp_path_factory.mktemp("lm_eval"), random_model(**fields)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for block in torch.tensor(list(LEARNED[:4096])).view(-1, 4, 128).repeat(5, 1, 1):
         model(block, labels=block).loss.backward()  # so that a smaller budget is worse on any text and not by chance

@@ -15,13 +15,14 @@ import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
 from apart import start
-from helpers import BLOCK, assert_close, random_ids, random_model
+from helpers import BLOCK, VARIANTS, assert_close, random_ids, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
 
 LENGTH, STEPS, BUDGETS = 24, 60, (2, 8, 32)
+MEMORY = VARIANTS["memory"] | {"head_size": 16, "intermediate_size": 128}  # wide enough to learn at K = 2
 TEXT = "abcdefgh" * 8
 TEXTS = [TEXT[i % 8 : i % 8 + LENGTH] for i in range(24)]  # a cycle of letters from different places in it
 
@@ -90,9 +91,11 @@ def assert_continues(folder, prompt="abcdefghabcd", then="efghabcd") -> None:
         assert tokenizer.decode(tokens[0]) == prompt + then, K
 
 
-def test_trainer_from_training_to_generation(tmp_path):
+@pytest.mark.parametrize("block", [{}, MEMORY], ids=["paper", "memory"])
+def test_trainer_from_training_to_generation(block, tmp_path):
     """Trained with checkpointing, evaluated and predicted at budgets, resumed from a checkpoint, saved, loaded."""
-    whole = make_trainer(tmp_path, gradient_checkpointing=True, save_strategy="steps", save_steps=STEPS // 2)
+    fields = {"gradient_checkpointing": True, "save_strategy": "steps", "save_steps": STEPS // 2}
+    whole = make_trainer(tmp_path, random_model(**block), **fields)
     losses, ids = learns(whole), torch.tensor([row["input_ids"] for row in rows(TEXTS[3:11])])
     whole.model.config.spectral_budget = 2
     predicted = whole.predict(rows(TEXTS[3:11]))
@@ -107,7 +110,7 @@ def test_trainer_from_training_to_generation(tmp_path):
     whole.save_model(tmp_path / "saved")
     for folder in ("saved", f"checkpoint-{STEPS}"):
         assert_continues(tmp_path / folder)
-    resumed = make_trainer(tmp_path / "resumed", gradient_checkpointing=True)
+    resumed = make_trainer(tmp_path / "resumed", random_model(**block), gradient_checkpointing=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
@@ -125,9 +128,13 @@ def test_predictions_with_keys_to_ignore(tmp_path):
 # --- TRL
 
 
-@pytest.mark.parametrize("fields", [{}, {"packing": True}, {"padding_free": True, "max_length": None}], ids=str)
-def test_sft_trainer_from_text_to_generation(fields, tmp_path):
-    trainer = make_sft(tmp_path, **fields)
+@pytest.mark.parametrize(
+    "block, fields",
+    [({}, {}), ({}, {"padding_free": True, "max_length": None}), ({}, {"packing": True}), (MEMORY, {"packing": True})],
+    ids=["paper", "padding-free", "packing", "memory-packing"],
+)
+def test_sft_trainer_from_text_to_generation(block, fields, tmp_path):
+    trainer = make_sft(tmp_path, random_model(**block), **fields)
     learns(trainer)
     trainer.save_model(tmp_path / "saved")
     assert_continues(tmp_path / "saved")
@@ -144,9 +151,8 @@ def test_sft_trainer_on_prompts_and_completions(tmp_path):
 
 def test_sft_trainer_with_an_adapter(tmp_path):
     peft, ids = pytest.importorskip("peft"), random_ids(1, 12)
-    random_model().save_pretrained(tmp_path / "base")
-    targets = {"target_modules": ["ffn.up", "ffn.down", "mixer.skip"], "target_parameters": ["mixer.channel_mixing"]}
-    config = peft.LoraConfig(r=8, lora_alpha=32, task_type="CAUSAL_LM", **targets)
+    random_model(**MEMORY).save_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(r=8, lora_alpha=32, task_type="CAUSAL_LM", target_modules="all-linear")
     trainer = make_sft(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path / "base"), peft_config=config)
     learns(trainer, by=1)
     trainer.save_model(tmp_path / "adapter")

@@ -25,7 +25,7 @@ SAVED = {
     "base": (ESSMModel, {}, "AutoModel"),
     "causal": (ESSMForCausalLM, {}, "AutoModelForCausalLM"),
     "classifier": (ESSMForSequenceClassification, {"num_labels": 3}, "AutoModelForSequenceClassification"),
-    "elastic": (ESSMForCausalLM, VARIANTS["memory"], "AutoModelForCausalLM"),
+    "elastic": (ESSMForCausalLM, VARIANTS["memory"] | {"intermediate_size": 64}, "AutoModelForCausalLM"),
     "hybrid": (ESSMForCausalLM, HYBRID, "AutoModelForCausalLM"),
 }
 IDS = random_ids(2, 21)
