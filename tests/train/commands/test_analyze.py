@@ -70,12 +70,22 @@ LENGTHS = {"step": (5,), "chunked": (5, 64)}  # of whole chunks, or of less than
 def test_the_cost_model_counts_what_a_layer_computes(variant, algorithm, length, monkeypatch):
     """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u.
 
-    Of the elastic block also convolutions and skip, a diagonal M_k, and the memory by its recurrence.
+    Of the elastic block also convolutions and skip, a diagonal M_k, and what a step writes into the memory.
     """
     package = ESSMModel.__module__.rpartition(".")[0]
     operators, memory = (sys.modules[f"{package}.{name}"] for name in ("spectral_chunked", "memory_essm"))
     monkeypatch.setattr(operators, "_chunked_forward", operators._chunked_forward._init_fn)  # or torch sees one call
-    monkeypatch.setattr(memory, "torch_chunk_gated_delta_rule", memory.torch_recurrent_gated_delta_rule)
+    step = memory.delta_rule
+
+    def step_by_step(*inputs):
+        *sequences, S = inputs
+        outputs = []
+        for t in range(length):
+            o, S = step(*(x[:, t : t + 1] for x in sequences), S)
+            outputs.append(o)
+        return torch.cat(outputs, 1), S
+
+    monkeypatch.setattr(memory, "delta_rule", step_by_step)
     part = parts_of(random_model(ESSMModel, spectral_algorithm=algorithm, **variant))[0]
     mixer = spectral_mixers(part)[0]
     elastic = part is not mixer
@@ -88,7 +98,7 @@ def test_the_cost_model_counts_what_a_layer_computes(variant, algorithm, length,
             elements += K * K + K * mixer.head_size * mixer.taps + (1 + K) * units
             if mixer.memory is not None:
                 keys = K * mixer.memory.keys
-                elements += 2 * keys * mixer.taps + 3 * keys * (K * mixer.head_size - units)
+                elements += 2 * keys * mixer.taps + keys * (K * mixer.head_size - units)
         elif mixer.gated:
             elements += K
         products = layer_cost(part, K, length)[algorithm] - elements
