@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import ROOT, random_model
+from helpers import ROOT, VARIANTS, random_model
 
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 
@@ -44,7 +44,7 @@ def serve(*arguments: str, **options) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """One that writes letters only, which no terminal renders as anything else, and others at every budget."""
-    model, folder = random_model(), tmp_path_factory.mktemp("served") / "model"
+    model, folder = random_model(**VARIANTS["memory"]), tmp_path_factory.mktemp("served") / "model"
     for layer in model.model.layers:
         layer.mixer.channel_mixing.data *= 4
     model.generation_config.spectral_budget = DEFAULT
