@@ -455,16 +455,11 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
 
 
 def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget) -> None:
-    """Raises ValueError if the states of a spectral layer, or of a row there, do not serve its budget.
-
-    Rows of a memory that is still empty serve the budgets they begin with, since each is written at its own.
-    """
+    """Raises ValueError if the states of a spectral layer, or of a row there, do not serve its budget."""
     checked = None
     for i, budget in zip(layers, budgets.layers):
         layer = cache.layers[i]
         if (held := layer.tensors.get("features")) is None:
-            if cache.config.memory_key_size and layer.state_budget is None:
-                layer.filled = None if budgets.of_rows is None else [min(K, budget) for K in budgets.of_rows]
             continue
         if layer.filled is None:
             if checked == (budget, held.shape):
@@ -485,3 +480,11 @@ def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget)
                     f"for budgets up to {room}. Make it with ESSMCache(config, state_budget={K}) and pass it as "
                     "past_key_values"
                 )
+
+
+def stamp_rows(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget) -> None:
+    """Rows of a new memory without a room serve the budgets that they begin with, since each is written at its own."""
+    for i, budget in zip(layers, budgets.layers):
+        layer = cache.layers[i]
+        if cache.config.memory_key_size and layer.state_budget is None and not layer.tensors:
+            layer.filled = None if budgets.of_rows is None else [min(K, budget) for K in budgets.of_rows]

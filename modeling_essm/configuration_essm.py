@@ -82,7 +82,7 @@ class ESSMConfig(PreTrainedConfig):
         conv_kernel_size (`int`, *optional*): taps of the elastic block's short convolution, 4 by default.
         intermediate_size (`int`, *optional*): width of the feed-forward layer, 4 D by default; in the elastic block a
             multiple of the channels, or 0, the default, for none.
-        hidden_act (`str`): activation of feed-forward layer and gate; "gelu" is the exact GELU of the paper.
+        hidden_act (`str`): activation of the gate and the paper's feed-forward layer; "gelu" is the paper's exact GELU.
         num_spectral_channels (`int`): channel capacity, the largest budget that the weights can run.
         spectral_capacities (`list[int]`, *optional*): capacity of each spectral layer where they differ; the largest is
             `num_spectral_channels`.

@@ -124,7 +124,9 @@ class ElasticPreTrainedModel(PreTrainedModel):
     def truncate(self, spectral_capacity: SpectralCapacity):
         """Keep the first channels only, in memory; the model equals the former one at that budget.
 
-        Optimizers and caches made before hold the former weights and states.
+        On a CPU it does so bit for bit where a channel's slice of each layer is a multiple of 16 bytes, as 4 numbers in
+        fp32; others are rounded anew in single steps. Optimizers and caches made before hold the former weights and
+        states.
         Args:
             spectral_capacity: an int, or one per layer, at most what a layer holds.
         Returns:

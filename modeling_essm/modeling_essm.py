@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
 from .attention_essm import AttentionCall, ESSMAttention, attention_call
-from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, states_of
+from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, stamp_rows, states_of
 from .configuration_essm import ESSMConfig
 from .elastic_essm import ESSMElasticMixer
 from .generation_essm import ElasticGenerationMixin
@@ -453,6 +453,8 @@ class ESSMModel(ESSMPreTrainedModel):
         use_cache = wants_cache(self, use_cache, cache, packing)
         if use_cache and cache is None:
             cache = ESSMCache(config)
+        if cache is not None:
+            stamp_rows(cache, self.spectral_layers, budget)
 
         hidden_states, padding, lengths, place = embeddings, None, None, None
         if mask is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, SHA, VARIANTS, captured_warnings, hub_snapshot, random_model
+from helpers import ROOT, SHA, VARIANTS, blocks, captured_warnings, hub_snapshot, random_model
 from huggingface_hub import constants
 from profiles import HERE, THERE, as_here, device, of, profile, quality
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,6 +20,7 @@ from modeling_essm.budgets import budget_profile, choose_budget, read_profile
 from modeling_essm.budgets import profile as profile_module
 from modeling_essm.budgets.profile import PROFILE_NAME, device_name
 from modeling_essm.budgets.weights import same_weights, weights_checksum
+from modeling_essm.loading_essm import channel_parameters, leading
 
 
 @pytest.fixture(autouse=True)
@@ -204,9 +205,9 @@ def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tm
 # --- Its model
 
 
-@pytest.mark.parametrize("block", ["paper", "elastic"])
+@blocks
 def test_casts_and_truncations_leave_a_model_what_it_is(block):
-    model = random_model(seed=3, **VARIANTS[block])
+    model = random_model(seed=3, **block)
     weights = weights_checksum(model)
     for change in (torch.nn.Module.bfloat16, torch.nn.Module.double):
         assert weights_checksum(change(copy.deepcopy(model))) == weights
@@ -215,20 +216,35 @@ def test_casts_and_truncations_leave_a_model_what_it_is(block):
     assert weights_checksum(copy.deepcopy(model).to("meta")) is None
 
 
-@pytest.mark.parametrize("block", ["paper", "elastic"])
-def test_every_weight_counts(block, tmp_path):
-    """A small change of any tensor, at its first or last place, makes another model."""
-    model = random_model(seed=3, num_hidden_layers=1, **VARIANTS[block])
-    of(model).save(tmp_path)
-    found = {weights_checksum(model)}
+SMALL = {"num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 3, "num_spectral_channels": 3, "gate_hidden_size": 6}
+ELASTIC = VARIANTS["memory"] | {"head_size": 3, "memory_value_size": 1}
+
+
+@pytest.mark.parametrize("block", [{}, ELASTIC], ids=["paper", "elastic"])
+def test_every_weight_counts(block):
+    """Another number at any place makes another model, and to one of two channels where it has that place, too."""
+    model = random_model(seed=3, intermediate_size=6, **SMALL, **block)
+    weights, small = weights_checksum(model), weights_checksum(copy.deepcopy(model).truncate(2))
+    parts, found = {id(p): leading(block, 2) for _, block, _, _, p in channel_parameters(model)}, {weights}
     for parameter in model.parameters():
-        for place in (0, -1):
-            with torch.no_grad():
-                parameter[place].mul_(1.02).add_(0.01)
-            found.add(weights_checksum(model))
-            with pytest.raises(ValueError, match="was measured on another model"):
-                read_profile(tmp_path, model)
-    assert len(found) == 2 * len(list(model.parameters())) + 1
+        held = torch.zeros(parameter.shape, dtype=torch.bool)
+        held[parts.get(id(parameter), ())] = True
+        for place, kept in enumerate(held.flatten().tolist()):
+            value = parameter.detach().view(-1)[place]
+            before = value.clone()
+            value += 1
+            changed = weights_checksum(model)
+            assert not same_weights(changed, weights) and same_weights(changed, small) != kept
+            found.add(changed)
+            value.copy_(before)
+    assert len(found) == model.num_parameters() + 1
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path):
+    of(random_model(seed=3)).save(tmp_path)
+    read_profile(tmp_path, random_model(seed=3))
+    with pytest.raises(ValueError, match="was measured on another model"):
+        read_profile(tmp_path, random_model(seed=4))
 
 
 def test_the_released_model_knows_its_profile():
