@@ -253,7 +253,8 @@ def test_the_released_model_knows_its_profile():
     whole = AutoModelForCausalLM.from_pretrained(folder)
     assert choose_budget(whole, max_quality_drop=0.02) == whole.config.budget_presets["sweet-spot"]
     part = AutoModelForCausalLM.from_pretrained(folder, spectral_capacity=4, dtype=torch.float32)
-    assert budget_profile(part).quality.budgets == (2, 3, 4)
+    measured = budget_profile(whole).quality.budgets
+    assert budget_profile(part).quality.budgets == tuple(K for K in measured if K <= 4) != measured
 
 
 def test_a_truncated_model_has_no_larger_budgets(tmp_path):
