@@ -351,7 +351,7 @@ class BudgetDropoutCallback(TrainerCallback):
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         training = module.training and torch.is_grad_enabled()
         self._scheduled = training and self.update is not None and kwargs.get("spectral_budget") is None
-        if not self._scheduled:
+        if not self._scheduled or self.update is None:
             return None
         count = _batch_size(args, kwargs)
         self._parts = self.schedule.parts(self.update, count, self._batches * count)
