@@ -145,13 +145,19 @@ def test_rows_of_a_family_run_at_budgets_of_their_own(kind, tmp_path):
         assert torch.equal(ids, batch[part.rows])
 
 
-def test_trainer_compiles_every_budget(tmp_path):
+@pytest.mark.parametrize("bf16", [False, True])
+def test_trainer_compiles_every_budget(bf16, tmp_path):
     """Beyond its limit of recompilations, which one budget each would meet, torch goes on uncompiled."""
     torch._dynamo.reset()
     schedule = budget_schedule("discrete", 32, seed=4)
     assert len({K for update in range(3) for K in schedule(update)}) == 3
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
-        compiled = {"torch_compile": True, "torch_compile_backend": "eager", "gradient_accumulation_steps": 1}
+        compiled = {
+            "torch_compile": True,
+            "torch_compile_backend": "eager",
+            "gradient_accumulation_steps": 1,
+            "bf16": bf16,
+        }
         make_trainer(tmp_path, random_model(), BudgetDropoutCallback(schedule), max_steps=3, **compiled).train()
         assert torch._dynamo.config.recompile_limit >= len(schedule.budgets)
     torch._dynamo.reset()
