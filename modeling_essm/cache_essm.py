@@ -339,7 +339,8 @@ class ElasticCache(Cache):
             cache.require_states("merge")
             if (other := model_shape(cache.config)) != (shape := model_shape(first.config)):
                 raise ValueError(f"caches of different models cannot be merged: {shape} and {other}")
-        merged = first._like(max(cache.get_seq_length() for cache in caches))
+        widest = max(caches, key=lambda cache: cache.config.num_spectral_channels)  # others are of truncated models
+        merged = widest._like(max(cache.get_seq_length() for cache in caches))
         for i, new in enumerate(merged.layers):
             new.join([cache.layers[i] for cache in caches])
         return merged
@@ -452,6 +453,14 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
         raise ValueError(f"past_key_values is of a model of {name} {made_for[name]}, but this one has {here[name]}")
     if cache.batch_size not in (None, batch_size):
         raise ValueError(f"past_key_values holds {cache.batch_size} rows, but the input has {batch_size}")
+    if config.block != "paper" and cache.config is not config:  # a paper's state needs no weights of its channels
+        for i, capacity in zip(spectral_layers(config), config.capacities):
+            room = max(cache.layers[i].room or 0, cache.layers[i].state_budget or 0)
+            if room > capacity:
+                raise ValueError(
+                    f"past_key_values keeps {room} channels in layer {i}, of which this model holds {capacity}: call "
+                    f"past_key_values.shrink({capacity})"
+                )
 
 
 def check_room(cache: ESSMCache, layers: Sequence[int], budgets: ResolvedBudget) -> None:

@@ -82,7 +82,7 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
     for layer, (state_budget, filled) in zip(cache.layers, record["layers"]):
         layer.state_budget, layer.filled = state_budget, filled
     cache.advance(record["seen_tokens"])
-    return cache
+    return cache.shrink([*model.config.capacities])  # of a truncated model
 
 
 def _is_cache(path: str | os.PathLike) -> bool:
