@@ -204,10 +204,10 @@ class ESSMConfig(PreTrainedConfig):
             "intermediate_size": 4 * D if paper else 0,
             "scaling_exponent": 0.25 if paper else 0.0,
             "chunk_size": 64 if paper else 32,
-            "gate_hidden_size": max(1, D // 4) if paper else max(1, D // (4 * K)) * K,
+            "gate_hidden_size": max(1, D // 4) if paper else _gate_size(D, K),
         }
         if not paper:
-            defaults |= {"head_size": max(1, 2 * D // K), "conv_kernel_size": 4, "embedding_initializer_range": 0.1}
+            defaults |= {"head_size": _head_size(D, K), "conv_kernel_size": 4, "embedding_initializer_range": 0.1}
         if is_hybrid(self):
             heads = self.num_attention_heads or max(1, D // 64)
             defaults |= {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": _head_dim(D, heads)}
@@ -312,11 +312,13 @@ class ESSMConfig(PreTrainedConfig):
         if given.get("block", before) != before:
             derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size", "chunk_size"}
             derived |= {"memory_key_size", "memory_value_size", "scaling_exponent", "embedding_initializer_range"}
-        if "hidden_size" in given and (D := fields.get("hidden_size")):
-            if fields.get("head_size") == max(1, 2 * D // fields.get("num_spectral_channels", 32)):
-                derived.add("head_size")
-            if (heads := fields.get("num_attention_heads")) and fields.get("head_dim") == _head_dim(D, heads):
-                derived.add("head_dim")
+        D, K = fields.get("hidden_size"), fields.get("num_spectral_channels", 32)
+        if D and before == "elastic" and given.keys() & {"hidden_size", "num_spectral_channels"}:
+            of_channels = {"head_size": _head_size(D, K), "gate_hidden_size": _gate_size(D, K)}
+            derived |= {name for name, value in of_channels.items() if fields.get(name) == value}
+        heads = fields.get("num_attention_heads")
+        if D and "hidden_size" in given and heads and fields.get("head_dim") == _head_dim(D, heads):
+            derived.add("head_dim")
         return super().from_dict({k: v for k, v in fields.items() if k not in derived} | given, **kwargs)
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
@@ -358,6 +360,16 @@ class ESSMConfig(PreTrainedConfig):
             default=self.spectral_budget,
             batch_size=batch_size,
         )
+
+
+def _head_size(hidden_size: int, channels: int) -> int:
+    """Of a channel, so that all heads are twice as wide as the model."""
+    return max(1, 2 * hidden_size // channels)
+
+
+def _gate_size(hidden_size: int, channels: int) -> int:
+    """A multiple of the channels near a quarter of the width."""
+    return max(1, hidden_size // (4 * channels)) * channels
 
 
 def _head_dim(hidden_size: int, heads: int) -> int:

@@ -114,6 +114,7 @@ def test_attention_fields_belong_to_hybrids_and_follow_sizes():
         ({"block": "elastic"}, {}, (1, 4, 0, 0.0)),
         ({"hidden_size": 48}, {"block": "elastic"}, (3, 4, 0, 0.0)),
         ({"hidden_size": 48}, {"block": "elastic", "head_size": 5}, (5, 4, 0, 0.0)),
+        ({"num_spectral_channels": 12}, {"block": "elastic"}, (2, 4, 0, 0.0)),
         ({"block": "paper"}, ELASTIC, (None, None, 64, 0.25)),
         ({"block": "paper"}, MEMORY, (None, None, 64, 0.25)),
     ],
