@@ -189,7 +189,7 @@ def capacity_of(model: nn.Module) -> int:
 def budgets_to_measure(model: nn.Module, given: Iterable[int] | None = None) -> tuple[int, ...]:
     """Those given, by default BUDGETS and the smallest one of training; the capacity always, and none above it."""
     trained = getattr(model.config, "trained_budgets", None) or ()
-    return clip_budgets((*(given or (*BUDGETS, *trained[:1])), capacity_of(model)), capacity_of(model))
+    return clip_budgets((*(given or (*BUDGETS, *sorted(trained)[:1])), capacity_of(model)), capacity_of(model))
 
 
 def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:
