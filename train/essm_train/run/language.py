@@ -22,7 +22,7 @@ from essm_train.run.accelerator import open_run
 from essm_train.run.loop import Task, train_and_sweep
 from modeling_essm import ESSMForCausalLM
 
-SAMPLE_BUDGETS = (1, 2, 4, 32)
+SAMPLE_BUDGETS = (2, 4, 32)
 
 
 def make_encoder(args: CLMArguments) -> Encoder:
