@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers.activations import ACT2FN
 
 from ..spectral_basis import spectral_basis
 from ..spectral_constants import Realization, state_dtype
@@ -64,7 +65,7 @@ def elastic_mixer(
     With j, k <= K; a head j has d units, of which the first d - e pass through the filters and e through the memory:
 
         z_j, v_j = in_j u;   v_j = silu(conv_j(v_j))
-        s_kj(t) = gate_weight_kj gelu(gate_in u(t)) + gate_offset_kj,   alpha of each head j by (8)
+        s_kj(t) = gate_weight_kj act(gate_in u(t)) + gate_offset_kj,   alpha of each head j by (8)
         y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j)                                          (7)
         out = sum_{j<=K} out_j (norm_j([y_j, o_j]) silu(z_j)),   o of `delta_memory`
 
@@ -83,7 +84,7 @@ def elastic_mixer(
     z, v = (x @ W["in_proj.weight"][: 2 * K * d].T).unflatten(2, (K, 2, d)).unbind(3)
     v, tail = _convolution(v.flatten(2), W["convolution"][:, : K * d])
     v = F.silu(v).unflatten(2, (K, d))
-    h = F.gelu(x @ W["gate_in.weight"][: K * g].T + W["gate_in.bias"][: K * g])
+    h = ACT2FN[config.hidden_act](x @ W["gate_in.weight"][: K * g].T + W["gate_in.bias"][: K * g])
     alpha = _alpha(torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K])
     gates = alpha * _sigma(H, K, u)[:, None] ** config.scaling_exponent
     features = spectral_features(v[..., :w].flatten(2), _filters(H, K, L, u.device))  # (B, L, K, K w)

@@ -53,7 +53,7 @@ SHAPES = {  # odd sizes; chunks of filters have 8 steps, those of the memory 64
     "feed-forward-13": (13, {"head_size": 5, "conv_kernel_size": 4} | FEED_FORWARD),
     "memory-1": (1, {"head_size": 5, "conv_kernel_size": 2} | MEMORY),
     "memory-69": (69, {"head_size": 3, "conv_kernel_size": 1} | MEMORY),
-    "all-9": (9, {"head_size": 7, "conv_kernel_size": 3} | MEMORY | FEED_FORWARD),
+    "all-9": (9, {"head_size": 7, "conv_kernel_size": 3, "hidden_act": "silu"} | MEMORY | FEED_FORWARD),
 }
 
 
