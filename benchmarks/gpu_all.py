@@ -29,13 +29,13 @@ TAIL = 2000  # characters of a part's output that are kept
 _ELASTIC = "--config hub_configs/essm-elastic-21m"
 _SHAPE = f"{_ELASTIC} --length 4096 --batch 8"
 PARTS: dict[str, tuple[str, float]] = {  # what follows `python`, and the seconds that it may take
-    "tests": ("-m pytest -q -m gpu -p no:cacheprovider tests/package", 120),
-    "layer": ("-m benchmarks.spectral_layer --lengths 16384 --batches 4 --rounds 5", 120),
-    "step": (f"-m benchmarks.training_step --table models {_SHAPE}", 90),
-    "compiled": (f"-m benchmarks.training_step --table essm {_SHAPE}", 90),
-    "limit": (f"-m benchmarks.decoding --table limit {_ELASTIC}", 70),
-    "contexts": (f"-m benchmarks.decoding {_ELASTIC} --contexts 1024 65536 --rounds 3", 60),
+    "tests": ("-m pytest -q -m gpu -p no:cacheprovider tests/package/test_spectral_ops.py", 40),
+    "contexts": (f"-m benchmarks.decoding {_ELASTIC} --contexts 1024 16384 --rounds 3", 40),
+    "step": (f"-m benchmarks.training_step --table models {_SHAPE} --rounds 3", 50),
+    "layer": ("-m benchmarks.spectral_layer --lengths 16384 --batches 4 --rounds 3", 40),
     "drafted": ("-m benchmarks.speculative --model", 60),
+    "limit": (f"-m benchmarks.decoding --table limit {_ELASTIC} --rounds 3", 90),
+    "compiled": (f"-m benchmarks.training_step --table essm {_SHAPE} --rounds 3", 120),
 }
 
 

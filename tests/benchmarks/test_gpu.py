@@ -13,6 +13,8 @@ import torch
 
 from benchmarks import gpu_all, gpu_train
 
+SMALL = "essm-elastic-21m"
+LLAMA = f"Llama as {SMALL}"
 WRITES = "import os, signal, sys, time\nopen(sys.argv[sys.argv.index('--out') + 1], 'w').write('{\"rows\": [1]}')\n"
 
 
@@ -84,24 +86,55 @@ def train(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_all_three_models_learn(train):
-    results = train("--seconds", "40")
+    results = train("--seconds", "40", "--configs", str(gpu_train.HUB / SMALL))
     for name, result in results.items():
         assert max(result["bits_per_byte"].values()) < result["losses"][0][2] - 1, name
         assert len(result["losses"]) == result["updates"] and result["tokens"] == 96 * result["updates"]
     budgets = {name: [*result["bits_per_byte"]] for name, result in results.items()}
-    assert budgets == {"flagship": ["1", "2", "3", "4", "6", "8"], "Mamba-2": ["None"], "Llama": ["None"]}
+    assert budgets == {SMALL: ["1", "2", "3", "4", "6", "8"], f"Mamba-2 as {SMALL}": ["None"], LLAMA: ["None"]}
 
 
 def test_a_stopped_training_goes_on(train):
-    first = train("--seconds", "3", "--models", "Llama")["Llama"]
-    again = train("--seconds", "10", "--models", "Llama")["Llama"]
+    options = ("--models", "Llama", "--configs", str(gpu_train.HUB / SMALL))
+    first, again = (train("--seconds", seconds, *options)[LLAMA] for seconds in ("3", "10"))
     assert first["updates"] + 5 < again["updates"] == len(again["losses"])
     assert again["losses"][: first["updates"]] == first["losses"]
 
 
-def test_models_of_the_gpu_run_have_one_size():
+def test_a_model_that_fails_costs_the_others_nothing(train, monkeypatch):
+    make = gpu_train.make_model
+    monkeypatch.setattr(
+        gpu_train, "make_model", lambda config, *rest: make(config, *rest) if SMALL in str(config) else 1 / 0
+    )
+    results = train("--seconds", "4", "--models", "Llama", "--save_seconds", "0")
+    assert results.pop(LLAMA)["updates"] and [*results.values()] == [{"failed": "ZeroDivisionError: division by zero"}]
+
+
+@pytest.mark.parametrize("batch", [2, 7])
+def test_rows_of_smaller_budgets_in_one_pass_train_as_their_parts(batch):
+    model = gpu_train.make_model(gpu_train.HUB / SMALL, "elastic", True).train()
+    ids = torch.randint(0, 256, (batch, 41), generator=torch.Generator().manual_seed(0))
+    parts = gpu_train.budget_schedule("family", 8, 0).parts(3, batch)
+
+    def by_parts():
+        forward = lambda part: gpu_train.outputs_of(model, ids[part.rows], part.budget)  # noqa: E731
+        return gpu_train.budget_losses(forward, parts, labels=ids, distillation_weight=gpu_train.DISTILLATION)
+
+    found = []
+    for losses in (by_parts(), gpu_train.losses_of(model, ids, parts)):
+        total = sum(losses)
+        found.append([total.detach(), *torch.autograd.grad(total, [*model.parameters()])])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("config", gpu_train.PEERS)
+def test_models_of_the_gpu_run_have_one_size(config):
     with torch.device("meta"):
-        counts = [sum(p.numel() for p in gpu_train.make_model(name, False).parameters()) for name in gpu_train.SHARES]
-    assert max(counts) < 1.05 * min(counts), counts
+        models = [gpu_train.make_model(gpu_train.HUB / config, name, False) for name in gpu_train.SHARES]
+    elastic, *peers = (sum(p.numel() for p in model.parameters()) for model in models)
+    assert all(abs(count / elastic - 1) < 0.03 for count in peers), (elastic, peers)
+
+
+def test_the_learning_rate_rises_and_falls():
     assert gpu_train.rate(0, 0.0) == 1 / gpu_train.WARMUP and gpu_train.rate(1000, 0.5) == 1.0
     assert gpu_train.rate(1000, 1.0) == 0.0 and gpu_train.rate(1000, 0.875) == pytest.approx(0.5)
