@@ -143,7 +143,8 @@ def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
 
 
 def _search_peer(row: Row, target: int, model_class: Any) -> BaselineConfig | None:
-    """Parameters are fixed + layers (per_layer + per_inner inner), which three models of a width determine."""
+    """Parameters are fixed + layers (per_layer + per_inner inner), which three models of a width determine: of a nested
+    Mamba-2 nearly, as the width of its heads is not a constant."""
 
     def make(hidden: int, layers: int, inner: int | None = None) -> BaselineConfig:
         sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": inner}
@@ -170,7 +171,8 @@ def _search_peer(row: Row, target: int, model_class: Any) -> BaselineConfig | No
         step, published = config.inner_step, config.intermediate_size
         wanted = round(((target - fixed) / layers - per_layer) / per_inner / step)
         inner = step * min(max(wanted, math.ceil(published / 2 / step)), 2 * published // step)
-        if abs((fixed + layers * (per_layer + per_inner * inner)) / target - 1) <= TOLERANCE:
+        close = abs((fixed + layers * (per_layer + per_inner * inner)) / target - 1) <= 2 * TOLERANCE
+        if close and abs(count_parameters(make(hidden, layers, inner), model_class) / target - 1) <= TOLERANCE:
             as_asked = (hidden, layers) == (row.hidden_size, row.layers)
             apart = 0.0 if as_asked else distance((hidden, layers)) + math.log(inner / published) ** 2
             best = min(best, (apart, hidden, layers, inner))

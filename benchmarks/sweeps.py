@@ -80,6 +80,8 @@ def train(
         forward: of the model, a batch and a part of the update, to an output with a `loss`.
     """
     schedule = make_schedule(args, capacity_of(model))
+    if sizes := getattr(model.config, "trained_budgets", None):  # of a nested Mamba-2
+        schedule = dataclasses.replace(schedule, budgets=tuple(sizes))
     optimizer = adamw(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
 
     def losses(update: int, batch: dict[str, Tensor]) -> Iterator[Tensor]:
@@ -114,7 +116,7 @@ def measure(
     sizes = {name: getattr(model.config, name) for name in SIZES if hasattr(model.config, name)}
     record = {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes, **trained}
     capacity = capacity_of(model)
-    full = sorted({min(K, capacity) for K in (*budgets, capacity)})
+    full = sorted({min(K, capacity) for K in (*(getattr(model.config, "trained_budgets", None) or budgets), capacity)})
     record[metric] = None if trained["diverged"] else score(model, full)
     if length and isinstance(model, ESSMForCausalLM):
         tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)

@@ -97,7 +97,25 @@ def test_a_run_that_diverged_rules_its_rate_out(ablate):
     assert result["rates"]["1e+38"] is None and result["best_rate"] == 0.01
 
 
-@pytest.mark.parametrize("name", ["paper", "elastic, FFN, memory", "elastic, attention 1 in 3", "mamba2"])
+def test_a_nested_mamba2_trains_its_sizes_in_every_update(ablate, monkeypatch):
+    """Each on the whole batch; and it is measured at these."""
+    seen, run_at_budget = [], models.run_at_budget
+
+    def watched(model, batch, K):
+        seen.append((K, len(batch["labels"]))) if model.training else None
+        return run_at_budget(model, batch, K)
+
+    monkeypatch.setattr(models, "run_at_budget", watched)
+    (result,) = ablate("--only", "mamba2, nested", "--rates", 0.01, "--seeds", 0)["results"]
+    assert [*result["bits_per_byte"]] == ["1", "2", "4", "8"] and len(
+        {b["mean"] for b in result["bits_per_byte"].values()}
+    ) == 4
+    assert [sorted(seen[i : i + 4]) for i in (0, 4, 8)] == [[(K, 2) for K in (1, 2, 4, 8)]] * 3 and len(seen) == 12
+
+
+@pytest.mark.parametrize(
+    "name", ["paper", "elastic, FFN, memory", "elastic, attention 1 in 3", "mamba2", "mamba2, nested"]
+)
 def test_models_have_as_many_parameters(name):
     row = ablation.ROWS[name]
     config = matched_models.matched_config(row, 800_000)

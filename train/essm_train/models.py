@@ -193,9 +193,8 @@ def budgets_to_measure(model: nn.Module, given: Iterable[int] | None = None) -> 
 
 
 def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:
-    """Outputs of a model, wrapped or not, at a budget or (B,) one a row; one that knows no budgets runs as it is."""
-    elastic = hasattr(getattr(model, "module", model).config, "num_spectral_channels")
-    return model(**batch, use_cache=False, **({"spectral_budget": budget} if elastic else {}))
+    """Outputs of a model, wrapped or not, at a budget or (B,) one a row; one that has a single one runs as it is."""
+    return model(**batch, use_cache=False, **({"spectral_budget": budget} if capacity_of(model) > 1 else {}))
 
 
 def run_part(model: nn.Module, batch: Mapping[str, Tensor], part: Part) -> Any:

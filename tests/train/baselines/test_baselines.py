@@ -6,10 +6,19 @@ import itertools
 import pytest
 import torch
 from helpers import assert_close, pad, random_ids, randomise
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+)
 
 from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
-from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
+from essm_train.baselines.models import (
+    BaselineForCausalLM,
+    BaselineForSequenceClassification,
+    library_mamba2,
+)
 from essm_train.baselines.sizes import count_parameters, matched_baseline
 
 F = 5  # input features
@@ -235,8 +244,69 @@ def test_what_is_refused():
     for fields, message in (
         ({"architecture": "lstm"}, "architecture must be one of .* got 'lstm'"),
         ({"hidden_size": 15}, "hidden_size of 'transformer' must be a multiple of 2"),
-        ({"architecture": "mamba2", "intermediate_size": 40, "hidden_size": 16}, "must be a multiple of 32"),
+        (
+            {"architecture": "mamba2", "intermediate_size": 36, "num_spectral_channels": 8},
+            "must be a multiple of 8, got 36",
+        ),
+        ({"architecture": "s4d", "num_spectral_channels": 8}, "num_spectral_channels must be 1 for 's4d', got 8"),
         ({"architecture": "tc_resnet"}, "needs num_input_features"),
     ):
         with pytest.raises(ValueError, match=message):
             BaselineConfig(**fields)
+    for model, K, legal in ((language_model("s4d"), 2, 1), (nested(), 9, 8), (nested(), torch.tensor([1, 2]), 8)):
+        with pytest.raises(ValueError, match=rf"spectral_budget must be an integer in \[1, {legal}\], got"):
+            model(ids, spectral_budget=K)
+    with pytest.raises(ValueError, match="architecture must be 'mamba2', got 'mamba'"):
+        library_mamba2(language_model("mamba"))
+
+
+def nested(**fields) -> BaselineForCausalLM:
+    """Two heads of 26 units a channel."""
+    return language_model("mamba2", hidden_size=26, intermediate_size=416, num_spectral_channels=8, **fields)
+
+
+def cut(model: BaselineForCausalLM, name: str, x: torch.Tensor, K: int) -> torch.Tensor:
+    """What MatMamba's rule leaves of a parameter: rows of z, x, B, C and dt, of the convolution's x, B and C, .."""
+    heads, inner, shared = 2 * K, 52 * K, 2 * model.config.state_size
+    if name.endswith("out_proj.weight"):
+        return x[:, :inner]
+    kept = {"in_proj.weight": [*range(inner), *range(416, 416 + inner), *range(832, 832 + shared + heads)]}
+    kept |= {name: [*range(heads)] for name in ("A_log", "D", "dt_bias")} | {"norm.weight": [*range(inner)]}
+    kept |= {name: [*range(inner), *range(416, 416 + shared)] for name in ("conv1d.weight", "conv1d.bias")}
+    return x[kept[name.partition(".mixer.")[2]]] if ".mixer." in name else x
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 8])
+def test_a_budget_of_a_nested_mamba2_is_a_mamba2_of_its_heads(K):
+    """The library's own, in logits and gradients, whole and token by token; what a budget does not run has none."""
+    model, ids = nested(), random_ids(2, 11)
+    sizes = {
+        "num_heads": 2 * K,
+        "head_dim": 26,
+        "expand": 2 * K,
+        "state_size": 8,
+        "n_groups": 1,
+        "num_hidden_layers": 2,
+    }
+    library = Mamba2ForCausalLM(Mamba2Config(**sizes, hidden_size=26, vocab_size=259, tie_word_embeddings=True)).eval()
+    names = {"model.embed_tokens.weight": "backbone.embeddings.weight"}
+    names |= {name: name.removeprefix("model.") for name, _ in model.named_parameters() if name not in names}
+    weights = {names[name]: cut(model, name, p.detach(), K) for name, p in model.named_parameters()}
+    library.load_state_dict(weights, strict=False)
+    truncated = model.truncate(K)
+    found, expected = model(ids, labels=ids, spectral_budget=K), library(ids, labels=ids)
+    assert_close(found.logits, expected.logits)
+    assert torch.equal(found.logits, truncated(ids).logits)
+    for output in (found, expected):
+        output.loss.backward()
+    for name, parameter in model.named_parameters():
+        gradient = cut(model, name, parameter.grad, K)
+        assert_close(gradient, library.get_parameter(names[name]).grad)
+        assert torch.count_nonzero(parameter.grad) == torch.count_nonzero(gradient) > 0
+    with torch.no_grad():
+        decoder, cache, steps = library_mamba2(truncated), None, []
+        for token in ids.split(1, 1):
+            step = decoder(token, cache_params=cache, use_cache=True)
+            cache = step.cache_params
+            steps.append(step.logits)
+        assert_close(torch.cat(steps, 1), found.logits)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.convolutions import CNNLayer, TCResNet
-from essm_train.baselines.mamba import ChunkedMambaMixer, by_chunks
+from essm_train.baselines.mamba import ChunkedMambaMixer, by_chunks, nest
 from essm_train.baselines.state_spaces import StateSpaceLayer
 
 
@@ -28,6 +28,9 @@ class _FreeWidthMamba2Config(transformers.Mamba2Config):
     def __post_init__(self, **kwargs: Any) -> None:
         self.expand = Fraction(self.num_heads * self.head_dim, self.hidden_size)
         super().__post_init__(**kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"expand": float(self.expand)}  # which JSON has
 
 
 class ResidualStack(nn.Module):
@@ -85,6 +88,8 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         common |= {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
         common |= {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
         backbone = by_chunks(transformers.Mamba2Model(_FreeWidthMamba2Config(**common, layer_norm_epsilon=eps)))
+        if config.num_spectral_channels > 1:
+            nest(backbone, config.num_spectral_channels)
         sublayers = [layer.mixer for layer in backbone.layers]
     backbone.set_input_embeddings(nn.Identity())
     if config.dropout:

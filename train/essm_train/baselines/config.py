@@ -26,6 +26,8 @@ class BaselineConfig(PreTrainedConfig):
         num_hidden_layers (`int`): number of blocks; "tc_resnet" always has three.
         intermediate_size (`int`, *optional*): inner width of the SwiGLU (transformer), the mixer (mamba, mamba2), the
             feed-forward layer (s4, s4d) or the convolutions (cnn); by default in the published proportion to D.
+        num_spectral_channels (`int`): capacity K̄ of a nested "mamba2", whose budgets run the leading ones of its heads,
+            as MatMamba's do; 1 for a plain model, which has one size, as every other architecture.
         state_size (`int`, *optional*): N of "mamba" (16), "mamba2" (128), "s4" and "s4d" (64).
         num_input_features (`int`, *optional*): F of continuous inputs, instead of token ids.
         head_hidden_size (`int`, *optional*): makes a classifier of pairs; the width of its head's hidden layer.
@@ -45,6 +47,7 @@ class BaselineConfig(PreTrainedConfig):
     hidden_size: int = 256
     num_hidden_layers: int = 8
     intermediate_size: int = None  # type: ignore[assignment]
+    num_spectral_channels: int = 1
     state_size: int = None  # type: ignore[assignment]
     num_input_features: int | None = None
     head_hidden_size: int | None = None
@@ -69,7 +72,10 @@ class BaselineConfig(PreTrainedConfig):
         if self.state_size is None:
             self.state_size = _STATE_SIZE.get(self.architecture, 0)
         super().__post_init__(**kwargs)
-        multiples = {"transformer": ("hidden_size", 2), "mamba2": ("intermediate_size", self.head_dim)}
+        if self.num_spectral_channels < 1 or (self.num_spectral_channels > 1 and self.architecture != "mamba2"):
+            legal = "at least 1" if self.architecture == "mamba2" else f"1 for {self.architecture!r}"
+            raise ValueError(f"num_spectral_channels must be {legal}, got {self.num_spectral_channels}")
+        multiples = {"transformer": ("hidden_size", 2), "mamba2": ("intermediate_size", self.num_spectral_channels)}
         multiples |= dict.fromkeys(("s4", "s4d"), ("state_size", 2))  # conjugate pairs
         name, divisor = multiples.get(self.architecture, ("hidden_size", 1))
         if (value := getattr(self, name)) % divisor:
@@ -79,13 +85,22 @@ class BaselineConfig(PreTrainedConfig):
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head: even, a divisor of D, as near to 64 as can be; of a Mamba-2 head, 64 or 32."""
+        """Width of an attention head: even, a divisor of D, as near to 64 as can be; of a Mamba-2 head, a divisor of
+        the inner width of the smallest size, as near to `inner_step` as can be."""
         if self.architecture == "mamba2":
-            return 64 if self.hidden_size >= 256 else 32
-        even = [d for d in range(2, self.hidden_size + 1, 2) if self.hidden_size % d == 0]
-        return min(even, key=lambda d: abs(math.log(d / 64)), default=1)
+            smallest, wanted, step = self.intermediate_size // self.num_spectral_channels, self.inner_step, 1
+        else:
+            smallest, wanted, step = self.hidden_size, 64, 2
+        divisors = [d for d in range(step, smallest + 1, step) if smallest % d == 0]
+        return min(divisors, key=lambda d: abs(math.log(d / wanted)), default=1)
 
     @property
     def inner_step(self) -> int:
-        """What inner widths are multiples of, by choice: whole heads, or 8 for the matrix units of accelerators."""
-        return self.head_dim if self.architecture == "mamba2" else 8
+        """What inner widths are multiples of, by choice: a head of 64 or 32, or 8 for accelerators' matrix units."""
+        return (64 if self.hidden_size >= 256 else 32) if self.architecture == "mamba2" else 8
+
+    @property
+    def trained_budgets(self) -> list[int] | None:
+        """Sizes that a nested model is made for: the capacity and the powers of two below it; None for a plain one."""
+        capacity = self.num_spectral_channels
+        return [*(1 << i for i in range((capacity - 1).bit_length())), capacity] if capacity > 1 else None

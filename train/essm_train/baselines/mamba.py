@@ -4,18 +4,23 @@
 There the library walks through the positions of Mamba one by one, with a backward pass of order L^2, and repeats B, C
 and their products for every head of Mamba-2. Here both work in chunks, Mamba-2 in matrix products that its heads share.
 Weights are the library's, and so is every call with a cache.
+
+A nested Mamba-2 is MatMamba's (Shukla et al. 2024, arXiv 2410.06718): budget K of capacity K̄ runs the leading K / K̄ of
+the heads, with their rows of z, x and dt, channels of the convolution, columns of the output and weights of the gated
+norm, which divides by the root mean square of these units alone, as theirs does. B and C are whole at every budget.
 Letters: b batch, L sequence, D width, I inner width, N state; h heads of width p.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils.import_utils import is_mamba_2_ssm_available, is_mamba_ssm_available
@@ -130,3 +135,50 @@ def by_chunks(model: nn.Module) -> nn.Module:
         if type(module) is Mamba2Mixer:
             module.__class__ = ChunkedMamba2Mixer
     return model
+
+
+class NestedMamba2Mixer(ChunkedMamba2Mixer):
+    """A mixer whose budget K runs what `leading` gives of each tensor and nothing else; at its capacity it is plain."""
+
+    capacity: int
+    shells: dict[int, nn.Module]  # without weights: the mixer of a budget
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *args: Any, spectral_budget: int | None = None, **kwargs: Any
+    ) -> Tensor:
+        """(b, L, D) -> (b, L, D); a cache belongs to one budget."""
+        K = self.capacity if spectral_budget is None else spectral_budget
+        if K not in self.shells:
+            return super().forward(hidden_states, *args, **kwargs)
+        weights = {name: leading(self, name, weight, K) for name, weight in self.named_parameters()}
+        return functional_call(self.shells[K].train(self.training), weights, (hidden_states, *args), kwargs)
+
+
+def leading(mixer: NestedMamba2Mixer, name: str, weight: Tensor, K: int) -> Tensor:
+    """What budget K reads of a parameter of that name, as a plain mixer of that size has it."""
+    heads, inner = (n * K // mixer.capacity for n in (mixer.num_heads, mixer.intermediate_size))
+    whole, shared = mixer.intermediate_size, mixer.conv_dim - mixer.intermediate_size
+    if name == "in_proj.weight":  # rows of z, x, B and C, dt
+        z, x, BC, dt = weight.split([whole, whole, shared, mixer.num_heads])
+        return torch.cat([z[:inner], x[:inner], BC, dt[:heads]])
+    if name.startswith("conv1d."):
+        return torch.cat([weight[:inner], weight[whole:]])
+    if name == "out_proj.weight":
+        return weight[:, :inner]
+    return weight[: inner if name == "norm.weight" else heads]
+
+
+def nest(model: nn.Module, capacity: int) -> nn.Module:
+    """The same model, a `Mamba2Model` of one group and whole heads a channel, with nested mixers of that capacity."""
+    for module in model.modules():
+        if isinstance(module, Mamba2Mixer):
+            module.__class__ = NestedMamba2Mixer
+            module.capacity, module.shells = capacity, dict(_shells(model.config, module, capacity))
+    return model
+
+
+def _shells(config: Any, mixer: Mamba2Mixer, capacity: int) -> Iterator[tuple[int, nn.Module]]:
+    for K in range(1, capacity):
+        smaller = type(config).from_dict(config.to_dict() | {"num_heads": mixer.num_heads * K // capacity})
+        with torch.device("meta"):
+            yield K, ChunkedMamba2Mixer(smaller, mixer.layer_idx, initialize_mixer_weights=False)

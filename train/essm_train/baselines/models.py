@@ -5,18 +5,25 @@
     model = BaselineForCausalLM(config)
 
 All but TC-ResNet read the same embedding or linear encoder, end in the same heads and get the same dropout after each
-sub-layer, so that what differs are the blocks, of backbones.py. They run over whole sequences: there is no cache, no
-budget and no generation. Letters: B batch, L sequence, D width, F input features.
+sub-layer, so that what differs are the blocks, of backbones.py. They run over whole sequences, without a cache and
+without generation; `library_mamba2` has both. A nested Mamba-2 has budgets, the others have one size.
+Letters: B batch, L sequence, D width, F input features.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Mamba2ForCausalLM,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 from transformers.models.auto import modeling_auto
@@ -24,9 +31,11 @@ from transformers.models.auto import modeling_auto
 from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig
 from essm_train.baselines.convolutions import TemporalConv
+from essm_train.baselines.mamba import NestedMamba2Mixer, leading
 from essm_train.baselines.state_spaces import StateSpaceMixer
 from essm_train.pairs import both_documents, compare_documents
 from modeling_essm.packing import pool
+from modeling_essm.spectral_budget import of_each_layer
 
 
 class BaselineEncoder(nn.Module):
@@ -42,12 +51,19 @@ class BaselineEncoder(nn.Module):
         self.backbone = make_backbone(config, causal)
 
     def forward(
-        self, input_ids: Tensor | None, features: Tensor | None, attention_mask: Tensor | None, use_cache: Any = None
+        self,
+        input_ids: Tensor | None,
+        features: Tensor | None,
+        attention_mask: Tensor | None,
+        use_cache: Any = None,
+        spectral_budget: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Ids (B, L) or features (B, L, F), and mask (B, L) -> (B, L, D), for "tc_resnet" (B, ceil(L / 8), D), and the
         mask of these, or None."""
         if use_cache:
             raise ValueError(f"use_cache must be False or None, got {use_cache}: baselines run over whole sequences")
+        capacity = self.config.num_spectral_channels
+        budget = capacity if spectral_budget is None else of_each_layer(spectral_budget, (capacity,))[0]
         inputs, other, name = input_ids, features, "input_ids (B, L)"
         if self.config.num_input_features is not None:
             inputs, other, name = features, input_ids, f"input_features (B, L, {self.config.num_input_features})"
@@ -62,7 +78,8 @@ class BaselineEncoder(nn.Module):
         else:
             hidden_states = self.embed_features(inputs.to(self.embed_features.weight.dtype))
         hidden_states = F.dropout(hidden_states, self.config.embedding_dropout, self.training)
-        outputs = self.backbone(inputs_embeds=hidden_states, attention_mask=attention_mask)
+        smaller = {"spectral_budget": budget} if budget < capacity else {}
+        outputs = self.backbone(inputs_embeds=hidden_states, attention_mask=attention_mask, **smaller)
         return outputs.last_hidden_state, attention_mask
 
 
@@ -84,6 +101,26 @@ class BaselinePreTrainedModel(PreTrainedModel):
         # What FSDP wraps; it refuses names of classes that a model does not have.
         layers = self.model.backbone.get_submodule("layers").children()
         self._no_split_modules = {type(layer).__name__ for layer in layers}
+
+    @torch.no_grad()
+    def truncate(self, spectral_budget: int) -> Self:
+        """A model of its own with the weights that a budget K runs, of capacity K and the same outputs.
+
+        Raises:
+            ValueError: K is not an integer in [1, capacity].
+        """
+        capacity = self.config.num_spectral_channels
+        K = of_each_layer(spectral_budget, (capacity,))[0]
+        sizes = {"num_spectral_channels": K, "intermediate_size": self.config.intermediate_size * K // capacity}
+        config = self.config.from_dict(self.config.to_dict() | sizes)
+        model = cast(Any, type(self))(config).to(self.device, self.dtype)
+        weights = self.state_dict()
+        for prefix, mixer in self.named_modules():
+            if isinstance(mixer, NestedMamba2Mixer):
+                for name, weight in mixer.named_parameters():
+                    weights[f"{prefix}.{name}"] = leading(mixer, name, weight, K)
+        model.load_state_dict(weights)
+        return model.train(self.training)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -113,15 +150,17 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        spectral_budget: int | None = None,
     ) -> CausalLMOutput:
         """
         Args:
             input_ids: (B, L) int64. attention_mask: (B, L), 1 for real positions.
             labels: (B, L) int64 next-token targets before shifting, -100 to ignore.
+            spectral_budget: K in [1, capacity], by default all; other values raise ValueError.
         Returns:
             CausalLMOutput with logits (B, L, vocab_size) and, with labels, the mean cross-entropy in nats.
         """
-        logits = self.lm_head(self.model(input_ids, None, attention_mask, use_cache)[0])
+        logits = self.lm_head(self.model(input_ids, None, attention_mask, use_cache, spectral_budget)[0])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutput(loss=loss, logits=logits)
 
@@ -147,19 +186,21 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         input_features: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
+        spectral_budget: int | None = None,
     ) -> SequenceClassifierOutput:
         """
         Args:
             input_ids: (B, L) int64, or (B, 2, L) of pairs; or input_features: (B, L, F).
             attention_mask: (B, L) or (B, 2, L), 1 for real positions.
             labels: (B,) int64 classes.
+            spectral_budget: K in [1, capacity], by default all; other values raise ValueError.
         Returns:
             SequenceClassifierOutput with logits (B, num_labels) and, with labels, the loss.
         """
         pairs = self.config.head_hidden_size is not None
         if pairs and input_ids is not None:
             input_ids, attention_mask = both_documents(input_ids, attention_mask)
-        hidden_states, real = self.model(input_ids, input_features, attention_mask, use_cache)
+        hidden_states, real = self.model(input_ids, input_features, attention_mask, use_cache, spectral_budget)
         pooled = pool(hidden_states, real, self.config.classifier_pooling)
         if pairs:
             loss, logits = compare_documents(pooled, self.head, self.score, labels)
@@ -169,6 +210,25 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         logits = self.score(pooled)
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@torch.no_grad()
+def library_mamba2(model: BaselineForCausalLM) -> Mamba2ForCausalLM:
+    """A Mamba-2 at its capacity as the library's model, which decodes token by token and generates.
+
+    Raises:
+        ValueError: another architecture.
+    """
+    if model.config.architecture != "mamba2":
+        raise ValueError(f"the architecture must be 'mamba2', got {model.config.architecture!r}")
+    backbone: Any = model.model.backbone
+    shared = ("vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
+    fields = {name: getattr(model.config, name) for name in shared} | {"use_cache": True}
+    library = Mamba2ForCausalLM(type(backbone.config).from_dict(backbone.config.to_dict() | fields))
+    library.to(model.device, model.dtype).backbone.load_state_dict(
+        backbone.state_dict() | {"embeddings.weight": model.get_input_embeddings().weight}
+    )
+    return library.eval()
 
 
 AutoConfig.register(BaselineConfig.model_type, BaselineConfig, exist_ok=True)
