@@ -79,12 +79,7 @@ ROWS: dict[str, Row] = {
     "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
     # MatMamba's rule: Mamba-2 with nested heads, 1, 2, 4 and 8 eighths of them in every update, all on the whole batch.
     "mamba2, nested": Row(
-        4,
-        {"initializer_range": 0.1, "num_spectral_channels": 8},
-        peer="mamba2",
-        hidden_size=160,
-        rates=_PEER_RATES,
-        schedule="sandwich",
+        4, {"initializer_range": 0.1}, peer="matmamba", hidden_size=160, rates=_PEER_RATES, schedule="sandwich"
     ),
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
 }

@@ -20,7 +20,7 @@ import torch
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from essm_train.arguments import RunArguments
-from essm_train.models import capacity_of, run_part
+from essm_train.models import run_part
 from essm_train.run.loop import make_schedule
 from essm_train.run.steps import adamw, update
 from modeling_essm.training.budget_dropout import Part, budget_losses
@@ -37,7 +37,7 @@ UPDATES = 5  # in a round
 def updates(model: Any, row: Row, block: int) -> tuple[Callable[[], None], int]:
     """A call that makes the updates of a round, and their tokens."""
     args = RunArguments(**sweeps.training_arguments(row, UPDATES, 1e-3, 0))
-    schedule, optimizer = make_schedule(args, capacity_of(model)), adamw(model.train(), args.learning_rate)
+    schedule, optimizer = make_schedule(args, model), adamw(model.train(), args.learning_rate)
     ids = torch.randint(256, (BATCH, block), device=model.device)
     run = functools.partial(run_part, model, {"input_ids": ids, "labels": ids})
     if len(schedule.budgets) > 1 and len(schedule(UPDATES)) == 1:

@@ -58,12 +58,15 @@ class WithCache:
 
 
 def open_run(folder: Path) -> dict[str, tuple[Any, int]]:
-    """Its model in fp32 and the budget to score it at, by name; an ES-SSM at several budgets."""
+    """Its model in fp32 and the budget to score it at, by name; an ES-SSM at several, a MatMamba cut to each."""
     if read_json(folder / "model" / "config.json", "")["model_type"] == "essm":
         model = ESSMForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
         budgets = common.clipped([*BUDGETS, model.config.num_spectral_channels], model.config)
         return {f"{folder.name} K={K}": (model, K) for K in budgets}
-    return {folder.name: (BaselineForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval(), 0)}
+    peer = BaselineForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    if sizes := peer.config.trained_budgets:
+        return {f"{folder.name} K={K}": (peer.truncate(K), K) for K in sizes}
+    return {folder.name: (peer, 1)}
 
 
 def learning_curve(folder: Path) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def learning_curve(folder: Path) -> dict[str, Any]:
 
 def decoder(model: Any, budget: int, context: Tensor, steps: int) -> Callable[[], None]:
     """A call that takes so many steps after context (1, n); checked."""
-    one = Decoder(model if budget else WithCache(model), budget)
+    one = Decoder(WithCache(model)) if isinstance(model, BaselineForCausalLM) else Decoder(model, budget)
     one.check(context)
     one.read(context)
     return functools.partial(one.sample, context[:, -1:], context.shape[1], steps)

@@ -79,9 +79,7 @@ def train(
         after_step: is given the optimizer and the update just done, counted from 1.
         forward: of the model, a batch and a part of the update, to an output with a `loss`.
     """
-    schedule = make_schedule(args, capacity_of(model))
-    if sizes := getattr(model.config, "trained_budgets", None):  # of a nested Mamba-2
-        schedule = dataclasses.replace(schedule, budgets=tuple(sizes))
+    schedule = make_schedule(args, model)
     optimizer = adamw(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
 
     def losses(update: int, batch: dict[str, Tensor]) -> Iterator[Tensor]:

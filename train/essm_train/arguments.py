@@ -243,8 +243,9 @@ class ModelArguments(RunArguments):
 
     architecture: str = arg(
         "essm",
-        "'essm' or 'ar_stu'; or with one budget 'diagonal_ssm' or a baseline of as many parameters: 'transformer', "
-        "'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features.",
+        "'essm' or 'ar_stu'; 'matmamba', of nested sizes; or with one budget 'diagonal_ssm' or a baseline: "
+        "'transformer', 'mamba', 'mamba2', 's4', 's4d', and 'cnn' and 'tc_resnet' to classify features. Baselines have "
+        "as many parameters as the ES-SSM would have.",
     )
     config_name: str | None = arg(None, "Folder or Hub name of a configuration, instead of the script's own sizes.")
     config_overrides: dict[str, Any] | str | None = arg(
@@ -315,7 +316,7 @@ class ModelArguments(RunArguments):
 
     @property
     def is_baseline(self) -> bool:
-        """Whether the model has one budget."""
+        """Whether the model is another one, to compare with."""
         return self.architecture not in ("essm", AR_STU)
 
     @property

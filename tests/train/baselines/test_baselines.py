@@ -17,7 +17,6 @@ from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
 from essm_train.baselines.models import (
     BaselineForCausalLM,
     BaselineForSequenceClassification,
-    library_mamba2,
 )
 from essm_train.baselines.sizes import count_parameters, matched_baseline
 
@@ -28,7 +27,7 @@ architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 def tiny(architecture: str, **fields) -> BaselineConfig:
     defaults = {"hidden_size": 16, "num_hidden_layers": 2, "num_labels": 3, "max_position_embeddings": 64}
-    defaults["state_size"] = 8 if architecture == "mamba2" else None
+    defaults["state_size"] = 8 if architecture in ("mamba2", "matmamba") else None
     return BaselineConfig(architecture=architecture, **defaults | fields)
 
 
@@ -244,10 +243,8 @@ def test_what_is_refused():
     for fields, message in (
         ({"architecture": "lstm"}, "architecture must be one of .* got 'lstm'"),
         ({"hidden_size": 15}, "hidden_size of 'transformer' must be a multiple of 2"),
-        (
-            {"architecture": "mamba2", "intermediate_size": 36, "num_spectral_channels": 8},
-            "must be a multiple of 8, got 36",
-        ),
+        ({"architecture": "mamba2", "intermediate_size": 40, "hidden_size": 16}, "must be a multiple of 32"),
+        ({"architecture": "matmamba", "intermediate_size": 36}, "must be a multiple of 8, got 36"),
         ({"architecture": "s4d", "num_spectral_channels": 8}, "num_spectral_channels must be 1 for 's4d', got 8"),
         ({"architecture": "tc_resnet"}, "needs num_input_features"),
     ):
@@ -256,13 +253,11 @@ def test_what_is_refused():
     for model, K, legal in ((language_model("s4d"), 2, 1), (nested(), 9, 8), (nested(), torch.tensor([1, 2]), 8)):
         with pytest.raises(ValueError, match=rf"spectral_budget must be an integer in \[1, {legal}\], got"):
             model(ids, spectral_budget=K)
-    with pytest.raises(ValueError, match="architecture must be 'mamba2', got 'mamba'"):
-        library_mamba2(language_model("mamba"))
 
 
 def nested(**fields) -> BaselineForCausalLM:
     """Two heads of 26 units a channel."""
-    return language_model("mamba2", hidden_size=26, intermediate_size=416, num_spectral_channels=8, **fields)
+    return language_model("matmamba", hidden_size=26, intermediate_size=416, **fields)
 
 
 def cut(model: BaselineForCausalLM, name: str, x: torch.Tensor, K: int) -> torch.Tensor:
@@ -304,9 +299,9 @@ def test_a_budget_of_a_nested_mamba2_is_a_mamba2_of_its_heads(K):
         assert_close(gradient, library.get_parameter(names[name]).grad)
         assert torch.count_nonzero(parameter.grad) == torch.count_nonzero(gradient) > 0
     with torch.no_grad():
-        decoder, cache, steps = library_mamba2(truncated), None, []
-        for token in ids.split(1, 1):
-            step = decoder(token, cache_params=cache, use_cache=True)
+        encoder, cache, steps = truncated.model, None, []
+        for token in encoder.embed_tokens(ids).split(1, 1):
+            step = encoder.backbone(inputs_embeds=token, cache_params=cache, use_cache=True)
             cache = step.cache_params
-            steps.append(step.logits)
+            steps.append(truncated.lm_head(step.last_hidden_state))
         assert_close(torch.cat(steps, 1), found.logits)

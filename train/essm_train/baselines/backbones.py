@@ -88,7 +88,7 @@ def make_backbone(config: BaselineConfig, causal: bool) -> nn.Module:
         common |= {"num_heads": inner // config.head_dim, "head_dim": config.head_dim, "n_groups": 1}
         common |= {"state_size": config.state_size, "chunk_size": 64}  # chunks only affect speed and memory
         backbone = by_chunks(transformers.Mamba2Model(_FreeWidthMamba2Config(**common, layer_norm_epsilon=eps)))
-        if config.num_spectral_channels > 1:
+        if config.architecture == "matmamba":
             nest(backbone, config.num_spectral_channels)
         sublayers = [layer.mixer for layer in backbone.layers]
     backbone.set_input_embeddings(nn.Identity())

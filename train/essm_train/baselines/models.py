@@ -5,9 +5,8 @@
     model = BaselineForCausalLM(config)
 
 All but TC-ResNet read the same embedding or linear encoder, end in the same heads and get the same dropout after each
-sub-layer, so that what differs are the blocks, of backbones.py. They run over whole sequences, without a cache and
-without generation; `library_mamba2` has both. A nested Mamba-2 has budgets, the others have one size.
-Letters: B batch, L sequence, D width, F input features.
+sub-layer, so that what differs are the blocks, of backbones.py. They run over whole sequences: there is no cache
+and no generation. MatMamba has budgets, the others have one size. Letters: B batch, L sequence, D width, F features.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    Mamba2ForCausalLM,
     PreTrainedModel,
 )
 from transformers import initialization as init
@@ -160,7 +158,9 @@ class BaselineForCausalLM(BaselinePreTrainedModel):
         Returns:
             CausalLMOutput with logits (B, L, vocab_size) and, with labels, the mean cross-entropy in nats.
         """
-        logits = self.lm_head(self.model(input_ids, None, attention_mask, use_cache, spectral_budget)[0])
+        logits = self.lm_head(
+            self.model(input_ids, None, attention_mask, use_cache, spectral_budget)[0].to(self.lm_head.weight.dtype)
+        )
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return CausalLMOutput(loss=loss, logits=logits)
 
@@ -210,25 +210,6 @@ class BaselineForSequenceClassification(BaselinePreTrainedModel):
         logits = self.score(pooled)
         loss = None if labels is None else F.cross_entropy(logits.float(), labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)
-
-
-@torch.no_grad()
-def library_mamba2(model: BaselineForCausalLM) -> Mamba2ForCausalLM:
-    """A Mamba-2 at its capacity as the library's model, which decodes token by token and generates.
-
-    Raises:
-        ValueError: another architecture.
-    """
-    if model.config.architecture != "mamba2":
-        raise ValueError(f"the architecture must be 'mamba2', got {model.config.architecture!r}")
-    backbone: Any = model.model.backbone
-    shared = ("vocab_size", "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id")
-    fields = {name: getattr(model.config, name) for name in shared} | {"use_cache": True}
-    library = Mamba2ForCausalLM(type(backbone.config).from_dict(backbone.config.to_dict() | fields))
-    library.to(model.device, model.dtype).backbone.load_state_dict(
-        backbone.state_dict() | {"embeddings.weight": model.get_input_embeddings().weight}
-    )
-    return library.eval()
 
 
 AutoConfig.register(BaselineConfig.model_type, BaselineConfig, exist_ok=True)

@@ -29,11 +29,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from essm_train.arguments import ModelArguments, RunArguments
+from essm_train.baselines.config import BaselineConfig
 from essm_train.data.samples import Prefetch, SampleSource, share_of
 from essm_train.files import set_aside, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
@@ -86,10 +87,13 @@ class Task:
     show: Callable[[PreTrainedModel], object] = lambda model: None  # called on one process with the saved model
 
 
-def make_schedule(args: RunArguments, capacity: int) -> BudgetSchedule:
-    """The schedule that the arguments name, for a model of that capacity. Raises ValueError as `budget_schedule`."""
-    full, random = args.full_budget_updates or 0, args.sandwich_random
-    return budget_schedule(args.budget_schedule, capacity, args.seed, full_budget_updates=full, sandwich_random=random)
+def make_schedule(args: RunArguments, model: nn.Module) -> BudgetSchedule:
+    """The schedule that the arguments name, over the sizes of a MatMamba if it is one. Raises ValueError as
+    `budget_schedule`."""
+    options = {"full_budget_updates": args.full_budget_updates or 0, "sandwich_random": args.sandwich_random}
+    schedule = budget_schedule(args.budget_schedule, capacity_of(model), args.seed, **options)
+    sizes = model.config.trained_budgets if isinstance(model.config, BaselineConfig) else None
+    return dataclasses.replace(schedule, budgets=tuple(sizes)) if sizes else schedule
 
 
 def eval_budgets(args: RunArguments, schedule: BudgetSchedule, capacity: int) -> tuple[int, ...]:
@@ -178,7 +182,7 @@ class _Run:
         per_process = args.per_device_train_batch_size * args.gradient_accumulation_steps
         self.samples_per_update = per_process * accelerator.num_processes
         capacity = capacity_of(task.model)
-        self.schedule = make_schedule(args, capacity)
+        self.schedule = make_schedule(args, task.model)
         if not args.is_baseline:
             task.model.config.trained_budgets = list(self.schedule.budgets)
         self.validated, self.max_steps = eval_budgets(args, self.schedule, capacity), args.max_steps
