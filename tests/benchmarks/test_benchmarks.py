@@ -212,7 +212,7 @@ def test_the_trigram_is_that_of_witten_and_bell(monkeypatch):
 def test_a_model_beside_its_peers(quick, tmp_path):
     torch.manual_seed(0)
     models: dict = {"mine": random_model(block="elastic", num_spectral_channels=8)}
-    for name, state_size in (("transformer", 0), ("mamba2", 8)):
+    for name, state_size in (("transformer", 0), ("mamba2", 8), ("matmamba", 8)):
         config = BaselineConfig(architecture=name, hidden_size=16, num_hidden_layers=2, state_size=state_size)
         models[name] = BaselineForCausalLM(config)
     for name, model in models.items():
@@ -224,12 +224,15 @@ def test_a_model_beside_its_peers(quick, tmp_path):
     (tmp_path / "text.txt").write_text(text := "the cat sat on the mat. " * 30)
     texts = ["--train_file", tmp_path / "text.txt", "--text_files", tmp_path / "text.txt", "--block_size", 64]
     report = quick(released, "--runs", *(tmp_path / name for name in models), *texts)
-    assert [row["name"] for row in report["results"]] == ["mine K=2", "mine K=4", "mine K=8", "transformer", "mamba2"]
+    expected = [("mine", 2), ("mine", 4), ("mine", 8), ("transformer", 1), ("mamba2", 1)]
+    expected += [("matmamba", K) for K in (1, 2, 4, 8)]
+    names = [f"{name} K={K}" if name in ("mine", "matmamba") else name for name, K in expected]
+    assert [row["name"] for row in report["results"]] == names
     assert report["curves"]["mine"]["points"] == {"1": [[640, 1.5]]}
     assert report["floors"]["gzip -9"] == 8 * len(gzip.compress(text.encode(), 9)) / len(text)
     blocks = evaluation_blocks(to_stream([text], ByteEncoder())[0], 64, 2)  # two in --quick
-    for row, K in zip(report["results"], (2, 4, 8)):
+    for row, (name, K) in zip(report["results"], expected):
         with torch.no_grad():
-            logits = models["mine"].float()(blocks, spectral_budget=K).logits
+            logits = models[name].float()(blocks, spectral_budget=K).logits
         nats = F.cross_entropy(logits[:, :-1].flatten(0, 1), text_labels(blocks)[:, 1:].flatten())
         assert row["bits_per_byte"] == pytest.approx(float(nats) / math.log(2), rel=1e-4)
