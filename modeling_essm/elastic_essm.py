@@ -16,7 +16,15 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 
 from .cache_essm import ESSMCacheLayer, operator_of
-from .mixer_essm import LayerCall, at_unit_scale, beyond, causal_convolution, prefix_linear, softmax_gates
+from .mixer_essm import (
+    LayerCall,
+    at_unit_scale,
+    beyond,
+    causal_convolution,
+    prefix_linear,
+    quieter_by_channel,
+    softmax_gates,
+)
 
 
 class ESSMElasticMixer(nn.Module):
@@ -42,7 +50,7 @@ class ESSMElasticMixer(nn.Module):
         self.channel_mixing = nn.Parameter(torch.empty(capacity, capacity * self.filtered))
         self.skip = nn.Parameter(torch.ones(capacity * self.filtered))
         self.norm = nn.Parameter(torch.ones(capacity * d))
-        self.out_proj = nn.Linear(capacity * d, D, bias=False)
+        self.out_proj = quieter_by_channel(nn.Linear(capacity * d, D, bias=False), capacity)
         self.memory: Any = None
         if e:
             from .memory_essm import ESSMMemory  # imports flash-linear-attention where that is installed

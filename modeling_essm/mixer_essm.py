@@ -87,6 +87,20 @@ def at_unit_scale(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
+def quieter_by_channel(linear: nn.Linear, channels: int) -> nn.Linear:
+    """Marks a layer that sums the outputs of channels: later ones start smaller, see `loudness`."""
+    linear.sums_channels = channels  # type: ignore[assignment]
+    return linear
+
+
+def loudness(channels: int) -> Tensor:
+    """(channels,) factors 1, 1, 1/2, 1/2, then four times 1/4, .. of what channels write at the start.
+
+    So the channels of small budgets lead from the first update on: all sizes of one training end better.
+    """
+    return torch.tensor([min(1.0, 2.0 / (1 << (j - 1).bit_length())) for j in range(1, channels + 1)])
+
+
 def softmax_gates(scores: Tensor, budget: int, rows: Tensor | None = None) -> Tensor:
     """alpha_k(t) of Eq. (8), normalised over the active prefix of channels only.
 

@@ -29,7 +29,7 @@ from .configuration_essm import ESSMConfig
 from .elastic_essm import ESSMElasticMixer
 from .generation_essm import ElasticGenerationMixin
 from .loading_essm import ElasticPreTrainedModel
-from .mixer_essm import ESSMSpectralMixer, LayerCall, at_unit_scale, beyond, prefix_linear
+from .mixer_essm import ESSMSpectralMixer, LayerCall, at_unit_scale, beyond, loudness, prefix_linear, quieter_by_channel
 from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
 from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, SpectralBudget, is_hybrid, spectral_layers
 from .spectral_constants import is_transformed
@@ -125,7 +125,7 @@ class ESSMElasticFeedForward(nn.Module):
         super().__init__()
         self.units = units
         self.up = at_unit_scale(nn.Linear(config.hidden_size, 2 * units * channels, bias=False))
-        self.down = nn.Linear(units * channels, config.hidden_size, bias=False)
+        self.down = quieter_by_channel(nn.Linear(units * channels, config.hidden_size, bias=False), channels)
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor, budget: int = 1, rows: Tensor | None = None) -> Tensor:
@@ -364,6 +364,9 @@ class ESSMPreTrainedModel(ElasticPreTrainedModel):
         if isinstance(module, nn.Linear):
             unit = getattr(module, "starts_at_unit_scale", False)
             init.normal_(module.weight, mean=0.0, std=module.in_features**-0.5 if unit else std)
+            if channels := getattr(module, "sums_channels", 0):
+                factors = loudness(channels).repeat_interleave(module.in_features // channels)
+                init.copy_(module.weight, module.weight * factors.to(module.weight))
             if isinstance(module, ESSMFeatureEmbedding) and module.in_features == 1:
                 init.normal_(module.bias, mean=0.0, std=std)
             elif module.bias is not None:

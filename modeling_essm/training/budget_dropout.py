@@ -31,7 +31,7 @@ BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 # Settings of the authors' published training code.
 FULL_BUDGET_EVERY = 8  # updates
 BIAS_TO_LARGE = 0.6
-WEIGHT_OF_SMALLER = 0.5  # of all smaller budgets together in "family", where the full one has 1
+CHEAP = 4  # budgets of at most one in so many channels run on every row in "family"
 
 
 def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
@@ -43,10 +43,10 @@ def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
 
 
 class Part(NamedTuple):
-    """A forward pass of an update: its budget, the rows of the batch that it reads, their share of the batch, and how
-    much the mean loss of a whole batch would count."""
+    """A forward pass of an update: its budget (or one for each row), the rows of the batch that it reads, their share
+    of the batch, and how much the mean loss of a whole batch would count."""
 
-    budget: int
+    budget: int | tuple[int, ...]
     rows: slice
     share: float
     weight: float
@@ -72,21 +72,28 @@ class BudgetSchedule:
         """The budgets of that update (counted from 0), distinct, the largest first."""
         return self.budgets[-1:] if update < self.full_budget_updates else SCHEDULES[self.name](self, update)
 
-    def parts(self, update: int, batch_size: int, first: int = 0) -> tuple[Part, ...]:
+    def parts(self, update: int, batch_size: int, first: int = 0, together: bool = False) -> tuple[Part, ...]:
         """What that update runs on B rows of its batch, of which they are those from `first` on.
 
-        Every budget runs on all rows, but in "family" the smaller ones share them out: row r has the (r mod n)th of n.
-        Weights times shares add up to 1.
+        Every budget runs on all rows, but in "family" those above a quarter of the capacity and below it share them
+        out: row r has the (r mod n)th of n. Weights times shares add up to 1.
+
+        Args:
+            together: those that share the rows are one part, with a budget for each row: a pass at the largest of them,
+                which costs arithmetic and saves the calls of the others, as an accelerator likes it.
         """
         full, *smaller = budgets = self(update)
         if self.name != "family" or not smaller:
             return tuple(Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets)
-        n, weight = len(smaller), 1 / (1 + WEIGHT_OF_SMALLER)
-        parts = [Part(full, slice(None), 1.0, weight)]
+        cheap = [K for K in smaller if full >= CHEAP * K]
+        shared = [K for K in smaller if full < CHEAP * K]
+        n, weight = len(shared), 0.5 / (len(cheap) + bool(shared))
+        parts = [Part(full, slice(None), 1.0, 0.5), *(Part(K, slice(None), 1.0, weight) for K in cheap)]
+        if together and n > 1:
+            return *parts, Part(tuple(shared[(first + r) % n] for r in range(batch_size)), slice(None), 1.0, weight)
         for i in range(min(n, batch_size)):
             rows = slice(i, None, n)
-            share = len(range(batch_size)[rows]) / batch_size
-            parts.append(Part(smaller[(first + i) % n], rows, share, WEIGHT_OF_SMALLER * weight))
+            parts.append(Part(shared[(first + i) % n], rows, len(range(batch_size)[rows]) / batch_size, weight))
         return tuple(parts)
 
     def bits(self, update: int, draw: int = 0) -> int:
@@ -146,8 +153,8 @@ def budget_schedule(
 
     Args:
         name: "discrete" draws from BUDGETS, "uniform" from 1..K̄, "authors" as their code does, "sandwich" trains
-            several of BUDGETS in each update, "family" the capacity on the whole batch and each row once more at a
-            smaller budget of its own, of 1 and BUDGETS, "full" the capacity only, without budget dropout.
+            several of BUDGETS in each update, "family" all of 1 and BUDGETS: the capacity and those up to a quarter of
+            it on the whole batch, and each row at one of the others, "full" the capacity only, without budget dropout.
         full_budget_updates: number of updates at the start that train the capacity only, with any name.
         sandwich_random: budgets between the smallest and the largest in each update of the sandwich rule.
     Raises:
@@ -198,8 +205,9 @@ def budget_losses(
     parts = tuple(parts)
     if not parts:
         raise ValueError("parts must hold at least one budget, got none")
-    if distillation_weight and parts[0].budget != max(part.budget for part in parts):
-        raise ValueError(f"distillation needs the largest budget first, got {[part.budget for part in parts]}")
+    budgets = [part.budget for part in parts]
+    if distillation_weight and budgets[0] != max(max(K) if isinstance(K, tuple) else K for K in budgets):
+        raise ValueError(f"distillation needs the largest budget first, got {budgets}")
     if shift_labels is not None:
         labels = F.pad(shift_labels, (1, 0), value=-100)
     return _losses(forward, parts, labels, distillation_weight, num_items_in_batch)

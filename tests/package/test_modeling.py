@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Models: the checkpoint's format, first values, budgets and masks, for everything that differs in code."""
 
+import math
 import re
 
 import pytest
@@ -80,8 +81,9 @@ def test_checkpoint_names_and_shapes_are_the_documented_format(name):
 def test_initial_values(variant, embeddings, tmp_path):
     """Small random M_k, gate bias constant and nonzero, norms and diagonal skip terms at identity.
 
-    The elastic block's projections keep unit scale but for those that write to the residual stream. What is missing in
-    a checkpoint starts like that too, which transformers' own test_can_init_all_missing_weights asks.
+    The elastic block's projections keep unit scale but for those that write to the residual stream, where later
+    channels start smaller. What is missing in a checkpoint starts like that too, which transformers' own
+    test_can_init_all_missing_weights asks.
     """
     tied, own = embeddings is None, {} if embeddings is None else {"embedding_initializer_range": embeddings}
     fields = {"hidden_size": 32, "initializer_range": 0.02, "gate_bias": -2.0, "tie_word_embeddings": tied}
@@ -107,6 +109,11 @@ def test_initial_values(variant, embeddings, tmp_path):
             elif config.block == "elastic" and re.search("in_proj|gate_|ffn.up|rates|[qkv]_proj", name):
                 error = float(tensor.std()) * tensor.shape[-1] ** 0.5 - 1
                 assert abs(error) < 3 * (2 * tensor.numel()) ** -0.5, name
+            elif config.block == "elastic" and re.search("mixer.out_proj|layers.*ffn.down", name):
+                channels = 1 if "attn" in name else model.config.num_spectral_channels
+                for j, part in enumerate(tensor.unflatten(1, (channels, -1)).unbind(1)):
+                    std = 0.02 * min(1, 2 / 2 ** math.ceil(math.log2(j + 1)))
+                    assert abs(float(part.std()) / std - 1) < 4 * (2 * part.numel()) ** -0.5, name
             else:
                 assert 0.015 < tensor.std() < 0.025, name  # at least 256 draws: the standard error is below 5%
 

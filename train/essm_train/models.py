@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -192,8 +193,9 @@ def budgets_to_measure(model: nn.Module, given: Iterable[int] | None = None) -> 
     return clip_budgets((*(given or (*BUDGETS, *sorted(trained)[:1])), capacity_of(model)), capacity_of(model))
 
 
-def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:
-    """Outputs of a model, wrapped or not, at a budget or (B,) one a row; one that has a single one runs as it is."""
+def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | tuple[int, ...] | Tensor) -> Any:
+    """Outputs of a model, wrapped or not, at a budget or B, one a row; one that has a single one runs as it is."""
+    budget = torch.tensor(budget) if isinstance(budget, tuple) else budget
     return model(**batch, use_cache=False, **({"spectral_budget": budget} if capacity_of(model) > 1 else {}))
 
 

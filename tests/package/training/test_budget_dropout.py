@@ -80,21 +80,28 @@ def test_sandwich_rule():
 
 
 def test_a_family_shares_its_rows_out():
-    """The full budget has all rows; each row one smaller budget, which accumulated and parallel batches share too."""
+    """The full budget and the cheap ones have all rows; each row one of the others, as in accumulated batches."""
     schedule = budget_schedule("family", 8, seed=1)
     orders = Counter(schedule(update)[1:] for update in range(12000))
     assert_drawn_as(orders, dict.fromkeys(permutations((1, 2, 3, 4, 6)), 1 / 120))
     for update, count in ((0, 1), (1, 4), (2, 5), (3, 12)):
-        full, *smaller = schedule.parts(update, count)
-        assert full.budget == 8 and range(count)[full.rows] == range(count) and full.share == 1
-        of_row = {r: part.budget for part in smaller for r in range(count)[part.rows]}
-        assert [of_row[r] for r in range(count)] == [schedule(update)[1:][r % 5] for r in range(count)]
-        assert sum(part.share for part in smaller) == pytest.approx(1)
-        assert sum(part.share * part.weight for part in (full, *smaller)) == pytest.approx(1)
-        assert {full.weight} == {2 * part.weight for part in smaller}
-        one_by_one = [schedule.parts(update, 1, r)[1].budget for r in range(count)]
+        whole, shared = [], []
+        for part in schedule.parts(update, count):
+            (whole if part.budget in (1, 2, 8) else shared).append(part)
+        assert sorted((part.budget, part.weight) for part in whole) == [(1, 1 / 6), (2, 1 / 6), (8, 1 / 2)]
+        assert all(range(count)[part.rows] == range(count) and part.share == 1 for part in whole)
+        of_row = {r: part.budget for part in shared for r in range(count)[part.rows]}
+        order = [K for K in schedule(update) if K in (3, 4, 6)]
+        assert [of_row[r] for r in range(count)] == [order[r % 3] for r in range(count)]
+        assert sum(part.share for part in shared) == pytest.approx(1) and {part.weight for part in shared} == {1 / 6}
+        one_by_one = [schedule.parts(update, 1, r)[-1].budget for r in range(count)]
         assert one_by_one == [of_row[r] for r in range(count)]
-    assert [part.budget for part in budget_schedule("family", 1, seed=1).parts(0, 3)] == [1]
+        *same, together = schedule.parts(update, count, together=True)
+        assert same == whole and together == Part(tuple(one_by_one), slice(None), 1.0, 1 / 6)
+    for capacity, expected in ((1, [1]), (2, [2, 1]), (4, [4, 1, (2, 3)])):
+        parts = budget_schedule("family", capacity, seed=1).parts(0, 2, together=True)
+        assert [tuple(sorted(K)) if isinstance(K := part.budget, tuple) else K for part in parts] == expected
+        assert sum(part.share * part.weight for part in parts) == pytest.approx(1)
 
 
 # The format: checkpoints made on any machine, by any process, resume with these budgets.
@@ -176,26 +183,27 @@ def test_losses_of_a_language_model(weight, num_items):
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("num_items", [None, 40])
-def test_losses_of_a_family(num_items):
+def test_losses_of_a_family(num_items, together):
     """Rows at smaller budgets of their own, half on labels and half on the full model's logits, by hand."""
     model, ids, weight = random_model(**VARIANTS["elastic"], num_spectral_channels=8).train(), random_ids(7, 12), 0.5
     schedule, kwargs = budget_schedule("family", 8, seed=0), {} if num_items is None else {"num_items_in_batch": 40}
 
     def forward(part):
-        own = ids[part.rows]
-        return model(own, labels=own, spectral_budget=part.budget, **kwargs)
+        own, budget = ids[part.rows], part.budget
+        return model(own, labels=own, spectral_budget=torch.tensor(budget) if together else budget, **kwargs)
 
-    losses = budget_losses(forward, schedule.parts(0, 7), labels=ids, distillation_weight=weight, **kwargs)
+    parts = schedule.parts(0, 7, together=together)
+    losses = budget_losses(forward, parts, labels=ids, distillation_weight=weight, **kwargs)
     full = model(ids).logits.detach().log_softmax(-1)
-    rows = torch.tensor([schedule(0)[1:][r % 5] for r in range(7)])
-    small = model(ids, spectral_budget=rows).logits.log_softmax(-1)
     pick = lambda logits: -logits[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]  # noqa: E731
-    kl = F.kl_div(small[:, :-1], full[:, :-1], reduction="none", log_target=True).sum(-1)
-    smaller = (1 - weight) * pick(small) + weight * kl
-    count = num_items or ids[:, 1:].numel()
-    expected = (pick(full).sum() + 0.5 * smaller.sum()) / count / 1.5
-    torch.testing.assert_close(sum(losses), expected, rtol=1e-5, atol=1e-6)
+    expected, order = pick(full).sum() / 2, [K for K in schedule(0) if K in (3, 4, 6)]
+    for rows in (torch.full((7,), 1), torch.full((7,), 2), torch.tensor([order[r % 3] for r in range(7)])):
+        small = model(ids, spectral_budget=rows).logits.log_softmax(-1)
+        kl = F.kl_div(small[:, :-1], full[:, :-1], reduction="none", log_target=True).sum(-1)
+        expected = expected + ((1 - weight) * pick(small) + weight * kl).sum() / 6
+    torch.testing.assert_close(sum(losses), expected / (num_items or ids[:, 1:].numel()), rtol=1e-5, atol=1e-6)
 
 
 def test_labels_may_be_shifted_before():

@@ -352,7 +352,8 @@ class _Run:
 
             count = len(batch["labels"])
             first = (micro_step * accelerator.num_processes + accelerator.process_index) * count
-            parts = self.schedule.parts(update, count, first)
+            together = accelerator.device.type != "cpu" and not self.args.torch_compile
+            parts = self.schedule.parts(update, count, first, together)
             weight = self.args.distillation_weight or 0.0
             losses = budget_losses(forward, parts, labels=batch["labels"], distillation_weight=weight)
             for i in range(len(parts)):
