@@ -45,10 +45,10 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def add_config(p: argparse.ArgumentParser) -> None:
     text = "folder whose config.json makes the model, as hub_configs/essm-elastic-21m; by default the paper's model"
-    p.add_argument("--config", type=_config_folder, help=text)
+    p.add_argument("--config", type=config_folder, help=text)
 
 
-def _config_folder(text: str) -> Path:
+def config_folder(text: str) -> Path:
     try:
         ESSMConfig.from_dict(json.loads(Path(text, "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:

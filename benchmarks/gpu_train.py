@@ -1,264 +1,362 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""How far does the elastic model get in a minute or more of a GPU, beside Llama and Mamba-2 of its size?
+"""How far does the elastic model get in a few minutes of a GPU, beside Llama and Mamba-2 of its size?
 
     python -m benchmarks.gpu_train --train_file novels-train.parquet --text_file novels-validation.parquet \\
-        --output_dir runs/gpu_train --seconds 480 [--configs hub_configs/essm-elastic-21m] [--compile]
+        --seconds 60 [--configs hub_configs/essm-elastic-21m] [--alone 4 2] [--save runs/gpu_train]
 
-Byte-level language models of about 21M and 130M parameters read random windows of the same text: the elastic ones of
-hub_configs, trained at all their sizes, Llama, and Mamba-2 by chunks. Each has a share of the seconds; the learning
-rate rises over the first updates and falls to zero over the last quarter of the share. bf16 autocast over fp32 weights.
-Held-out bits per byte are measured at the end, of the elastic models at several budgets. A model that fails is noted
-with its error, and the next one begins.
+Byte-level language models read the same windows of one text in the same order: the elastic one of each configuration,
+trained at all its sizes, that configuration cut to K channels and trained at this size alone, and Llama and Mamba-2 of
+as many parameters. bf16 autocast over fp32 weights; the learning rate rises, then falls along a cosine to zero. At the
+end held-out bits per byte are measured, of the elastic models at every size.
 
-A run that was stopped goes on from its last checkpoint in --output_dir when started again: seconds already spent count.
+Small models leave a GPU waiting for its next call. So a whole update is captured as a CUDA graph and replayed, several
+times as fast: data, budgets, rates and losses lie on the device, in tables that the graph walks through. A CPU makes
+the same updates one by one. A model that fails is noted with its error, and the next one begins.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForCausalLM
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from essm_train.baselines.mamba import by_chunks
-from essm_train.files import replacing, write_json
+from essm_train.baselines.models import BaselineForCausalLM
+from essm_train.baselines.sizes import count_parameters, matched_baseline
+from essm_train.files import write_json
 from essm_train.run.steps import adamw, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.training.budget_dropout import Part, allow_compiled_budgets, budget_losses, budget_schedule
+from modeling_essm.loading_essm import truncated_config
+from modeling_essm.spectral_budget import ResolvedBudget, of_each_layer
+from modeling_essm.training.budget_dropout import BudgetSchedule, Part, budget_losses, budget_schedule
 
 from . import common
 
-VOCABULARY, END = 259, 258
-WARMUP, DECAY = 100, 0.25  # updates, share of the seconds
+END = 258  # <eos>
+WARMUP = 100  # updates
 DISTILLATION = 0.5  # as train_clm has it for that schedule
-HUB = Path(__file__).parent.parent / "hub_configs"
-SHARES = {"elastic": 0.4, "Mamba-2": 0.3, "Llama": 0.3}
-# Width, layers and inner width of Llama, layers of Mamba-2 of that width, by the configuration whose size they have.
-PEERS = {"essm-elastic-21m": (512, 6, 1600, 12), "essm-elastic-130m": (1024, 10, 2816, 20)}
-QUICK = (32, 2, 88, 2)
+AT_ONCE = 50  # updates between two looks at the device
+TIMED = 10  # updates
+CONFIGS = [Path(__file__).parent.parent / "hub_configs" / name for name in ("essm-elastic-21m", "essm-elastic-130m")]
+# Architecture of the peers, and their layers for one of the ES-SSM: Mamba-2 has no feed-forward layers.
+PEERS = {"llama": ("transformer", 1), "mamba2": ("mamba2", 2)}
+ALONE = "alone"
 
 
-def make_model(config: Path, name: str, quick: bool) -> nn.Module:
+class Task(NamedTuple):
+    """What is trained: "elastic", ALONE or a key of PEERS; the configuration, of a peer that whose size it has."""
+
+    label: str
+    kind: str
+    config: ESSMConfig
+
+
+def tasks_of(args: argparse.Namespace) -> list[Task]:
+    """In the order in which they run. Raises ValueError for a size that a configuration does not have."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if args.quick else {}
+    found = []
+    for folder in args.configs:
+        config = common.configuration(argparse.Namespace(config=folder), **small)
+        config.budget_presets = config.spectral_budget = None  # those of other weights
+        found += [Task(folder.name, "elastic", config)] if "elastic" in args.models else []
+        for K in args.alone:
+            cut = truncated_config(config, of_each_layer(K, config.capacities, "--alone"))
+            found.append(Task(f"{folder.name}-{ALONE}-{K}", ALONE, cut))
+        found += [Task(f"{folder.name}-{name}", name, config) for name in PEERS if name in args.models]
+    return found
+
+
+def make_model(task: Task) -> Any:
     torch.manual_seed(0)
-    if name == "elastic":
-        small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if quick else {}
-        return ESSMForCausalLM(common.configuration(argparse.Namespace(config=config), **small))
-    width, layers, inner, mamba_layers = QUICK if quick else PEERS[config.name]
-    fields: dict[str, Any] = {"vocab_size": VOCABULARY, "tie_word_embeddings": True, "hidden_size": width}
-    head = 16 if quick else 64
-    if name == "Llama":
-        fields |= {"num_hidden_layers": layers, "intermediate_size": inner, "num_attention_heads": width // head}
-        return LlamaForCausalLM(LlamaConfig(**fields))
-    fields |= {"num_hidden_layers": mamba_layers, "num_heads": 2 * width // head, "head_dim": head}
-    fields |= {"state_size": 2 * head, "n_groups": 1, "chunk_size": 64, "use_cache": False}
-    model = Mamba2ForCausalLM(Mamba2Config(**fields, pad_token_id=256, bos_token_id=257, eos_token_id=END))
-    by_chunks(model)
+    if task.kind not in PEERS:
+        return ESSMForCausalLM(task.config)
+    (architecture, times), own = PEERS[task.kind], task.config
+    target, layers = count_parameters(own, ESSMForCausalLM), times * own.num_hidden_layers
+    config = matched_baseline(architecture, target, hidden_size=own.hidden_size, num_hidden_layers=layers)
+    model: Any = BaselineForCausalLM(config)
+    if architecture == "transformer":  # inside a graph the library would write out the mask, which takes other kernels
+        AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+        model.model.backbone.set_attn_implementation("sdpa_without_mask")
     return model
 
 
-def read_stream(path: Path) -> Tensor:
+def read_stream(path: Path, first_bytes: int | None = None) -> Tensor:
     """(n,) int16: the bytes of every text in the column `text` of a Parquet file, each text ended by <eos>."""
     end, pieces = torch.tensor([END], dtype=torch.int16), []
     for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
         pieces += [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(torch.int16), end]
-    return torch.cat(pieces)
+    return torch.cat(pieces)[:first_bytes]
 
 
-def outputs_of(model: nn.Module, ids: Tensor, budget: int | Tensor | None) -> Any:
-    """() mean nats of the next byte, and the logits."""
+class Windows:
+    """Which parts of a text the updates read: random ones, or its blocks once each, but for an incomplete last batch.
+
+    Blocks are those of `essm_train.data.blocks`: the last token of one is the first of the next, where it is context.
+    """
+
+    def __init__(self, stream: Tensor, length: int, batch: int, one_pass: bool):
+        self.stream, self.length, self.batch, self.updates = stream, length, batch, 0
+        if one_pass:
+            count = (len(stream) - 1) // (length - 1)
+            self.order, self.updates = torch.randperm(count, generator=torch.Generator().manual_seed(0)), count // batch
+
+    def starts(self, updates: range) -> Tensor:
+        """(n, B) int64 for these updates, which are consecutive."""
+        if self.updates:
+            chosen = self.order[updates.start * self.batch : updates.stop * self.batch]
+            return chosen.view(-1, self.batch) * (self.length - 1)
+        drawn = torch.Generator().manual_seed(updates.start)
+        return torch.randint(len(self.stream) - self.length + 1, (len(updates), self.batch), generator=drawn)
+
+
+def rate(number: int, updates: int) -> float:
+    """Factor of the learning rate at an update, that of train_clm."""
+    if number < WARMUP:
+        return number / WARMUP
+    return 0.5 * (1 + math.cos(math.pi * (number - WARMUP) / max(1, updates - WARMUP)))
+
+
+class Run:
+    """A model in training. `step` makes the next update of the tables, which `fill` writes.
+
+    Attributes:
+        schedule: of the budgets of an ES-SSM, None for a peer. parts: what every update runs, but for budgets of rows.
+        counter: (1,) int64, the row of the tables that is next. Tables have AT_ONCE rows: starts (.., B) int64, budgets
+            (.., B) int64 of the part with a budget for each row, rates (..,), and losses (..,) at the full budget.
+    """
+
+    def __init__(self, task: Task, windows: Windows, learning_rate: float, device: torch.device):
+        self.windows, self.learning_rate, self.device = windows, learning_rate, device
+        self.schedule: BudgetSchedule | None = None
+        self.parts: tuple[Part, ...] = (Part(0, slice(None), 1.0, 1.0),)
+        if task.kind not in PEERS:
+            name = "full" if task.kind == ALONE else "family"
+            self.schedule = budget_schedule(name, task.config.num_spectral_channels, 0)
+            self.parts = self.parts_of(0)
+            task.config.trained_budgets = [*self.schedule.budgets]
+        self.model = make_model(task).to(device).train()
+        self.parameters = [*self.model.parameters()]
+        self.stream = windows.stream.to(device)
+        self.within = torch.arange(windows.length, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device)
+        self.starts = torch.zeros(AT_ONCE, windows.batch, dtype=torch.int64, device=device)
+        self.budgets = torch.ones_like(self.starts)
+        self.rates, self.losses = torch.zeros(2, AT_ONCE, device=device)
+        rate_now = torch.zeros((), device=device)
+        self.optimizer = adamw(self.model, rate_now, capturable=device.type == "cuda")
+        self.step: Callable[[], object] = self.update
+
+    def parts_of(self, number: int) -> tuple[Part, ...]:
+        """Of an update of an ES-SSM, always as many; those with one budget in the order of update 0."""
+        assert self.schedule is not None
+        return self.schedule.parts(number, self.windows.batch, together=True)
+
+    def fill(self, updates: range, of: int) -> None:
+        """The tables of at most AT_ONCE consecutive updates, of so many in all."""
+        self.counter.zero_()
+        self.starts[: len(updates)] = self.windows.starts(updates).to(self.device)
+        self.rates[: len(updates)] = torch.tensor([self.learning_rate * rate(n, of) for n in updates]).to(self.device)
+        if any(isinstance(part.budget, tuple) for part in self.parts):
+            rows = [part.budget for n in updates for part in self.parts_of(n) if isinstance(part.budget, tuple)]
+            self.budgets[: len(updates)] = torch.tensor(rows).to(self.device)
+
+    def row(self, table: Tensor) -> Tensor:
+        return table.index_select(0, self.counter)[0]
+
+    def update(self) -> None:
+        """The next update of the tables. Nothing in it waits for the device, or depends on a value there."""
+        ids = self.stream[self.row(self.starts)[:, None] + self.within].long()
+        for group in self.optimizer.param_groups:
+            group["lr"].copy_(self.row(self.rates))
+
+        def forward(part: Part) -> Any:
+            output = outputs_of(self.model, ids, self.resolved(part))
+            if part is self.parts[0]:
+                self.losses.index_copy_(0, self.counter, output.loss.detach()[None])
+            return output
+
+        losses = budget_losses(forward, self.parts, labels=ids, distillation_weight=DISTILLATION)
+        update(self.optimizer, losses, self.parameters, check=lambda *_: None)
+        self.counter.add_(1)
+
+    def resolved(self, part: Part) -> int | ResolvedBudget | None:
+        """What the model is told of a part."""
+        if self.schedule is None:
+            return None
+        if not isinstance(part.budget, tuple):
+            return part.budget
+        largest = self.schedule.budgets[-2]  # of any row in any update: a graph has one shape
+        layers = tuple(min(largest, held) for held in self.model.config.capacities)
+        return ResolvedBudget(layers, self.row(self.budgets), (*part.budget, largest))
+
+    def capture(self) -> float:
+        """Make `step` a replay, on a GPU, and leave the model as new; the seconds that an update takes."""
+        new = [p.detach().clone() for p in self.parameters]
+        self.fill(range(1), 1)
+        if self.device.type == "cuda":
+            self.side = torch.cuda.Stream()
+            self.side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.side):  # constants are made, kernels chosen and moments laid out
+                for _ in range(2):
+                    self.update()
+            self.wait()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.side):
+                self.update()
+            self.step = self.graph.replay
+        self.step()
+        self.wait()
+        begun = time.monotonic()
+        for _ in range(TIMED):
+            self.step()
+        self.wait()
+        seconds = (time.monotonic() - begun) / TIMED
+        with torch.no_grad():
+            for p, value in zip(self.parameters, new):
+                p.copy_(value)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        return seconds
+
+    def train(self, updates: int | None, seconds: float | None, tell: Callable[[str], None]) -> dict[str, Any]:
+        """All updates, or as many as take those seconds. Raises FloatingPointError when a loss is not finite."""
+        started = told = time.monotonic()
+        one = self.capture()
+        begun = time.monotonic()
+        of = updates or max(1, int((seconds or 0.0) / one))
+        tell(f"{of} updates of about {1e3 * one:.1f} ms, after {begun - started:.1f} s")
+        curve = []
+        for first in range(0, of, AT_ONCE):
+            some = range(first, min(of, first + AT_ONCE))
+            self.fill(some, of)
+            for _ in some:
+                self.step()
+            loss = float(self.losses[: len(some)].mean()) / math.log(2)  # waits for the device
+            if not math.isfinite(loss):
+                raise FloatingPointError(f"loss is {loss} in updates {first} to {some.stop - 1}")
+            curve.append([some.stop, loss])
+            if time.monotonic() - told > 10:
+                told = time.monotonic()
+                tell(f"{some.stop} updates, {1e3 * (told - begun) / some.stop:.1f} ms each, {loss:.3f} bits")
+        taken, tokens = time.monotonic() - begun, of * self.windows.batch * self.windows.length
+        record = {"parameters": sum(p.numel() for p in self.parameters), "updates": of, "tokens": tokens}
+        record |= {"seconds": taken, "ms_per_update": 1e3 * taken / of, "capture_seconds": begun - started}
+        if self.device.type == "cuda":
+            record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        return record | {"losses": curve}
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def save(self, folder: Path) -> None:
+        """The weights of an ES-SSM, in bf16, as those of hub_configs."""
+        weights = {name: value.to("cpu", torch.bfloat16) for name, value in self.model.state_dict().items()}
+        with torch.device("meta"):
+            rounded = ESSMForCausalLM(self.model.config)
+        rounded.load_state_dict(weights, assign=True)
+        rounded.tie_weights()
+        rounded.save_pretrained(folder)
+        for code in folder.glob("*.py"):  # the installed package runs them
+            code.unlink()
+
+
+def outputs_of(model: Any, ids: Tensor, budget: int | ResolvedBudget | None) -> Any:
+    """`loss`, () mean nats of the next byte, and `logits` (B, L, V)."""
     options = {} if budget is None else {"spectral_budget": budget}
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
-        logits = model(input_ids=ids[:, :-1], use_cache=False, **options).logits
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-    return SimpleNamespace(loss=loss, logits=logits)
-
-
-def losses_of(model: nn.Module, ids: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:
-    """Those of `budget_losses`, whose smaller budgets run as one forward pass with a budget for every row.
-
-    Rows beside each other save a GPU launches, and their parts have one weight and all rows between them.
-    """
-    passes: list[tuple[Part, int | Tensor | None]] = [(parts[0], parts[0].budget or None)]
-    if len(parts) > 1:
-        rows = torch.empty(len(ids), dtype=torch.long)  # on the CPU, where its values are read
-        for part in parts[1:]:
-            rows[part.rows] = part.budget
-        passes.append((Part(int(rows.max()), slice(None), 1.0, parts[1].weight), rows))
-    budgets = {part.budget: budget for part, budget in passes}
-
-    def forward(part: Part) -> Any:
-        return outputs_of(model, ids, budgets[part.budget])
-
-    return budget_losses(forward, [part for part, _ in passes], labels=ids, distillation_weight=DISTILLATION)
+        return model(input_ids=ids, labels=ids, use_cache=False, **options)
 
 
 @torch.no_grad()
 def bits_per_byte(model: nn.Module, stream: Tensor, length: int, count: int, batch: int, budget: int | None) -> float:
     """Over `count` windows spread evenly over the text, `batch` at a time; <eos> counts as a byte."""
     model.eval()
-    starts = torch.linspace(0, len(stream) - length - 1, count).long()
-    windows = stream[starts[:, None] + torch.arange(length + 1)].to(next(model.parameters()).device, torch.long)
+    starts = torch.linspace(0, len(stream) - length, count).long()
+    windows = stream[starts[:, None] + torch.arange(length)].to(next(model.parameters()).device, torch.long)
     losses = [outputs_of(model, some, budget).loss * len(some) for some in windows.split(batch)]
     model.train()
     return float(torch.stack(losses).sum()) / count / math.log(2)
-
-
-def rate(number: int, share: float) -> float:
-    """Factor of the learning rate at an update, when that share of the seconds is over."""
-    return min(1.0, (number + 1) / WARMUP, max(0.0, (1 - share) / DECAY))
-
-
-class Run:
-    def __init__(self, config: Path, name: str, seconds: float, args: argparse.Namespace, device: torch.device):
-        self.path, self.seconds = args.output_dir / f"{config.name}-{name}.pt", seconds
-        self.args, self.device = args, device
-        self.model = make_model(config, name, args.quick).to(device).train()
-        self.optimizer = adamw(self.model, args.learning_rate)
-        self.draw = torch.Generator().manual_seed(0)
-        self.state: dict[str, Any] = {"updates": 0, "seconds": 0.0, "losses": []}
-        if self.path.is_file():
-            saved = torch.load(self.path, map_location="cpu", weights_only=True)
-            self.model.load_state_dict(saved["model"])
-            self.optimizer.load_state_dict(saved["optimizer"])
-            self.draw.set_state(saved["draw"])
-            self.state = saved["state"]
-        own: Any = self.model.config
-        elastic = isinstance(own, ESSMConfig)
-        self.schedule = budget_schedule("family", own.num_spectral_channels, 0) if elastic else None
-        self.budgets: tuple[int | None, ...] = (None,) if self.schedule is None else self.schedule.budgets
-        if args.compile:
-            allow_compiled_budgets(len(self.budgets))
-            self.model.compile()
-
-    def save(self) -> None:
-        record = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "state": self.state}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as temporary:
-            torch.save(record | {"draw": self.draw.get_state()}, temporary)
-
-    def windows(self, stream: Tensor) -> Tensor:
-        """(batch, length + 1) ids from random places."""
-        starts = torch.randint(0, len(stream) - self.args.length, (self.args.batch, 1), generator=self.draw)
-        return stream[starts + torch.arange(self.args.length + 1)].to(self.device, torch.long)
-
-    def train(self, stream: Tensor, wrote: Callable[[], None]) -> None:
-        """To the end of its seconds, a first pass not counted; `wrote` is called after every checkpoint."""
-        args, state = self.args, self.state
-        ids = torch.zeros(args.batch, args.length + 1, dtype=torch.long, device=self.device)
-        for loss in losses_of(self.model, ids, self.parts()):  # makes constants, and kernels are loaded
-            loss.backward()
-        self.optimizer.zero_grad()
-        self.wait()
-        since = time.monotonic()
-        begun, saved = state["seconds"], time.monotonic()
-        while state["seconds"] < self.seconds:
-            parts = self.parts()
-            for group in self.optimizer.param_groups:
-                group["lr"] = args.learning_rate * rate(state["updates"], state["seconds"] / self.seconds)
-            ids = self.windows(stream)
-            found: list[Tensor] = []
-
-            def noted(ids: Tensor = ids, parts: Any = parts, found: list[Tensor] = found) -> Iterator[Tensor]:
-                for loss in losses_of(self.model, ids, parts):
-                    found.append(loss.detach())
-                    yield loss
-
-            update(self.optimizer, noted(), self.model.parameters(), check=lambda *_: None)
-            if state["updates"] % args.log_every == 0:
-                bits = float(found[0]) / parts[0].weight / math.log(2)  # of the full budget; waits for the device
-                state["losses"].append([state["updates"], parts[0].budget or None, bits])
-            state["updates"] += 1
-            state["seconds"] = begun + time.monotonic() - since
-            if args.save_seconds and time.monotonic() - saved > args.save_seconds:
-                self.save()
-                wrote()
-                saved = time.monotonic()
-        self.wait()
-        state["seconds"] = max(state["seconds"], begun + time.monotonic() - since)
-        if args.save_seconds:
-            self.save()
-
-    def parts(self) -> tuple[Part, ...]:
-        """Of the next update; one of budget 0 of a model without budgets."""
-        if self.schedule is None:
-            return (Part(0, slice(None), 1.0, 1.0),)
-        return self.schedule.parts(self.state["updates"], self.args.batch)
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def report(self, held_out: Tensor | None) -> dict[str, Any]:
-        """What has been done so far, and the quality where a held-out text is given."""
-        args, tokens = self.args, self.state["updates"] * self.args.batch * self.args.length
-        record = {"parameters": sum(p.numel() for p in self.model.parameters()), **self.state, "tokens": tokens}
-        if self.device.type == "cuda":
-            record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)  # of training
-        record["tokens_per_second"] = tokens / max(self.state["seconds"], 1e-9)
-        if held_out is not None:
-            length = min(args.length, len(held_out) - 1)
-            size = (length, args.windows, args.batch)
-            record["bits_per_byte"] = {str(K): bits_per_byte(self.model, held_out, *size, K) for K in self.budgets}
-        return record
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--train_file", type=Path, required=True, help="Parquet with a column text")
     p.add_argument("--text_file", type=Path, required=True, help="held-out text, likewise")
-    p.add_argument("--output_dir", type=Path, required=True, help="checkpoints")
-    configs = [HUB / name for name in PEERS]
-    p.add_argument("--configs", nargs="+", type=Path, default=configs, help=f"folders of the names {[*PEERS]}")
-    p.add_argument("--models", nargs="+", choices=SHARES, default=list(SHARES))
-    p.add_argument("--seconds", type=float, default=480.0, help="of training, in all")
+    p.add_argument("--configs", nargs="+", type=common.config_folder, default=CONFIGS, help="folders of ES-SSMs")
+    kinds = ["elastic", *PEERS]
+    p.add_argument("--models", nargs="*", choices=kinds, default=kinds, help="of each configuration")
+    p.add_argument("--alone", nargs="+", type=int, default=[], metavar="K", help="ES-SSMs of K channels, by themselves")
+    how_long = p.add_mutually_exclusive_group(required=True)
+    how_long.add_argument("--updates", type=int, help="of each model")
+    how_long.add_argument("--seconds", type=float, help="of training, for each model")
+    how_long.add_argument("--one_pass", action="store_true", help="read every block of the text once")
+    p.add_argument("--first_bytes", type=int, help="of the training text; by default all")
     p.add_argument("--batch", type=int, default=16)
-    p.add_argument("--length", type=int, default=1024)
-    p.add_argument("--learning_rate", type=float, default=1e-3)
+    p.add_argument("--length", type=int, default=1024, help="tokens of a window")
+    p.add_argument("--learning_rate", type=float, default=1.5e-3, help="at its highest")
     p.add_argument("--windows", type=int, default=64, help="held-out windows that are scored")
-    p.add_argument("--log_every", type=int, default=10, help="updates")
-    p.add_argument("--save_seconds", type=float, default=60.0, help="0: no checkpoints")
-    p.add_argument("--compile", action="store_true", help="with torch.compile")
+    p.add_argument("--save", type=Path, help="folder for the ES-SSMs, each in one of its own, in bf16")
+    p.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further model begins")
     args = p.parse_args(argv)
-    if unknown := [str(config) for config in args.configs if config.name not in PEERS]:
-        p.error(f"--configs must be folders of the names {[*PEERS]}, got {unknown}")
-    settings = {name: getattr(args, name) for name in ("seconds", "batch", "length", "learning_rate", "compile")}
-    device, report = common.start("gpu_train", args, **settings)
-    stream, held_out = read_stream(args.train_file), read_stream(args.text_file)
-    if min(len(stream), len(held_out)) <= args.length:
-        p.error(f"--length must be below the bytes of each text, {len(stream)} and {len(held_out)}, got {args.length}")
+    for name, least in {"updates": 1, "first_bytes": 1, "batch": 1, "length": 2, "windows": 1}.items():
+        if (value := getattr(args, name)) is not None and value < least:
+            p.error(f"--{name} must be at least {least}, got {value}")
+    try:
+        tasks = tasks_of(args)
+    except ValueError as error:
+        p.error(str(error))
+    told = ("updates", "seconds", "one_pass", "first_bytes", "batch", "length", "learning_rate", "windows")
+    device, report = common.start("gpu_train", args, **{name: getattr(args, name) for name in told})
+    begun = time.monotonic()
+    stream, held_out = read_stream(args.train_file, args.first_bytes), read_stream(args.text_file)
+    if min(len(stream), len(held_out)) < args.length:
+        p.error(f"--length must be within the bytes of each text, {len(stream)} and {len(held_out)}: {args.length}")
+    windows = Windows(stream.to(device), args.length, args.batch, args.one_pass)
+    if args.one_pass and not windows.updates:
+        p.error(f"--batch must be at most the {len(windows.order)} blocks of the text, got {args.batch}")
     path, results = common.report_path(report, args), report.setdefault("results", {})
-    total = sum(SHARES[name] for name in args.models) * len(args.configs)
-    for config, name in itertools.product(args.configs, args.models):
-        label = config.name if name == "elastic" else f"{name} as {config.name}"
+    for task in tasks:
+        tell = functools.partial(_tell, task.label)
+        if (passed := time.monotonic() - begun) > args.limit:
+            results[task.label] = {"failed": f"not begun: {passed:.0f} s had passed"}
+            continue
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         try:
-            run = Run(config, name, args.seconds * SHARES[name] / total, args, device)
-
-            def wrote(held_out: Tensor | None = None, label: str = label, run: Run = run) -> None:
-                results[label] = run.report(held_out)
-                write_json(path, report, indent=1)
-
-            run.train(stream, wrote)
-            wrote()
-            wrote(held_out)
-        except Exception as error:  # out of memory, say
-            results.setdefault(label, {})["failed"] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            run = Run(task, windows, args.learning_rate, device)
+            result = results[task.label] = run.train(args.updates or windows.updates, args.seconds, tell)
             write_json(path, report, indent=1)
-        run = wrote = None  # type: ignore[assignment]
-        common.table([{"model": label} | results[label]])
+            if args.save and task.kind not in PEERS:
+                run.save(args.save / task.label)
+            size = (args.length, args.windows, args.batch)
+            budgets = run.schedule.budgets if run.schedule else (None,)
+            result["bits_per_byte"] = {str(K): bits_per_byte(run.model, held_out, *size, K) for K in budgets}
+        except Exception as error:  # out of memory, say
+            traceback.print_exc(limit=-4)
+            results.setdefault(task.label, {})["failed"] = (
+                f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            )
+        run = None  # type: ignore[assignment]
+        write_json(path, report, indent=1)
+        common.table([{"model": task.label} | results[task.label]])
     return common.finish(report, args)
+
+
+def _tell(label: str, text: str) -> None:
+    print(f"{label}: {text}", flush=True)
 
 
 if __name__ == "__main__":

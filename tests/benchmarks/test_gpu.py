@@ -1,10 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What is run on a GPU, on a CPU: parts that fail or take too long, and a training that is stopped and goes on."""
+"""What is run on a GPU, on a CPU: parts that fail or take too long, and trainings without the graph."""
 
+import argparse
+import contextlib
 import importlib
-import itertools
 import json
-import types
+import re
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 from benchmarks import gpu_all, gpu_train
+from essm_train.run.steps import adamw, make_scheduler, update
+from modeling_essm import ESSMForCausalLM
+from modeling_essm.training.budget_dropout import budget_losses
 
-SMALL = "essm-elastic-21m"
-LLAMA = f"Llama as {SMALL}"
+CONFIG = gpu_train.CONFIGS[0]
 WRITES = "import os, signal, sys, time\nopen(sys.argv[sys.argv.index('--out') + 1], 'w').write('{\"rows\": [1]}')\n"
 
 
@@ -69,72 +73,134 @@ def test_every_part_is_a_command_that_exists(capsys):
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Trains small on easy text. A look at the clock takes a tenth of a second, and an update looks twice."""
-    ticks = itertools.count()
-    monkeypatch.setattr(gpu_train, "time", types.SimpleNamespace(monotonic=lambda: next(ticks) / 10))
+    """Trains small on easy text of 721 tokens: 12 blocks of 61, and one more byte."""
     monkeypatch.setattr(gpu_train, "WARMUP", 5)
-    pq.write_table(pa.table({"text": ["the cat sat on the mat. " * 30] * 2}), tmp_path / "text.parquet")
+    pq.write_table(pa.table({"text": ["the cat sat on the mat. " * 15] * 2}), tmp_path / "text.parquet")
 
     def train(*arguments):
         files = [part for name in ("train", "text") for part in (f"--{name}_file", str(tmp_path / "text.parquet"))]
-        size = ["--batch", "2", "--length", "48", "--windows", "2", "--learning_rate", "0.01", "--log_every", "1"]
-        out = ["--output_dir", str(tmp_path), "--out", str(tmp_path / "report.json")]
-        return gpu_train.main(["--device", "cpu", "--quick", *files, *size, *out, *arguments])["results"]
+        size = ["--batch", "4", "--length", "61", "--windows", "2", "--learning_rate", "0.01"]
+        options = [*size, "--configs", str(CONFIG), "--out", str(tmp_path / "report.json"), *arguments]
+        return gpu_train.main(["--device", "cpu", "--quick", *files, *options])["results"]
 
     return train
 
 
-@pytest.mark.slow
-def test_all_three_models_learn(train):
-    results = train("--seconds", "40", "--configs", str(gpu_train.HUB / SMALL))
+def a_run(kind="elastic", batch=4, one_pass=False, length=25):
+    args = argparse.Namespace(configs=[CONFIG], quick=True, models=["elastic", *gpu_train.PEERS], alone=[4])
+    task = next(task for task in gpu_train.tasks_of(args) if task.kind == kind)
+    stream = torch.randint(0, 256, (721,), generator=torch.Generator().manual_seed(0), dtype=torch.int16)
+    return gpu_train.Run(task, gpu_train.Windows(stream, length, batch, one_pass), 0.01, torch.device("cpu"))
+
+
+def test_every_model_learns_and_is_saved(train, tmp_path):
+    results = train("--updates", "60", "--alone", "4", "--save", str(tmp_path / "saved"))
+    names = [CONFIG.name, f"{CONFIG.name}-alone-4", f"{CONFIG.name}-llama", f"{CONFIG.name}-mamba2"]
+    budgets = [["1", "2", "3", "4", "6", "8"], ["4"], ["None"], ["None"]]
+    assert {name: [*result["bits_per_byte"]] for name, result in results.items()} == dict(zip(names, budgets))
     for name, result in results.items():
-        assert max(result["bits_per_byte"].values()) < result["losses"][0][2] - 1, name
-        assert len(result["losses"]) == result["updates"] and result["tokens"] == 96 * result["updates"]
-    budgets = {name: [*result["bits_per_byte"]] for name, result in results.items()}
-    assert budgets == {SMALL: ["1", "2", "3", "4", "6", "8"], f"Mamba-2 as {SMALL}": ["None"], LLAMA: ["None"]}
-
-
-def test_a_stopped_training_goes_on(train):
-    options = ("--models", "Llama", "--configs", str(gpu_train.HUB / SMALL))
-    first, again = (train("--seconds", seconds, *options)[LLAMA] for seconds in ("3", "10"))
-    assert first["updates"] + 5 < again["updates"] == len(again["losses"])
-    assert again["losses"][: first["updates"]] == first["losses"]
+        assert max(result["bits_per_byte"].values()) < 6, name
+        assert [done for done, _ in result["losses"]] == [50, 60] and result["tokens"] == 60 * 4 * 61
+    for name, K in ((names[0], [1, 2, 3, 4, 6, 8]), (names[1], [4])):
+        model = ESSMForCausalLM.from_pretrained(tmp_path / "saved" / name)
+        assert model.dtype == torch.bfloat16 and model.config.trained_budgets == K
+        held_out = gpu_train.read_stream(tmp_path / "text.parquet")
+        bits = gpu_train.bits_per_byte(model.float(), held_out, 61, 2, 4, K[-1])
+        assert bits == pytest.approx(results[name]["bits_per_byte"][str(K[-1])], abs=0.1)
 
 
 def test_a_model_that_fails_costs_the_others_nothing(train, monkeypatch):
     make = gpu_train.make_model
-    monkeypatch.setattr(
-        gpu_train, "make_model", lambda config, *rest: make(config, *rest) if SMALL in str(config) else 1 / 0
+    monkeypatch.setattr(gpu_train, "make_model", lambda task: make(task) if task.kind == "llama" else 1 / 0)
+    results = train("--seconds", "0.5", "--models", "llama", "elastic", "--first_bytes", "200")
+    assert results.pop(f"{CONFIG.name}-llama")["updates"] > 0
+    assert [*results.values()] == [{"failed": "ZeroDivisionError: division by zero"}]
+
+
+def test_no_model_begins_after_the_limit(train):
+    results = train("--one_pass", "--models", "llama", "mamba2", "--limit", "-1")
+    assert len(results) == 2 and all(result["failed"].startswith("not begun") for result in results.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "legal"),
+    [
+        (["--updates", "1", "--alone", "9"], r"--alone must be an integer in \[1, 8\], got 9"),
+        (["--updates", "0"], "--updates must be at least 1, got 0"),
+        (["--updates", "1", "--one_pass"], "not allowed with"),
+        (["--one_pass", "--batch", "13"], "at most the 12 blocks of the text, got 13"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(train, capsys, options, legal):
+    with pytest.raises(SystemExit):
+        train(*options)
+    assert re.search(legal, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("elastic", 2), ("elastic", 7), ("alone", 2), ("llama", 2), ("mamba2", 2)])
+def test_an_update_is_that_of_a_plain_loop_over_its_parts(kind, batch):
+    """Whose budgets share out the rows one by one, as `BudgetSchedule.parts` has them without `together`."""
+    run, plain = a_run(kind, batch), a_run(kind, batch)
+    optimizer, losses = adamw(plain.model, 0.01), []
+    for number in range(2):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 * gpu_train.rate(number + 60, 100)
+        starts = plain.windows.starts(range(2))[number]
+        ids = torch.stack([plain.stream[start : start + 25] for start in starts]).long()
+        parts = plain.schedule.parts(number, batch) if plain.schedule else plain.parts
+        forward = lambda part, ids=ids: gpu_train.outputs_of(plain.model, ids[part.rows], part.budget or None)  # noqa: E731
+        losses.append(float(forward(parts[0]).loss.detach()))
+        update(
+            optimizer,
+            budget_losses(forward, parts, labels=ids, distillation_weight=gpu_train.DISTILLATION),
+            plain.model.parameters(),
+        )
+    run.fill(range(2), 100)
+    run.rates[:2] = torch.tensor([0.01 * gpu_train.rate(number + 60, 100) for number in range(2)])
+    for _ in range(2):
+        run.step()
+    torch.testing.assert_close(run.losses[:2], torch.tensor(losses), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(run.model.state_dict(), plain.model.state_dict(), rtol=1e-3, atol=2e-5)
+
+
+def test_a_capture_leaves_the_model_as_new():
+    run, new = a_run(), a_run()
+    assert run.capture() > 0
+    torch.testing.assert_close(run.model.state_dict(), new.model.state_dict(), rtol=0, atol=0)
+    assert not any(value.any() for state in run.optimizer.state.values() for value in state.values())
+
+
+def test_one_pass_reads_every_block_once():
+    windows = a_run(one_pass=True, batch=3).windows  # 30 blocks
+    read = torch.cat([windows.starts(range(4)), windows.starts(range(4, windows.updates))])
+    assert read.shape == (10, 3) and sorted(read.flatten().tolist()) == [*range(0, 720, 24)]
+    assert read.flatten().tolist() != [*range(0, 720, 24)]
+
+
+@pytest.mark.parametrize("kind", ["elastic", "alone", *gpu_train.PEERS])
+def test_an_update_reads_no_value_that_is_on_the_device(kind, monkeypatch):
+    """A graph could not: tensors of the meta device have none to read."""
+    meta = torch.device("meta")
+    monkeypatch.setattr(gpu_train, "adamw", lambda *_, **__: SimpleNamespace(param_groups=[], zero_grad=int, step=int))
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    run = a_run(kind)
+    run.model, run.stream, run.within, run.counter = (
+        x.to(meta) for x in (run.model, run.stream, run.within, run.counter)
     )
-    results = train("--seconds", "4", "--models", "Llama", "--save_seconds", "0")
-    assert results.pop(LLAMA)["updates"] and [*results.values()] == [{"failed": "ZeroDivisionError: division by zero"}]
+    run.starts, run.budgets, run.losses = (x.to(meta) for x in (run.starts, run.budgets, run.losses))
+    run.parameters = [*run.model.parameters()]
+    run.update()
+    assert all(p.grad is not None for p in run.parameters)
 
 
-@pytest.mark.parametrize("batch", [2, 7])
-def test_rows_of_smaller_budgets_in_one_pass_train_as_their_parts(batch):
-    model = gpu_train.make_model(gpu_train.HUB / SMALL, "elastic", True).train()
-    ids = torch.randint(0, 256, (batch, 41), generator=torch.Generator().manual_seed(0))
-    parts = gpu_train.budget_schedule("family", 8, 0).parts(3, batch)
-
-    def by_parts():
-        forward = lambda part: gpu_train.outputs_of(model, ids[part.rows], part.budget)  # noqa: E731
-        return gpu_train.budget_losses(forward, parts, labels=ids, distillation_weight=gpu_train.DISTILLATION)
-
-    found = []
-    for losses in (by_parts(), gpu_train.losses_of(model, ids, parts)):
-        total = sum(losses)
-        found.append([total.detach(), *torch.autograd.grad(total, [*model.parameters()])])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("config", gpu_train.PEERS)
-def test_models_of_the_gpu_run_have_one_size(config):
+@pytest.mark.parametrize("folder", gpu_train.CONFIGS)
+def test_models_of_the_gpu_run_have_one_size(folder):
+    args = argparse.Namespace(configs=[folder], quick=False, models=["elastic", *gpu_train.PEERS], alone=[])
     with torch.device("meta"):
-        models = [gpu_train.make_model(gpu_train.HUB / config, name, False) for name in gpu_train.SHARES]
+        models = [gpu_train.make_model(task) for task in gpu_train.tasks_of(args)]
     elastic, *peers = (sum(p.numel() for p in model.parameters()) for model in models)
     assert all(abs(count / elastic - 1) < 0.03 for count in peers), (elastic, peers)
 
 
-def test_the_learning_rate_rises_and_falls():
-    assert gpu_train.rate(0, 0.0) == 1 / gpu_train.WARMUP and gpu_train.rate(1000, 0.5) == 1.0
-    assert gpu_train.rate(1000, 1.0) == 0.0 and gpu_train.rate(1000, 0.875) == pytest.approx(0.5)
+def test_the_learning_rate_is_that_of_train_clm():
+    scheduler = make_scheduler(torch.optim.SGD([torch.zeros(1)], 1.0), gpu_train.WARMUP, [(0, 300)])
+    assert [gpu_train.rate(n, 300) for n in range(300)] == pytest.approx([*map(scheduler.lr_lambdas[0], range(300))])

@@ -32,11 +32,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
 
 def adamw(
-    model: nn.Module, learning_rate: float, weight_decay: float = 0.1, betas: tuple[float, float] = (0.9, 0.95)
+    model: nn.Module,
+    learning_rate: float | Tensor,
+    weight_decay: float = 0.1,
+    betas: tuple[float, float] = (0.9, 0.95),
+    capturable: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW over `parameter_groups`, fused where the device has it."""
+    """AdamW over `parameter_groups`, fused where the device has it; `capturable` in a CUDA graph, as torch's is."""
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps", "xpu")
-    return torch.optim.AdamW(parameter_groups(model, weight_decay), lr=learning_rate, betas=betas, fused=fused)
+    groups = parameter_groups(model, weight_decay)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused, capturable=capturable)
 
 
 def make_scheduler(
