@@ -5,8 +5,8 @@
         --prompts "It was" "My dear"
 
 The folder holds weights in bf16, config, tokenizer and a file that imports the installed package. Its quality and speed
-at every budget are measured here, and its card tells them, with samples, file sizes and how it was trained. `peers.py`
-adds a section on other models of its size. A folder that is there is refused: its card may have been edited by hand.
+at every budget are measured here, and its card tells them, with samples, file sizes and how it was trained. A folder
+that is there is refused: its card may have been edited by hand.
 """
 
 from __future__ import annotations

@@ -209,30 +209,39 @@ def test_the_trigram_is_that_of_witten_and_bell(monkeypatch):
     assert released.trigram_bits(train, held_out) == pytest.approx(witten_bell(list(train), list(held_out)))
 
 
-def test_a_model_beside_its_peers(quick, tmp_path):
+def test_the_frontier_of_a_model_and_its_peers(quick, tmp_path):
+    """Every size is scored as its model scores it; a report alone keeps the bits, and makes models of its shapes."""
     torch.manual_seed(0)
-    models: dict = {"mine": random_model(block="elastic", num_spectral_channels=8)}
+    models: dict = {"mine": random_model(block="elastic", num_spectral_channels=8, trained_budgets=[2, 4, 8])}
+    models["alone"] = random_model(block="elastic", num_spectral_channels=4)
     for name, state_size in (("transformer", 0), ("mamba2", 8), ("matmamba", 8)):
         config = BaselineConfig(architecture=name, hidden_size=16, num_hidden_layers=2, state_size=state_size)
         models[name] = BaselineForCausalLM(config)
     for name, model in models.items():
-        model.save_pretrained(tmp_path / name / "model")
-        record = {"parameters": 7, "seconds": 3.0, "tokens_per_update": 64, "arguments": {"learning_rate": 0.5}}
-        (tmp_path / name / "training.json").write_text(json.dumps(record))
-        lines = [{"update": 5, "loss": 2.0}, {"update": 10, "validation bits/byte K=1": 1.5}]
-        (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        model.save_pretrained(tmp_path / name / ("model" if name == "mamba2" else ""))
     (tmp_path / "text.txt").write_text(text := "the cat sat on the mat. " * 30)
     texts = ["--train_file", tmp_path / "text.txt", "--text_files", tmp_path / "text.txt", "--block_size", 64]
-    report = quick(released, "--runs", *(tmp_path / name for name in models), *texts)
-    expected = [("mine", 2), ("mine", 4), ("mine", 8), ("transformer", 1), ("mamba2", 1)]
-    expected += [("matmamba", K) for K in (1, 2, 4, 8)]
-    names = [f"{name} K={K}" if name in ("mine", "matmamba") else name for name, K in expected]
-    assert [row["name"] for row in report["results"]] == names
-    assert report["curves"]["mine"]["points"] == {"1": [[640, 1.5]]}
+    folders = [tmp_path / name for name in models]
+    report = quick(released, "--models", *folders, "--writer", tmp_path / "mine", *texts)
+    sizes = {"mine": (8, 4, 2), "alone": (4,), "transformer": (1,), "mamba2": (1,), "matmamba": (8, 4, 2, 1)}
+    rows = {(row["name"], row["budget"]): row for row in report["results"] if row["name"] != released.WRITER}
+    assert list(rows) == [(name, K) for name in models for K in sizes[name]]
     assert report["floors"]["gzip -9"] == 8 * len(gzip.compress(text.encode(), 9)) / len(text)
     blocks = evaluation_blocks(to_stream([text], ByteEncoder())[0], 64, 2)  # two in --quick
-    for row, (name, K) in zip(report["results"], expected):
+    for (name, K), row in rows.items():
         with torch.no_grad():
             logits = models[name].float()(blocks, spectral_budget=K).logits
         nats = F.cross_entropy(logits[:, :-1].flatten(0, 1), text_labels(blocks)[:, 1:].flatten())
         assert row["bits_per_byte"] == pytest.approx(float(nats) / math.log(2), rel=1e-4)
+        whole = rows[name, max(sizes[name])]
+        assert row["weights"] <= whole["weights"] == models[name].num_parameters()
+        assert (row["weights"] < whole["weights"]) == (row["state_bytes"] < whole["state_bytes"]) == (row is not whole)
+    assert list(report["texts"]) == ["2", "4", "8"]
+    (tmp_path / "record.json").write_text(json.dumps(report))
+    again = quick(released, "--record", tmp_path / "record.json", *texts)
+    same = ("name", "budget", "bits_per_byte", "weights", "state_bytes")
+    assert [[row[x] for x in same] for row in again["results"]] == [[row[x] for x in same] for row in report["results"]]
+    assert again["texts"] == report["texts"]
+    left = released.draw(report).axes[0]
+    assert {text.get_text() for text in left.texts} >= {"ES-SSM, K = 8", "K = 2", "K = 4 alone", "1/4", "Llama"}
+    assert "| nested Mamba-2, K = 1 |" in released.markdown(report) and "writer" not in released.markdown(report)

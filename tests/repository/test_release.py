@@ -3,9 +3,7 @@
 
 import json
 import re
-import shutil
 
-import peers
 import pytest
 import release
 import torch
@@ -67,43 +65,3 @@ def test_its_card_says_what_was_measured_of_it(released):
     assert f'folder = "{released.parent.name}/released"' in card and 'tokenizer("It was"' in card
     assert "A test." in card and "model_info" not in card and "budget_profile.json" in card
     assert re.findall(r"^- K = (\d): \*\*It was\*\*", card, re.M) == ["1", "2", "4"]
-
-
-REPORT = {
-    "machine": {"cpu": "a cpu"},
-    "settings": {"block_size": 64},
-    "curves": {
-        "mine": {
-            "parameters": 6e6,
-            "learning_rate": 0.003,
-            "points": {"2": [[1e6, 2.5], [2e6, 2.25]], "10": [[1e6, 2.4], [2e6, 2.125]]},
-        },
-        "llama": {"parameters": 5e6, "learning_rate": 0.0015, "points": {"1": [[1e6, 3.0], [2e6, 2.75]]}},
-    },
-    "results": [
-        {"name": "mine K=2", "bits_per_byte": 2.25, "seconds_per_token": {"median": 0.0125}},
-        {"name": "mine K=10", "bits_per_byte": 2.125, "seconds_per_token": {"median": 0.025}},
-        {"name": "llama", "bits_per_byte": 2.75, "seconds_per_token": {"median": 0.5}},
-    ],
-    "floors": {"gzip -9": 3.5},
-}
-
-
-def test_peers_stand_on_its_card_once_and_in_the_picture(released, tmp_path):
-    card = (released / "README.md").read_text()
-    shutil.copytree(released, tmp_path, dirs_exist_ok=True)
-    for cpu in ("old", "new"):
-        peers.add_peers(tmp_path, REPORT | {"machine": {"cpu": f"a {cpu} cpu"}})
-    new = (tmp_path / "README.md").read_text()
-    assert peers.SECTION.sub("", new) == card and new.count("peers.png") == 1
-    assert "a new cpu" in new and "a old cpu" not in new and "first 2.0 MB" in new and "after 64 bytes" in new
-    table = [line for line in peers.section(REPORT).splitlines() if line.startswith("|")][2:]
-    assert table[1] == "| mine K=10 | 6.00M | 0.003 | 2.125 | 25.0 |"
-    assert table[2:] == ["| llama | 5.00M | 0.0015 | 2.750 | 500.0 |", "| gzip -9 |  |  | 3.500 |  |"]
-    lines = {line.get_label(): line for line in peers.draw(REPORT).axes[0].lines}
-    assert list(lines) == ["mine, K = 10 (6.00M)", "mine, K = 2 (6.00M)", "llama (5.00M)"]
-    assert lines["mine, K = 10 (6.00M)"].get_xydata().tolist() == [[1, 2.4], [2, 2.125]]
-    assert lines["mine, K = 2 (6.00M)"].get_linestyle() == "--"
-    (tmp_path / "README.md").write_text("another card")
-    with pytest.raises(ValueError, match="'## What it writes' once"):
-        peers.add_peers(tmp_path, REPORT)
