@@ -18,7 +18,7 @@ import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 FULL_BUDGET_EVERY = 8  # updates
 BIAS_TO_LARGE = 0.6
 CHEAP = 4  # budgets of at most one in so many channels run on every row in "family"
+FIRST_WEIGHT, LAST_WEIGHT = 0.25, 2.0  # of all smaller budgets together in "family", where the full one has 1
 
 
 def clip_budgets(budgets: Iterable[int], capacity: int) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ class BudgetSchedule:
     Attributes:
         name: one of SCHEDULES.
         budgets: all budgets that it may train, distinct and ascending.
-        seed: any integer. full_budget_updates, sandwich_random: see `budget_schedule`.
+        seed: any integer. full_budget_updates, sandwich_random, updates: see `budget_schedule`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class BudgetSchedule:
     seed: int = 0
     full_budget_updates: int = 0
     sandwich_random: int = 2
+    updates: int = 0
 
     def __call__(self, update: int) -> tuple[int, ...]:
         """The budgets of that update (counted from 0), distinct, the largest first."""
@@ -76,7 +78,8 @@ class BudgetSchedule:
         """What that update runs on B rows of its batch, of which they are those from `first` on.
 
         Every budget runs on all rows, but in "family" those above a quarter of the capacity and below it share them
-        out: row r has the (r mod n)th of n. Weights times shares add up to 1.
+        out: row r has the (r mod n)th of n. There the smaller ones together weigh a quarter of the full one at first
+        and, rising evenly in the logarithm, twice as much in the end. Weights times shares add up to 1.
 
         Args:
             together: those that share the rows are one part, with a budget for each row: a pass at the largest of them,
@@ -87,8 +90,11 @@ class BudgetSchedule:
             return tuple(Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets)
         cheap = [K for K in smaller if full >= CHEAP * K]
         shared = [K for K in smaller if full < CHEAP * K]
-        n, weight = len(shared), 0.5 / (len(cheap) + bool(shared))
-        parts = [Part(full, slice(None), 1.0, 0.5), *(Part(K, slice(None), 1.0, weight) for K in cheap)]
+        progress = min(1.0, update / self.updates) if self.updates else 0.5
+        of_smaller = FIRST_WEIGHT * (LAST_WEIGHT / FIRST_WEIGHT) ** progress
+        n, of_full = len(shared), 1 / (1 + of_smaller)
+        weight = (1 - of_full) / (len(cheap) + bool(shared))
+        parts = [Part(full, slice(None), 1.0, of_full), *(Part(K, slice(None), 1.0, weight) for K in cheap)]
         if together and n > 1:
             return *parts, Part(tuple(shared[(first + r) % n] for r in range(batch_size)), slice(None), 1.0, weight)
         for i in range(min(n, batch_size)):
@@ -147,7 +153,7 @@ SCHEDULES: dict[str, Callable[[BudgetSchedule, int], tuple[int, ...]]] = {
 
 
 def budget_schedule(
-    name: str, capacity: int, seed: int, *, full_budget_updates: int = 0, sandwich_random: int = 2
+    name: str, capacity: int, seed: int, *, full_budget_updates: int = 0, sandwich_random: int = 2, updates: int = 0
 ) -> BudgetSchedule:
     """The schedule of that name for a model of that capacity K̄.
 
@@ -157,18 +163,20 @@ def budget_schedule(
             it on the whole batch, and each row at one of the others, "full" the capacity only, without budget dropout.
         full_budget_updates: number of updates at the start that train the capacity only, with any name.
         sandwich_random: budgets between the smallest and the largest in each update of the sandwich rule.
+        updates: of the training in all, over which "family" turns to the smaller budgets; 0 for not at all.
     Raises:
         ValueError: unknown name, capacity below 1, or a negative number.
     """
     if name not in SCHEDULES:
         raise ValueError(f"budget_schedule must be one of {tuple(SCHEDULES)}, got {name!r}")
     numbers = {"capacity": capacity, "full_budget_updates": full_budget_updates, "sandwich_random": sandwich_random}
+    numbers["updates"] = updates
     for what, value in numbers.items():
         if value < (least := int(what == "capacity")):
             raise ValueError(f"{what} must be at least {least}, got {value}")
     own = {"uniform": range(1, capacity + 1), "family": clip_budgets((1, *BUDGETS), capacity), "full": (capacity,)}
     budgets = tuple(own.get(name, clip_budgets(BUDGETS, capacity)))
-    return BudgetSchedule(name, budgets, seed, full_budget_updates, sandwich_random)
+    return BudgetSchedule(name, budgets, seed, full_budget_updates, sandwich_random, updates)
 
 
 # --- The loss of an update's budgets ----------------------------------------------------------------------------------
@@ -320,6 +328,8 @@ class BudgetDropoutCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.detach()
         self._check_model(model)
+        if isinstance(self.schedule, BudgetSchedule) and not self.schedule.updates:
+            self.schedule = replace(self.schedule, updates=max(0, state.max_steps))
         allow_compiled_budgets(len(self.schedule.budgets))
         is_sft = any(cls.__name__ == "SFTConfig" for cls in type(args).__mro__)
         self._plain_likelihood = is_sft and getattr(args, "loss_type", "nll") == "nll"

@@ -81,23 +81,25 @@ def test_sandwich_rule():
 
 def test_a_family_shares_its_rows_out():
     """The full budget and the cheap ones have all rows; each row one of the others, as in accumulated batches."""
-    schedule = budget_schedule("family", 8, seed=1)
+    schedule = budget_schedule("family", 8, seed=1, updates=3)
     orders = Counter(schedule(update)[1:] for update in range(12000))
     assert_drawn_as(orders, dict.fromkeys(permutations((1, 2, 3, 4, 6)), 1 / 120))
-    for update, count in ((0, 1), (1, 4), (2, 5), (3, 12)):
-        whole, shared = [], []
-        for part in schedule.parts(update, count):
-            (whole if part.budget in (1, 2, 8) else shared).append(part)
-        assert sorted((part.budget, part.weight) for part in whole) == [(1, 1 / 6), (2, 1 / 6), (8, 1 / 2)]
-        assert all(range(count)[part.rows] == range(count) and part.share == 1 for part in whole)
-        of_row = {r: part.budget for part in shared for r in range(count)[part.rows]}
+    for update, count, of_smaller in ((0, 1, 1 / 4), (1, 4, 1 / 2), (2, 5, 1), (3, 12, 2), (4, 3, 2)):
+        of_full, each = 1 / (1 + of_smaller), of_smaller / (1 + of_smaller) / 3
+        *whole, together = schedule.parts(update, count, together=True)
+        assert [(part.budget, part.rows, part.share) for part in whole] == [
+            (K, slice(None), 1.0) for K in (8, *(K for K in schedule(update) if K < 3))
+        ]
+        assert [part.weight for part in whole] == pytest.approx([of_full, each, each])
         order = [K for K in schedule(update) if K in (3, 4, 6)]
-        assert [of_row[r] for r in range(count)] == [order[r % 3] for r in range(count)]
-        assert sum(part.share for part in shared) == pytest.approx(1) and {part.weight for part in shared} == {1 / 6}
-        one_by_one = [schedule.parts(update, 1, r)[-1].budget for r in range(count)]
-        assert one_by_one == [of_row[r] for r in range(count)]
-        *same, together = schedule.parts(update, count, together=True)
-        assert same == whole and together == Part(tuple(one_by_one), slice(None), 1.0, 1 / 6)
+        assert together.budget == tuple(order[r % 3] for r in range(count)) and together.share == 1
+        parts = schedule.parts(update, count)
+        assert parts[:3] == (*whole,) and {part.weight for part in parts[3:]} == {together.weight} == {whole[1].weight}
+        of_row = {r: part.budget for part in parts[3:] for r in range(count)[part.rows]}
+        assert tuple(of_row[r] for r in range(count)) == together.budget
+        assert tuple(schedule.parts(update, 1, r)[-1].budget for r in range(count)) == together.budget
+        assert sum(part.share * part.weight for part in parts) == pytest.approx(1)
+    assert budget_schedule("family", 8, seed=1).parts(9, 1)[0].weight == pytest.approx(1 / (1 + 0.5**0.5))
     for capacity, expected in ((1, [1]), (2, [2, 1]), (4, [4, 1, (2, 3)])):
         parts = budget_schedule("family", capacity, seed=1).parts(0, 2, together=True)
         assert [tuple(sorted(K)) if isinstance(K := part.budget, tuple) else K for part in parts] == expected
@@ -198,11 +200,12 @@ def test_losses_of_a_family(num_items, together):
     losses = budget_losses(forward, parts, labels=ids, distillation_weight=weight, **kwargs)
     full = model(ids).logits.detach().log_softmax(-1)
     pick = lambda logits: -logits[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]  # noqa: E731
-    expected, order = pick(full).sum() / 2, [K for K in schedule(0) if K in (3, 4, 6)]
+    of_full = parts[0].weight
+    expected, order = pick(full).sum() * of_full, [K for K in schedule(0) if K in (3, 4, 6)]
     for rows in (torch.full((7,), 1), torch.full((7,), 2), torch.tensor([order[r % 3] for r in range(7)])):
         small = model(ids, spectral_budget=rows).logits.log_softmax(-1)
         kl = F.kl_div(small[:, :-1], full[:, :-1], reduction="none", log_target=True).sum(-1)
-        expected = expected + ((1 - weight) * pick(small) + weight * kl).sum() / 6
+        expected = expected + ((1 - weight) * pick(small) + weight * kl).sum() * (1 - of_full) / 3
     torch.testing.assert_close(sum(losses), expected / (num_items or ids[:, 1:].numel()), rtol=1e-5, atol=1e-6)
 
 

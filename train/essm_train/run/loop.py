@@ -91,6 +91,7 @@ def make_schedule(args: RunArguments, model: nn.Module) -> BudgetSchedule:
     """The schedule that the arguments name, over the sizes of a MatMamba if it is one. Raises ValueError as
     `budget_schedule`."""
     options = {"full_budget_updates": args.full_budget_updates or 0, "sandwich_random": args.sandwich_random}
+    options["updates"] = args.max_steps
     schedule = budget_schedule(args.budget_schedule, capacity_of(model), args.seed, **options)
     sizes = model.config.trained_budgets if isinstance(model.config, BaselineConfig) else None
     return dataclasses.replace(schedule, budgets=tuple(sizes)) if sizes else schedule
@@ -230,6 +231,7 @@ class _Run:
         plan = saved.get("plan", [[0, self.max_steps]])
         self.extended = self.max_steps > plan[-1][1]  # which `find_run` allows only if it was asked for
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
+        self.schedule = dataclasses.replace(self.schedule, updates=self.max_steps)
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
         course = args.lr_scheduler_type, args.min_lr_rate
