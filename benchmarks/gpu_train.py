@@ -17,6 +17,7 @@ the same updates one by one. A model that fails is noted with its error, and the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import math
 import time
@@ -130,20 +131,21 @@ class Run:
     """A model in training. `step` makes the next update of the tables, which `fill` writes.
 
     Attributes:
-        schedule: of the budgets of an ES-SSM, None for a peer. parts: what every update runs, but for budgets of rows.
-        counter: (1,) int64, the row of the tables that is next. Tables have AT_ONCE rows: starts (.., B) int64, budgets
-            (.., B) int64 of the part with a budget for each row, rates (..,), and losses (..,) at the full budget.
+        schedule: of the budgets of an ES-SSM, None for a peer.
+        parts: those of every update, but for their weights and the budgets of rows.
+        counter: (1,) int64, the row of the tables that is next.
+        starts, budgets, weights, rates, losses: the tables, of AT_ONCE rows: (.., B) int64 of windows, (.., B) int64 of
+            the part with a budget for each row, (.., parts), (..,), and (..,) mean nats at the full budget.
     """
 
     def __init__(self, task: Task, windows: Windows, learning_rate: float, device: torch.device):
         self.windows, self.learning_rate, self.device = windows, learning_rate, device
         self.schedule: BudgetSchedule | None = None
-        self.parts: tuple[Part, ...] = (Part(0, slice(None), 1.0, 1.0),)
         if task.kind not in PEERS:
             name = "full" if task.kind == ALONE else "family"
             self.schedule = budget_schedule(name, task.config.num_spectral_channels, 0)
-            self.parts = self.parts_of(0)
             task.config.trained_budgets = [*self.schedule.budgets]
+        self.parts = self.parts_of(0, 1)
         self.model = make_model(task).to(device).train()
         self.parameters = [*self.model.parameters()]
         self.stream = windows.stream.to(device)
@@ -151,24 +153,29 @@ class Run:
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.starts = torch.zeros(AT_ONCE, windows.batch, dtype=torch.int64, device=device)
         self.budgets = torch.ones_like(self.starts)
+        self.weights = torch.zeros(AT_ONCE, len(self.parts), device=device)
         self.rates, self.losses = torch.zeros(2, AT_ONCE, device=device)
         rate_now = torch.zeros((), device=device)
         self.optimizer = adamw(self.model, rate_now, capturable=device.type == "cuda")
         self.step: Callable[[], object] = self.update
 
-    def parts_of(self, number: int) -> tuple[Part, ...]:
-        """Of an update of an ES-SSM, always as many; those with one budget in the order of update 0."""
-        assert self.schedule is not None
-        return self.schedule.parts(number, self.windows.batch, together=True)
+    def parts_of(self, number: int, of: int) -> tuple[Part, ...]:
+        """Of an update, always as many; those of one budget in any order, since they weigh the same."""
+        if self.schedule is None:
+            return (Part(0, slice(None), 1.0, 1.0),)
+        return dataclasses.replace(self.schedule, updates=of).parts(number, self.windows.batch, together=True)
 
     def fill(self, updates: range, of: int) -> None:
         """The tables of at most AT_ONCE consecutive updates, of so many in all."""
         self.counter.zero_()
-        self.starts[: len(updates)] = self.windows.starts(updates).to(self.device)
-        self.rates[: len(updates)] = torch.tensor([self.learning_rate * rate(n, of) for n in updates]).to(self.device)
-        if any(isinstance(part.budget, tuple) for part in self.parts):
-            rows = [part.budget for n in updates for part in self.parts_of(n) if isinstance(part.budget, tuple)]
-            self.budgets[: len(updates)] = torch.tensor(rows).to(self.device)
+        parts = [self.parts_of(n, of) for n in updates]
+        tables = {self.starts: self.windows.starts(updates)}
+        tables[self.rates] = torch.tensor([self.learning_rate * rate(n, of) for n in updates])
+        tables[self.weights] = torch.tensor([[part.weight for part in some] for some in parts])
+        if isinstance(parts[0][-1].budget, tuple):
+            tables[self.budgets] = torch.tensor([some[-1].budget for some in parts])
+        for table, rows in tables.items():
+            table[: len(updates)] = rows.to(self.device)
 
     def row(self, table: Tensor) -> Tensor:
         return table.index_select(0, self.counter)[0]
@@ -179,13 +186,15 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"].copy_(self.row(self.rates))
 
+        parts = [part._replace(weight=weight) for part, weight in zip(self.parts, self.row(self.weights))]
+
         def forward(part: Part) -> Any:
             output = outputs_of(self.model, ids, self.resolved(part))
-            if part is self.parts[0]:
+            if part is parts[0]:
                 self.losses.index_copy_(0, self.counter, output.loss.detach()[None])
             return output
 
-        losses = budget_losses(forward, self.parts, labels=ids, distillation_weight=DISTILLATION)
+        losses = budget_losses(forward, parts, labels=ids, distillation_weight=DISTILLATION)
         update(self.optimizer, losses, self.parameters, check=lambda *_: None)
         self.counter.add_(1)
 

@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import dataclasses
 import importlib
 import json
 import re
@@ -140,13 +141,13 @@ def test_options_that_cannot_be_are_refused(train, capsys, options, legal):
 @pytest.mark.parametrize(("kind", "batch"), [("elastic", 2), ("elastic", 7), ("alone", 2), ("llama", 2), ("mamba2", 2)])
 def test_an_update_is_that_of_a_plain_loop_over_its_parts(kind, batch):
     """Whose budgets share out the rows one by one, as `BudgetSchedule.parts` has them without `together`."""
-    run, plain = a_run(kind, batch), a_run(kind, batch)
+    run, plain, numbers = a_run(kind, batch), a_run(kind, batch), range(60, 62)
     optimizer, losses = adamw(plain.model, 0.01), []
-    for number in range(2):
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 * gpu_train.rate(number + 60, 100)
-        starts = plain.windows.starts(range(2))[number]
+    for number, starts in zip(numbers, plain.windows.starts(numbers)):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 * gpu_train.rate(number, 80)
         ids = torch.stack([plain.stream[start : start + 25] for start in starts]).long()
-        parts = plain.schedule.parts(number, batch) if plain.schedule else plain.parts
+        schedule = plain.schedule and dataclasses.replace(plain.schedule, updates=80)
+        parts = schedule.parts(number, batch) if schedule else plain.parts
         forward = lambda part, ids=ids: gpu_train.outputs_of(plain.model, ids[part.rows], part.budget or None)  # noqa: E731
         losses.append(float(forward(parts[0]).loss.detach()))
         update(
@@ -154,9 +155,8 @@ def test_an_update_is_that_of_a_plain_loop_over_its_parts(kind, batch):
             budget_losses(forward, parts, labels=ids, distillation_weight=gpu_train.DISTILLATION),
             plain.model.parameters(),
         )
-    run.fill(range(2), 100)
-    run.rates[:2] = torch.tensor([0.01 * gpu_train.rate(number + 60, 100) for number in range(2)])
-    for _ in range(2):
+    run.fill(numbers, 80)
+    for _ in numbers:
         run.step()
     torch.testing.assert_close(run.losses[:2], torch.tensor(losses), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(run.model.state_dict(), plain.model.state_dict(), rtol=1e-3, atol=2e-5)
@@ -186,7 +186,9 @@ def test_an_update_reads_no_value_that_is_on_the_device(kind, monkeypatch):
     run.model, run.stream, run.within, run.counter = (
         x.to(meta) for x in (run.model, run.stream, run.within, run.counter)
     )
-    run.starts, run.budgets, run.losses = (x.to(meta) for x in (run.starts, run.budgets, run.losses))
+    run.starts, run.budgets, run.weights, run.losses = (
+        x.to(meta) for x in (run.starts, run.budgets, run.weights, run.losses)
+    )
     run.parameters = [*run.model.parameters()]
     run.update()
     assert all(p.grad is not None for p in run.parameters)
