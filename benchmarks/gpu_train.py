@@ -239,11 +239,15 @@ class Run:
         return seconds
 
     def train(self, updates: int | None, seconds: float | None, tell: Callable[[str], None]) -> dict[str, Any]:
-        """All updates, or as many as take those seconds. Raises FloatingPointError when a loss is not finite."""
+        """So many updates, but no more than one pass has and those seconds allow, which is settled before the first.
+
+        Raises:
+            FloatingPointError: a loss is not finite.
+        """
         started = told = time.monotonic()
         one = self.capture()
         begun = time.monotonic()
-        of = updates or max(1, int((seconds or 0.0) / one))
+        of = max(1, int(min(updates or math.inf, self.windows.updates or math.inf, (seconds or math.inf) / one)))
         tell(f"{of} updates of about {1e3 * one:.1f} ms, after {begun - started:.1f} s")
         curve = []
         for first in range(0, of, AT_ONCE):
@@ -307,10 +311,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     kinds = ["elastic", *PEERS]
     p.add_argument("--models", nargs="*", choices=kinds, default=kinds, help="of each configuration")
     p.add_argument("--alone", nargs="+", type=int, default=[], metavar="K", help="ES-SSMs of K channels, by themselves")
-    how_long = p.add_mutually_exclusive_group(required=True)
-    how_long.add_argument("--updates", type=int, help="of each model")
-    how_long.add_argument("--seconds", type=float, help="of training, for each model")
-    how_long.add_argument("--one_pass", action="store_true", help="read every block of the text once")
+    p.add_argument("--updates", type=int, help="of each model; of several limits the first one ends it")
+    p.add_argument("--seconds", type=float, help="of training, for each model")
+    p.add_argument("--one_pass", action="store_true", help="read every block of the text once")
     p.add_argument("--first_bytes", type=int, help="of the training text; by default all")
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--length", type=int, default=1024, help="tokens of a window")
@@ -319,6 +322,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--save", type=Path, help="folder for the ES-SSMs, each in one of its own, in bf16")
     p.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further model begins")
     args = p.parse_args(argv)
+    if not (args.updates is not None or args.seconds or args.one_pass):
+        p.error("give --updates, --seconds or --one_pass")
     for name, least in {"updates": 1, "first_bytes": 1, "batch": 1, "length": 2, "windows": 1}.items():
         if (value := getattr(args, name)) is not None and value < least:
             p.error(f"--{name} must be at least {least}, got {value}")
@@ -346,7 +351,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             torch.cuda.reset_peak_memory_stats(device)
         try:
             run = Run(task, windows, args.learning_rate, device)
-            result = results[task.label] = run.train(args.updates or windows.updates, args.seconds, tell)
+            result = results[task.label] = run.train(args.updates, args.seconds, tell)
             write_json(path, report, indent=1)
             if args.save and task.kind not in PEERS:
                 run.save(args.save / task.label)

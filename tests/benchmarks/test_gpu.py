@@ -118,6 +118,23 @@ def test_a_model_that_fails_costs_the_others_nothing(train, monkeypatch):
     assert [*results.values()] == [{"failed": "ZeroDivisionError: division by zero"}]
 
 
+def test_the_first_of_several_limits_ends_a_training(train):
+    limits = {3: ["--one_pass"], 2: ["--one_pass", "--updates", "2"], 1: ["--one_pass", "--seconds", "1e-9"]}
+    for updates, options in limits.items():
+        results = train("--models", "llama", *options)
+        assert [result["updates"] for result in results.values()] == [updates]
+
+
+def test_a_peer_sees_what_is_before_alone():
+    model = a_run("llama").model.eval()
+    ids = torch.arange(20)[None]
+    changed = ids.clone()
+    changed[0, 10:] += 1
+    logits, others = model(ids).logits, model(changed).logits
+    torch.testing.assert_close(logits[:, :10], others[:, :10])
+    assert (logits - others)[:, 10:].abs().amax() > 1e-3
+
+
 def test_no_model_begins_after_the_limit(train):
     results = train("--one_pass", "--models", "llama", "mamba2", "--limit", "-1")
     assert len(results) == 2 and all(result["failed"].startswith("not begun") for result in results.values())
@@ -128,7 +145,7 @@ def test_no_model_begins_after_the_limit(train):
     [
         (["--updates", "1", "--alone", "9"], r"--alone must be an integer in \[1, 8\], got 9"),
         (["--updates", "0"], "--updates must be at least 1, got 0"),
-        (["--updates", "1", "--one_pass"], "not allowed with"),
+        ([], "give --updates, --seconds or --one_pass"),
         (["--one_pass", "--batch", "13"], "at most the 12 blocks of the text, got 13"),
     ],
 )
