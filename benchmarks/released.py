@@ -53,7 +53,7 @@ from .decoding import Decoder
 
 SYMBOLS = ByteEncoder.vocab_size
 PIECE = 1 << 22  # symbols counted at a time
-PROMPT, WRITTEN, TEMPERATURE, TEXT_BUDGETS = "She looked at him, and", 160, 0.7, (1, 2, 4, 8)
+PROMPT, WRITTEN, TEMPERATURE, TEXT_BUDGETS = "She looked at him, and", 150, 0.7, (1, 2, 4, 8)
 WIDTH = 90  # characters of a line in the picture of texts
 WRITER = "writer"  # the name of its model in a report
 ELASTIC, ALONE, NESTED = "elastic", "alone", "matmamba"
@@ -246,7 +246,7 @@ def draw_texts(report: dict[str, Any]) -> Figure:
     """What the writer goes on with at each of its budgets, with the time of a byte and the bits beside it."""
     texts = {int(K): _lines(text) for K, text in report["texts"].items()}
     rows = {row["budget"]: row for row in report["results"] if row["name"] == WRITER}
-    figure = Figure(figsize=(9.6, 0.21 * len(texts) * (1 + max(map(len, texts.values())))))
+    figure = Figure(figsize=(9.6, 0.21 * len(texts) * (1 + max(3, *map(len, texts.values())))))
     for i, (K, (first, *others)) in enumerate(texts.items()):
         row, top = rows[K], 1 - (i + 0.2) / len(texts)
         style: dict[str, Any] = {"va": "top", "fontsize": 10.5, "linespacing": 1.3, "parse_math": False}
@@ -265,15 +265,18 @@ def _lines(text: str) -> list[str]:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """A table of all models and sizes."""
-    lines = ["| | ms a byte | weights of a byte | state of a sequence | bits per byte |", "|---|---|---|---|---|"]
-    for kind, rows in rows_of(report):
-        for row in rows:
-            name = KINDS[kind][0] if len(rows) == 1 and kind != ALONE else f"{KINDS[kind][0]}, K = {row['budget']}"
-            cells = [name, f"{1e3 * row['seconds_per_token']['median']:.1f}", f"{row['weights'] / 1e6:.2f}M"]
+    """A table of all models and sizes; what the size of an elastic model has when it is trained alone stands beside."""
+    head = ["", "ms a byte", "weights of a byte", "state of a sequence", "bits per byte", "trained alone"]
+    lines, models = [head, ["---"] * len(head)], [*rows_of(report)]
+    alone = {row["budget"]: f"{row['bits_per_byte']:.3f}" for kind, rows in models if kind == ALONE for row in rows}
+    for kind, rows in models:
+        for row in rows if kind != ALONE else []:
+            K, share = row["budget"], Fraction(row["budget"], rows[0]["budget"])
+            size = f", K = {K}" if kind == ELASTIC else f", {share}" if share != 1 else ""
+            cells = [f"{1e3 * row['seconds_per_token']['median']:.1f}", f"{row['weights'] / 1e6:.2f}M"]
             cells += [f"{row['state_bytes'] / 1e3:,.0f} kB", f"{row['bits_per_byte']:.3f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            lines.append([KINDS[kind][0] + size, *cells, alone.get(K, "") if kind == ELASTIC else ""])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:

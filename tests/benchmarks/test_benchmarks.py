@@ -244,4 +244,7 @@ def test_the_frontier_of_a_model_and_its_peers(quick, tmp_path):
     assert again["texts"] == report["texts"]
     left = released.draw(report).axes[0]
     assert {text.get_text() for text in left.texts} >= {"ES-SSM, K = 8", "K = 2", "K = 4 alone", "1/4", "Llama"}
-    assert "| nested Mamba-2, K = 1 |" in released.markdown(report) and "writer" not in released.markdown(report)
+    table = {line.split(" | ")[0]: line for line in released.markdown(report).splitlines()[2:]}
+    names = ["nested Mamba-2", *(f"nested Mamba-2, {size}" for size in ("1/2", "1/4", "1/8")), "Mamba-2", "Llama"]
+    assert [*table] == [f"| {name}" for name in (*(f"ES-SSM, K = {K}" for K in sizes["mine"]), *names)]
+    assert table["| ES-SSM, K = 4"].endswith(f"| {rows['alone', 4]['bits_per_byte']:.3f} |")
