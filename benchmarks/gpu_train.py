@@ -45,12 +45,12 @@ from . import common
 
 END = 258  # <eos>
 WARMUP = 100  # updates
-DISTILLATION = 0.5  # as train_clm has it for that schedule
+DISTILLATION = 0.5  # as train_clm has it for "family"
 AT_ONCE = 50  # updates between two looks at the device
 TIMED = 10  # updates
 CONFIGS = [Path(__file__).parent.parent / "hub_configs" / name for name in ("essm-elastic-21m", "essm-elastic-130m")]
 # Architecture of the peers, and their layers for one of the ES-SSM: Mamba-2 has no feed-forward layers.
-PEERS = {"llama": ("transformer", 1), "mamba2": ("mamba2", 2)}
+PEERS = {"llama": ("transformer", 1), "mamba2": ("mamba2", 2), "matmamba": ("matmamba", 2)}
 ALONE = "alone"
 
 
@@ -131,7 +131,7 @@ class Run:
     """A model in training. `step` makes the next update of the tables, which `fill` writes.
 
     Attributes:
-        schedule: of the budgets of an ES-SSM, None for a peer.
+        schedule: of the budgets of a model that has any, else None.
         parts: those of every update, but for their weights and the budgets of rows.
         counter: (1,) int64, the row of the tables that is next.
         starts, budgets, weights, rates, losses: the tables, of AT_ONCE rows: (.., B) int64 of windows, (.., B) int64 of
@@ -145,6 +145,8 @@ class Run:
             name = "full" if task.kind == ALONE else "family"
             self.schedule = budget_schedule(name, task.config.num_spectral_channels, 0)
             task.config.trained_budgets = [*self.schedule.budgets]
+        elif task.kind == "matmamba":  # every size in every update, on labels alone
+            self.schedule = dataclasses.replace(budget_schedule("sandwich", 8, 0), budgets=(1, 2, 4, 8))
         self.parts = self.parts_of(0, 1)
         self.model = make_model(task).to(device).train()
         self.parameters = [*self.model.parameters()]
@@ -194,7 +196,9 @@ class Run:
                 self.losses.index_copy_(0, self.counter, output.loss.detach()[None])
             return output
 
-        losses = budget_losses(forward, parts, labels=ids, distillation_weight=DISTILLATION)
+        is_family = self.schedule is not None and self.schedule.name == "family"
+        weight = DISTILLATION if is_family else 0.0
+        losses = budget_losses(forward, parts, labels=ids, distillation_weight=weight)
         update(self.optimizer, losses, self.parameters, check=lambda *_: None)
         self.counter.add_(1)
 
