@@ -258,7 +258,9 @@ class ModelArguments(RunArguments):
     match_parameters: bool = arg(
         False, "Choose the width at which a variant has as many parameters as an ES-SSM of these sizes."
     )
-    match_block: str | None = arg(None, "With match_parameters: the block of that ES-SSM, by default the model's own.")
+    match_block: str | None = arg(
+        None, "With match_parameters: the block of that ES-SSM, at its usual capacity; by default the model's own."
+    )
 
     # Fields that this script's new models have otherwise, and the configuration they are fields of.
     NEW: ClassVar[Mapping[str, Any]] = {}

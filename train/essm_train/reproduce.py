@@ -14,9 +14,9 @@ there is not repeated, an unfinished one goes on from its checkpoint. `--jobs 2`
 --results_dir. Variants and baselines have as many parameters as the ES-SSM of their task, to 5%, and see the same data
 in the same order; a baseline has one budget. Rows whose data is absent are left out, and the output says what to fetch.
 
-table1 to table6 are the paper's Tables 1 to 6. The figures that the paper reports stand below ours, or those of a JSON
-file {"text": {"32": 0.9}, ..}: `--paper_figures`. The Markdown lists every argument in which a reduced scale departs
-from full scale.
+table1 to table6 are Tables 1 to 6 of the paper's version 1. Its figures stand below ours, or those of a JSON file
+{"text": {"32": 0.9}, ..}: `--paper_figures`. Rows named elastic have the elastic block, all others the paper's. The
+Markdown lists every argument in which a reduced scale departs from full scale.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from essm_train.arguments import NEW_MODEL
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedModel
 
@@ -105,14 +106,16 @@ def matched_variant(config: Any, model_class: type[nn.Module], block: str | None
 
     Args:
         config: an `ESSMConfig` or `ARSTUConfig`. model_class: an ES-SSM or an AR-STU with its head.
-        block: of the ES-SSM to match, "paper" or "elastic"; by default that of the config.
+        block: of the ES-SSM to match, "paper" or "elastic", at a new model's capacity; by default the config's own.
     Raises:
         ValueError: no such model, with the closest one named.
     """
     D, K, fields = config.hidden_size, config.num_spectral_channels, config.to_dict()
     own: Any = next(c for c in model_class.__mro__ if c.__module__.startswith(("modeling_essm", "essm_train.pairs")))
     matched = {name: value for name, value in fields.items() if not name.startswith(("ar_", "model_type"))}
-    changes: dict[str, Any] = {"gating": "softmax", "layer_types": None} | ({"block": block} if block else {})
+    changes: dict[str, Any] = {"gating": "softmax", "layer_types": None}
+    if block:
+        changes |= {"block": block, "num_spectral_channels": NEW_MODEL[block]["num_spectral_channels"]}
     target = count_parameters(own.config_class.from_dict(matched, **changes), own)
     elastic = config.block == "elastic"
     # Widths in proportion to the model's, and what they are multiples of.
