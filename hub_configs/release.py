@@ -49,7 +49,7 @@ widget: [{{text: {prompt}}}]
 # {name}
 
 {text} Trained once, it runs with any number of its spectral channels, chosen per call with `spectral_budget`
-([Song et al.](https://arxiv.org/abs/2601.22488)).
+([Song, Yin, Hu and Wang](https://arxiv.org/abs/2601.22488v2)).
 
 <!-- model -->
 

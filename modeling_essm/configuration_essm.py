@@ -67,8 +67,9 @@ def _check_activation(value: str) -> None:
 @strict
 class ESSMConfig(PreTrainedConfig):
     r"""
-    Configuration of an Elastic Spectral State Space Model (Song et al., arXiv 2601.22488). The defaults are the paper's
-    language model (about 21M parameters) over the 259 symbols of the byte-level tokenizer.
+    Configuration of an Elastic Spectral State Space Model (Song, Yin, Hu and Wang, arXiv 2601.22488v2). The defaults
+    are the language model of the paper's version 1 (about 21M parameters) over the 259 symbols of the byte-level
+    tokenizer.
 
     Args:
         vocab_size (`int`): number of token ids.

@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The figures that the paper reports, to set beside ours: recipes/paper_figures.json, or a JSON file of one's own.
+"""The figures of the paper's version 1, to set beside ours: recipes/paper_figures.json, or a JSON file of one's own.
 
-The paper's tables hold a figure at full capacity (a number, or mean and standard deviation), or one at every budget;
+Its tables hold a figure at full capacity (a number, or mean and standard deviation), or one at every budget;
 shares are percent there and fractions here. "FAIL", as the paper has it, is not a number.
 """
 

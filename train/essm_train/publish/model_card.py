@@ -32,7 +32,7 @@ PICTURE = "budget_sweep.png"
 TAGS = ("essm", "state-space-model", "spectral-filtering", "elastic-inference")
 _PLAIN = (
     "An elastic spectral state-space model (ES-SSM): trained once, it runs with any number of its spectral channels, "
-    "chosen per call with `spectral_budget`. Method: [Song et al.](https://arxiv.org/abs/2601.22488)."
+    "chosen per call with `spectral_budget`. Method: [Song, Yin, Hu and Wang](https://arxiv.org/abs/2601.22488v2)."
 )
 
 _ON_THE_HUB = """\
