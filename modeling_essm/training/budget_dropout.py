@@ -53,6 +53,11 @@ class Part(NamedTuple):
     weight: float
 
 
+def as_argument(budget: int | tuple[int, ...]) -> int | Tensor:
+    """A part's budget as models take it."""
+    return torch.tensor(budget) if isinstance(budget, tuple) else budget
+
+
 @dataclass(frozen=True)
 class BudgetSchedule:
     """From the update index to its budgets, as `budget_schedule` makes it.
@@ -71,41 +76,48 @@ class BudgetSchedule:
     updates: int = 0
 
     def __call__(self, update: int) -> tuple[int, ...]:
-        """The budgets of that update (counted from 0), distinct, the largest first."""
+        """The budgets of that update (counted from 0), distinct, the largest first; in "rows" as rows have them."""
         return self.budgets[-1:] if update < self.full_budget_updates else SCHEDULES[self.name](self, update)
 
     def parts(self, update: int, batch_size: int, first: int = 0, together: bool = False) -> tuple[Part, ...]:
         """What that update runs on B rows of its batch, of which they are those from `first` on.
 
-        Every budget runs on all rows, but in "family" those above a quarter of the capacity and below it share them
-        out: row r has the (r mod n)th of n. There the smaller ones together weigh a quarter of the full one at first
-        and, rising evenly in the logarithm, twice as much in the end. Weights times shares add up to 1.
+        Every budget runs on all rows, but in "rows" they share them out: row r has the (r mod n)th of n. In "family"
+        those above a quarter of the capacity and below it do, and the smaller ones together weigh a quarter of the full
+        one at first and, rising evenly in the logarithm, twice as much in the end. Weights times shares add up to 1.
 
         Args:
             together: those that share the rows are one part, with a budget for each row: a pass at the largest of them,
                 which costs arithmetic and saves the calls of the others, as an accelerator likes it.
         """
         full, *smaller = budgets = self(update)
+        if self.name == "rows":
+            return _shared(budgets, batch_size, first, together, 1.0)
         if self.name != "family" or not smaller:
             return tuple(Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets)
         cheap = [K for K in smaller if full >= CHEAP * K]
         shared = [K for K in smaller if full < CHEAP * K]
         progress = min(1.0, update / self.updates) if self.updates else 0.5
         of_smaller = FIRST_WEIGHT * (LAST_WEIGHT / FIRST_WEIGHT) ** progress
-        n, of_full = len(shared), 1 / (1 + of_smaller)
+        of_full = 1 / (1 + of_smaller)
         weight = (1 - of_full) / (len(cheap) + bool(shared))
-        parts = [Part(full, slice(None), 1.0, of_full), *(Part(K, slice(None), 1.0, weight) for K in cheap)]
-        if together and n > 1:
-            return *parts, Part(tuple(shared[(first + r) % n] for r in range(batch_size)), slice(None), 1.0, weight)
-        for i in range(min(n, batch_size)):
-            rows = slice(i, None, n)
-            parts.append(Part(shared[(first + i) % n], rows, len(range(batch_size)[rows]) / batch_size, weight))
-        return tuple(parts)
+        whole = (Part(full, slice(None), 1.0, of_full), *(Part(K, slice(None), 1.0, weight) for K in cheap))
+        return *whole, *_shared(shared, batch_size, first, together, weight)
 
     def bits(self, update: int, draw: int = 0) -> int:
         """Random integer in [0, 2^64); the probabilities of its remainders modulo n differ by at most 2^-64."""
         key = f"budget {self.seed} {update}" + (f" {draw}" if draw else "")
         return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+
+
+def _shared(budgets: Sequence[int], batch_size: int, first: int, together: bool, weight: float) -> tuple[Part, ...]:
+    """Parts in which row r has the ((first + r) mod n)th of n budgets; see `BudgetSchedule.parts`."""
+    n = len(budgets)
+    if together and n > 1:
+        return (Part(tuple(budgets[(first + r) % n] for r in range(batch_size)), slice(None), 1.0, weight),)
+    rows = [slice(i, None, n) if n > 1 else slice(None) for i in range(min(n, batch_size))]
+    shares = [len(range(batch_size)[some]) / batch_size for some in rows]
+    return tuple(Part(budgets[(first + i) % n], rows[i], shares[i], weight) for i in range(len(rows)))
 
 
 def _draw_one(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
@@ -142,11 +154,18 @@ def _draw_family(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
     return schedule.budgets[-1], *(smaller.pop(schedule.bits(update, i) % len(smaller)) for i in range(len(smaller)))
 
 
+def _draw_rows(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
+    """All budgets in an order drawn anew."""
+    left = list(schedule.budgets)
+    return tuple(left.pop(schedule.bits(update, i) % len(left)) for i in range(len(left)))
+
+
 SCHEDULES: dict[str, Callable[[BudgetSchedule, int], tuple[int, ...]]] = {
     "discrete": _draw_one,
     "uniform": _draw_one,
     "authors": _draw_as_the_authors,
     "sandwich": _draw_sandwich,
+    "rows": _draw_rows,
     "family": _draw_family,
     "full": _draw_one,
 }
@@ -159,8 +178,9 @@ def budget_schedule(
 
     Args:
         name: "discrete" draws from BUDGETS, "uniform" from 1..K̄, "authors" as their code does, "sandwich" trains
-            several of BUDGETS in each update, "family" all of 1 and BUDGETS: the capacity and those up to a quarter of
-            it on the whole batch, and each row at one of the others, "full" the capacity only, without budget dropout.
+            several of BUDGETS in each update, "rows" one of 1 and BUDGETS for each row of the batch, "family" all of
+            them: the capacity and those up to a quarter of it on the whole batch, and each row at one of the others,
+            "full" the capacity only, without budget dropout.
         full_budget_updates: number of updates at the start that train the capacity only, with any name.
         sandwich_random: budgets between the smallest and the largest in each update of the sandwich rule.
         updates: of the training in all, over which "family" turns to the smaller budgets; 0 for not at all.
@@ -174,7 +194,8 @@ def budget_schedule(
     for what, value in numbers.items():
         if value < (least := int(what == "capacity")):
             raise ValueError(f"{what} must be at least {least}, got {value}")
-    own = {"uniform": range(1, capacity + 1), "family": clip_budgets((1, *BUDGETS), capacity), "full": (capacity,)}
+    with_one = clip_budgets((1, *BUDGETS), capacity)
+    own = {"uniform": range(1, capacity + 1), "rows": with_one, "family": with_one, "full": (capacity,)}
     budgets = tuple(own.get(name, clip_budgets(BUDGETS, capacity)))
     return BudgetSchedule(name, budgets, seed, full_budget_updates, sandwich_random, updates)
 
@@ -372,9 +393,9 @@ class BudgetDropoutCallback(TrainerCallback):
         if not self._scheduled or self.update is None:
             return None
         count = _batch_size(args, kwargs)
-        self._parts = self.schedule.parts(self.update, count, self._batches * count)
+        self._parts = self.schedule.parts(self.update, count, self._batches * count, together=True)
         self._batches += self._processes
-        return args, kwargs | {"spectral_budget": self._parts[0].budget}
+        return args, kwargs | {"spectral_budget": as_argument(self._parts[0].budget)}
 
     def _after_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """The output at the first budget, its loss replaced by the objective of all."""
@@ -393,7 +414,7 @@ class BudgetDropoutCallback(TrainerCallback):
             if not unfuse and part is self._parts[0]:
                 return output
             own, named = _rows((args, kwargs | unfuse), part.rows, _batch_size(args, kwargs))
-            return module.forward(*own, **(named | {"spectral_budget": part.budget}))
+            return module.forward(*own, **(named | {"spectral_budget": as_argument(part.budget)}))
 
         losses = budget_losses(
             forward,

@@ -73,11 +73,11 @@ class RunArguments:
         None, "A checkpoint of output_dir to go back to, instead of the last; later ones are renamed."
     )
 
-    budget_schedule: str = arg(
+    budget_schedule: str | None = arg(
         "discrete",
         "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
-        "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update), 'family' (full, "
-        "and each sample once more at a smaller one of its own) or 'full'.",
+        "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update), 'rows' (one of "
+        "1,2,3,4,6,.. for each sample), 'family' (all of these in each update) or 'full'.",
     )
     full_budget_updates: int | None = arg(0, "With any schedule: updates at the full budget before all others.")
     sandwich_random: int = arg(2, "With the 'sandwich' schedule: random budgets beside the largest and the smallest.")

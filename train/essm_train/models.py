@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -22,7 +21,7 @@ from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
 )
-from modeling_essm.training.budget_dropout import BUDGETS, Part, clip_budgets
+from modeling_essm.training.budget_dropout import BUDGETS, Part, as_argument, clip_budgets
 
 # Heads that weights of another class may lack, and the model_types of the classes that are saved with one.
 _HEADS = {"ESSMForCausalLM": "lm_head.weight", "ESSMForSequenceClassification": "score.weight"}
@@ -193,15 +192,15 @@ def budgets_to_measure(model: nn.Module, given: Iterable[int] | None = None) -> 
     return clip_budgets((*(given or (*BUDGETS, *sorted(trained)[:1])), capacity_of(model)), capacity_of(model))
 
 
-def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | tuple[int, ...] | Tensor) -> Any:
-    """Outputs of a model, wrapped or not, at a budget or B, one a row; one that has a single one runs as it is."""
-    budget = torch.tensor(budget) if isinstance(budget, tuple) else budget
+def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:
+    """Outputs of a model, wrapped or not, at a budget or (B,) one a row; one that has a single one runs as it is."""
     return model(**batch, use_cache=False, **({"spectral_budget": budget} if capacity_of(model) > 1 else {}))
 
 
 def run_part(model: nn.Module, batch: Mapping[str, Tensor], part: Part) -> Any:
     """Outputs of a part of an update, on its rows of the batch."""
-    return run_at_budget(model, {name: value[part.rows] for name, value in batch.items()}, part.budget)
+    rows = {name: value[part.rows] for name, value in batch.items()}
+    return run_at_budget(model, rows, as_argument(part.budget))
 
 
 def read_saved_config(folder: Path, pairs: bool = False) -> dict[str, Any]:

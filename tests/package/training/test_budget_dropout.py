@@ -42,12 +42,13 @@ def test_schedules_train_the_budgets_they_name(name):
     for capacity, expected in clipped.items():
         schedule = budget_schedule(name, capacity, seed=0)
         family = tuple(sorted({1, *expected}))
-        named = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,), "family": family}
+        named = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,), "family": family, "rows": family}
         assert schedule.budgets == named.get(name, expected)
         drawn = [schedule(update) for update in range(500)]
         assert {K for budgets in drawn for K in budgets} == set(schedule.budgets)
-        assert all(budgets[0] == max(budgets) and len(budgets) == len(set(budgets)) for budgets in drawn)
-        assert name in ("sandwich", "family") or all(len(budgets) == 1 for budgets in drawn)
+        assert all(len(budgets) == len(set(budgets)) for budgets in drawn)
+        assert name == "rows" or all(budgets[0] == max(budgets) for budgets in drawn)
+        assert name in ("sandwich", "rows", "family") or all(len(budgets) == 1 for budgets in drawn)
         warm = budget_schedule(name, capacity, seed=0, full_budget_updates=20)
         assert [warm(update) for update in range(60)] == [(capacity,)] * 20 + drawn[20:60]
 
@@ -106,6 +107,20 @@ def test_a_family_shares_its_rows_out():
         assert sum(part.share * part.weight for part in parts) == pytest.approx(1)
 
 
+def test_rows_share_all_budgets():
+    schedule = budget_schedule("rows", 4, seed=1)
+    orders = Counter(schedule(update) for update in range(12000))
+    assert_drawn_as(orders, dict.fromkeys(permutations((1, 2, 3, 4)), 1 / 24))
+    for update, count in ((0, 1), (1, 3), (2, 9)):
+        order, (together,) = schedule(update), schedule.parts(update, count, together=True)
+        assert together == Part(tuple(order[r % 4] for r in range(count)), slice(None), 1.0, 1.0)
+        parts = schedule.parts(update, count, first=2)
+        of_row = {r: part.budget for part in parts for r in range(count)[part.rows]}
+        assert [of_row[r] for r in range(count)] == [order[(2 + r) % 4] for r in range(count)]
+        assert sum(part.share for part in parts) == pytest.approx(1) and {part.weight for part in parts} == {1.0}
+    assert budget_schedule("rows", 1, seed=1).parts(0, 2, together=True) == (Part(1, slice(None), 1.0, 1.0),)
+
+
 # The format: checkpoints made on any machine, by any process, resume with these budgets.
 GOLDEN = {
     "discrete": [(2,), (2,), (3,), (12,), (4,), (4,), (4,), (24,), (12,), (32,), (2,), (32,)],
@@ -113,6 +128,7 @@ GOLDEN = {
     "authors": [(32,), (24,), (2,), (24,), (24,), (6,), (32,), (8,), (32,), (6,), (24,), (8,)],
     "sandwich": [(32, 16, 3, 2), (32, 16, 4, 2), (32, 16, 12, 2), (32, 16, 3, 2), (32, 16, 8, 2), (32, 8, 6, 2)],
     "full": [(32,)] * 4,
+    "rows": [(32, 4, 3, 2, 8, 1, 6, 16, 24, 12), (8, 24, 3, 1, 6, 4, 32, 16, 12, 2)],
     "family": [(32, 1, 8, 4, 12, 2, 24, 3, 6, 16), (32, 1, 4, 2, 6, 8, 12, 16, 3, 24)],
 }
 

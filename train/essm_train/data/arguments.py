@@ -71,6 +71,9 @@ class CLMArguments(DataArguments):
     """Text; the model is in ModelArguments, how to train in RunArguments."""
 
     output_dir: str = arg("runs/train_clm", "Where everything goes; a run found there is continued.")
+    budget_schedule: str | None = arg(
+        None, "As in the other commands; by default 'rows' for the elastic block and 'discrete' for others."
+    )
     max_steps: int = arg(900, "Updates.")
     text_column: str = arg("text", "The column that holds the text.")
     block_size: int = arg(512, "Tokens per training sequence; at most filter_length.")

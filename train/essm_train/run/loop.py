@@ -91,8 +91,8 @@ def make_schedule(args: RunArguments, model: nn.Module) -> BudgetSchedule:
     """The schedule that the arguments name, over the sizes of a MatMamba if it is one. Raises ValueError as
     `budget_schedule`."""
     options = {"full_budget_updates": args.full_budget_updates or 0, "sandwich_random": args.sandwich_random}
-    options["updates"] = args.max_steps
-    schedule = budget_schedule(args.budget_schedule, capacity_of(model), args.seed, **options)
+    name = args.budget_schedule or ("rows" if getattr(model.config, "block", None) == "elastic" else "discrete")
+    schedule = budget_schedule(name, capacity_of(model), args.seed, updates=args.max_steps, **options)
     sizes = model.config.trained_budgets if isinstance(model.config, BaselineConfig) else None
     return dataclasses.replace(schedule, budgets=tuple(sizes)) if sizes else schedule
 
@@ -132,7 +132,7 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
     run.keep_model(finished_before)
     if accelerator.is_main_process:
         record = run.record() | {"script": task.script, "data": task.description, "parameters": parameters}
-        record |= {"schedule": args.budget_schedule, "arguments": dataclasses.asdict(args)}
+        record |= {"schedule": run.schedule.name, "arguments": dataclasses.asdict(args)}
         write_json(output_dir / "training.json", record | {"hardware": hardware(accelerator)})
 
     folder = output_dir / "model"
@@ -341,7 +341,7 @@ class _Run:
 
     def _losses(self, batches: list[dict[str, Tensor]], update: int, figures: list[Tensor]) -> Iterator[Tensor]:
         """The parts of an update's loss, whose graphs do not live together; processes exchange gradients in the last.
-        `figures` gets the metric on every batch, at the first budget."""
+        `figures` gets the metric of the first part of every batch."""
         accelerator, model, task = self.accelerator, self.model, self.task
         for micro_step, batch in enumerate(batches):
             batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
@@ -349,7 +349,8 @@ class _Run:
             def forward(part: Part, batch: dict[str, Tensor] = batch, micro_step: int = micro_step) -> Any:
                 outputs = run_part(model, batch, part)
                 if len(figures) == micro_step:
-                    figures.append(task.figure(outputs, batch).detach())
+                    rows = {name: value[part.rows] for name, value in batch.items()}
+                    figures.append(task.figure(outputs, rows).detach())
                 return outputs
 
             count = len(batch["labels"])
@@ -432,7 +433,7 @@ class _Run:
     def _save_checkpoint(self, budgets: tuple[int, ...], data_state: dict[str, Any]) -> None:
         run_state = dataclasses.asdict(self.progress) | {
             "identity": self.identity,
-            "budget": {"schedule": self.args.budget_schedule, "trained": self.schedule.budgets, "last": budgets},
+            "budget": {"schedule": self.schedule.name, "trained": self.schedule.budgets, "last": budgets},
             "samples_seen": self.progress.update * self.samples_per_update,
             "plan": self.plan,
             **self._truncated(),
