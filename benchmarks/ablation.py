@@ -37,6 +37,7 @@ from .sweeps import Run, Sweep
 
 BUDGETS = (1, 2, 3, 4, 6, 8)  # and the capacity
 METRIC = "bits_per_byte"
+EQUAL_COMPUTE = 3.4  # updates of "rows" that take as long as one of each separate model, of K = 1, 2, 4 and 8 (measured)
 
 
 def _elastic(
@@ -69,6 +70,8 @@ ROWS: dict[str, Row] = {
     "elastic, gate of 1 unit": _elastic(gate_hidden_size=8),
     "elastic, gate of 16 units": _elastic(gate_hidden_size=128),
     "elastic, one size an update": dataclasses.replace(_BASE, schedule="discrete"),
+    "elastic, rows": dataclasses.replace(_BASE, schedule="rows"),
+    "elastic, rows, equal compute": dataclasses.replace(_BASE, schedule="rows", updates=EQUAL_COMPUTE),
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
