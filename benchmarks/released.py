@@ -305,6 +305,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     text = hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, "held-out text")
     models = {name: saved_model(path) for name, path in folders.items()}
     models |= {name: new_model(of["config"]) for name, of in record["models"].items() if name not in models}
+    order = [*KINDS]
+    models = dict(sorted(models.items(), key=lambda item: (order.index(kind_of(item[1].config)), item[0] == WRITER)))
     kept = {(row["name"], row["budget"]): row["bits_per_byte"] for row in record["results"]}
     report["models"] = {
         name: {

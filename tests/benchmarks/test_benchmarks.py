@@ -214,16 +214,16 @@ def test_the_frontier_of_a_model_and_its_peers(quick, tmp_path):
     torch.manual_seed(0)
     models: dict = {"mine": random_model(block="elastic", num_spectral_channels=8, trained_budgets=[2, 4, 8])}
     models["alone"] = random_model(block="elastic", num_spectral_channels=4)
-    for name, state_size in (("transformer", 0), ("mamba2", 8), ("matmamba", 8)):
+    for name, state_size in (("matmamba", 8), ("mamba2", 8), ("transformer", 0)):
         config = BaselineConfig(architecture=name, hidden_size=16, num_hidden_layers=2, state_size=state_size)
         models[name] = BaselineForCausalLM(config)
     for name, model in models.items():
         model.save_pretrained(tmp_path / name / ("model" if name == "mamba2" else ""))
     (tmp_path / "text.txt").write_text(text := "the cat sat on the mat. " * 30)
     texts = ["--train_file", tmp_path / "text.txt", "--text_files", tmp_path / "text.txt", "--block_size", 64]
-    folders = [tmp_path / name for name in models]
+    folders = [tmp_path / name for name in reversed(models)]
     report = quick(released, "--models", *folders, "--writer", tmp_path / "mine", *texts)
-    sizes = {"mine": (8, 4, 2), "alone": (4,), "transformer": (1,), "mamba2": (1,), "matmamba": (8, 4, 2, 1)}
+    sizes = {"mine": (8, 4, 2), "alone": (4,), "matmamba": (8, 4, 2, 1), "mamba2": (1,), "transformer": (1,)}
     rows = {(row["name"], row["budget"]): row for row in report["results"] if row["name"] != released.WRITER}
     assert list(rows) == [(name, K) for name in models for K in sizes[name]]
     assert report["floors"]["gzip -9"] == 8 * len(gzip.compress(text.encode(), 9)) / len(text)
