@@ -35,7 +35,7 @@ def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
     seen, run_at_budget = [], models.run_at_budget
 
     def watched(model, batch, K):
-        if K == models.capacity_of(model):  # which every update runs once, on all rows
+        if models.capacity_of(model) == K:  # which every update runs once, on all rows
             seen.append(batch["input_ids"])
         return run_at_budget(model, batch, K)
 
