@@ -37,7 +37,7 @@ from .sweeps import Run, Sweep
 
 BUDGETS = (1, 2, 3, 4, 6, 8)  # and the capacity
 METRIC = "bits_per_byte"
-EQUAL_COMPUTE = 2.75  # updates of "rows" that take as long as one of each separate model, of K = 1, 2, 4 and 8 (measured)
+EQUAL_COMPUTE = 2.75  # updates of "rows" that take as long as one of every separate model together (measured)
 
 
 def _elastic(
