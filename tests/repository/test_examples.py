@@ -73,7 +73,7 @@ def test_train_with_trainer(tmp_path):
     places = ["--output_dir", str(tmp_path / "run"), "--train_file", str(tmp_path / "a.txt")]
     lines = run_example("train_with_trainer.py", *places, *options.split())
     figures = [line.split() for line in lines if line.startswith("K = ")]
-    assert [figure[2] for figure in figures] == ["2:", "3:", "4:", "6:", "8:"]
+    assert [figure[2] for figure in figures] == ["1:", "2:", "3:", "4:", "6:", "8:"]
     assert all(float(figure[3]) < 2 for figure in figures)  # 8 letters, equally frequent, take 3 bits
     assert (tmp_path / "run" / "checkpoint-40").is_dir()  # save_steps is 100, and the last has one
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=False)
