@@ -96,8 +96,8 @@ def a_run(kind="elastic", batch=4, one_pass=False, length=25):
 
 def test_every_model_learns_and_is_saved(train, tmp_path):
     results = train("--updates", "60", "--alone", "4", "--save", str(tmp_path / "saved"))
-    names = [CONFIG.name, f"{CONFIG.name}-alone-4", f"{CONFIG.name}-llama", f"{CONFIG.name}-mamba2"]
-    budgets = [["1", "2", "3", "4", "6", "8"], ["4"], ["None"], ["None"]]
+    names = [CONFIG.name, *(f"{CONFIG.name}-{kind}" for kind in ("alone-4", "llama", "mamba2", "matmamba"))]
+    budgets = [["1", "2", "3", "4", "6", "8"], ["4"], ["None"], ["None"], ["1", "2", "4", "8"]]
     assert {name: [*result["bits_per_byte"]] for name, result in results.items()} == dict(zip(names, budgets))
     for name, result in results.items():
         assert max(result["bits_per_byte"].values()) < 6, name

@@ -54,9 +54,9 @@ def test_a_run_leaves_a_model_its_card_and_a_sweep(finished):
     names = {path.name for path in (finished / "model").iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "modeling_essm.py"} <= names
     assert "README.md" in names and not list(finished.glob(".tmp-*"))
-    assert AutoConfig.from_pretrained(finished / "model").trained_budgets == [2, 3, 4, 6, 8]
+    assert AutoConfig.from_pretrained(finished / "model").trained_budgets == [1, 2, 3, 4, 6, 8]
     sweep = json.loads((finished / "budget_sweep.json").read_text())
-    assert sweep["budgets"] == [2, 3, 4, 6, 8] and sweep["sweet_spot"] in sweep["budgets"]
+    assert sweep["budgets"] == [1, 2, 3, 4, 6, 8] and sweep["sweet_spot"] in sweep["budgets"]
     assert all(0 < bits < 8.1 for bits in sweep["bits_per_byte"])
     assert (finished / "budget_sweep.png").read_bytes().startswith(b"\x89PNG")
     training = json.loads((finished / "training.json").read_text())
@@ -69,7 +69,7 @@ def test_validation_measures_what_the_sweep_measures(finished):
     sweep = json.loads((finished / "budget_sweep.json").read_text())
     last = read_log(finished)[-1]
     for K, bits in zip(sweep["budgets"], sweep["bits_per_byte"]):
-        if K in (2, 4, 8):
+        if K in (1, 4, 8):
             assert last[f"validation bits/byte K={K}"] == pytest.approx(bits, rel=1e-5)
 
 
@@ -117,7 +117,7 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path):
     sweep = json.loads((tmp_path / "run" / "budget_sweep.json").read_text())
     assert sweep["bits_per_byte"] == pytest.approx([bits] * len(sweep["budgets"]), rel=0.05)
     assert bits < 0.75 * math.log2(len(tokenizer))  # so that bits per token would not pass
-    assert read_log(tmp_path / "run")[0]["validation bits/byte K=2"] == pytest.approx(bits, rel=0.05)
+    assert read_log(tmp_path / "run")[0]["validation bits/byte K=1"] == pytest.approx(bits, rel=0.05)
 
 
 def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):

@@ -48,7 +48,7 @@ def test_training_stops_when_it_diverges(broken, arguments, tmp_path, monkeypatc
 
     monkeypatch.setattr(ESSMForCausalLM, "forward", diverging)
     with pytest.raises(FloatingPointError, match=r"update 5: loss is .*Last good checkpoint: .*checkpoint-00000003"):
-        train(arguments(tmp_path))
+        train(arguments(tmp_path, budget_schedule="discrete"))
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003"]
     assert not (tmp_path / "model").exists()
 

@@ -161,7 +161,7 @@ def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_pat
     validations([3.0, 2.0, 2.0, 2.5])
     train(arguments(tmp_path, eval_steps=2, save_steps=4, load_best_model_at_end=True))
     best = json.loads((tmp_path / "best" / "best.json").read_text())
-    assert best["update"] == 4 and best["validation"] == {"2": 2.0, "4": 2.0, "8": 2.0}
+    assert best["update"] == 4 and best["validation"] == {"1": 2.0, "4": 2.0, "8": 2.0}
     assert [line.get("validation bits/byte K=4") for line in read_log(tmp_path)] == [
         None, 3.0, None, 2.0, None, 2.0, None, 2.5,
     ]  # fmt: skip

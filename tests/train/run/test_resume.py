@@ -99,7 +99,7 @@ def test_checkpoints_hold_everything_and_a_bounded_number_is_kept(finished):
     assert manifest.keys() == files
     state = json.loads((list_checkpoints(finished)[-1] / "run_state.json").read_text())
     assert state["update"] == 8 and state["samples_seen"] == 16
-    assert state["budget"]["schedule"] == "discrete" and state["budget"]["trained"] == [2, 3, 4, 6, 8]
+    assert state["budget"]["schedule"] == "rows" and state["budget"]["trained"] == [1, 2, 3, 4, 6, 8]
     assert state["identity"]["learning_rate"] == 0.005 and state["identity"]["num_processes"] == 1
     data_state = torch.load(list_checkpoints(finished)[-1] / "data.pt", weights_only=False)
     assert data_state == {"position": 16}  # not that of the batch which is read ahead

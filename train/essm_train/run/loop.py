@@ -318,7 +318,7 @@ class _Run:
 
         def check(loss: Tensor, norm: Tensor) -> None:
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded under FSDP2
-            local = torch.stack([loss, torch.stack(figures).mean()])
+            local = torch.stack([loss, torch.stack(figures).sum() / len(batches)])
             means.extend(torch.cat([accelerator.reduce(local, "mean"), norm.to(local).view(1)]).tolist())  # waits once
             overflowed = accelerator.scaler is None and not math.isfinite(means[2])  # fp16's scaler skips such updates
             if not math.isfinite(means[0]) or overflowed:
@@ -341,16 +341,19 @@ class _Run:
 
     def _losses(self, batches: list[dict[str, Tensor]], update: int, figures: list[Tensor]) -> Iterator[Tensor]:
         """The parts of an update's loss, whose graphs do not live together; processes exchange gradients in the last.
-        `figures` gets the metric of the first part of every batch."""
+        `figures` gets what adds up to the metric of every batch, each row at the first of its budgets."""
         accelerator, model, task = self.accelerator, self.model, self.task
         for micro_step, batch in enumerate(batches):
             batch = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.items()}
 
-            def forward(part: Part, batch: dict[str, Tensor] = batch, micro_step: int = micro_step) -> Any:
+            shares: list[float] = []
+
+            def forward(part: Part, batch: dict[str, Tensor] = batch, shares: list[float] = shares) -> Any:
                 outputs = run_part(model, batch, part)
-                if len(figures) == micro_step:
+                if sum(shares) < 0.999:  # until every row has been read
                     rows = {name: value[part.rows] for name, value in batch.items()}
-                    figures.append(task.figure(outputs, rows).detach())
+                    figures.append(task.figure(outputs, rows).detach() * part.share)
+                    shares.append(part.share)
                 return outputs
 
             count = len(batch["labels"])
