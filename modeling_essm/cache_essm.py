@@ -37,8 +37,8 @@ def state_sizes(config: Any, budget: int) -> dict[str, tuple[int, int]]:
     if config.block == "paper":
         return {"features": (N, config.hidden_size)}
     d, m, e, p = config.head_size, config.memory_key_size, config.memory_value_size, config.conv_kernel_size - 1
-    sizes = {"features": (N, K * (d - e)), "convolution": (p, K * d)}
-    return sizes | {"keys": (p, 2 * K * m), "memory": (K * m, K * e)} if m else sizes
+    sizes = {"features": (N, K * (d - e)), "convolution": (p, K * (d + 2 * m))}
+    return sizes | {"memory": (K * m, K * e)} if m else sizes
 
 
 class ESSMCacheLayer(CacheLayerMixin):

@@ -30,7 +30,7 @@ from .mixer_essm import (
 class ESSMElasticMixer(nn.Module):
     """Eq. (7-8) with a head for every channel; (B, L, D) of unit scale to (B, L, D).
 
-    z_j, v_j = in_j u;  v_j = silu(conv_j(v_j));  y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j);
+    z_j, v_j = in_j u;  v_j = silu(conv_j v_j);  y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j);
     out = sum_{j<=K} out_j (norm_j(y_j) silu(z_j)).
     """
 
@@ -41,8 +41,9 @@ class ESSMElasticMixer(nn.Module):
         self.operator, self.algorithm = operator_of(config), config.spectral_algorithm
         self.head_size, self.filtered, self.scaling_exponent = d, d - e, config.scaling_exponent
         self.taps, self.gate_bias, self.eps = config.conv_kernel_size, config.gate_bias, config.layer_norm_eps
-        self.in_proj = at_unit_scale(nn.Linear(D, 2 * capacity * d, bias=False))  # of each channel d of z, then d of v
-        self.convolution = nn.Parameter(torch.empty(self.taps, capacity * d))  # the last row is that of v(t)
+        self.convolved = d + 2 * config.memory_key_size  # of each channel: d of v, then the memory's queries and keys
+        self.in_proj = at_unit_scale(nn.Linear(D, capacity * (d + self.convolved), bias=False))  # after d of z
+        self.convolution = nn.Parameter(torch.empty(self.taps, capacity * self.convolved))  # the last row is of v(t)
         self.gate_in = at_unit_scale(nn.Linear(D, capacity * self.gate_units))
         self.gate_weight = nn.Parameter(torch.empty(capacity, capacity, capacity * self.gate_units))  # filter, head
         self.gate_offset = nn.Parameter(torch.empty(capacity, capacity))
@@ -94,12 +95,14 @@ class ESSMElasticMixer(nn.Module):
         elif cache is not None:
             room = max(K, cache.state_budget or 0)
             num_states = self.operator.num_states(room)
-        z, v = prefix_linear(self.in_proj, u, 2 * room * d).unflatten(-1, (room, 2, d)).unbind(-2)
+        n = self.convolved
+        z, v = prefix_linear(self.in_proj, u, room * (d + n)).unflatten(-1, (room, d + n)).split((d, n), -1)
         v, tail = causal_convolution(v.flatten(-2), self.convolution, past.get("convolution"), call.lengths)
+        v, keys = v.unflatten(-1, (room, n)).split((d, n - d), -1)
         gates = self.gates(u, K, call.rows)
         if room > K:  # whose heads only keep their state
             gates = F.pad(gates, (0, room - K))
-        v = F.silu(v).unflatten(-1, (room, d))
+        v = F.silu(v)
         f = v[..., :w].flatten(-2)
         y, features = self.operator(
             f, gates, self.channel_mixing[:, : room * w], state, call.lengths, self.algorithm, num_states
@@ -111,8 +114,8 @@ class ESSMElasticMixer(nn.Module):
             written = call.rows if cache is None else cache.filled
             written = None if written is None else torch.as_tensor(written, device=u.device)
             read = K if call.rows is None else call.rows
-            o, kept = self.memory(u, v[..., w:], read, written, real, past, call.lengths)
-            y = torch.cat([y, o.unflatten(-1, (room, d - w))[:, :, :K]], -1)
+            o, kept["memory"] = self.memory(u, keys, v[..., w:], read, written, real, past.get("memory"), call.lengths)
+            y = torch.cat([y, o[:, :, : K * (d - w)].unflatten(-1, (K, d - w))], -1)
         y = F.rms_norm(y, (d,), eps=self.eps) * self.norm[: K * d].view(K, d)
         y = y * F.silu(z[..., :K, :])
         if call.rows is not None:

@@ -235,10 +235,9 @@ def channel_blocks(config: Any) -> dict[str, tuple[int, ...]]:
         return {f"mixer.{name}": (1,) for name in names}
     d, m, w = config.head_size, config.memory_key_size, config.head_size - config.memory_value_size
     f, g = (size // config.num_spectral_channels for size in (config.intermediate_size, config.gate_hidden_size))
-    blocks = {"in_proj.weight": (2 * d,), "convolution": (0, d), "out_proj.weight": (0, d), "norm": (d,)}
+    blocks = {"in_proj.weight": (2 * (d + m),), "convolution": (0, d + 2 * m), "out_proj.weight": (0, d), "norm": (d,)}
     blocks |= {"gate_in.weight": (g,), "gate_in.bias": (g,), "gate_weight": (1, 1, g), "gate_offset": (1, 1)}
-    blocks |= {"channel_mixing": (1, w), "skip": (w,), "memory.in_proj.weight": (2 * m,), "memory.offset": (2 * m,)}
-    blocks |= {"memory.convolution": (0, 2 * m)}
+    blocks |= {"channel_mixing": (1, w), "skip": (w,), "memory.offset": (2 * m,)}
     feed_forward = {"ffn.up.weight": (2 * f,), "ffn.down.weight": (0, f)}
     return {f"mixer.{name}": block for name, block in blocks.items()} | feed_forward
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from .mixer_essm import ESSMPrefixLinear, at_unit_scale, causal_convolution, prefix_linear
+from .mixer_essm import ESSMPrefixLinear
 
 _SLOW = 4.0  # a new memory keeps 0.98 a step
 _EXPORTED_CHUNK = 64  # a power of two
@@ -29,21 +28,16 @@ _plain_rule = inspect.unwrap(torch_chunk_gated_delta_rule)
 
 
 class ESSMMemory(nn.Module):
-    """Keys, queries and rates of a memory; values come from the mixer."""
+    """The rule and its rates; queries, keys and values come from the mixer."""
 
     def __init__(self, config: Any, capacity: int):
         super().__init__()
-        # Rows and columns of each channel: m of its queries, then m of its keys.
-        self.keys, self.taps = config.memory_key_size, config.conv_kernel_size
-        self.longest = config.filter_length
-        self.in_proj = at_unit_scale(nn.Linear(config.hidden_size, 2 * capacity * self.keys, bias=False))
-        self.convolution = nn.Parameter(torch.empty(self.taps, 2 * capacity * self.keys))
-        self.offset = nn.Parameter(torch.zeros(2 * capacity * self.keys))
+        self.keys, self.longest = config.memory_key_size, config.filter_length
+        self.offset = nn.Parameter(torch.zeros(2 * capacity * self.keys))  # of each channel m queries, then m keys
         self.rates = ESSMPrefixLinear(config.hidden_size, 2)  # log-decay and write strength, before their maps
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        init.uniform_(self.convolution, -(self.taps**-0.5), self.taps**-0.5)
         init.zeros_(self.offset)
         init.normal_(self.rates.weight, std=self.rates.weight.shape[1] ** -0.5)
         init.zeros_(self.rates.bias)
@@ -51,35 +45,33 @@ class ESSMMemory(nn.Module):
     def forward(
         self,
         u: Tensor,
+        keys: Tensor,
         v: Tensor,
         read: int | Tensor,
         written: Tensor | None,
         real: Tensor | None,
-        past: Mapping[str, Tensor],
+        state: Tensor | None,
         lengths: Tensor | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What is read of the memory (B, L, R e), and its tensors after the last step.
+    ) -> tuple[Tensor, Tensor]:
+        """What is read of the memory (B, L, R e), and the memory (B, R m, R e) after the last step.
 
         Args:
-            u: (B, L, D). v: (B, L, R, e), values of all heads of the room. read: the budget, or (B,) that of each row.
-            written: (B,) channels that each row writes, or None for all. real: (B, L) bool, positions that write.
+            u: (B, L, D). keys: (B, L, R, 2 m), queries and keys of all heads of the room, convolved. v: (B, L, R, e).
+            read: the budget, or (B,) that of each row. written: (B,) channels that each row writes, or None for all.
+            real: (B, L) bool, positions that write. state: the memory before, or None.
         """
         B, L, R, e = v.shape
-        qk = prefix_linear(self.in_proj, u, 2 * R * self.keys)
-        qk, tail = causal_convolution(qk, self.convolution, past.get("keys"), lengths)
-        qk = qk + self.offset[: qk.shape[2]]
-        q, k = F.silu(qk).float().unflatten(-1, (R, 2, self.keys)).unbind(-2)
+        q, k = F.silu(keys + self.offset[: 2 * R * self.keys].view(R, -1)).float().split(self.keys, -1)
         if not isinstance(read, int) or read < R:
             q = q * _first(read, q)
         if written is not None:
             k, v = k * _first(written, k), v * _first(written, v)
-        q, k = F.normalize(q.flatten(2), dim=-1), F.normalize(k.flatten(2), dim=-1)
+        q, k = F.normalize(torch.stack([q, k], 2).flatten(3), dim=-1).unbind(2)
         decay, beta = self.rates(u, 2).float().split(1, -1)
         decay, beta = -F.softplus(decay - _SLOW), beta.sigmoid()
         if real is not None:
             gone = ~real[..., None]
             decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
-        state = past.get("memory")
         S = k.new_zeros(B, k.shape[2], R * e) if state is None else state.to(k)
         exported = torch.compiler.is_exporting() and not (isinstance(L, int) and L == 1)
         rule = functools.partial(_exported_rule, longest=self.longest) if exported else delta_rule
@@ -90,7 +82,7 @@ class ESSMMemory(nn.Module):
                 gone = (torch.arange(u.shape[1], device=u.device) >= lengths[:, None])[..., None]
                 decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
                 last = rule(q, k, v.flatten(2), decay, beta, S)[1]
-        return o.to(v.dtype), {"keys": tail, "memory": last}
+        return o.to(v.dtype), last
 
 
 def _first(channels: int | Tensor, x: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def elastic_mixer(
 
     With j, k <= K; a head j has d units, of which the first d - e pass through the filters and e through the memory:
 
-        z_j, v_j = in_j u;   v_j = silu(conv_j(v_j))
+        z_j, v_j, q_j, k_j = in_j u;   v_j = silu(conv_j v_j);   q_j, k_j for `delta_memory` where there is a memory
         s_kj(t) = gate_weight_kj act(gate_in u(t)) + gate_offset_kj,   alpha of each head j by (8)
         y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j)                                          (7)
         out = sum_{j<=K} out_j (norm_j([y_j, o_j]) silu(z_j)),   o of `delta_memory`
@@ -80,10 +80,11 @@ def elastic_mixer(
     K, L, H = _checked(budget, len(weights["gate_offset"])), u.shape[1], config.filter_length
     x, W = u.double(), {name: weight.double() for name, weight in weights.items()}
     d, e, g = config.head_size, config.memory_value_size, config.gate_hidden_size // config.num_spectral_channels
-    w = d - e
-    z, v = (x @ W["in_proj.weight"][: 2 * K * d].T).unflatten(2, (K, 2, d)).unbind(3)
-    v, tail = _convolution(v.flatten(2), W["convolution"][:, : K * d])
-    v = F.silu(v).unflatten(2, (K, d))
+    w, n = d - e, d + 2 * config.memory_key_size
+    z, v = (x @ W["in_proj.weight"][: K * (d + n)].T).unflatten(2, (K, d + n)).split((d, n), 3)
+    v, tail = _convolution(v.flatten(2), W["convolution"][:, : K * n])
+    v, qk = v.unflatten(2, (K, n)).split((d, n - d), 3)
+    v = F.silu(v)
     h = ACT2FN[config.hidden_act](x @ W["gate_in.weight"][: K * g].T + W["gate_in.bias"][: K * g])
     alpha = _alpha(torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K])
     gates = alpha * _sigma(H, K, u)[:, None] ** config.scaling_exponent
@@ -91,24 +92,25 @@ def elastic_mixer(
     y = W["skip"][: K * w] * v[..., :w].flatten(2) + mix_channels(features, gates, W["channel_mixing"][:, : K * w])
     y, states = y.unflatten(2, (K, w)), {"features": features[:, -1], "convolution": tail}
     if e:
-        o, memory = delta_memory(x, v[..., w:], W, config.memory_key_size)
-        y, states = torch.cat([y, o], 3), states | memory
+        o, states["memory"] = delta_memory(x, qk, v[..., w:], W)
+        y = torch.cat([y, o], 3)
     y = y / (y.square().mean(3, keepdim=True) + config.layer_norm_eps).sqrt() * W["norm"][: K * d].view(K, d)
     return ((y * F.silu(z)).flatten(2) @ W["out_proj.weight"][:, : K * d].T).to(u.dtype), states
 
 
-def delta_memory(x: Tensor, v: Tensor, W: Mapping[str, Tensor], m: int) -> tuple[Tensor, dict[str, Tensor]]:
+def delta_memory(x: Tensor, qk: Tensor, v: Tensor, W: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """S(t) = a(t) (I - beta(t) k(t) k(t)^T) S(t-1) + beta(t) k(t) v(t)^T and o(t) = S(t)^T q(t), step by step.
 
     Args:
-        x: (B, L, D). v: (B, L, K, e), values of the live heads. W: weights of the mixer. m: keys a channel.
+        x: (B, L, D). qk: (B, L, K, 2 m), queries and keys of the live heads, convolved. v: (B, L, K, e), their values.
+        W: weights of the mixer.
     Returns:
-        o (B, L, K, e), and the states "keys" and "memory" (B, K m, K e) after the last step; all fp64.
+        o (B, L, K, e), and S (B, K m, K e) after the last step; fp64.
     """
     B, L, K, e = v.shape
-    qk, tail = _convolution(x @ W["memory.in_proj.weight"][: 2 * K * m].T, W["memory.convolution"][:, : 2 * K * m])
-    qk = F.silu(qk + W["memory.offset"][: 2 * K * m]).unflatten(2, (K, 2, m))
-    q, k = (F.normalize(part.flatten(2), dim=2) for part in qk.unbind(3))
+    m = qk.shape[3] // 2
+    qk = F.silu(qk + W["memory.offset"][: 2 * K * m].view(K, 2 * m))
+    q, k = (F.normalize(part.flatten(2), dim=2) for part in qk.split(m, 3))
     decay, strength = (x @ W["memory.rates.weight"].T + W["memory.rates.bias"]).unbind(2)
     a, beta, v = (4.0 - decay).sigmoid(), strength.sigmoid(), v.flatten(2)
     S, o = x.new_zeros(B, K * m, K * e), []
@@ -116,7 +118,7 @@ def delta_memory(x: Tensor, v: Tensor, W: Mapping[str, Tensor], m: int) -> tuple
         key, kept = k[:, t, :, None], a[:, t, None, None] * S
         S = kept + beta[:, t, None, None] * key @ (v[:, t, None] - key.mT @ kept)
         o.append(q[:, t, None] @ S)
-    return torch.cat(o, 1).unflatten(2, (K, e)), {"keys": tail, "memory": S}
+    return torch.cat(o, 1).unflatten(2, (K, e)), S
 
 
 def _checked(budget: int, capacity: int) -> int:

@@ -193,8 +193,7 @@ def test_signature():
     assert [(spec.name, spec.shape) for spec in signature(exported("memory")[2]["step"])[0]] == [
         ("input_ids", ("batch", 1)),
         ("past.0.features", ("batch", 22, 24)),
-        ("past.0.convolution", ("batch", 3, 48)),
-        ("past.0.keys", ("batch", 3, 24)),
+        ("past.0.convolution", ("batch", 3, 72)),
         ("past.0.memory", ("batch", 12, 24)),
     ]
 
