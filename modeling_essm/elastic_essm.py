@@ -107,8 +107,7 @@ class ESSMElasticMixer(nn.Module):
         y, features = self.operator(
             f, gates, self.channel_mixing[:, : room * w], state, call.lengths, self.algorithm, num_states
         )
-        y = y[..., : K * w] + self.skip[: K * w] * f[..., : K * w]
-        y = y.unflatten(-1, (K, w))
+        y = (y[..., : K * w] + self.skip[: K * w] * f[..., : K * w]).unflatten(-1, (K, w))
         kept: dict[str, Tensor] = {}
         if self.memory is not None:
             written = call.rows if cache is None else cache.filled

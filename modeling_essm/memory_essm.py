@@ -68,7 +68,7 @@ class ESSMMemory(nn.Module):
             k, v = k * _first(written, k), v * _first(written, v)
         q, k = F.normalize(torch.stack([q, k], 2).flatten(3), dim=-1).unbind(2)
         decay, beta = self.rates(u, 2).float().split(1, -1)
-        decay, beta = -F.softplus(decay - _SLOW), beta.sigmoid()
+        decay, beta = F.logsigmoid(_SLOW - decay), beta.sigmoid()
         if real is not None:
             gone = ~real[..., None]
             decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)

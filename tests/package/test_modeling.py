@@ -35,8 +35,8 @@ LAYERS = {
     "elastic": "input_norm.weight 16, mixer.in_proj.weight 640 16, mixer.convolution 4 384, "
     "mixer.gate_in.weight 32 16, mixer.gate_in.bias 32, "
     "mixer.gate_weight 32 32 32, mixer.gate_offset 32 32, mixer.channel_mixing 32 128, "
-    "mixer.skip 128, mixer.norm 256, mixer.out_proj.weight 16 256, mixer.memory.offset 128, mixer.memory.rates.weight 2 16, "
-    "mixer.memory.rates.bias 2, ffn_norm.weight 16, ffn.up.weight 192 16, ffn.down.weight 16 96",
+    "mixer.skip 128, mixer.norm 256, mixer.out_proj.weight 16 256, mixer.memory.offset 128, "
+    "mixer.memory.rates.weight 2 16, mixer.memory.rates.bias 2, ffn_norm.weight 16, ffn.up.weight 192 16, ffn.down.weight 16 96",
 }
 FORMATS = {
     "elastic": (

@@ -46,7 +46,7 @@ def test_linear_layers_are_small_and_a_budget_is_a_prefix(block, bits, tmp_path)
     assert small == {f"{name}.weight" for name in linear} and {name.split(".")[-1] for name in linear} <= LINEAR
     full = in_full(model)
     for budget in (1, 5, 32):
-        assert_close(outputs(model, budget), outputs(full, budget))
+        assert_close(outputs(model, budget), outputs(full, budget), atol=1e-4)  # scaled before or after the product
         assert (outputs(model, budget) - outputs(large, budget)).abs().max() > 1e-3
     read, cut = load(tmp_path / "full", spectral_capacity=8, **options), copy.deepcopy(model).truncate(8)
     assert read.config.capacities == cut.config.capacities == (8, 8)
