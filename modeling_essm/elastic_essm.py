@@ -96,9 +96,9 @@ class ESSMElasticMixer(nn.Module):
             room = max(K, cache.state_budget or 0)
             num_states = self.operator.num_states(room)
         n = self.convolved
-        z, v = prefix_linear(self.in_proj, u, room * (d + n)).unflatten(-1, (room, d + n)).split((d, n), -1)
+        z, v = prefix_linear(self.in_proj, u, room * (d + n)).unflatten(-1, (room, d + n)).split_with_sizes((d, n), -1)
         v, tail = causal_convolution(v.flatten(-2), self.convolution, past.get("convolution"), call.lengths)
-        v, keys = v.unflatten(-1, (room, n)).split((d, n - d), -1)
+        v, keys = v.unflatten(-1, (room, n)).split_with_sizes((d, n - d), -1)
         gates = self.gates(u, K, call.rows)
         if room > K:  # whose heads only keep their state
             gates = F.pad(gates, (0, room - K))

@@ -61,13 +61,13 @@ class ESSMMemory(nn.Module):
             real: (B, L) bool, positions that write. state: the memory before, or None.
         """
         B, L, R, e = v.shape
-        q, k = F.silu(keys + self.offset[: 2 * R * self.keys].view(R, -1)).float().split(self.keys, -1)
+        q, k = F.silu(keys + self.offset[: 2 * R * self.keys].view(R, -1)).float().chunk(2, -1)
         if not isinstance(read, int) or read < R:
             q = q * _first(read, q)
         if written is not None:
             k, v = k * _first(written, k), v * _first(written, v)
         q, k = F.normalize(torch.stack([q, k], 2).flatten(3), dim=-1).unbind(2)
-        decay, beta = self.rates(u, 2).float().split(1, -1)
+        decay, beta = self.rates(u, 2).float().chunk(2, -1)
         decay, beta = F.logsigmoid(_SLOW - decay), beta.sigmoid()
         if real is not None:
             gone = ~real[..., None]

@@ -55,7 +55,11 @@ def prefix_linear(module: Any, x: Tensor, outputs: int | None = None) -> Tensor:
     hooks) is called with zeros appended to x, which is right everywhere.
     """
     if type(module) is nn.Linear and not _is_watched(module) and not hasattr(module.weight, "__tensor_flatten__"):
-        weight, bias = module.weight[:outputs, : x.shape[-1]], module.bias
+        weight, bias = module.weight, module.bias
+        if x.shape[-1] < weight.shape[1]:
+            weight = weight[:, : x.shape[-1]]
+        if outputs is not None:
+            weight = weight[:outputs]
         if bias is None and _are_few_rows(x, weight):
             return (weight @ x.flatten(0, -2).T).T.contiguous().unflatten(0, x.shape[:-1])
         return F.linear(x, weight, None if bias is None else bias[:outputs])

@@ -36,7 +36,8 @@ LAYERS = {
     "mixer.gate_in.weight 32 16, mixer.gate_in.bias 32, "
     "mixer.gate_weight 32 32 32, mixer.gate_offset 32 32, mixer.channel_mixing 32 128, "
     "mixer.skip 128, mixer.norm 256, mixer.out_proj.weight 16 256, mixer.memory.offset 128, "
-    "mixer.memory.rates.weight 2 16, mixer.memory.rates.bias 2, ffn_norm.weight 16, ffn.up.weight 192 16, ffn.down.weight 16 96",
+    "mixer.memory.rates.weight 2 16, mixer.memory.rates.bias 2, "
+    "ffn_norm.weight 16, ffn.up.weight 192 16, ffn.down.weight 16 96",
 }
 FORMATS = {
     "elastic": (
