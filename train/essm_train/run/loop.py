@@ -358,7 +358,8 @@ class _Run:
 
             count = len(batch["labels"])
             first = (micro_step * accelerator.num_processes + accelerator.process_index) * count
-            together = accelerator.device.type != "cpu" and not self.args.torch_compile
+            one_budget = isinstance(task.model.config, BaselineConfig) or self.args.torch_compile  # in a pass
+            together = accelerator.device.type != "cpu" and not one_budget
             parts = self.schedule.parts(update, count, first, together)
             weight = self.args.distillation_weight or 0.0
             losses = budget_losses(forward, parts, labels=batch["labels"], distillation_weight=weight)
