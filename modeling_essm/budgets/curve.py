@@ -131,8 +131,8 @@ class BudgetCurve:
         return "".join(f"  {MARK_SYMBOLS[mark]} {mark}" for mark, at in self.marks.items() if at == K)
 
     def presets(self) -> dict[str, int]:
-        """Names for config.budget_presets."""
-        return {"sweet-spot": self.sweet_spot, "collapse-boundary": self.collapse_boundary, "full": self.budgets[-1]}
+        """Names of sizes for config.budget_presets, ascending: the collapse boundary, the sweet spot, the full budget."""
+        return {"small": self.collapse_boundary, "medium": self.sweet_spot, "full": self.budgets[-1]}
 
     def table(self) -> str:
         """Value, change and speed at every budget, for people."""

@@ -68,7 +68,7 @@ def test_python_blocks_run(page, folder):
     if not code:
         pytest.skip("no Python on this page")
     ast.parse(code)
-    if "budget_profile" in code or "sweet-spot" in code:
+    if "budget_profile" in code or '"small"' in code:
         calibrate(folder)
     (folder / "blocks.py").write_text(code)
     run = run_script(folder / "blocks.py")

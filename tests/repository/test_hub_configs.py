@@ -175,7 +175,7 @@ def test_the_released_models_card_says_what_was_measured():
     config, profile = AutoConfig.from_pretrained(folder), json.loads((folder / "budget_profile.json").read_text())
     assert profile["quality"]["budgets"] == sweep["budgets"] and sweep["budgets"][-1] == config.num_spectral_channels
     assert config.budget_presets == read_profile(folder).presets()
-    assert config.budget_presets["sweet-spot"] == sweep["sweet_spot"]
+    assert config.budget_presets["medium"] == sweep["sweet_spot"]
     assert all(f"`{preset}` ({budget})" in card for preset, budget in config.budget_presets.items())
     assert f'folder = "hub_configs/{RELEASED}"' in card
 

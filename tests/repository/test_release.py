@@ -59,7 +59,7 @@ def test_its_card_says_what_was_measured_of_it(released):
     assert sizes == {str(K): f"{value:.4f}" for K, value in zip(sweep["budgets"], sweep["bits_per_byte"]) if K != 3}
     presets = json.loads((released / "config.json").read_text())["budget_presets"]
     marked = int(re.search(r"^\| (\d) \|.*sweet spot", card, re.M)[1])
-    assert presets["sweet-spot"] == sweep["sweet_spot"] == marked and f"`sweet-spot` ({marked})" in card
+    assert presets["medium"] == sweep["sweet_spot"] == marked and f"`medium` ({marked})" in card
     assert json.loads((released / "budget_profile.json").read_text())["quality"]["budgets"] == sweep["budgets"]
     assert "fp32" in sweep["hardware"] and f"without a cache on {sweep['hardware']}" in card
     assert f'folder = "{released.parent.name}/released"' in card and 'tokenizer("It was"' in card

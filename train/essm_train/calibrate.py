@@ -7,10 +7,10 @@
     essm-calibrate --model runs/z/model --task retrieval --data_dir data      # of pairs of documents
     essm-calibrate --model runs/x/model --timing_only                         # the same on another device
 
-Left in the model's folder: budget_profile.json, with which `choose_budget` answers; the presets "sweet-spot",
-"collapse-boundary" and "full" in config.json, for `spectral_budget="sweet-spot"`; and budget_profile.png. Where
-quality, this device's figures or those presets are there already, --overwrite replaces them; other devices and names
-stay.
+Left in the model's folder: budget_profile.json, with which `choose_budget` answers; the sizes "small" (the
+collapse boundary), "medium" (the sweet spot) and "full" as presets in config.json, for `spectral_budget="small"`; and
+budget_profile.png. Where quality, this device's figures or those presets are there already, --overwrite replaces them;
+other devices and names stay.
 
 Quality is bits per byte by the context rule of budget_sweep.py, or accuracy. The drop against the full budget is given
 with its standard error over blocks or samples. Prefill is a forward pass over the whole prompt (a sample, for a

@@ -31,7 +31,7 @@ def curve(values, higher=False, budgets=BUDGETS) -> BudgetCurve:
 def test_what_is_marked(values, higher, sweet_spot, collapse_boundary):
     found = curve(values, higher)
     assert (found.sweet_spot, found.collapse_boundary) == (sweet_spot, collapse_boundary)
-    assert found.presets() == {"sweet-spot": sweet_spot, "collapse-boundary": collapse_boundary, "full": 32}
+    assert found.presets() == {"small": collapse_boundary, "medium": sweet_spot, "full": 32}
     collapses = collapse_boundary > 2  # or no smaller budget shows that the model falls apart below
     assert found.marks == {"sweet spot": sweet_spot} | ({"collapse boundary": collapse_boundary} if collapses else {})
     lines = found.table().splitlines()[1:]
@@ -58,7 +58,7 @@ FAST, NOISY = (4.0, 3.9), (4.0, 1.0)
 def test_what_is_worse_and_not_faster_is_not_recommended(times, sweet_spot):
     values, budgets = (1.86, 1.790, 1.765), (2, 3, 8)
     found = replace(curve(values, budgets=budgets), timings=(dict(zip(budgets, times)),))
-    assert found.sweet_spot == found.marks["sweet spot"] == found.presets()["sweet-spot"] == sweet_spot
+    assert found.sweet_spot == found.marks["sweet spot"] == found.presets()["medium"] == sweet_spot
     assert ("saves no time" in found.table()) == (FAST not in times or times[2][1] < 5)
     saved = replace(found, timings=(*found.timings, dict(zip(budgets, (FAST, FAST, SLOW)))))
     assert saved.sweet_spot == 3 and "saves no time" not in saved.table()  # in another kind of call

@@ -56,10 +56,10 @@ def test_a_budget_that_saves_no_time_gives_way_to_a_better_one():
     level = profile(**{HERE: device(HERE, (5.0, 5.1, 5.0, 5.2, 5.0), prefill=(20.0, 20.0, 20.0, 21.0, 20.0))})
     for limits in ({}, {"max_latency_ms": 9.0}):
         assert level.choose(max_quality_drop=0.05, **limits) == 32
-    assert level.presets()["sweet-spot"] == level.quality.marks["sweet spot"] == 32
+    assert level.presets()["medium"] == level.quality.marks["sweet spot"] == 32
     assert level.table(HERE).count("A smaller budget saves no time here") == 2
     faster = level.merge(device(THERE, (1.0, 1.5, 2.0, 3.0, 5.0)))
-    assert faster.presets()["sweet-spot"] == faster.choose(max_quality_drop=0.02) == 8  # it saves time there
+    assert faster.presets()["medium"] == faster.choose(max_quality_drop=0.02) == 8  # it saves time there
     assert faster.choose(max_quality_drop=0.05, max_latency_ms=9.0, device=HERE) == 32
     assert "saves no time" not in faster.table(THERE)
 
@@ -251,7 +251,7 @@ def test_the_released_model_knows_its_profile():
     """So names, shapes and values that the checksum is taken of have stayed what they were."""
     folder = ROOT / "hub_configs" / "essm-novels-6m"
     whole = AutoModelForCausalLM.from_pretrained(folder)
-    assert choose_budget(whole, max_quality_drop=0.02) == whole.config.budget_presets["sweet-spot"]
+    assert choose_budget(whole, max_quality_drop=0.02) == whole.config.budget_presets["medium"]
     part = AutoModelForCausalLM.from_pretrained(folder, spectral_capacity=4, dtype=torch.float32)
     measured = budget_profile(whole).quality.budgets
     assert budget_profile(part).quality.budgets == tuple(K for K in measured if K <= 4) != measured
@@ -329,7 +329,7 @@ def test_the_profile_of_a_repository(tmp_path, monkeypatch):
 def test_a_saved_model_takes_its_profile_along(tmp_path):
     """Over that of another model too; but one that was trained on leaves it behind."""
     load = ESSMForCausalLM.from_pretrained
-    model, other = random_model(budget_presets={"sweet-spot": 8, "full": 32}), random_model(seed=1)
+    model, other = random_model(budget_presets={"medium": 8, "full": 32}), random_model(seed=1)
     for name, each in (("large", model), ("copy", other)):
         each.save_pretrained(tmp_path / name)
         of(each).save(tmp_path / name)
@@ -342,7 +342,7 @@ def test_a_saved_model_takes_its_profile_along(tmp_path):
         again = load(tmp_path / str(i))
         assert budget_profile(again).quality.budgets == (2, 4, 8)
         assert choose_budget(again, max_quality_drop=0.0) == 8  # the full budget, now
-        assert again(torch.tensor([[1, 2]]), spectral_budget="sweet-spot").spectral_budget == (8, 8)
+        assert again(torch.tensor([[1, 2]]), spectral_budget="medium").spectral_budget == (8, 8)
     trained = load(tmp_path / "large")
     trained.lm_head.weight.data.mul_(1.01)
     trained.save_pretrained(tmp_path / "new")

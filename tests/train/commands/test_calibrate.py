@@ -50,7 +50,7 @@ QUICK = ["--rounds", "1", "--decode_tokens", "3", "--device", "cpu", "--threads"
 def saved(tmp_path_factory):
     """A language model with a preset of its user's, and some text."""
     root = tmp_path_factory.mktemp("calibration")
-    fields = {"budget_presets": {"phone": 3, "sweet-spot": 1}, "dropout": 0.1} | VARIANTS["elastic"]
+    fields = {"budget_presets": {"phone": 3, "medium": 1}, "dropout": 0.1} | VARIANTS["elastic"]
     random_model(seed=5, **fields).save_pretrained(root / "model")
     (root / "text.txt").write_text("the spectral state of the spectral budget " * 40)
     return root
@@ -64,7 +64,7 @@ def calibrated(saved):
     arguments = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "2", "8"]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr(calibration, "device_name", lambda device: HERE)
-        with pytest.raises(ValueError, match="holds the preset 'sweet-spot', which this run did not write"):
+        with pytest.raises(ValueError, match="holds the preset 'medium', which this run did not write"):
             run([*arguments, *QUICK])
         run([*arguments, "--block_size", "64", "--max_blocks", "5", "--overwrite", *QUICK])
     (saved / "output.txt").write_text(output.getvalue())
@@ -113,9 +113,9 @@ def test_what_is_printed_and_left(saved, calibrated):
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (saved / "model", calibrated))
     assert after == before | {"budget_presets": {"phone": 3, **presets}}
     model, ids = ESSMForCausalLM.from_pretrained(calibrated), random_ids(1, 12)
-    for name in ("sweet-spot", "collapse-boundary", "full"):
+    for name in ("small", "medium", "full"):
         assert torch.equal(model(ids, spectral_budget=name).logits, model(ids, spectral_budget=presets[name]).logits)
-    assert choose_budget(model, max_quality_drop=0.02) == presets["sweet-spot"]
+    assert choose_budget(model, max_quality_drop=0.02) == presets["medium"]
 
 
 def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch):

@@ -80,11 +80,11 @@ def test_card_of_a_calibrated_model(run):
     def loading() -> str:
         return " ".join(write(run).split("## How to load it")[1].split("\n## ")[0].split())
 
-    assert "spectral_capacity=" in loading() and "sweet-spot" not in loading() and "choose_budget" not in loading()
+    assert "spectral_capacity=" in loading() and "medium" not in loading() and "choose_budget" not in loading()
     path = run / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"budget_presets": {"sweet-spot": 3, "full": 8}}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"budget_presets": {"medium": 3, "full": 8}}))
     (run / "model" / "budget_profile.json").write_text("{}")
-    assert "the names `sweet-spot` (3), `full` (8)." in loading() and "budgets.choose_budget(model, max_" in loading()
+    assert "the names `medium` (3), `full` (8)." in loading() and "budgets.choose_budget(model, max_" in loading()
 
 
 def test_card_of_a_classifier(run):

@@ -204,7 +204,7 @@ def _results(
     if curve is None:
         return text + "Not measured."
     marked = curve.marks
-    if (calibrated := (config.get("budget_presets") or {}).get("sweet-spot")) in curve.budgets:
+    if (calibrated := (config.get("budget_presets") or {}).get("medium")) in curve.budgets:
         marked["sweet spot"] = calibrated  # by more times than those of a sweep
     if (folder / PICTURE).is_file():
         text += f"![{curve.title} against the spectral budget]({PICTURE})\n\n"

@@ -33,7 +33,7 @@ from modeling_essm.budgets import BudgetProfile, read_profile
 from modeling_essm.budgets.profile import PROFILE_NAME
 from modeling_essm.budgets.weights import same_weights, weights_checksum
 
-_PRESETS = ("sweet-spot", "collapse-boundary", "full")  # of `BudgetProfile.presets`
+_PRESETS = ("small", "medium", "full")  # of `BudgetProfile.presets`
 
 
 def calibrate(args: CalibrateArguments) -> BudgetProfile:
