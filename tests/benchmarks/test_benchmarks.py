@@ -6,15 +6,25 @@ import gzip
 import importlib
 import json
 import math
+import os
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import VARIANTS, random_model, tiny_config
+from helpers import ROOT, VARIANTS, random_model, tiny_config
 
-from benchmarks import ablation_speed, common, decoding, length_extrapolation, quantization, released, training_step
+from benchmarks import (
+    ablation_speed,
+    common,
+    deadline,
+    decoding,
+    length_extrapolation,
+    quantization,
+    released,
+    training_step,
+)
 from benchmarks.matched_models import Row
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
@@ -55,6 +65,18 @@ def test_peers_decode_from_the_context_at_their_budget(quick):
     assert sizes["Llama", 160] * 128 == sizes["Llama", 128] * 160
     assert sizes["Llama, static cache", 128] > sizes["Llama", 128]
     assert sizes["Mamba-2", 128] == sizes["Mamba-2", 160]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="processes cannot be pinned to a core")
+def test_a_deadline_is_drawn_beside_full_size(quick, tmp_path):
+    allowed = os.sched_getaffinity(0)
+    report = quick(deadline, "--model", ROOT / "hub_configs" / "essm-novels-6m")
+    assert os.sched_getaffinity(0) == allowed
+    assert {(row["run"], row["phase"]) for row in report["results"]} == {
+        (run, phase) for run in ("DeadlineBudget", "full size") for phase in deadline.PHASES
+    }
+    assert {row["budget"] for row in report["results"] if row["run"] == "full size"} == {8}
+    assert (tmp_path / "report.png").stat().st_size > 5_000
 
 
 def test_compiled_steps_with_another_state_are_not_timed(monkeypatch):

@@ -31,6 +31,7 @@ def test_any_budget(saved):
     state_bytes = [int(line.split()[4].replace(",", "")) for line in lines if "bytes of state" in line]
     assert len(state_bytes) == 3
     assert state_bytes == sorted(set(state_bytes))  # a larger budget carries a larger state
+    assert any("ms a token, at budgets" in line for line in lines)
 
 
 def test_classify_signals():
