@@ -1,14 +1,15 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What do users wait for when requests arrive by themselves, and how many tokens a second does a batch serve?
+"""What does a batch serve when most requests ask for a small size, and how long do users wait?
 
     python -m benchmarks.serving --model hub_configs/essm-novels-6m
     python -m benchmarks.serving --config hub_configs/essm-elastic-21m --loads 0.5 0.9
 
-Requests arrive at random times (Poisson), with prompts of 16 to 512 bytes, 16 to 128 new tokens and a budget of 2, 4 or
-the capacity, the same for every server: a `ContinuousBatch`, then one with a single row. A load is the share of what
-the batch serves when all requests are there at once, which is measured first. Waiting is told from arrival. Other sizes
-of a batch round otherwise: the share of requests that both answer alike shows where two tokens are nearly as likely.
-Weights are random without --model. fp32 on the CPU, one thread; bf16 on a GPU.
+Prompts have 16 to 512 bytes and answers 16 to 128. The same requests go to four servers: at full size, where `--rows`
+rows fit; with two thirds of them at --small, in the same bytes of state; those in no more rows than at full size; and
+those one at a time. What each serves when all requests are there at once is measured in rounds that take turns. Then
+requests arrive at random times (Poisson): a load is the share of what is served at full size. Waiting is told from
+arrival. Batches of other sizes round otherwise: the share of requests that are answered as one at a time shows where
+two tokens are nearly as likely. Weights are random without --model. fp32 on the CPU, one thread; bf16 on a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from modeling_essm.decoding import ContinuousBatch
 from . import common
 
 PERCENTILES = (50, 90, 99)
+SIZES = ("small", "full")
 
 
 @dataclass
@@ -36,7 +38,7 @@ class Arrival:
 
     prompt: list[int]
     new: int
-    budget: int
+    size: str
     at: float = 0.0
     times: list[float] = field(default_factory=list)  # of its tokens
     tokens: list[int] = field(default_factory=list)
@@ -46,29 +48,31 @@ class Arrival:
         self.times.append(now)
 
 
-def draw_requests(count: int, capacity: int, quick: bool) -> list[Arrival]:
+def draw_requests(count: int, quick: bool) -> list[Arrival]:
+    """Two of three are small."""
     rng, requests = np.random.default_rng(0), []
     longest, new = (24, 6) if quick else (512, 128)
-    budgets = sorted({min(K, capacity) for K in (2, 4, capacity)})
-    for _ in range(count):
+    for i in range(count):
         prompt = rng.integers(32, 127, int(np.exp(rng.uniform(np.log(16), np.log(longest))))).tolist()
-        requests.append(Arrival(prompt, int(rng.integers(min(16, new), new + 1)), int(rng.choice(budgets))))
+        requests.append(Arrival(prompt, int(rng.integers(min(16, new), new + 1)), SIZES[i % 3 == 2]))
     return requests
 
 
-def serve(model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, rows: int) -> tuple[list[Arrival], float]:
+def serve(
+    model: ESSMForCausalLM, drawn: list[Arrival], rate: float | None, **limits: Any
+) -> tuple[list[Arrival], float]:
     """Answers of all requests, arriving at that many a second (None: all at once), and seconds to the last token."""
     rng = np.random.default_rng(1)
     at = np.zeros(len(drawn)) if rate is None else np.cumsum(rng.exponential(1 / rate, len(drawn)))
     arrivals = [replace(one, at=float(t), times=[], tokens=[]) for t, one in zip(at, drawn)]
-    batch = ContinuousBatch(model, max_state_bytes=1 << 34, max_rows=rows, prefill_chunk_size=128)
+    batch = ContinuousBatch(model, prefill_chunk_size=256, **limits)
     start, coming, requests = time.perf_counter(), list(arrivals), []
     now = lambda: time.perf_counter() - start  # noqa: E731
     while coming or batch:
         while coming and coming[0].at <= now():
             one = coming.pop(0)
             taken = lambda token, one=one: one.take(token, now())  # noqa: E731
-            requests.append(batch.submit(one.prompt, one.new, one.budget, eos_token_id=[], on_token=taken))
+            requests.append(batch.submit(one.prompt, one.new, one.size, eos_token_id=[], on_token=taken))
         if batch:
             batch.step()
         elif coming:
@@ -89,24 +93,37 @@ def waiting(arrivals: list[Arrival]) -> dict[str, dict[str, float]]:
 
 
 def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespace) -> dict[str, Any]:
-    tokens, servers = sum(one.new for one in drawn), {"batch": args.rows, "one at a time": 1}
-    serve(model, drawn[:2], None, args.rows)  # warm-up
+    device = model.device
+    state = model(torch.zeros(1, 1, dtype=torch.int64, device=device), spectral_budget="full").past_key_values.num_bytes
+    room, full = {"max_state_bytes": args.rows * state}, [replace(one, size="full") for one in drawn]
+    servers: dict[str, tuple[list[Arrival], dict[str, int]]] = {
+        "full": (full, room),
+        "mixed": (drawn, room),
+        "mixed, as many rows": (drawn, room | {"max_rows": args.rows}),
+        "mixed, one at a time": (drawn, room | {"max_rows": 1}),
+    }
+    serve(model, drawn[:3], None, **room)  # warm-up
+    tokens, given = sum(one.new for one in drawn), {}
     throughput: dict[str, list[float]] = {name: [] for name in servers}
-    given: dict[str, list[list[int]]] = {}
     for _ in range(args.rounds):
-        for name, rows in servers.items():
-            answers, seconds = serve(model, drawn, None, rows)
+        for name, (requests, limits) in servers.items():
+            given[name], seconds = serve(model, requests, None, **limits)
             throughput[name].append(tokens / seconds)
-            given[name] = [one.tokens for one in answers]
-    speeds = {name: common.spread(values) for name, values in throughput.items()}
-    result: dict[str, Any] = {"equal_answers": sum(a == b for a, b in zip(*given.values())) / len(drawn)}
-    result |= {"tokens_per_second": speeds, "batch_over_one": common.ratio(*throughput.values()), "results": []}
-    most = speeds["batch"]["median"] * len(drawn) / tokens  # requests a second
+    mixed, alone = (given[name] for name in ("mixed", "mixed, one at a time"))
+    result: dict[str, Any] = {"equal_answers": sum(a.tokens == b.tokens for a, b in zip(mixed, alone)) / len(drawn)}
+    result["tokens_per_second"] = {name: common.spread(values) for name, values in throughput.items()}
+    result["over_full"] = {name: common.ratio(values, throughput["full"]) for name, values in throughput.items()}
+    result["results"] = []
     for load in args.loads:
-        for name, rows in servers.items():
-            answers, seconds = serve(model, drawn, load * most, rows)
-            row = {"server": name, "load": load, "requests_per_second": load * most}
-            result["results"].append(row | {"tokens_per_second": tokens / seconds, "seconds": waiting(answers)})
+        rate = load * result["tokens_per_second"]["full"]["median"] * len(drawn) / tokens
+        for name in ("full", "mixed"):
+            requests, limits = servers[name]
+            answers, seconds = serve(model, requests, rate, **limits)
+            for size in sorted({one.size for one in answers}, key=SIZES.index):
+                these = [one for one in answers if one.size == size]
+                row = {"server": name, "load": load, "requests_per_second": rate, "size": size, "requests": len(these)}
+                speed = sum(one.new for one in these) / seconds
+                result["results"].append(row | {"tokens_per_second": speed, "seconds": waiting(these)})
     return result
 
 
@@ -114,9 +131,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--model", type=Path, help="saved language model; else one of --config with random weights")
-    p.add_argument("--rows", type=int, default=16, help="requests that run at once")
+    p.add_argument("--rows", type=int, default=16, help="requests at full size that run at once")
+    p.add_argument("--small", type=int, help="K of the small size, by default what the model's presets say, else 2")
     p.add_argument("--requests", type=int)
-    p.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    p.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9])
     p.set_defaults(rounds=3)
     args = p.parse_args(argv)
     torch.manual_seed(0)
@@ -124,16 +142,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:
         model = ESSMForCausalLM(common.configuration(args, **({"num_hidden_layers": 2} if args.quick else {})))
+    capacity, presets = model.config.num_spectral_channels, model.config.budget_presets or {}
+    sizes = {"small": args.small or presets.get("small", 2), "full": capacity}
+    model.config.budget_presets = sizes
     count = args.requests or (6 if args.quick else 96)
-    settings = {"rows": args.rows, "requests": count, "threads": 1, **common.model_settings(args, model.config)}
+    settings = {"rows": args.rows, "requests": count, "sizes": sizes, "threads": 1}
+    settings |= common.model_settings(args, model.config)
     settings |= {"config": args.model.name} if args.model is not None else {}
     device, report = common.start("serving", args, **settings)
     model = model.eval().to(device, common.dtype_of(device))
     with common.threads(1):
-        report |= measure(model, draw_requests(count, model.config.num_spectral_channels, args.quick), args)
-    speed = report["tokens_per_second"]
-    print(f"{report['equal_answers']:.0%} of requests are answered alike")
-    print(", ".join(f"{name}: {speed[name]['median']:.0f} tokens/s" for name in speed))
+        report |= measure(model, draw_requests(count, args.quick), args)
+    print(f"{report['equal_answers']:.0%} of the mixed requests are answered as one at a time")
+    for name, speed in report["tokens_per_second"].items():
+        print(f"{name}: {speed['median']:.0f} tokens/s, {report['over_full'][name]['median']:.2f} of full size")
     return common.finish(report, args)
 
 

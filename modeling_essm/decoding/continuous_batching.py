@@ -2,20 +2,25 @@
 """Continuous batching: requests of different lengths and budgets share one running batch, and come and go at any step.
 
     batch = ContinuousBatch(model, max_state_bytes=1 << 30)
-    request = batch.submit(input_ids, max_new_tokens=100, spectral_budget=6)
+    request = batch.submit(input_ids, max_new_tokens=100, spectral_budget="small")
     while batch:
         batch.step()  # request.tokens grows
     request.status    # "finished"
 
-Every step reads one piece of one prompt, taking the admitted ones in turn, and decodes one token of every running row.
-So a long prompt delays the others by one piece at a time. The size of a row's state is known before the row is read, so
-a request waits until there is room and never has to be put out again. Rows are computed independently: what one asks
-for, and how it ends, changes no other. If the model itself fails on the running rows, they all fail.
+Every step decodes one token of every running row, and reads a piece of a prompt, or several short ones, taking the
+admitted in turn. So a long prompt delays the others by one piece at a time. The size of a row's state is known before
+the row is read, so a request waits until there is room and never has to be put out again. Rows are computed
+independently: what one asks for, and how it ends, changes no other. If the model fails on a group of rows, all of these
+fail.
+
+The rows of one budget are a group with a cache of its own size and a call of its own. Where a call costs more than it
+saves, because the rows are few, they join the group of the next larger budget; a few timed steps of each budget tell.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import time
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +34,7 @@ from ..spectral_budget import SPECTRAL_LAYER, is_hybrid
 
 STATUS = ("waiting", "reading", "running", "finished", "cancelled", "failed")
 WAITING, READING, RUNNING, FINISHED, CANCELLED, FAILED = STATUS
+TIMED_ROWS, TIMED_STEPS = 16, 5  # of which a step's seconds are told: one row and that many, the fastest of the steps
 
 
 @dataclass(eq=False)
@@ -53,6 +59,11 @@ class Request:
     error: BaseException | None = None
     _cache: ESSMCache | None = None  # while it is being read
     _read: int = 0
+
+    @property
+    def unread(self) -> int:
+        """How many tokens of the prompt have not been read."""
+        return self.input_ids.shape[1] - self._read
 
     @property
     def over(self) -> bool:
@@ -96,6 +107,14 @@ class Request:
                 self.status = FINISHED
 
 
+@dataclass(eq=False)
+class _Group:
+    """Running rows that one call decodes, at the largest of their budgets, and their cache in the same order."""
+
+    requests: list[Request]
+    cache: ESSMCache
+
+
 class ContinuousBatch:
     """A running batch over one model, driven by calls of `step`; not for several threads at once.
 
@@ -104,7 +123,7 @@ class ContinuousBatch:
         max_state_bytes: the most that all states may take together, which decides how many requests run at once. While
             rows join or leave, twice that is in use.
         max_rows: the most requests that run at once, or None.
-        prefill_chunk_size: prompt tokens of one piece.
+        prefill_chunk_size: prompt tokens of one piece, and the most of a step.
     Raises:
         ValueError: a model in training or with attention layers, or a limit below 1.
     """
@@ -126,24 +145,28 @@ class ContinuousBatch:
         self.max_rows, self.prefill_chunk_size = max_rows, prefill_chunk_size
         self._waiting: OrderedDict[Request, None] = OrderedDict()  # of which each can be taken out at once
         self._reading: deque[Request] = deque()
-        self._running: list[Request] = []
-        self._cache: ESSMCache | None = None  # of the running rows, in their order
+        self._groups: list[_Group] = []
         self._row_bytes: dict[int, int] = {}
+        self._seconds: dict[int, tuple[float, float]] = {}
         self._stepping = False
 
     def __bool__(self) -> bool:
         """Whether any request is not over."""
-        return bool(self._waiting or self._reading or self._running)
+        return bool(self._waiting or self._held)
+
+    @property
+    def _held(self) -> list[Request]:
+        return [*self._reading, *(request for group in self._groups for request in group.requests)]
 
     @property
     def num_running(self) -> int:
         """Requests that hold a state, or the room for one."""
-        return len(self._running) + len(self._reading)
+        return len(self._held)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all states held now."""
-        caches = [self._cache, *(request._cache for request in self._reading)]
+        caches = [group.cache for group in self._groups] + [request._cache for request in self._reading]
         return sum(cache.num_bytes for cache in caches if cache is not None)
 
     def submit(
@@ -160,7 +183,8 @@ class ContinuousBatch:
 
         Args:
             input_ids: (L,) or (1, L) prompt, L >= 1.
-            spectral_budget: one budget for all layers; by default that of generation_config, else of the config.
+            spectral_budget: one budget for all layers, a number or a name; by default that of generation_config, else
+                of the config.
             eos_token_id: ids that end it, [] for none; by default those of generation_config.
             logits_processor: applied to (1, V) logits before a token is chosen.
             generator: on the CPU; draws from the probabilities. Without one the likeliest token is taken.
@@ -205,11 +229,11 @@ class ContinuousBatch:
             if request in self._waiting:
                 del self._waiting[request]
             else:
-                self._drop_those_over()
+                self._arrange()
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Admit the requests that there is room for, decode one token of every running row, read one piece of a prompt.
+        """Admit the requests that there is room for, decode one token of every running row, read prompts.
 
         An interrupt such as KeyboardInterrupt fails every request that holds a state, since its states and tokens may
         no longer fit each other. Requests that wait for room go on waiting.
@@ -227,25 +251,31 @@ class ContinuousBatch:
                 request, _ = self._waiting.popitem(last=False)
                 request.status = READING
                 self._reading.append(request)
-            if self._running:
-                self._decode()
-            if self._reading and not self.model.training:  # which an on_token may have changed
+                self._arrange()  # so that rows in a wider group than they need make room
+            for group in self._groups:
+                if not self.model.training:  # which an on_token may have changed
+                    self._decode(group)
+            tokens = 0
+            while self._reading and not self.model.training:
+                tokens += min(self.prefill_chunk_size, self._reading[0].unread)
+                if tokens > self.prefill_chunk_size:
+                    break
                 self._read(self._reading[0])
-            self._drop_those_over()
+            if any(request.over for request in self._held):
+                self._arrange()
         except BaseException as error:
-            for request in (*self._reading, *self._running):
+            for request in self._held:
                 request.fail(error)
-            self._drop_those_over()
+            self._arrange()
             raise
         finally:
             self._stepping = False
 
     def _has_room(self, request: Request) -> bool:
-        held = [*self._reading, *self._running]
-        if self.max_rows is not None and len(held) >= self.max_rows:
+        held = [*self._held, request]
+        if self.max_rows is not None and len(held) > self.max_rows:
             return False
-        widest = max(self._bytes_of(other.budget) for other in [*held, request])  # rows of a batch are as wide
-        return (len(held) + 1) * widest <= self.max_state_bytes
+        return sum(self._bytes_of(other.budget) for other in held) <= self.max_state_bytes
 
     def _bytes_of(self, budget: int) -> int:
         """Bytes of one row's state, measured once per budget."""
@@ -256,34 +286,50 @@ class ContinuousBatch:
             self._row_bytes[budget] = cache.num_bytes
         return self._row_bytes[budget]
 
+    @torch.inference_mode()
+    def _seconds_of(self, budget: int) -> tuple[float, float]:
+        """What a step of one row takes, and each further row, measured once per budget."""
+        if budget not in self._seconds:
+            fastest, many = [], max(2, min(TIMED_ROWS, self.max_state_bytes // self._bytes_of(budget)))
+            for rows in (1, many):
+                ids, cache, times = torch.zeros(rows, 1, dtype=torch.int64, device=self.model.device), None, []
+                for _ in range(1 + TIMED_STEPS):  # the first makes the cache
+                    start = time.perf_counter()
+                    outputs = self._call(ids, cache, budget)
+                    cache = outputs.past_key_values
+                    outputs.logits.argmax(-1).tolist()  # waits for the device
+                    times.append(time.perf_counter() - start)
+                fastest.append(min(times[1:]))
+            self._seconds[budget] = fastest[0], max(0.0, fastest[1] - fastest[0]) / (many - 1)
+        return self._seconds[budget]
+
     def _read(self, request: Request) -> None:
         piece = request.input_ids[:, request._read : request._read + self.prefill_chunk_size]
         try:
             out = self._call(piece, request._cache, request.budget)
             request._cache, request._read = out.past_key_values, request._read + piece.shape[1]
-            if request._read < request.input_ids.shape[1]:
+            if request.unread:
                 self._reading.rotate(-1)
                 return
             _take_each([request], out.logits[:, -1])
             if not request.over:
-                joined = request._cache if self._cache is None else ESSMCache.merge([self._cache, request._cache])
-        except Exception as error:  # such as no memory for the piece, or for both
+                self._arrange(joins=request)
+                request._cache, request.status = None, RUNNING
+        except Exception as error:  # such as no memory for the piece, or for all rows
             request.fail(error)
-        if not request.over:
-            self._reading.remove(request)
-            self._running.append(request)
-            self._cache, request._cache, request.status = joined, None, RUNNING
+        if request.over:
+            self._arrange()
 
-    def _decode(self) -> None:
-        budgets = torch.tensor([request.budget for request in self._running])
-        tokens = torch.tensor([[request.tokens[-1]] for request in self._running], device=self.model.device)
+    def _decode(self, group: _Group) -> None:
+        budgets = torch.tensor([request.budget for request in group.requests])
+        tokens = torch.tensor([[request.tokens[-1]] for request in group.requests], device=self.model.device)
         try:
-            out = self._call(tokens, self._cache, budgets)
+            out = self._call(tokens, group.cache, budgets)
         except Exception as error:  # some layers have advanced their states, others have not
-            for request in self._running:
+            for request in group.requests:
                 request.fail(error)
             return
-        _take_each(self._running, out.logits[:, -1])
+        _take_each(group.requests, out.logits[:, -1])
 
     def _call(self, input_ids: Tensor, cache: ESSMCache | None, budget: int | Tensor) -> Any:
         """The model's outputs. Raises RuntimeError if another thread put it into training mode meanwhile."""
@@ -293,14 +339,44 @@ class ContinuousBatch:
             raise RuntimeError("the model was put into training mode while it read or decoded")
         return outputs
 
-    def _drop_those_over(self) -> None:
+    def _arrange(self, joins: Request | None = None) -> None:
+        """Drop the requests that are over, and divide the running rows, with one that joins, into groups anew."""
+        parts = [(group.requests, group.cache) for group in self._groups]
+        if joins is not None and joins._cache is not None:
+            parts.append(([joins], joins._cache))
+        group_of = self._group_of(Counter(one.budget for requests, _ in parts for one in requests if not one.over))
+        found: dict[int, list[_Group]] = {budget: [] for budget in group_of.values()}
+        for requests, cache in parts:
+            for budget, pieces in found.items():
+                rows = [i for i, one in enumerate(requests) if not one.over and group_of[one.budget] == budget]
+                if rows:
+                    part = cache if len(rows) == len(requests) else cache.select(rows)
+                    pieces.append(_Group([requests[i] for i in rows], part))
+        self._groups = [
+            _Group(
+                [one for piece in pieces for one in piece.requests],
+                pieces[0].cache if len(pieces) == 1 else ESSMCache.merge([piece.cache for piece in pieces]),
+            )
+            for pieces in found.values()
+        ]
         for request in self._reading:
             request._cache = None if request.over else request._cache
-        self._reading = deque(request for request in self._reading if not request.over)
-        stay = [i for i, request in enumerate(self._running) if not request.over]
-        if len(stay) < len(self._running):
-            self._cache = self._cache.select(stay) if stay and self._cache is not None else None
-            self._running = [self._running[i] for i in stay]
+        self._reading = deque(one for one in self._reading if not one.over and one is not joins)
+
+    def _group_of(self, rows: Counter[int]) -> dict[int, int]:
+        """The budget of the group in which each budget's rows run: its own, or a larger one where that is faster."""
+        group_of: dict[int, int] = {}
+        free = self.max_state_bytes - sum(self._bytes_of(one.budget) for one in self._held if not one.over)
+        larger = 0
+        for K, count in sorted(rows.items(), reverse=True):
+            if larger:
+                wider = count * (self._bytes_of(larger) - self._bytes_of(K))
+                (first, more), saved = self._seconds_of(K), count * self._seconds_of(larger)[1]
+                if wider <= free and first + (count - 1) * more > saved:
+                    group_of[K], free = larger, free - wider
+                    continue
+            group_of[K] = larger = K
+        return group_of
 
 
 def _take_each(requests: list[Request], logits: Tensor) -> None:

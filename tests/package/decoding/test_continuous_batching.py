@@ -11,6 +11,14 @@ from modeling_essm.decoding import ContinuousBatch, compile_decoding
 
 PROMPTS = [list(text) for text in (b"The ", b"In the beginning there was", b"x", b"Once upon a time", b"It was a dark")]
 BUDGETS = (1, 2, 32, 1, 2)
+SIZES = {"small": 1, "full": 32}
+# What a step's first row and each further one take, by budget; None as measured.
+COSTS = {
+    "as measured": None,
+    "one group": lambda K: (1.0, 0.0),
+    "a group for each budget": lambda K: (0.0, 1.0),
+    "groups of two and more": lambda K: (1.5, K / 32),
+}
 ROOM = 1 << 24
 
 
@@ -26,11 +34,17 @@ def alone(model, prompt, budget, new):
 
 
 class Batch(ContinuousBatch):
-    """Remembers what was asked for."""
+    """Remembers what was asked for, and how many groups ran."""
 
-    def __init__(self, model, room=ROOM, **limits):
+    def __init__(self, model, room=ROOM, costs=None, **limits):
         super().__init__(model, room, **limits)
-        self.asked = []
+        self.asked, self.groups = [], set()
+        self._seconds_of = costs or self._seconds_of
+
+    def step(self):
+        super().step()
+        self.groups.add(len(self._groups))
+        assert self.state_bytes <= self.max_state_bytes
 
     def ask(self, i=0, new=9, budget=2, **options):
         request = self.submit(PROMPTS[i], new, budget, **{"eos_token_id": [], **options})
@@ -54,14 +68,24 @@ class Batch(ContinuousBatch):
 
 
 @pytest.mark.parametrize(
-    ("block", "piece", "max_rows"), [("paper", 1, None), ("paper", 512, 1), ("paper", 3, 2), ("memory", 3, None)]
+    ("block", "piece", "max_rows", "costs", "most"),
+    [
+        ("paper", 1, None, "one group", 1),
+        ("paper", 512, 1, "a group for each budget", 1),
+        ("paper", 3, 2, "a group for each budget", 2),
+        ("paper", 512, None, "a group for each budget", 3),
+        ("memory", 512, None, "groups of two and more", 2),
+        ("memory", 512, None, "as measured", 3),
+    ],
 )
-def test_each_request_is_answered_as_if_alone(block, piece, max_rows):
-    batch = Batch(random_model(**VARIANTS[block]), max_rows=max_rows, prefill_chunk_size=piece)
+def test_each_request_is_answered_as_if_alone(block, piece, max_rows, costs, most):
+    model = random_model(budget_presets=SIZES, **VARIANTS[block])
+    batch = Batch(model, costs=COSTS[costs], max_rows=max_rows, prefill_chunk_size=piece)
     for i in range(10):
-        batch.ask(i % 5, 1 + 3 * (i % 4), BUDGETS[i % 3])
+        batch.ask(i % 5, 1 + 3 * (i % 4), ("small", 2, "full")[i % 3])
         batch.step()  # others are under way when it comes
     batch.finish_as_alone()
+    assert max(batch.groups) == most or costs == "as measured"
 
 
 def test_layers_of_different_capacity():
@@ -113,16 +137,16 @@ def test_rows_of_one_budget_take_the_compiled_step():
 # --- Who is served when
 
 
-def test_admission_is_by_memory(model):
+@pytest.mark.parametrize("costs", COSTS)
+def test_admission_is_by_memory(model, costs):
     small, large = (ContinuousBatch(model, ROOM)._bytes_of(K) for K in (1, 32))
-    batch, most = Batch(model, 3 * large - 1), 0
+    batch, most = Batch(model, 3 * large - 1, COSTS[costs]), 0
     requests = [batch.ask(0, 30 + 5 * i, K) for i, K in enumerate((1, 1, 1, 32, 1))]
     while batch:
         batch.step()
         most = max(most, batch.num_running)
-        assert batch.state_bytes <= batch.max_state_bytes
         assert requests[4].status == "waiting" or requests[3].status != "waiting"  # nobody is overtaken
-    assert most == min(3, (3 * large - 1) // small)
+    assert most == 5 and 4 * small + large < 3 * large  # each takes what its own budget needs
     batch.finish_as_alone()
     with pytest.raises(ValueError, match=f"takes {large} bytes of state a row, more than max_state_bytes {large - 1}"):
         ContinuousBatch(model, large - 1).submit([1], 1, 32)
