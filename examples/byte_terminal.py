@@ -3,8 +3,9 @@
 
     python examples/byte_terminal.py runs/train_clm/model [bytes per completion]
 
-Type some text and Enter to have it continued. A number and Enter sets the budget, also while text is coming; an empty
-line stops a completion, and at the prompt it leaves. After each completion or change it says how fast and big it was.
+Type some text and Enter to have it continued. A number, or a size's name as "small", sets the budget, also while text
+is coming; an empty line stops a completion, and at the prompt it leaves. After each completion or change it says how
+fast and big it was.
 """
 
 import codecs
@@ -20,6 +21,7 @@ from modeling_essm import ESSMForCausalLM
 model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
 length = int(sys.argv[2]) if len(sys.argv) > 2 else 400
 capacity = budget = model.config.num_spectral_channels
+presets = model.config.budget_presets or {}
 lines: queue.Queue = queue.Queue()
 threading.Thread(target=lambda: [*map(lines.put, sys.stdin.buffer), lines.put(b"")], daemon=True).start()
 
@@ -29,6 +31,11 @@ def next_line() -> bytes:
     if not (line := lines.get()):
         lines.put(line)
     return line
+
+
+def budget_in(line: bytes) -> int | None:
+    """The budget that a line says, by number or name; None of other text."""
+    return max(1, min(int(line), capacity)) if line.isdigit() else presets.get(line.decode(errors="replace"))
 
 
 def report(K: int, tokens: int, seconds: float, cache) -> None:
@@ -49,10 +56,10 @@ def complete(text: bytes) -> None:
         token = torch.multinomial((outputs.logits[:, -1, :256] / 0.7).softmax(-1), 1)
         print(decoder.decode(bytes(token[0].tolist())), end="", flush=True)
         if not lines.empty():
-            if not (typed := next_line().strip()).isdigit():
+            if (said := budget_in(next_line().strip())) is None:
                 break
             report(running, tokens, time.perf_counter() - start, cache)
-            running = budget = max(1, min(int(typed), capacity))
+            running = budget = said
             tokens, start = 0, time.perf_counter()
         outputs = model(token, past_key_values=cache, use_cache=True, spectral_budget=running)
         tokens += 1
@@ -60,7 +67,7 @@ def complete(text: bytes) -> None:
 
 
 while print(f"K = {budget} of {capacity}> ", end="", flush=True) or (typed := next_line().rstrip(b"\r\n")):
-    if typed.strip().isdigit():
-        budget = max(1, min(int(typed), capacity))
+    if (said := budget_in(typed.strip())) is not None:
+        budget = said
     else:
         complete(typed)

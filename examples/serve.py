@@ -4,7 +4,8 @@ r"""`transformers serve` and `transformers chat` for an ES-SSM: alone they find 
     python examples/serve.py serve runs/train_clm/model --port 8000
     python examples/serve.py chat runs/train_clm/model http://localhost:8000/v1 spectral_budget=6 max_new_tokens=200
 
-A request says its budget in its generation_config, a JSON string, beside the usual settings of `generate`:
+A request says its budget, by number or by a size's name as "small", in its generation_config, a JSON string, beside the
+usual settings of `generate`:
 
     curl localhost:8000/v1/completions -H "Content-Type: application/json" -d '{"model": "runs/train_clm/model",
         "prompt": "def main(", "generation_config": "{\"spectral_budget\": 6, \"max_new_tokens\": 40}"}'

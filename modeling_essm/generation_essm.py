@@ -103,6 +103,7 @@ class ElasticGenerationMixin(GenerationMixin):
             )
         if (budget := model_kwargs.get("spectral_budget")) is not None:
             batch_size = len(given[-1])
+            budget = rows_of_samples(budget, batch_size)  # the library has repeated a tensor, and no names
             model_kwargs["spectral_budget"] = self.config.resolve_budget(budget, batch_size=batch_size)
         return input_ids, model_kwargs
 

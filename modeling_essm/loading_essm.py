@@ -27,7 +27,7 @@ from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_
 
 logger = logging.get_logger(__name__)
 
-SpectralCapacity = Union[int, Sequence[int]]
+SpectralCapacity = Union[int, str, Sequence[int]]
 # Arguments of from_pretrained that say where files are, for `cached_file`.
 _WHERE = (
     *("cache_dir", "force_download", "proxies", "token"),
@@ -51,8 +51,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
         """As in transformers, or the first channels alone.
 
         Args:
-            spectral_capacity: an int, or one per layer: only that many slices of every channel tensor are read. The
-                result is an ordinary model of that capacity, equal to the whole one at that budget.
+            spectral_capacity: an int, one per layer or a preset: only that many slices of every channel tensor are
+                read. The result is an ordinary model of that capacity, equal to the whole one at that budget.
         Raises:
             ValueError: a damaged checkpoint, or a capacity above the checkpoint's.
         """
@@ -98,7 +98,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("spectral_capacity reads plain weights: load a quantised checkpoint whole")
-        capacities = of_each_layer(spectral_capacity, config.capacities, "spectral_capacity")
+        capacities = _capacities(spectral_capacity, config)
         held = dict(zip(spectral_layers(config), capacities))
         weights = read_prefix(source, held, config, variant=kwargs.pop("variant", None), **where)
         config = truncated_config(config, capacities)
@@ -128,14 +128,14 @@ class ElasticPreTrainedModel(PreTrainedModel):
         fp32; others are rounded anew in single steps. Optimizers and caches made before hold the former weights and
         states.
         Args:
-            spectral_capacity: an int, or one per layer, at most what a layer holds.
+            spectral_capacity: an int, one per layer or a preset, at most what a layer holds.
         Returns:
             this model.
         Raises:
             ValueError: a capacity out of range, weights that Accelerate has offloaded, or a PEFT adapter of them;
                 quantised weights whose groups are not those of channels. The model then stays whole.
         """
-        capacities = of_each_layer(spectral_capacity, self.config.capacities, "spectral_capacity")
+        capacities = _capacities(spectral_capacity, self.config)
         held = dict(zip(spectral_layers(self.config), capacities))
         found = list(channel_parameters(self))
         if len(found) < len(list(channel_parameters(self, adapted=True))):
@@ -283,6 +283,13 @@ def channel_parameters(
         if layer in spectral and inside in blocks:
             path, _, attribute = name.rpartition(".")
             yield layer, blocks[inside], model.get_submodule(path), attribute, value
+
+
+def _capacities(value: SpectralCapacity, config: Any) -> tuple[int, ...]:
+    """Channels of each layer."""
+    if isinstance(value, str):
+        return config.resolve_budget(value).layers
+    return of_each_layer(value, config.capacities, "spectral_capacity")
 
 
 def truncated_config(config: Any, capacities: Sequence[int]) -> Any:

@@ -431,7 +431,7 @@ class ESSMModel(ESSMPreTrainedModel):
                 stand and wherever pieces are cut: they change neither other outputs nor the state. Outputs there are
                 undefined. The part for cached positions is not read.
             past_key_values: ESSMCache to continue from; updated in place.
-            spectral_budget: K: int in [1, capacity], one int per spectral layer, a (B,) integer tensor or a preset.
+            spectral_budget: K: int in [1, capacity], one per spectral layer, a (B,) integer tensor, a preset or B such.
             state_lengths: (B,) int64 in [0, L]: after how many positions the cache is left; outputs cover all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
                 say it, see `read_packing`; each is computed as if alone, without a cache.

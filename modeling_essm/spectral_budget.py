@@ -1,10 +1,11 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The spectral budget K: one name and one meaning from the config to the command line.
 
-None means the config's default, then the full capacity. An int holds for every layer, a list names one budget per
-layer, a (B,) integer tensor one per row of the batch, a str a preset of the config. Where layers differ in capacity, a
-layer with less than an int or a row's budget runs all it has. Everything else is refused with the value and the legal
-range, before any compute. Attention layers have no budget; lists of budgets skip them.
+None means the config's default, then the full capacity. An int holds for every layer, a list of them names one budget
+per layer, a (B,) integer tensor one per row of the batch. A str is a preset of the config, a list of them one per row.
+Where layers differ in capacity, a layer with less than an int or a row's budget runs all it has. Everything else is
+refused with the value and the legal range, before any compute. Attention layers have no budget; lists of budgets skip
+them.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Union
+from typing import Any, Final, TypeGuard, Union
 
 import numpy as np
 import torch
 
-SpectralBudget = Union[None, int, str, Sequence[int], torch.Tensor]
+SpectralBudget = Union[None, int, str, Sequence[int], Sequence[str], torch.Tensor]
 SPECTRAL_LAYER: Final = "linear_attention"  # what the library's `layer_types` calls one
 
 
@@ -77,14 +78,27 @@ def resolve_budget(
     if value is None:
         return ResolvedBudget(tuple(capacities))
     if isinstance(value, str):
-        presets = presets or {}
-        if value not in presets:
-            known = ", ".join(map(repr, presets)) or "none are stored in config.budget_presets"
-            raise ValueError(f"unknown spectral_budget preset {value!r}; known presets: {known}")
-        return resolve_budget(presets[value], capacities=capacities)
+        return ResolvedBudget(of_each_layer(_preset(value, presets), capacities))
+    if _are_names(value):
+        of_rows = {name: _preset(name, presets) for name in value}
+        if lists := {name: K for name, K in of_rows.items() if isinstance(K, (list, tuple))}:
+            raise ValueError(f"a row has one budget for all layers, and these presets have one for each: {lists}")
+        value = torch.tensor([of_rows[name] for name in value])
     if isinstance(value, torch.Tensor) and value.ndim > 0:
         return _resolve_rows(value, capacities, batch_size)
     return ResolvedBudget(of_each_layer(value, capacities))
+
+
+def _preset(name: str, presets: Mapping[str, int | Sequence[int]] | None) -> int | Sequence[int]:
+    presets = presets or {}
+    if name not in presets:
+        known = ", ".join(map(repr, presets)) or "none are stored in config.budget_presets"
+        raise ValueError(f"unknown spectral_budget preset {name!r}; known presets: {known}")
+    return presets[name]
+
+
+def _are_names(value: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectral_budget") -> tuple[int, ...]:
@@ -135,7 +149,9 @@ def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: in
 
 
 def rows_of_samples(budget: SpectralBudget, B: int) -> SpectralBudget:
-    """A (b,) tensor for every one of the B / b beams or samples of its row; anything else as it is."""
+    """A (b,) tensor or b names for every one of the B / b beams or samples of its row; anything else as it is."""
+    if _are_names(budget) and B % len(budget) == 0:
+        return [name for name in budget for _ in range(B // len(budget))]
     if isinstance(budget, torch.Tensor) and budget.ndim == 1 and len(budget) and B % len(budget) == 0:
         return budget.repeat_interleave(B // len(budget))
     return budget

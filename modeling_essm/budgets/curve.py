@@ -131,7 +131,7 @@ class BudgetCurve:
         return "".join(f"  {MARK_SYMBOLS[mark]} {mark}" for mark, at in self.marks.items() if at == K)
 
     def presets(self) -> dict[str, int]:
-        """Names of sizes for config.budget_presets, ascending: the collapse boundary, the sweet spot, the full budget."""
+        """Names of sizes for config.budget_presets: collapse boundary, sweet spot and full budget, ascending."""
         return {"small": self.collapse_boundary, "medium": self.sweet_spot, "full": self.budgets[-1]}
 
     def table(self) -> str:

@@ -143,6 +143,9 @@ def test_the_config_follows(tmp_path):
     large.generation_config.spectral_budget = 8
     large.save_pretrained(tmp_path)
     cut = copy.deepcopy(large).truncate(6)
+    phone = copy.deepcopy(large).truncate("phone")
+    for model in (phone, ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity="phone")):
+        assert set(model.config.capacities) == {4}
     for model in (cut, ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6)):
         config = model.config
         assert config.num_spectral_channels == 6 and config.spectral_capacities is None

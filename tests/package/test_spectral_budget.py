@@ -11,7 +11,7 @@ from helpers import captured_warnings, random_ids, random_model
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.spectral_budget import resolve_budget
 
-PRESETS = {"phone": 4, "laptop": [8, 16]}
+PRESETS = {"phone": 4, "desk": 9, "laptop": [8, 16]}
 
 
 def resolve(value, **kwargs):
@@ -45,6 +45,17 @@ def test_row_budgets(dtype):
     assert resolve(torch.tensor([4, 4], dtype=dtype), batch_size=2).rows is None
 
 
+def test_names_of_rows_are_their_numbers():
+    budget = resolve(["phone", "desk", "phone"], batch_size=3)
+    assert budget.layers == (9, 9) and budget.rows.tolist() == [4, 9, 4]
+    model, ids = random_model(budget_presets=PRESETS), random_ids(2, 5)
+    named, given = (
+        model.generate(ids, spectral_budget=rows, max_new_tokens=6, num_beams=2)
+        for rows in (["phone", "desk"], torch.tensor([4, 9]))
+    )
+    assert torch.equal(named, given)
+
+
 def test_none_means_the_default_then_the_capacity(tmp_path):
     assert resolve(None, default=6).layers == (6, 6) and resolve(5, default=6).layers == (5, 5)
     random_model(budget_presets=PRESETS).save_pretrained(tmp_path)
@@ -64,6 +75,9 @@ REFUSED = {
     "dict": ({"a": 1}, r"integer in \[1, 32\], got \{'a': 1\}"),
     "numpy-array": (np.array([1, 2]), r"integer in \[1, 32\], got array\(\[1, 2\]\)"),
     "unknown-preset": ("x", r"unknown spectral_budget preset 'x'; known presets: .*'phone'"),
+    "unknown-preset-of-a-row": (["desk", "x", "desk"], r"unknown spectral_budget preset 'x'; known presets: .*'phone'"),
+    "too-few-presets": (["desk", "phone"], r"shape \(3,\), got \(2,\)"),
+    "layers-of-a-row": (["desk", "laptop", "desk"], r"one budget for all layers, .*: \{'laptop': \[8, 16\]\}"),
     "short-list": ([1], r"each of the 2 spectral layers, got 1: \[1\]"),
     "empty-list": ([], r"each of the 2 spectral layers, got 0: \[\]"),
     "list-out-of-range": ([4, 33], r"integer in \[1, 32\], got 33"),

@@ -21,7 +21,7 @@ def run_example(name: str, *arguments: str, stdin: str = "") -> list[str]:
 
 @pytest.fixture
 def saved(tmp_path):
-    random_model().save_pretrained(tmp_path)
+    random_model(budget_presets={"small": 2}).save_pretrained(tmp_path)
     build_byte_tokenizer().save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -89,7 +89,7 @@ def test_serve_mixed_budgets(saved):
 def test_byte_terminal(saved):
     """Two completions, the second at another budget; a number typed while text comes changes it at once."""
     # Lines that wait are read while text comes: the number, then the empty line, which stops the completion.
-    output = "\n".join(run_example("byte_terminal.py", saved, "30", stdin="def main(\n4\n\n2\nx = 1\n\n\n"))
+    output = "\n".join(run_example("byte_terminal.py", saved, "30", stdin="def main(\n4\n\nsmall\nx = 1\n\n\n"))
     assert output.startswith("K = 32 of 32> ")
     prompts = [int(part.split(" of 32> ")[0]) for part in output.split("K = ")[1:] if " of 32> " in part]
     assert prompts == [32, 4, 2, 2]
