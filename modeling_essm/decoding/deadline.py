@@ -42,8 +42,9 @@ class DeadlineBudget:
     Args:
         model: an ES-SSM. milliseconds_per_token: the deadline.
         budgets: those to move between, integers or names in config.budget_presets; by default those that the model was
-            trained at, or halves of the capacity. Their times are measured here, by generating a few tokens with the
-            model as it is now: move or compile it before. A mapping gives seconds of a step of each instead.
+            trained at, or halves of the capacity. A cache that is given to `generate` needs room for the largest. Times
+            are measured here, by generating a few tokens of one row with the model as it is now: move or compile it
+            before. A mapping gives seconds of a step of each instead.
         clock: seconds, of any origin.
     Attributes:
         budget: K of the next step. history: (K, seconds) of the last 4,096 steps that were measured.
@@ -155,7 +156,8 @@ def _measure(model: Any, budgets: list[int], clock: Callable[[], float]) -> dict
         return plan[min(step, len(plan) - 1)]
 
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    options = {"max_new_tokens": len(plan) + 1, "do_sample": False, "num_beams": 1, "eos_token_id": None}
+    options = {"max_new_tokens": len(plan) + 1, "do_sample": False, "eos_token_id": None}
+    options |= {"num_beams": 1, "num_return_sequences": 1}
     model.generate(ids, attention_mask=torch.ones_like(ids), step_budgets=budget_of, **options)
     steps = [(K, starts[i + 1] - starts[i]) for i, K in enumerate(plan) if i]
     return {K: min(seconds for budget, seconds in steps if budget >= K) for K in budgets}
