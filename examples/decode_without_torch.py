@@ -1,12 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Continue a prompt with numpy, onnxruntime and tokenizers: no torch, no transformers.
 
-    essm-export --model runs/train_clm/model --spectral_budget 6 --output_dir exported
-    python examples/decode_without_torch.py exported "import " [tokens] [temperature]
+    essm-export --model runs/train_clm/model --spectral_budget small full --output_dir exported
+    python examples/decode_without_torch.py exported "import " --spectral_budget small
 
 Greedy unless a temperature is given. The state has a constant size, whatever has been read.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -16,15 +17,23 @@ import numpy as np
 import onnxruntime
 from tokenizers import Tokenizer
 
-folder, prompt = Path(sys.argv[1]), sys.argv[2]
-count = int(sys.argv[3]) if len(sys.argv) > 3 else 200
-temperature = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
-about = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-programs = {name: onnxruntime.InferenceSession(folder / p["file"]) for name, p in about["programs"].items()}
+parser = argparse.ArgumentParser(description="Continue a prompt.")
+parser.add_argument("folder", type=Path)
+parser.add_argument("prompt")
+parser.add_argument("--spectral_budget", help="a budget that was exported, or its name; by default the largest")
+parser.add_argument("--tokens", type=int, default=200)
+parser.add_argument("--temperature", type=float, default=0.0)
+args = parser.parse_args()
+about = json.loads((args.folder / "export.json").read_text(encoding="utf-8"))
+K = about["presets"].get(args.spectral_budget, args.spectral_budget or list(about["budgets"])[-1])
+if K not in about["budgets"]:
+    parser.error(f"spectral_budget must be one of {', '.join([*about['budgets'], *about['presets']])}, got {K!r}")
+tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
+files = {name: args.folder / about["budgets"][K][name]["file"] for name in ("prefill", "step")}
+programs = {name: onnxruntime.InferenceSession(file) for name, file in files.items()}
 states = {
     spec["name"]: np.zeros((1, *spec["shape"][1:]), spec["dtype"])
-    for spec in about["programs"]["step"]["inputs"]
+    for spec in about["budgets"][K]["step"]["inputs"]
     if spec["name"].startswith("past.")
 }
 random = np.random.default_rng()
@@ -38,15 +47,17 @@ def run(name: str, **inputs: np.ndarray) -> np.ndarray:
 
 
 def choose(logits: np.ndarray) -> int:
-    return int((logits if not temperature else logits / temperature + random.gumbel(size=logits.shape)).argmax())
+    if args.temperature:
+        logits = logits / args.temperature + random.gumbel(size=logits.shape)
+    return int(logits.argmax())
 
 
-ids = np.array([tokenizer.encode(prompt).ids or [about["bos_token_id"]]])
+ids = np.array([tokenizer.encode(args.prompt).ids or [about["bos_token_id"]]])
 for start in range(0, ids.shape[1], about["max_length"]):  # a long prompt in pieces
     piece = ids[:, start : start + about["max_length"]]
     logits = run("prefill", input_ids=piece, attention_mask=np.ones_like(piece))
 written, shown, start = [], 0, time.perf_counter()
-while len(written) < count and (token := choose(logits)) not in about["eos_token_ids"]:
+while len(written) < args.tokens and (token := choose(logits)) not in about["eos_token_ids"]:
     written.append(token)
     text = tokenizer.decode(written)
     if not text.endswith("\ufffd"):  # the bytes of a character come one by one
@@ -55,4 +66,4 @@ while len(written) < count and (token := choose(logits)) not in about["eos_token
     logits = run("step", input_ids=np.array([[token]]))
 speed = len(written) / (time.perf_counter() - start)
 print(tokenizer.decode(written)[shown:])
-print(f"[K = {about['spectral_budget']}: {len(written)} tokens, {speed:.0f} tokens/s]", file=sys.stderr)
+print(f"[K = {K}: {len(written)} tokens, {speed:.0f} tokens/s]", file=sys.stderr)

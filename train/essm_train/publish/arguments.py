@@ -76,20 +76,28 @@ class ExportArguments:
     model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
     output_dir: str = field(metadata={"help": "New folder."})
     overwrite: bool = arg(False, "Replace an earlier export.")
-    spectral_budget: list[str] = arg([], "K, one K per layer, or a preset's name; by default the config's.")
+    spectral_budget: list[str] = arg(
+        [], "Budgets: K, K,K,.. of the layers, or a preset's name; by default the config's."
+    )
     format: str = arg("onnx", "onnx, torch or executorch.")
+    int8: bool = arg(False, "With onnx: matrices of 8 bits and a scale for each output.")
     max_length: int | None = arg(None, "Most positions of one call, by default filter_length.")
 
     def __post_init__(self) -> None:
         check_choices(self, "format")
+        refuse({f"int8 needs format 'onnx', got {self.format!r}": self.int8 and self.format != "onnx"})
         missing = " ".join(name for name in PACKAGES[self.format] if importlib.util.find_spec(name) is None)
         refuse({f"format {self.format!r} needs packages that are not here: pip install {missing}": missing})
 
     @property
-    def budget(self) -> Any:
-        """What `resolve_budget` understands."""
-        values = [int(value) if value.lstrip("-").isdigit() else value for value in self.spectral_budget]
-        return None if not values else values[0] if len(values) == 1 else values
+    def budgets(self) -> list[Any]:
+        """What `resolve_budget` understands, each."""
+
+        def number(word: str) -> Any:
+            return int(word) if word.lstrip("-").isdigit() else word
+
+        words = [word.split(",") for word in self.spectral_budget]
+        return [number(word[0]) if len(word) == 1 else list(map(number, word)) for word in words] or [None]
 
 
 @dataclass

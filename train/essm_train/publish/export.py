@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A saved model at one budget as programs for another runtime, checked against it before they appear."""
+"""A saved model at fixed budgets as programs for another runtime, checked against it before they appear."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import json
 import logging
 import os
 import shutil
+import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from essm_train.models import is_causal, read_saved_config
 from essm_train.publish.arguments import ExportArguments
 from essm_train.publish.hub import read_json
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
-from modeling_essm.export import empty_states, export_programs, save_executorch, save_onnx, signature
+from modeling_essm.export import WeightFile, empty_states, export_programs, save_executorch, save_onnx, signature
 
-DESCRIPTION = "export.json"
+DESCRIPTION, WEIGHTS = "export.json", "weights.bin"
 _SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 _TOLERANCE = 1e-3  # of the largest value; fp32 rounding is 1e-5 of it at most
 Run = Callable[[Mapping[str, Tensor]], list[Any]]  # inputs by name -> outputs, both in the order of the signature
@@ -45,19 +46,22 @@ def check_output(folder: Path, overwrite: bool, model: str) -> None:
     claim(folder.parent, [folder.name], overwrite=overwrite, reads=[model])
 
 
-def write_programs(programs: Mapping[str, ExportedProgram], folder: Path, format_: str) -> dict[str, str]:
-    """Write every program; the name of its file."""
+def write_programs(
+    programs: Mapping[str, ExportedProgram], folder: Path, key: str, format_: str, weights: WeightFile | None
+) -> tuple[dict[str, str], int]:
+    """Write every program of a budget: the name of its file, and bytes of the file of weights that they read."""
     if format_ == "executorch":
-        save_executorch(programs, folder / "model.pte")
-        return dict.fromkeys(programs, "model.pte")
+        save_executorch(programs, folder / f"model-{key}.pte")
+        return dict.fromkeys(programs, f"model-{key}.pte"), 0
+    files, read = {name: f"{name}-{key}{_SUFFIXES[format_]}" for name in programs}, 0
     for name, program in programs.items():
-        path = folder / (name + _SUFFIXES[format_])
+        path = folder / files[name]
         if format_ == "onnx":
-            save_onnx(program, path)
+            read = max(read, save_onnx(program, path, weights))
         else:
             torch.export.save(program, whole := io.BytesIO())  # on a full disk its writer of files ends the process
             path.write_bytes(whole.getvalue())
-    return {name: name + _SUFFIXES[format_] for name in programs}
+    return files, read
 
 
 def open_program(path: Path, name: str) -> Run:
@@ -126,20 +130,42 @@ def check(
             raise Failed(f"the exported programs differ from the model {said}: nothing was written")
 
 
-def describe(
-    model: PreTrainedModel, args: ExportArguments, programs: Mapping[str, ExportedProgram], files: Mapping[str, str]
+def named_budgets(config: Any, asked: Sequence[Any]) -> dict[str, tuple[int, ...]]:
+    """K of each spectral layer by the name of its files: K, or one for each layer where they are not alike; ascending.
+
+    Raises:
+        ValueError: a bad budget.
+    """
+    found = {layers: None for layers in sorted(config.resolve_budget(budget).layers for budget in asked)}
+    return {_key(config, layers): layers for layers in found}
+
+
+def _key(config: Any, layers: tuple[int, ...]) -> str:
+    alike = config.resolve_budget(max(layers)).layers == layers
+    return str(max(layers)) if alike else ",".join(map(str, layers))
+
+
+def describe_budget(
+    layers: tuple[int, ...], programs: Mapping[str, ExportedProgram], files: Mapping[str, str], weight_bytes: int
 ) -> dict[str, Any]:
-    """What a program that has never heard of ES-SSM needs in order to run these."""
-    config, eos = model.config, getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    eos = config.eos_token_id if eos is None else eos
-    causal = "step" in programs
-    described = {}
+    """The programs of a budget, what they read, and what a row keeps."""
+    described: dict[str, Any] = {"layers": list(layers), "weight_bytes": weight_bytes, "state_bytes": 0}
     for name, program in programs.items():
         inputs, outputs = ([asdict(spec) for spec in specs] for specs in signature(program))
         described[name] = {"file": files[name], "inputs": inputs, "outputs": outputs}
+        described["state_bytes"] = sum(state.nbytes for state in empty_states(program, 1).values())
+    return described
+
+
+def describe(model: PreTrainedModel, args: ExportArguments, budgets: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What a program that has never heard of ES-SSM needs in order to run these, beside what is said of each budget."""
+    config, eos = model.config, getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    eos = config.eos_token_id if eos is None else eos
+    causal = hasattr(model, "lm_head")
+    presets = {name: config.resolve_budget(name).layers for name in config.budget_presets or ()}
     return {
         "format": args.format,
-        "spectral_budget": list(config.resolve_budget(args.budget).layers),
+        "int8": args.int8,
         "max_length": args.max_length or config.filter_length,
         "filter_length": config.filter_length,
         "eos_token_ids": ([] if eos is None else eos if isinstance(eos, list) else [eos]) if causal else [],
@@ -147,7 +173,7 @@ def describe(
         "pad_token_id": config.pad_token_id,
         "features": read_record(Path(args.model)) or None,  # x -> multiplier * x + offset, before input_features
         "labels": None if causal else [config.id2label[i] for i in range(config.num_labels)],
-        "programs": described,
+        "presets": {name: _key(config, layers) for name, layers in presets.items() if layers in budgets.values()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -167,11 +193,28 @@ def export(args: ExportArguments) -> dict[str, Any]:
     load = ESSMForCausalLM if is_causal(read_saved_config(source)) else ESSMForSequenceClassification
     check_output(folder, args.overwrite, args.model)
     model = load.from_pretrained(source, dtype=torch.float32).eval()
-    B = 1 if args.format == "executorch" else 3
-    programs = export_programs(model, args.budget, args.max_length, 1 if B == 1 else None)
+    budgets = named_budgets(model.config, args.budgets)
+    description = describe(model, args, budgets) | {"weights": None, "budgets": {}}
+    model.truncate([max(layers) for layers in zip(*budgets.values())])
+    B, began = 1 if args.format == "executorch" else 2, time.perf_counter()
     with filling(folder) as temporary:
-        files = write_programs(programs, temporary, args.format)
-        description = describe(model, args, programs, files)
+        weights = WeightFile(model, temporary / WEIGHTS, args.int8) if args.format == "onnx" else None
+        if weights is not None:
+            description["weights"] = {"file": WEIGHTS, "bytes": weights.path.stat().st_size}
+        for i, (key, layers) in enumerate(budgets.items()):
+
+            def tell(what: str, where: str = f"budget {key} ({i + 1} of {len(budgets)})") -> None:
+                print(f"[{time.perf_counter() - began:.0f} s] {where}: {what}", flush=True)
+
+            tell("tracing the model")
+            programs = export_programs(model, list(layers), args.max_length, 1 if B == 1 else None)
+            tell(f"writing {' and '.join(programs)}")
+            files, read = write_programs(programs, temporary, key, args.format, weights)
+            description["budgets"][key] = describe_budget(layers, programs, files, read)
+            tell("comparing with the model")
+            run = {name: open_program(temporary / file, name) for name, file in files.items()}
+            past = {f"past.{k}": v for k, v in empty_states(programs["step"], B).items()} if "step" in programs else {}
+            check(model, list(layers), run, past, description["max_length"], B)
         beside = "tokenizer.json" if model.config.num_input_features is None else FEATURES
         if (source / beside).exists():
             shutil.copyfile(source / beside, temporary / beside)
@@ -179,8 +222,5 @@ def export(args: ExportArguments) -> dict[str, Any]:
             print(f"{source} has no {beside}: none is exported")
         description["files"] = sorted(path.name for path in temporary.iterdir())
         (temporary / DESCRIPTION).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
-        run = {name: open_program(temporary / file, name) for name, file in files.items()}
-        past = {f"past.{k}": v for k, v in empty_states(programs["step"], B).items()} if "step" in programs else {}
-        check(model, args.budget, run, past, description["max_length"], B)
     print(f"saved {folder}: {', '.join([*description['files'], DESCRIPTION])}")
     return description
