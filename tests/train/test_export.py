@@ -89,6 +89,7 @@ def test_all_budgets_read_leading_parts_of_one_file(exported):
     folder, model = exported
     description, whole = json.loads((folder / "export.json").read_text()), (folder / "weights.bin").read_bytes()
     matrices = {f"model.{name}": p for name, p in model.named_parameters(remove_duplicate=False)}
+    kinds = {onnx.TensorProto.FLOAT: np.float32, onnx.TensorProto.INT8: np.int8}
     begins: dict[str, set[int]] = {}
     for about in description["budgets"].values():
         for name in ("prefill", "step"):
@@ -102,7 +103,7 @@ def test_all_budgets_read_leading_parts_of_one_file(exported):
                 offset, length = int(at["offset"]), int(at["length"])
                 begins.setdefault(tensor.name, set()).add(offset)
                 read += length
-                part = np.frombuffer(whole[offset : offset + length], np.int8 if description["int8"] else np.float32)
+                part = np.frombuffer(whole[offset : offset + length], kinds[tensor.data_type])
                 part = torch.from_numpy(part.reshape(tensor.dims).copy())
                 if tensor.data_type == onnx.TensorProto.FLOAT and tensor.name in matrices:
                     value = matrices[tensor.name].detach()
