@@ -25,7 +25,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 PAGE, PROMPT = ROOT / "examples" / "browser", "Nárcis "
 for needed, found in {
     "chromedriver and Chromium": shutil.which("chromedriver"),
-    "onnxruntime-web beside the page, see docs/ship.md": (PAGE / "ort-wasm-simd-threaded.wasm").exists(),
+    "onnxruntime-web beside the page, see docs/ship_many_sizes.md": (PAGE / "ort-wasm-simd-threaded.wasm").exists(),
 }.items():
     if not found:
         pytest.skip(f"needs {needed}", allow_module_level=True)
