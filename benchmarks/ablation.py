@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.arguments import CLMArguments
@@ -72,6 +73,9 @@ ROWS: dict[str, Row] = {
     "elastic, one size an update": dataclasses.replace(_BASE, schedule="discrete"),
     "elastic, rows": dataclasses.replace(_BASE, schedule="rows"),
     "elastic, rows, equal compute": dataclasses.replace(_BASE, schedule="rows", updates=EQUAL_COMPUTE),
+    "elastic, rows, equal compute and text": dataclasses.replace(
+        _BASE, schedule="rows", updates=EQUAL_COMPUTE, rereads=True
+    ),
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
@@ -152,7 +156,11 @@ def make_model(config: Any, filter_length: int) -> Any:
 
 def train(settings: Settings, row: Row, run: Run) -> tuple[Any, dict[str, Any], Any]:
     """A new model after all updates, how it was trained, and the source of its blocks, in train_clm's order."""
-    args, source = settings.arguments(row, run.rate, run.seed), MapSamples(load(settings).source.samples, run.seed)
+    args, samples = settings.arguments(row, run.rate, run.seed), load(settings).source.samples
+    source = MapSamples(samples, run.seed)
+    if row.rereads:
+        samples = Subset(samples, source.draw(settings.updates * settings.batch_size))
+        source = MapSamples(samples, run.seed)
     torch.manual_seed(run.seed)
     model = make_model(matched_config(row, settings.parameters), settings.filter_length).to(settings.device)
 

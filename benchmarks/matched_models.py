@@ -38,6 +38,7 @@ class Row:
         schedule: of the budgets of the others.
         attention_every: one in so many layers attends; then the depth is a multiple of it.
         channels: that the model has of those of the shape, as a separate model of a smaller size has.
+        rereads: whether it reads no more text than the others, pass after pass, where it has more updates.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class Row:
     schedule: str = "discrete"
     attention_every: int | None = None
     channels: int | None = None
+    rereads: bool = False
 
     def with_fields(self, **fields: Any) -> Row:
         return dataclasses.replace(self, fields=self.fields | fields)
