@@ -223,12 +223,14 @@ class ContinuousBatch:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it stands, and free its state; one that is over stays as it is."""
+        """End a request now, wherever it stands, and free its state, in a `step` after the callbacks of that step's
+        decoding; one that is over stays as it is.
+        """
         if not request.over:
             request.status = CANCELLED
             if request in self._waiting:
                 del self._waiting[request]
-            else:
+            elif not self._stepping:  # a step goes through the groups, and then arranges them itself
                 self._arrange()
 
     @torch.inference_mode()
@@ -255,14 +257,14 @@ class ContinuousBatch:
             for group in self._groups:
                 if not self.model.training:  # which an on_token may have changed
                     self._decode(group)
+            if any(request.over for request in self._held):
+                self._arrange()
             tokens = 0
             while self._reading and not self.model.training:
                 tokens += min(self.prefill_chunk_size, self._reading[0].unread)
                 if tokens > self.prefill_chunk_size:
                     break
                 self._read(self._reading[0])
-            if any(request.over for request in self._held):
-                self._arrange()
         except BaseException as error:
             for request in self._held:
                 request.fail(error)

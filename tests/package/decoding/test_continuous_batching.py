@@ -205,9 +205,10 @@ def test_a_request_that_dies_leaves_no_trace(model):
         assert request.status == "failed" and len(request.tokens) == tokens and reason in str(request.error)
 
 
-def test_a_callback_may_cancel_any_request(model):
+@pytest.mark.parametrize("budget", BUDGETS[:3])
+def test_a_callback_may_cancel_any_request(model, budget):
     """Another one gets not even the token that was computed beside this one's; a cancelled one does not fail."""
-    batch, told = Batch(model), []
+    batch, told = Batch(model, costs=COSTS["a group for each budget"]), []
 
     def cancel(token):
         if len(later.tokens) == 4 and not later.over:
@@ -215,7 +216,8 @@ def test_a_callback_may_cancel_any_request(model):
             batch.cancel(later), batch.cancel(itself)
             explode()
 
-    itself, later, kept = batch.ask(0, 20, on_token=cancel), batch.ask(2, 20, on_token=told.append), batch.ask(2, 6)
+    itself = batch.ask(0, 20, budget, on_token=cancel)
+    later, kept = batch.ask(2, 20, on_token=told.append), batch.ask(1, 12)
     batch.finish_as_alone(kept)
     assert itself.status == later.status == "cancelled" and itself.error is None and len(later.tokens) == 4
     assert told == [*later.tokens, "cancelled"]
