@@ -157,7 +157,7 @@ def _measure(model: Any, budgets: list[int], clock: Callable[[], float]) -> dict
 
     ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     options = {"max_new_tokens": len(plan) + 1, "do_sample": False, "eos_token_id": None}
-    options |= {"num_beams": 1, "num_return_sequences": 1}
+    options |= {"num_beams": 1, "num_return_sequences": 1, "max_time": None, "stop_strings": None}
     model.generate(ids, attention_mask=torch.ones_like(ids), step_budgets=budget_of, **options)
     steps = [(K, starts[i + 1] - starts[i]) for i, K in enumerate(plan) if i]
     return {K: min(seconds for budget, seconds in steps if budget >= K) for K in budgets}
