@@ -226,6 +226,11 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
     with pytest.raises(ValueError, match=r"holds 'thesis\.tex', which no export wrote"):
         export(*arguments, "--overwrite")
     assert all(path.read_bytes() == content for path, content in before.items())
+    (tmp_path / "out" / "thesis.tex").unlink()
+    for other in ("{}", "[]"):
+        (tmp_path / "out" / "export.json").write_text(other)
+        with pytest.raises(ValueError, match=r"holds '.*', which no export wrote"):
+            export(*arguments, "--overwrite")
 
 
 def test_a_full_disk_leaves_no_export(classifier_folder, tmp_path, monkeypatch):

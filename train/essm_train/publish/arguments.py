@@ -94,7 +94,7 @@ class ExportArguments:
         """What `resolve_budget` understands, each."""
 
         def number(word: str) -> Any:
-            return int(word) if word.lstrip("-").isdigit() else word
+            return int(word) if word.removeprefix("-").isdecimal() else word
 
         words = [word.split(",") for word in self.spectral_budget]
         return [number(word[0]) if len(word) == 1 else list(map(number, word)) for word in words] or [None]

@@ -40,7 +40,8 @@ Run = Callable[[Mapping[str, Tensor]], list[Any]]  # inputs by name -> outputs, 
 def check_output(folder: Path, overwrite: bool, model: str) -> None:
     """Raises ValueError unless the folder is absent, empty, or an earlier export alone, which is to be overwritten."""
     present = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    known = {DESCRIPTION, *read_json(folder / DESCRIPTION)["files"]} if DESCRIPTION in present else set()
+    found = read_json(folder / DESCRIPTION) if DESCRIPTION in present else None
+    known = {DESCRIPTION, *found["files"]} if isinstance(found, dict) and "files" in found else set()
     if present - known:
         raise ValueError(f"output_dir {str(folder)!r} holds {min(present - known)!r}, which no export wrote")
     claim(folder.parent, [folder.name], overwrite=overwrite, reads=[model])
