@@ -83,6 +83,9 @@ def resolve_budget(
         of_rows = {name: _preset(name, presets) for name in value}
         if lists := {name: K for name, K in of_rows.items() if isinstance(K, (list, tuple))}:
             raise ValueError(f"a row has one budget for all layers, and these presets have one for each: {lists}")
+        if batch_size not in (None, len(value)):
+            rows = f"one for each of the {batch_size} rows, got {len(value)}: {list(value)}"
+            raise ValueError(f"spectral_budget as a list of names needs {rows}")
         value = torch.tensor([of_rows[name] for name in value])
     if isinstance(value, torch.Tensor) and value.ndim > 0:
         return _resolve_rows(value, capacities, batch_size)

@@ -223,8 +223,9 @@ class ContinuousBatch:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now, wherever it stands, and free its state, in a `step` after the callbacks of that step's
-        decoding; one that is over stays as it is.
+        """End a request now, wherever it stands; one that is over stays as it is.
+
+        Its state is freed at once, or in the course of the step whose callback calls this.
         """
         if not request.over:
             request.status = CANCELLED

@@ -76,7 +76,7 @@ REFUSED = {
     "numpy-array": (np.array([1, 2]), r"integer in \[1, 32\], got array\(\[1, 2\]\)"),
     "unknown-preset": ("x", r"unknown spectral_budget preset 'x'; known presets: .*'phone'"),
     "unknown-preset-of-a-row": (["desk", "x", "desk"], r"unknown spectral_budget preset 'x'; known presets: .*'phone'"),
-    "too-few-presets": (["desk", "phone"], r"shape \(3,\), got \(2,\)"),
+    "too-few-presets": (["desk", "phone"], r"names needs one for each of the 3 rows, got 2: \['desk', 'phone'\]"),
     "layers-of-a-row": (["desk", "laptop", "desk"], r"one budget for all layers, .*: \{'laptop': \[8, 16\]\}"),
     "short-list": ([1], r"each of the 2 spectral layers, got 1: \[1\]"),
     "empty-list": ([], r"each of the 2 spectral layers, got 0: \[\]"),
