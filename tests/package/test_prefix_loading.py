@@ -191,7 +191,7 @@ BAD = {
     "above": (33, r"spectral_capacity must be an integer in \[1, 32\], got 33"),
     "zero": (0, r"\[1, 32\], got 0"),
     "bool": (True, r"\[1, 32\], got True"),
-    "text": ("6", r"\[1, 32\], got '6'"),
+    "a name": ("6", "unknown spectral_budget preset '6'; known presets: none are stored"),
     "short": ([6], r"one integer for each of the 2 spectral layers, got 1: \[6\]"),
     "layer": ([6, 40], r"\[1, 32\], got 40 for layer 1"),
 }
