@@ -23,6 +23,7 @@ from modeling_essm import build_byte_tokenizer
 pytestmark = pytest.mark.slow
 onnxruntime = pytest.importorskip("onnxruntime")
 PAGE, PROMPT = ROOT / "examples" / "browser", "Nárcis "
+LONGEST = 64  # tokens that prefill reads at once
 for needed, found in {
     "chromedriver and Chromium": shutil.which("chromedriver"),
     "onnxruntime-web beside the page, see docs/ship_many_sizes.md": (PAGE / "ort-wasm-simd-threaded.wasm").exists(),
@@ -77,7 +78,7 @@ def site(tmp_path_factory):
     model = random_model(**fields, budget_presets={"medium": 1, "full": 8})
     model.save_pretrained(folder / "model")
     build_byte_tokenizer().save_pretrained(folder / "model")
-    arguments = ["--model", folder / "model", "--output_dir", page / "model", "--int8", "--max_length", 512]
+    arguments = ["--model", folder / "model", "--output_dir", page / "model", "--int8", "--max_length", LONGEST]
     export(parse_arguments(ExportArguments, [*map(str, arguments), "--spectral_budget", "1", "8"]))
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(page))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -126,7 +127,9 @@ def greedy(folder, ids: list[int], budget: str, count: int, read_at: str | None 
 
     K = read_at or budget
     states = {name: np.zeros((1, *shape), "float32") for name, shape in shapes(K).items()}
-    _, states = run("prefill", K, ids[:-1], states, attention_mask=np.ones((1, len(ids) - 1), "int64"))
+    for start in range(0, len(ids) - 1, LONGEST):
+        piece = ids[start : min(start + LONGEST, len(ids) - 1)]
+        _, states = run("prefill", K, piece, states, attention_mask=np.ones((1, len(piece)), "int64"))
     states = {name: states[name][:, :n, :m] for name, (n, m) in shapes(budget).items()}
     written = ids[-1:]
     for _ in range(count):
