@@ -140,13 +140,16 @@ def test_rows_of_one_budget_take_the_compiled_step():
 @pytest.mark.parametrize("costs", COSTS)
 def test_admission_is_by_memory(model, costs):
     small, large = (ContinuousBatch(model, ROOM)._bytes_of(K) for K in (1, 32))
-    batch, most = Batch(model, 3 * large - 1, COSTS[costs]), 0
-    requests = [batch.ask(0, 30 + 5 * i, K) for i, K in enumerate((1, 1, 1, 32, 1))]
+    room, most = 3 * large - 1, 0
+    batch = Batch(model, room, COSTS[costs])
+    requests = [batch.ask(0, 30 + 5 * i, K) for i, K in enumerate((1, 1, 1, 32, 1, 32, 32))]
     while batch:
         batch.step()
+        held = [request for request in requests if request.status in ("reading", "running")]
+        assert batch.state_bytes <= room and sum(large if r.budget == 32 else small for r in held) <= room
         most = max(most, batch.num_running)
         assert requests[4].status == "waiting" or requests[3].status != "waiting"  # nobody is overtaken
-    assert most == 5 and 4 * small + large < 3 * large  # each takes what its own budget needs
+    assert 5 <= most < 7 and 4 * small + large < room  # each takes what its own budget needs
     batch.finish_as_alone()
     with pytest.raises(ValueError, match=f"takes {large} bytes of state a row, more than max_state_bytes {large - 1}"):
         ContinuousBatch(model, large - 1).submit([1], 1, 32)
