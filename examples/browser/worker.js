@@ -22,6 +22,9 @@ async function fetched(name) {
 
 async function load() {
   about = await (await fetched("export.json")).json();
+  if (!about.weights || !Object.values(about.budgets).every(({ step }) => step)) {
+    throw new Error("model/export.json: this page runs a language model exported as ONNX");
+  }
   const { model } = await (await fetched("tokenizer.json")).json();
   if (model.merges.length) throw new Error("this page reads and writes bytes, but the model's tokens are longer");
   weights = new Uint8Array(await (await fetched(about.weights.file)).arrayBuffer());
@@ -133,6 +136,7 @@ async function write(prompt) {
   };
   say("reading");
   const encoded = [...new TextEncoder().encode(prompt)];
+  if (!encoded.length && about.bos_token_id === null) throw new Error("write a prompt: no token begins a text of this model");
   let logits = await prefill(encoded.length ? encoded : [about.bos_token_id]);
   await program("step", stream.budget);
   let reason = "stopped";

@@ -1,52 +1,53 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Stands between clients and the library's server: limits, reasons, and no work for a client that has left.
+"""Stands between clients and the library's server: limits, reasons, one batch, no work for a client that has left.
 
-By itself the library's server lets one request take all the tokens, memory and time there are, goes on for a client
-that has left, and answers a bad value with an error 500. Only its public parts are used here: the ASGI application, the
-request format, `generate` and its stopping criteria.
+By itself the library's server answers one request at a time, lets it take all the tokens, memory and time there are,
+goes on for a client that has left, and answers a bad value with an error 500. Used of it are the ASGI application, the
+request format, `generate`, and the thread that calls it.
 """
 
 import asyncio
 import functools
 import json
-import threading
-import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from fastapi.responses import JSONResponse
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.cli.serving import utils
 
 from .schema import ENDPOINTS, Limits, Refused, parse
+from .shared_batch import SharedBatch, Ticket
 
 DRAINED = 64 * 1024 * 1024  # bytes read of a refused body, so that its sender gets to read why
 
 
-class Ticket:
-    """A request from its arrival to its last byte. gone: set once nobody waits for it any more."""
+class _Threads:
+    """In place of the library's thread for `generate`, which takes one call at a time: each call has its own."""
 
-    def __init__(self) -> None:
-        self.gone = threading.Event()
-        self.end = float("inf")  # in time.monotonic(), set when generation begins
-        self.chunks = 0  # chunks of its prompt begun so far
-        self.writing = False  # whether it has its first token
+    def __init__(self, count: int):
+        self.pool = ThreadPoolExecutor(count)
+        self.submit = self.pool.submit
+
+    def async_submit(self, function: Any, *args: Any, **kwargs: Any) -> asyncio.Future:
+        return asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
 
 class Guard:
     """ASGI application around another one.
 
     Args:
-        app: the library's. model: its only model, an ESSMForCausalLM, whose `generate` is bounded from now on, on one
-        thread at a time. name: what requests call the model.
+        app: the library's. model: its only model, an ESSMForCausalLM, whose `generate` joins a shared batch from now
+        on. name: what requests call the model.
+    Raises:
+        ValueError: a model with attention layers.
     """
 
     def __init__(self, app: Any, model: Any, name: str, limits: Limits):
-        self.app, self.model, self.config, self.name, self.limits = app, model, model.config, name, limits
+        self.app, self.config, self.name, self.limits = app, model.config, name, limits
         self.tickets: dict[str, Ticket] = {}
-        self.running: Ticket | None = None
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_forward_hook(self._check_mode)
+        self.batch = SharedBatch(model, limits)
+        utils.InferenceThread = functools.partial(_Threads, limits.requests)
         model.generate = functools.partial(self._generate, model.generate)
         app.add_exception_handler(ValueError, lambda _, error: _answer(getattr(error, "status", 422), str(error)))
 
@@ -101,7 +102,7 @@ class Guard:
 
     async def _serve(self, body: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
         """Hand the request on, with a ticket in its generation_config; watch for its client to leave."""
-        number, ticket, left = uuid.uuid4().hex, Ticket(), asyncio.Event()
+        number, ticket, left = uuid.uuid4().hex, Ticket(self.limits.seconds, body.get("seed")), asyncio.Event()
         if "generation_config" in body:
             settings = json.loads(body["generation_config"]) | {"ticket": number}
             body = body | {"generation_config": json.dumps(settings)}
@@ -129,54 +130,17 @@ class Guard:
             del self.tickets[number]
 
     def _generate(self, generate: Any, *args: Any, generation_config: Any, **kwargs: Any) -> Any:
-        """`generate` for a ticket; called on the library's inference thread."""
+        """`generate` for a ticket, beside those of others."""
         ticket = self.tickets.get(generation_config.__dict__.pop("ticket", ""))
-        ids = kwargs["input_ids"]
-        if ticket is None or ticket.gone.is_set():  # left while it waited
-            if kwargs.get("streamer") is not None:
-                kwargs["streamer"].end()
-            return ids
-        ticket.end = time.monotonic() + self.limits.seconds
-        if ids.shape[1] > self.limits.prompt_chunk:
-            generation_config.prefill_chunk_size = self.limits.prompt_chunk
-        stop = _Stop(ticket, generation_config, ids.shape[1])
-        self.running = ticket
-        try:
-            stopping = StoppingCriteriaList([stop])
-            return generate(*args, generation_config=generation_config, stopping_criteria=stopping, **kwargs)
-        finally:
-            self.running = None
-
-    def _check_mode(self, *_: Any) -> None:
-        if self.model.training:
-            raise Refused(503, "the model is in training mode, whose dropout would change every answer")
-
-    def _before_forward(self, *_: Any) -> None:
-        """Give up between two chunks of a prompt; between two tokens _Stop does."""
-        self._check_mode()
-        ticket = self.running
-        if ticket is None or ticket.writing:
-            return
-        if ticket.gone.is_set():
-            raise Refused(499, "the client has left")
-        if ticket.chunks and time.monotonic() >= ticket.end:
-            raise Refused(422, f"the prompt was not read within {self.limits.seconds:g} seconds")
-        ticket.chunks += 1
-
-
-class _Stop(StoppingCriteria):
-    """Ends a generation whose client has left or whose time is over; the library then says "length" as the reason."""
-
-    def __init__(self, ticket: Ticket, generation_config: Any, prompt: int):
-        self.ticket, self.generation_config, self.prompt = ticket, generation_config, prompt
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.ticket.writing = True
-        over = time.monotonic() >= self.ticket.end
-        if over:  # the library compares its own object with the number of tokens made
-            self.generation_config.max_new_tokens = input_ids.shape[1] - self.prompt
-        stop = over or self.ticket.gone.is_set()
-        return torch.full((len(input_ids),), stop, dtype=torch.bool, device=input_ids.device)
+        ids = prompt = kwargs["input_ids"]
+        if ticket is not None and not ticket.gone.is_set():  # it did not leave while it waited for a thread
+            decode = functools.partial(self.batch.decode, ticket)
+            ids = generate(*args, generation_config=generation_config, custom_generate=decode, **kwargs)
+            if ticket.late:  # the library compares its own object with the number of new tokens
+                generation_config.max_new_tokens = ids.shape[1] - prompt.shape[1]
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"].end()
+        return ids
 
 
 def _answer(status: int, reason: str) -> JSONResponse:

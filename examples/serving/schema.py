@@ -25,7 +25,7 @@ class Limits:
     body_bytes: int = 256 * 1024
     new_tokens: int = 4096
     messages: int = 256
-    beams: int = 4
+    state_bytes: int = 1 << 30  # of all requests; those that it has no room for wait
     seconds: float = 120.0  # of reading the body, and of generating
     requests: int = 16  # answered or waiting at the same time
     prompt_chunk: int = 1024  # tokens read at once: between chunks a request can be given up
@@ -56,7 +56,7 @@ class Generation(BaseModel):
     """The JSON string `generation_config`."""
 
     model_config = STRICT | ConfigDict(extra="forbid")
-    spectral_budget: Natural | str | list[Natural] | None = None
+    spectral_budget: Natural | str | None = None
     max_new_tokens: Count | None = None
     min_new_tokens: Natural | None = None
     do_sample: bool | None = None
@@ -65,7 +65,6 @@ class Generation(BaseModel):
     top_p: Share | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    num_beams: Count | None = None
     stop_strings: Stop | None = None
     eos_token_id: Natural | Annotated[list[Natural], Field(min_length=1, max_length=64)] | None = None
     transformers_version: str | None = None  # `chat` sends it
@@ -152,18 +151,16 @@ def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig)
     asked = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens, generation.max_new_tokens)
     tokens = next((count for count in asked if count is not None), min(1024, limits.new_tokens))
     rounds = len(body.get("messages", ())) or (len(body["input"]) if isinstance(body.get("input"), list) else 1)
-    beams, budget, vocabulary = generation.num_beams or 1, generation.spectral_budget, config.vocab_size
+    vocabulary = config.vocab_size
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id or 0]
     try:
-        config.resolve_budget(budget)
+        config.resolve_budget(generation.spectral_budget)
     except ValueError as error:
         raise Refused(422, f"generation_config: {error}") from None
     for wrong, reason in (
         (tokens > limits.new_tokens, f"at most {limits.new_tokens} new tokens are generated, got {tokens}"),
         ((generation.min_new_tokens or 0) > tokens, f"min_new_tokens must be at most the {tokens} new tokens"),
         (rounds > limits.messages, f"at most {limits.messages} messages are read, got {rounds}"),
-        (beams > limits.beams, f"num_beams must be in [1, {limits.beams}], got {beams}"),
-        (beams > 1 and request.stream, "num_beams above 1 cannot be streamed"),
         (not all(0 <= end < vocabulary for end in ends), f"eos_token_id must be in [0, {vocabulary}), got {ends}"),
         (
             not all(key.isascii() and key.isdigit() and int(key) < vocabulary for key in request.logit_bias or ()),

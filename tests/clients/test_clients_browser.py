@@ -188,10 +188,16 @@ def test_nothing_is_wider_than_the_screen(browser, width):
     assert browser.run("return document.documentElement.scrollWidth") == width
 
 
-def test_a_missing_model_is_named(site, browser):
+@pytest.mark.parametrize(
+    ("export", "told"),
+    [(None, "model/export.json: 404"), ('{"weights": null, "budgets": {}}', "model/export.json: this page")],
+)
+def test_what_is_no_model_for_the_page_is_named(site, browser, export, told):
     (site[0] / "export.json").rename(site[0] / "away.json")
     try:
+        if export:
+            (site[0] / "export.json").write_text(export)
         browser.call("POST", "/refresh")
-        browser.wait("model/export.json: 404")
+        browser.wait(told)
     finally:
-        (site[0] / "away.json").rename(site[0] / "export.json")
+        (site[0] / "away.json").replace(site[0] / "export.json")
