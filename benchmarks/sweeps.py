@@ -84,8 +84,7 @@ def train(
 
     def losses(update: int, batch: dict[str, Tensor]) -> Iterator[Tensor]:
         parts = schedule.parts(update, len(batch["labels"]))
-        run, weight = functools.partial(forward, model, batch), args.distillation_weight
-        return budget_losses(run, parts, labels=batch["labels"], distillation_weight=weight)
+        return budget_losses(functools.partial(forward, model, batch), parts)
 
     found = fit(
         model,
