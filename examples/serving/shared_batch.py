@@ -95,11 +95,13 @@ class SharedBatch:
                 self._give_up(job)
             try:
                 self.batch.step()
-            except RuntimeError as error:  # the model is in training mode
+            except Exception as error:  # the model is in training mode, say
                 for job in self.running:
-                    job.request.fail(error)
+                    job.answer.set_exception(Refused(503, str(error)))
+                    self.batch.cancel(job.request)
             for job in self.running:
-                self._answer(job)
+                if job.request.over and not job.answer.done():
+                    self._answer(job)
             self.running = [job for job in self.running if not job.answer.done()]
 
     def _begin(self, job: _Job) -> None:
@@ -116,13 +118,12 @@ class SharedBatch:
             self.batch.cancel(job.request)
 
     def _answer(self, job: _Job) -> None:
-        request = job.request
-        error = request.error
-        if isinstance(error, RuntimeError):  # the model is in training mode, or there is no memory
+        error = job.request.error
+        if isinstance(error, RuntimeError):  # the model was put into training mode, or there is no memory
             error = Refused(503, str(error))
-        elif job.ticket.late and not request.tokens:
+        elif job.ticket.late and not job.request.tokens:
             error = Refused(422, f"the prompt was not read within {job.ticket.seconds:g} seconds")
-        if error is not None:
-            job.answer.set_exception(error)
-        elif request.over:
+        if error is None:
             job.answer.set_result(None)
+        else:
+            job.answer.set_exception(error)
