@@ -9,7 +9,8 @@ trained at all its sizes, that configuration cut to K channels and trained at th
 as many parameters. bf16 autocast over fp32 weights; the learning rate rises, then falls along a cosine to zero. At the
 end held-out bits per byte are measured, of the elastic models at every size.
 
-The rows of a batch share out the sizes of an elastic model in an order that stays, as windows are in a random one.
+The rows of a batch share out the sizes of an elastic model, the largest first, in an order that stays, as windows are
+in a random one. Where their number does not divide --batch, the smallest have a row less.
 
 Small models leave a GPU waiting for its next call. So a whole update is captured as a CUDA graph and replayed, several
 times as fast: data, rates and losses lie on the device, in tables that the graph walks through. A CPU makes the same
@@ -314,7 +315,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = p.parse_args(argv)
     if not (args.updates is not None or args.seconds or args.passes):
         p.error("give --updates, --seconds or --passes")
-    for name, least in {"updates": 1, "passes": 0, "first_bytes": 1, "batch": 1, "length": 2, "windows": 1}.items():
+    if args.passes is not None and not 0 < args.passes < math.inf:
+        p.error(f"--passes must be above 0, got {args.passes}")
+    for name, least in {"updates": 1, "first_bytes": 1, "batch": 1, "length": 2, "windows": 1}.items():
         if (value := getattr(args, name)) is not None and value < least:
             p.error(f"--{name} must be at least {least}, got {value}")
     try:
@@ -329,7 +332,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         p.error(f"--length must be within the bytes of each text, {len(stream)} and {len(held_out)}: {args.length}")
     windows = Windows(stream.to(device), args.length, args.batch, args.passes)
     if args.passes and not windows.updates:
-        p.error(f"--batch must be at most the {len(windows.order)} blocks of the text, got {args.batch}")
+        p.error(f"--batch must be at most the {len(windows.order)} blocks that are read, got {args.batch}")
     path, results = common.report_path(report, args), report.setdefault("results", {})
     for task in tasks:
         tell = functools.partial(_tell, task.label)

@@ -40,7 +40,7 @@ class Guard:
         app: the library's. model: its only model, an ESSMForCausalLM, whose `generate` joins a shared batch from now
         on. name: what requests call the model.
     Raises:
-        ValueError: a model with attention layers.
+        ValueError: a model that `SharedBatch` cannot serve.
     """
 
     def __init__(self, app: Any, model: Any, name: str, limits: Limits):
@@ -53,7 +53,10 @@ class Guard:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            if scope["type"] == "lifespan":  # the server has ended
+                self.batch.jobs.put(None)
+            return
         try:
             self._check_route(scope["path"], scope["method"])
             if scope["method"] != "POST":
@@ -135,7 +138,9 @@ class Guard:
         ids = prompt = kwargs["input_ids"]
         if ticket is not None and not ticket.gone.is_set():  # it did not leave while it waited for a thread
             decode = functools.partial(self.batch.decode, ticket)
-            ids = generate(*args, generation_config=generation_config, custom_generate=decode, **kwargs)
+            one = {"num_beams": 1, "num_return_sequences": 1}  # whatever the model's own generation_config says
+            kwargs |= {"custom_generate": decode, "generation_config": generation_config}
+            ids = generate(*args, **one, **kwargs)
             if ticket.late:  # the library compares its own object with the number of new tokens
                 generation_config.max_new_tokens = ids.shape[1] - prompt.shape[1]
         if kwargs.get("streamer") is not None:

@@ -153,8 +153,9 @@ def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig)
     rounds = len(body.get("messages", ())) or (len(body["input"]) if isinstance(body.get("input"), list) else 1)
     vocabulary = config.vocab_size
     ends = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id or 0]
+    budget = generation.spectral_budget
     try:
-        config.resolve_budget(generation.spectral_budget)
+        config.resolve_budget([budget] if isinstance(budget, str) else budget)  # a name in a list means one number
     except ValueError as error:
         raise Refused(422, f"generation_config: {error}") from None
     for wrong, reason in (

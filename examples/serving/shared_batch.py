@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Calls of `generate` on many threads, decoded together by one ContinuousBatch on a thread of its own."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -43,14 +44,16 @@ class SharedBatch:
     """Steps a ContinuousBatch for as long as a call waits for one of its requests.
 
     Raises:
-        ValueError: a model with attention layers, or in training mode.
+        ValueError: a model with attention layers, or in training mode, or whose default has a budget for each layer.
     """
 
     def __init__(self, model: Any, limits: Limits):
-        self.jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None ends the thread
         self.running: list[_Job] = []
         self.batch = ContinuousBatch(model, limits.state_bytes, limits.requests, limits.prompt_chunk)
-        threading.Thread(target=self._run, daemon=True).start()
+        self.batch.cancel(self.batch.submit([0], 1))  # at the default
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
 
     def decode(
         self,
@@ -90,15 +93,18 @@ class SharedBatch:
     def _run(self) -> None:
         while True:
             while not self.running or not self.jobs.empty():
-                self._begin(self.jobs.get())
-            for job in self.running:
-                self._give_up(job)
+                if (job := self.jobs.get()) is None:
+                    return
+                self._begin(job)
             try:
+                for job in self.running:
+                    self._give_up(job)
                 self.batch.step()
             except Exception as error:  # the model is in training mode, say
                 for job in self.running:
                     job.answer.set_exception(Refused(503, str(error)))
-                    self.batch.cancel(job.request)
+                    with contextlib.suppress(Exception):  # no memory to move the others; the last one moves none
+                        self.batch.cancel(job.request)
             for job in self.running:
                 if job.request.over and not job.answer.done():
                     self._answer(job)
@@ -108,8 +114,8 @@ class SharedBatch:
         try:
             job.request = job.submit()
             self.running.append(job)
-        except Exception as error:  # such as a budget that a batch does not take
-            job.answer.set_exception(error)
+        except Exception as error:  # such as no memory to try the budget
+            job.answer.set_exception(_reason(error))
 
     def _give_up(self, job: _Job) -> None:
         """End a request whose client has left or whose time is over."""
@@ -119,11 +125,14 @@ class SharedBatch:
 
     def _answer(self, job: _Job) -> None:
         error = job.request.error
-        if isinstance(error, RuntimeError):  # the model was put into training mode, or there is no memory
-            error = Refused(503, str(error))
-        elif job.ticket.late and not job.request.tokens:
+        if error is None and job.ticket.late and not job.request.tokens:
             error = Refused(422, f"the prompt was not read within {job.ticket.seconds:g} seconds")
         if error is None:
             job.answer.set_result(None)
         else:
-            job.answer.set_exception(error)
+            job.answer.set_exception(_reason(error))
+
+
+def _reason(error: BaseException) -> BaseException:
+    """The error that a client is told; those of the model as one of the server."""
+    return Refused(503, str(error)) if isinstance(error, RuntimeError | FloatingPointError) else error

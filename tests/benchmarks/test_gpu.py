@@ -144,9 +144,10 @@ def test_no_model_begins_after_the_limit(train):
     ("options", "legal"),
     [
         (["--updates", "1", "--alone", "9"], r"--alone must be an integer in \[1, 8\], got 9"),
+        (["--passes", "nan"], "--passes must be above 0, got nan"),
         (["--updates", "0"], "--updates must be at least 1, got 0"),
         ([], "give --updates, --seconds or --passes"),
-        (["--passes", "1", "--batch", "13"], "at most the 12 blocks of the text, got 13"),
+        (["--passes", "1", "--batch", "13"], "at most the 12 blocks that are read, got 13"),
     ],
 )
 def test_options_that_cannot_be_are_refused(train, capsys, options, legal):

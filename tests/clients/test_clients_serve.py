@@ -20,7 +20,7 @@ import pytest
 import torch
 from helpers import ROOT, VARIANTS, random_model
 
-from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
+from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
 
 SERVE = ROOT / "examples" / "serve.py"
 
@@ -44,7 +44,7 @@ def serve(*arguments: str, **options) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """One that writes letters only, which no terminal renders as anything else, and others at every budget."""
-    model = random_model(budget_presets={"small": BUDGETS[0]}, **VARIANTS["memory"])
+    model = random_model(budget_presets={"small": BUDGETS[0], "layers": [2, 7]}, **VARIANTS["memory"])
     folder = tmp_path_factory.mktemp("served") / "model"
     for layer in model.model.layers:
         layer.mixer.channel_mixing.data *= 4
@@ -232,6 +232,8 @@ def guarded(model):
             time.sleep(0.01)
         yield guards[0]
         running.kill_server()
+        guards[0].batch.thread.join(60)
+        assert not guards[0].batch.thread.is_alive()
 
 
 CHAT, CONFIG = "/v1/chat/completions", "generation_config"
@@ -259,7 +261,12 @@ BAD = [
     ({"n": 2}, 422, "n: Input should be 1, got 2"),
     ({CONFIG: {"num_beams": 3}}, 422, "num_beams: Extra inputs"),
     ({CONFIG: {"spectral_budget": 33}, "stream": True}, 422, "must be an integer in [1, 32], got 33"),
-    ({CONFIG: {"spectral_budget": "fast"}}, 422, "unknown spectral_budget preset 'fast'; known presets: 'small'"),
+    ({CONFIG: {"spectral_budget": "fast"}}, 422, "unknown spectral_budget preset 'fast'; known presets: 'layers', 'small'"),
+    (
+        {CONFIG: {"spectral_budget": "layers"}, "stream": True},
+        422,
+        "these presets have one for each: {'layers': [2, 7]}",
+    ),
     ({"temperature": -1}, 422, "temperature: Input should be greater"),
     ({"temperature": 1e-30}, 422, "must be 0, for greedy decoding, or in"),
     ({"stop": 5}, 422, "stop"),
@@ -405,6 +412,24 @@ def test_a_client_that_leaves_takes_its_work_along(guarded, held, stream, prompt
     go.set()
     guarded.complete(prompt="z")  # waits for its turn
     assert held.seen[call:] == [1, 1, 1], held.seen
+
+
+def test_no_memory_to_take_out_a_row_ends_what_runs_and_nothing_else(guarded, held, monkeypatch):
+    there, go = held(6)
+    first, second = (guarded.connect({"prompt": "abc", "max_tokens": 50, "stream": stream}) for stream in (True, False))
+    assert there.wait(60)
+    while guarded.batch.jobs.qsize() + len(guarded.batch.running) < 2:
+        time.sleep(0.01)
+    select, fail = ESSMCache.select, [True]
+    monkeypatch.setattr(ESSMCache, "select", lambda *a: 1 / 0 if fail and fail.pop() else select(*a))
+    ticket = next(iter(guarded.tickets.values()))
+    first.close()
+    assert ticket.gone.wait(60)
+    go.set()
+    with contextlib.closing(second):
+        assert second.getresponse().status in (200, 503)
+    assert not fail
+    guarded.complete()
 
 
 def test_a_client_that_leaves_the_queue_is_never_served(guarded, held):
