@@ -38,7 +38,7 @@ from .sweeps import Run, Sweep
 
 BUDGETS = (1, 2, 3, 4, 6, 8)  # and the capacity
 METRIC = "bits_per_byte"
-EQUAL_COMPUTE = 2.75  # updates of an elastic model that take as long as one of every separate model (measured)
+EQUAL_COMPUTE = 2.75  # updates of "rows" that take as long as one of every separate model together (measured)
 
 
 def _elastic(
@@ -46,7 +46,7 @@ def _elastic(
 ) -> Row:
     """The elastic block of the protocol with some of its parts exchanged."""
     fields = {"block": "elastic", "num_spectral_channels": 8} | fields
-    return Row(layers, fields, expansion, feed_forward, memory=memory, schedule="rows")
+    return Row(layers, fields, expansion, feed_forward, memory=memory, schedule="family")
 
 
 _BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
@@ -71,9 +71,11 @@ ROWS: dict[str, Row] = {
     "elastic, gate of 1 unit": _elastic(gate_hidden_size=8),
     "elastic, gate of 16 units": _elastic(gate_hidden_size=128),
     "elastic, one size an update": dataclasses.replace(_BASE, schedule="discrete"),
-    "elastic, equal compute": dataclasses.replace(_BASE, updates=EQUAL_COMPUTE),
-    "elastic, equal compute and text": dataclasses.replace(_BASE, updates=EQUAL_COMPUTE, rereads=True),
-    "elastic, memory, equal compute and text": dataclasses.replace(_MEMORY, updates=EQUAL_COMPUTE, rereads=True),
+    "elastic, rows": dataclasses.replace(_BASE, schedule="rows"),
+    "elastic, rows, equal compute": dataclasses.replace(_BASE, schedule="rows", updates=EQUAL_COMPUTE),
+    "elastic, rows, equal compute and text": dataclasses.replace(
+        _BASE, schedule="rows", updates=EQUAL_COMPUTE, rereads=True
+    ),
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},

@@ -47,7 +47,8 @@ def updates(model: Any, row: Row, block: int) -> tuple[Callable[[], None], int]:
 
     def call() -> None:
         for each in parts:
-            update(optimizer, budget_losses(run, each), model.parameters())
+            losses = budget_losses(run, each, labels=ids, distillation_weight=args.distillation_weight or 0.0)
+            update(optimizer, losses, model.parameters())
 
     return call, len(parts) * BATCH * block
 

@@ -47,7 +47,7 @@ _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 
 def _elastic(layers: int = 4, feed_forward: float = 0.0, memory: float = 0.0, **fields: Any) -> Row:
     fields = {"block": "elastic", "num_spectral_channels": 8} | fields
-    return Row(layers, fields, 2.0, feed_forward, memory, full_share=0.5, schedule="rows")
+    return Row(layers, fields, 2.0, feed_forward, memory, full_share=0.5, schedule="family")
 
 
 ROWS: dict[str, Row] = {

@@ -9,12 +9,9 @@ trained at all its sizes, that configuration cut to K channels and trained at th
 as many parameters. bf16 autocast over fp32 weights; the learning rate rises, then falls along a cosine to zero. At the
 end held-out bits per byte are measured, of the elastic models at every size.
 
-The rows of a batch share out the sizes of an elastic model, the largest first, in an order that stays, as windows are
-in a random one. Where their number does not divide --batch, the smallest have a row less.
-
 Small models leave a GPU waiting for its next call. So a whole update is captured as a CUDA graph and replayed, several
-times as fast: data, rates and losses lie on the device, in tables that the graph walks through. A CPU makes the same
-updates one by one. A model that fails is noted with its error, and the next one begins.
+times as fast: data, budgets, rates and losses lie on the device, in tables that the graph walks through. A CPU makes
+the same updates one by one. A model that fails is noted with its error, and the next one begins.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ import functools
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +39,13 @@ from essm_train.run.steps import adamw, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.loading_essm import truncated_config
 from modeling_essm.spectral_budget import ResolvedBudget, of_each_layer
-from modeling_essm.training.budget_dropout import budget_schedule
+from modeling_essm.training.budget_dropout import BudgetSchedule, Part, budget_losses, budget_schedule
 
 from . import common
 
 END = 258  # <eos>
 WARMUP = 100  # updates
+DISTILLATION = 0.5  # as train_clm has it for "family"
 AT_ONCE = 50  # updates between two looks at the device
 TIMED = 10  # updates
 CONFIGS = [Path(__file__).parent.parent / "hub_configs" / name for name in ("essm-elastic-21m", "essm-elastic-130m")]
@@ -102,19 +100,16 @@ def read_stream(path: Path, first_bytes: int | None = None) -> Tensor:
 
 
 class Windows:
-    """Which parts of a text the updates read: random ones, or its blocks, pass after pass in an order drawn anew.
+    """Which parts of a text the updates read: random ones, or its blocks once each, but for an incomplete last batch.
 
     Blocks are those of `essm_train.data.blocks`: the last token of one is the first of the next, where it is context.
-    An incomplete last batch is left out.
     """
 
-    def __init__(self, stream: Tensor, length: int, batch: int, passes: float | None):
+    def __init__(self, stream: Tensor, length: int, batch: int, one_pass: bool):
         self.stream, self.length, self.batch, self.updates = stream, length, batch, 0
-        if passes is not None:
-            count, generator = (len(stream) - 1) // (length - 1), torch.Generator().manual_seed(0)
-            orders = [torch.randperm(count, generator=generator) for _ in range(math.ceil(passes))]
-            self.order = torch.cat(orders)[: round(count * passes)]
-            self.updates = len(self.order) // batch
+        if one_pass:
+            count = (len(stream) - 1) // (length - 1)
+            self.order, self.updates = torch.randperm(count, generator=torch.Generator().manual_seed(0)), count // batch
 
     def starts(self, updates: range) -> Tensor:
         """(n, B) int64 for these updates, which are consecutive."""
@@ -136,50 +131,53 @@ class Run:
     """A model in training. `step` makes the next update of the tables, which `fill` writes.
 
     Attributes:
-        sizes: that are trained, ascending, or (None,) of a model that has one.
-        budgets: those of an update, each on the whole batch with the same weight.
+        schedule: of the budgets of a model that has any, else None.
+        parts: those of every update, but for their weights and the budgets of rows.
         counter: (1,) int64, the row of the tables that is next.
-        starts, rates, losses: the tables, of AT_ONCE rows: (.., B) int64 of windows, (..,), and (..,) mean nats.
+        starts, budgets, weights, rates, losses: the tables, of AT_ONCE rows: (.., B) int64 of windows, (.., B) int64 of
+            the part with a budget for each row, (.., parts), (..,), and (..,) mean nats at the full budget.
     """
 
     def __init__(self, task: Task, windows: Windows, learning_rate: float, device: torch.device):
         self.windows, self.learning_rate, self.device = windows, learning_rate, device
-        self.sizes: tuple[int | None, ...] = (None,)
-        self.budgets: list[int | ResolvedBudget | None] = [None]
-        if task.kind == ALONE:
-            self.sizes = (task.config.num_spectral_channels,)
-        elif task.kind == "elastic":
-            self.sizes = trained = budget_schedule("rows", task.config.num_spectral_channels, 0).budgets
-            if windows.batch < len(trained):
-                raise ValueError(
-                    f"--batch must be at least {len(trained)}, a row for each of {trained}: {windows.batch}"
-                )
-            of_rows = torch.tensor([trained[-1 - r % len(trained)] for r in range(windows.batch)])
-            resolved = task.config.resolve_budget(of_rows, batch_size=windows.batch)
-            self.budgets = [dataclasses.replace(resolved, rows=of_rows.to(device))]
-        elif task.kind == "matmamba":  # every size in every update
-            self.sizes = (1, 2, 4, 8)
-            self.budgets = [*reversed(self.sizes)]
+        self.schedule: BudgetSchedule | None = None
         if task.kind not in PEERS:
-            task.config.trained_budgets = [*self.sizes]
+            name = "full" if task.kind == ALONE else "family"
+            self.schedule = budget_schedule(name, task.config.num_spectral_channels, 0)
+            task.config.trained_budgets = [*self.schedule.budgets]
+        elif task.kind == "matmamba":  # every size in every update, on labels alone
+            self.schedule = dataclasses.replace(budget_schedule("sandwich", 8, 0), budgets=(1, 2, 4, 8))
+        self.parts = self.parts_of(0, 1)
         self.model = make_model(task).to(device).train()
         self.parameters = [*self.model.parameters()]
         self.stream = windows.stream.to(device)
         self.within = torch.arange(windows.length, device=device)
         self.counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.starts = torch.zeros(AT_ONCE, windows.batch, dtype=torch.int64, device=device)
+        self.budgets = torch.ones_like(self.starts)
+        self.weights = torch.zeros(AT_ONCE, len(self.parts), device=device)
         self.rates, self.losses = torch.zeros(2, AT_ONCE, device=device)
         rate_now = torch.zeros((), device=device)
         self.optimizer = adamw(self.model, rate_now, capturable=device.type == "cuda")
         self.step: Callable[[], object] = self.update
 
+    def parts_of(self, number: int, of: int) -> tuple[Part, ...]:
+        """Of an update, always as many; those of one budget in any order, since they weigh the same."""
+        if self.schedule is None:
+            return (Part(0, slice(None), 1.0, 1.0),)
+        return dataclasses.replace(self.schedule, updates=of).parts(number, self.windows.batch, together=True)
+
     def fill(self, updates: range, of: int) -> None:
         """The tables of at most AT_ONCE consecutive updates, of so many in all."""
         self.counter.zero_()
-        rates = torch.tensor([self.learning_rate * rate(n, of) for n in updates])
-        for table, rows in {self.starts: self.windows.starts(updates), self.rates: rates}.items():
+        parts = [self.parts_of(n, of) for n in updates]
+        tables = {self.starts: self.windows.starts(updates)}
+        tables[self.rates] = torch.tensor([self.learning_rate * rate(n, of) for n in updates])
+        tables[self.weights] = torch.tensor([[part.weight for part in some] for some in parts])
+        if isinstance(parts[0][-1].budget, tuple):
+            tables[self.budgets] = torch.tensor([some[-1].budget for some in parts])
+        for table, rows in tables.items():
             table[: len(updates)] = rows.to(self.device)
-        self.losses.zero_()
 
     def row(self, table: Tensor) -> Tensor:
         return table.index_select(0, self.counter)[0]
@@ -190,14 +188,29 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"].copy_(self.row(self.rates))
 
-        def losses() -> Iterator[Tensor]:
-            for budget in self.budgets:
-                loss = outputs_of(self.model, ids, budget).loss / len(self.budgets)
-                self.losses.index_add_(0, self.counter, loss.detach()[None])
-                yield loss
+        parts = [part._replace(weight=weight) for part, weight in zip(self.parts, self.row(self.weights))]
 
-        update(self.optimizer, losses(), self.parameters, check=lambda *_: None)
+        def forward(part: Part) -> Any:
+            output = outputs_of(self.model, ids, self.resolved(part))
+            if part is parts[0]:
+                self.losses.index_copy_(0, self.counter, output.loss.detach()[None])
+            return output
+
+        is_family = self.schedule is not None and self.schedule.name == "family"
+        weight = DISTILLATION if is_family else 0.0
+        losses = budget_losses(forward, parts, labels=ids, distillation_weight=weight)
+        update(self.optimizer, losses, self.parameters, check=lambda *_: None)
         self.counter.add_(1)
+
+    def resolved(self, part: Part) -> int | ResolvedBudget | None:
+        """What the model is told of a part."""
+        if self.schedule is None:
+            return None
+        if not isinstance(part.budget, tuple):
+            return part.budget
+        largest = self.schedule.budgets[-2]  # of any row in any update: a graph has one shape
+        layers = tuple(min(largest, held) for held in self.model.config.capacities)
+        return ResolvedBudget(layers, self.row(self.budgets), (*part.budget, largest))
 
     def capture(self) -> float:
         """Make `step` a replay, on a GPU, and leave the model as new; the seconds that an update takes."""
@@ -304,7 +317,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--alone", nargs="+", type=int, default=[], metavar="K", help="ES-SSMs of K channels, by themselves")
     p.add_argument("--updates", type=int, help="of each model; of several limits the first one ends it")
     p.add_argument("--seconds", type=float, help="of training, for each model")
-    p.add_argument("--passes", type=float, help="over the blocks of the text, instead of random windows")
+    p.add_argument("--one_pass", action="store_true", help="read every block of the text once")
     p.add_argument("--first_bytes", type=int, help="of the training text; by default all")
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--length", type=int, default=1024, help="tokens of a window")
@@ -313,10 +326,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--save", type=Path, help="folder for the ES-SSMs, each in one of its own, in bf16")
     p.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further model begins")
     args = p.parse_args(argv)
-    if not (args.updates is not None or args.seconds or args.passes):
-        p.error("give --updates, --seconds or --passes")
-    if args.passes is not None and not 0 < args.passes < math.inf:
-        p.error(f"--passes must be above 0, got {args.passes}")
+    if not (args.updates is not None or args.seconds or args.one_pass):
+        p.error("give --updates, --seconds or --one_pass")
     for name, least in {"updates": 1, "first_bytes": 1, "batch": 1, "length": 2, "windows": 1}.items():
         if (value := getattr(args, name)) is not None and value < least:
             p.error(f"--{name} must be at least {least}, got {value}")
@@ -324,15 +335,15 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tasks = tasks_of(args)
     except ValueError as error:
         p.error(str(error))
-    told = ("updates", "seconds", "passes", "first_bytes", "batch", "length", "learning_rate", "windows")
+    told = ("updates", "seconds", "one_pass", "first_bytes", "batch", "length", "learning_rate", "windows")
     device, report = common.start("gpu_train", args, **{name: getattr(args, name) for name in told})
     begun = time.monotonic()
     stream, held_out = read_stream(args.train_file, args.first_bytes), read_stream(args.text_file)
     if min(len(stream), len(held_out)) < args.length:
         p.error(f"--length must be within the bytes of each text, {len(stream)} and {len(held_out)}: {args.length}")
-    windows = Windows(stream.to(device), args.length, args.batch, args.passes)
-    if args.passes and not windows.updates:
-        p.error(f"--batch must be at most the {len(windows.order)} blocks that are read, got {args.batch}")
+    windows = Windows(stream.to(device), args.length, args.batch, args.one_pass)
+    if args.one_pass and not windows.updates:
+        p.error(f"--batch must be at most the {len(windows.order)} blocks of the text, got {args.batch}")
     path, results = common.report_path(report, args), report.setdefault("results", {})
     for task in tasks:
         tell = functools.partial(_tell, task.label)
@@ -349,7 +360,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             if args.save and task.kind not in PEERS:
                 run.save(args.save / task.label)
             size = (args.length, args.windows, args.batch)
-            result["bits_per_byte"] = {str(K): bits_per_byte(run.model, held_out, *size, K) for K in run.sizes}
+            budgets = run.schedule.budgets if run.schedule else (None,)
+            result["bits_per_byte"] = {str(K): bits_per_byte(run.model, held_out, *size, K) for K in budgets}
         except Exception as error:  # out of memory, say
             traceback.print_exc(limit=-4)
             results.setdefault(task.label, {})["failed"] = (

@@ -84,7 +84,8 @@ def train(
 
     def losses(update: int, batch: dict[str, Tensor]) -> Iterator[Tensor]:
         parts = schedule.parts(update, len(batch["labels"]))
-        return budget_losses(functools.partial(forward, model, batch), parts)
+        run, weight = functools.partial(forward, model, batch), args.distillation_weight
+        return budget_losses(run, parts, labels=batch["labels"], distillation_weight=weight)
 
     found = fit(
         model,

@@ -42,7 +42,7 @@ trainer = Trainer(
     data_collator=default_data_collator,
     train_dataset=Dataset.from_dict({"input_ids": blocks, "labels": blocks}),
     eval_dataset=Dataset.from_dict({"input_ids": held_out.numpy(), "labels": labels.numpy()}),
-    callbacks=[BudgetDropoutCallback(schedule)],
+    callbacks=[BudgetDropoutCallback(schedule, args.distillation_weight)],
 )
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.save_model(f"{args.output_dir}/model")

@@ -155,12 +155,19 @@ def random_masks(B, L, generator):
     return mask[torch.randperm(B, generator=generator)]
 
 
-def losses_by_hand(model, inputs, budgets, num_items=None) -> list[torch.Tensor]:
+def losses_by_hand(model, inputs, budgets, weight, num_items=None) -> list[torch.Tensor]:
     """The losses of an update, position by position, for a language model whose inputs hold labels (B, L)."""
+    losses, teacher = [], None
     scored = [(b, t) for b, t in np.ndindex(*inputs["labels"].shape) if t and inputs["labels"][b, t] != -100]
-    losses = []
+    count = len(scored) if num_items is None else num_items
     for K in budgets:
-        logp = model(inputs["input_ids"], spectral_budget=K).logits.double().log_softmax(-1)
-        cross_entropy = -sum(logp[b, t - 1, inputs["labels"][b, t]] for b, t in scored)
-        losses.append(cross_entropy / (num_items or len(scored)) / len(budgets))
+        logits = model(inputs["input_ids"], spectral_budget=K).logits.double()
+        logp = logits.log_softmax(-1)
+        cross_entropy = -sum(logp[b, t - 1, inputs["labels"][b, t]] for b, t in scored) / count
+        if teacher is None:
+            teacher, loss = logp.detach(), cross_entropy
+        else:
+            kl = sum((teacher[b, t - 1].exp() * (teacher[b, t - 1] - logp[b, t - 1])).sum() for b, t in scored) / count
+            loss = (1 - weight) * cross_entropy + weight * kl
+        losses.append(loss / len(budgets))
     return losses

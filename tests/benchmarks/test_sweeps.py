@@ -35,7 +35,8 @@ def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
     seen, run_at_budget = [], models.run_at_budget
 
     def watched(model, batch, K):
-        seen.extend(batch["input_ids"])
+        if models.capacity_of(model) == K:  # which every update runs once, on all rows
+            seen.append(batch["input_ids"])
         return run_at_budget(model, batch, K)
 
     monkeypatch.setattr(models, "run_at_budget", watched)
@@ -54,7 +55,7 @@ def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
     assert [*elastic["bits_per_byte"]] == ["1", "2", "3", "4", "6", "8"] and [*llama["bits_per_byte"]] == ["1"]
     above = [llama["by_seed"][seed]["1"] - elastic["by_seed"][seed]["8"] for seed in "01"]
     assert llama["against_elastic"]["mean"] == pytest.approx(statistics.fmean(above))
-    orders = [torch.stack(seen[i : i + 6]) for i in range(0, len(seen), 6)]  # of 3 updates of 2 rows
+    orders = [torch.stack(seen[i : i + 3]) for i in range(0, len(seen), 3)]  # of 3 updates
     assert all(torch.equal(order, orders[i // 4 * 4]) for i, order in enumerate(orders))
     assert len(orders) == 8 and not torch.equal(orders[0], orders[4])
     # A rate that has a seed of its own is compared by those that it shares.
@@ -160,22 +161,24 @@ def test_every_model_classifies_every_task(classify):
 
 
 def test_models_classify_the_same_samples_at_their_budgets(classify, monkeypatch):
-    seen, budgets, run_at_budget = [], [], models.run_at_budget
+    seen, smaller, run_at_budget = [], [], models.run_at_budget
 
     def watched(model, batch, budget):
-        seen.extend(torch.cat([batch["input_features"].flatten(1), batch["labels"][:, None]], 1))
-        budgets.extend([budget] * len(batch["labels"]))
+        if models.capacity_of(model) == budget:  # which every update runs once, on all rows
+            seen.append((torch.cat([batch["input_features"].flatten(), batch["labels"]]), budget))
+        else:
+            smaller.append((len(seen), budget))
         return run_at_budget(model, batch, budget)
 
     monkeypatch.setattr(models, "run_at_budget", watched)
     results = classify("--tasks", "smnist:updates=8", "--only", "elastic", "s4d", "--rates", 0.01, "--seeds", 0, 1)
     assert [r["definition"]["task"]["updates"] for r in results["results"]] == [8, 8]
-    orders = torch.stack(seen).unflatten(0, (4, 8, 4))  # of 8 updates of 4 samples
+    orders = torch.stack([samples for samples, _ in seen]).unflatten(0, (4, 8))
     assert orders[0].equal(orders[1]) and orders[2].equal(orders[3]) and not orders[0].equal(orders[2])
-    # The elastic block: the first half at the full budget alone, then each row at one of its own; S4D has one.
-    elastic, s4d = torch.tensor(budgets).view(2, 2, 8, 4).unbind(1)
-    assert (elastic[:, :4] == 8).all() and (s4d == 1).all()
-    assert all(len({*rows}) == 4 and {*rows} <= {1, 2, 3, 4, 6, 8} for rows in elastic[:, 4:].reshape(-1, 4).tolist())
+    # The elastic block: the first half at the full budget alone, then smaller ones beside it; S4D has one.
+    assert [budget for _, budget in seen] == ([8] * 8 + [1] * 8) * 2
+    assert {update for update, _ in smaller} == {5, 6, 7, 8, 21, 22, 23, 24}
+    assert {budget for _, budget in smaller} <= {1, 2, 3, 4, 6}
 
 
 def test_errors_are_the_share_of_wrong_answers(data_dir):
@@ -206,8 +209,7 @@ def test_errors_are_the_share_of_wrong_answers(data_dir):
 def test_training_lowers_the_error(data_dir, tmp_path):
     settings = classification_tasks.Settings(data_dir, 20_000, 40, quick=True)
     record = classification_tasks.perform(settings, sweeps.Run("elastic", 0.01, 0, "smnist"))
-    assert all(error < 0.5 for error in record["error"].values())  # 2/3 is chance
-    assert record["error"]["8"] < 0.2
+    assert all(error < 0.3 for error in record["error"].values())  # 2/3 is chance
 
 
 def test_what_cannot_be_run_is_refused_before_any_work(classify, data_dir, tmp_path):

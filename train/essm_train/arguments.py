@@ -75,12 +75,15 @@ class RunArguments:
 
     budget_schedule: str | None = arg(
         "discrete",
-        "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'rows' (one of 1,2,3,4,6,.. for each sample), "
-        "'uniform' (1..K), 'authors' (full at first and at every 8th update, else log-uniform), 'sandwich' (full, "
-        "random and smallest in each update) or 'full'.",
+        "Budgets of each update: 'discrete' (one of 2,3,4,6,..,32), 'uniform' (1..K), 'authors' (full at first and at "
+        "every 8th update, else log-uniform), 'sandwich' (full, random and smallest in each update), 'rows' (one of "
+        "1,2,3,4,6,.. for each sample), 'family' (all of these in each update) or 'full'.",
     )
     full_budget_updates: int | None = arg(0, "With any schedule: updates at the full budget before all others.")
     sandwich_random: int = arg(2, "With the 'sandwich' schedule: random budgets beside the largest and the smallest.")
+    distillation_weight: float | None = arg(
+        None, "Weight in [0, 1] of imitating the full budget, by default 0.5 with 'family' and 0 with 'sandwich'."
+    )
 
     max_steps: int = arg(600, "Updates.")
     num_train_epochs: float | None = arg(None, "Instead of max_steps: passes over the training samples.")
@@ -136,14 +139,19 @@ class RunArguments:
         )
         check_at_least(self, 0, "learning_rate", "weight_decay", "early_stopping_threshold")
         check_within(self, "[0, 1)", "ema_decay", "adam_beta2")
-        check_within(self, "[0, 1]", "min_lr_rate")
+        check_within(self, "[0, 1]", "distillation_weight", "min_lr_rate")
         check_within(self, "(0, inf]", "max_grad_norm")
         check_within(self, "(0, inf)", "num_train_epochs")
         check_within(self, "(0, 1)", "truncation_tau")
-        course, until = self.lr_scheduler_type, self.truncation_until
+        if self.distillation_weight is None:
+            self.distillation_weight = 0.5 if self.budget_schedule == "family" else 0.0
+        schedule, course, until = self.budget_schedule, self.lr_scheduler_type, self.truncation_until
         given = [n for n in ("extend", "overwrite_output_dir", "resume_from_checkpoint") if getattr(self, n)]
         refuse(
             {
+                f"distillation_weight needs budget_schedule 'sandwich' or 'family', got {schedule!r}": (
+                    self.distillation_weight and schedule not in ("sandwich", "family")
+                ),
                 f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {course!r}": course not in SCHEDULES,
                 f"lr_scheduler_type {_WITH_FLOOR!r} and min_lr_rate need each other, got {course!r} and "
                 f"{self.min_lr_rate}": (self.min_lr_rate is not None) != (course == _WITH_FLOOR),

@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import VARIANTS, losses_by_hand, random_ids, random_model
 
+from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.training.budget_dropout import (
     BUDGETS,
     SCHEDULES,
+    BudgetDropoutCallback,
     Part,
     budget_losses,
     budget_schedule,
@@ -38,14 +41,14 @@ def test_schedules_train_the_budgets_they_name(name):
     clipped = {1: (1,), 3: (2, 3), 20: (2, 3, 4, 6, 8, 12, 16, 20), 32: BUDGETS}
     for capacity, expected in clipped.items():
         schedule = budget_schedule(name, capacity, seed=0)
-        with_one = tuple(sorted({1, *expected}))
-        named = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,), "rows": with_one}
+        family = tuple(sorted({1, *expected}))
+        named = {"uniform": tuple(range(1, capacity + 1)), "full": (capacity,), "family": family, "rows": family}
         assert schedule.budgets == named.get(name, expected)
         drawn = [schedule(update) for update in range(500)]
         assert {K for budgets in drawn for K in budgets} == set(schedule.budgets)
         assert all(len(budgets) == len(set(budgets)) for budgets in drawn)
         assert name == "rows" or all(budgets[0] == max(budgets) for budgets in drawn)
-        assert name in ("sandwich", "rows") or all(len(budgets) == 1 for budgets in drawn)
+        assert name in ("sandwich", "rows", "family") or all(len(budgets) == 1 for budgets in drawn)
         warm = budget_schedule(name, capacity, seed=0, full_budget_updates=20)
         assert [warm(update) for update in range(60)] == [(capacity,)] * 20 + drawn[20:60]
 
@@ -77,6 +80,33 @@ def test_sandwich_rule():
     assert_drawn_as(pairs, {(a, b): 1 / 21 for a in between for b in between if a > b})
 
 
+def test_a_family_shares_its_rows_out():
+    """The full budget and the cheap ones have all rows; each row one of the others, as in accumulated batches."""
+    schedule = budget_schedule("family", 8, seed=1, updates=3)
+    orders = Counter(schedule(update)[1:] for update in range(12000))
+    assert_drawn_as(orders, dict.fromkeys(permutations((1, 2, 3, 4, 6)), 1 / 120))
+    for update, count, of_smaller in ((0, 1, 1 / 4), (1, 4, 1 / 2), (2, 5, 1), (3, 12, 2), (4, 3, 2)):
+        of_full, each = 1 / (1 + of_smaller), of_smaller / (1 + of_smaller) / 3
+        *whole, together = schedule.parts(update, count, together=True)
+        assert [(part.budget, part.rows, part.share) for part in whole] == [
+            (K, slice(None), 1.0) for K in (8, *(K for K in schedule(update) if K < 3))
+        ]
+        assert [part.weight for part in whole] == pytest.approx([of_full, each, each])
+        order = [K for K in schedule(update) if K in (3, 4, 6)]
+        assert together.budget == tuple(order[r % 3] for r in range(count)) and together.share == 1
+        parts = schedule.parts(update, count)
+        assert parts[:3] == (*whole,) and {part.weight for part in parts[3:]} == {together.weight} == {whole[1].weight}
+        of_row = {r: part.budget for part in parts[3:] for r in range(count)[part.rows]}
+        assert tuple(of_row[r] for r in range(count)) == together.budget
+        assert tuple(schedule.parts(update, 1, r)[-1].budget for r in range(count)) == together.budget
+        assert sum(part.share * part.weight for part in parts) == pytest.approx(1)
+    assert budget_schedule("family", 8, seed=1).parts(9, 1)[0].weight == pytest.approx(1 / (1 + 0.5**0.5))
+    for capacity, expected in ((1, [1]), (2, [2, 1]), (4, [4, 1, (2, 3)])):
+        parts = budget_schedule("family", capacity, seed=1).parts(0, 2, together=True)
+        assert [tuple(sorted(K)) if isinstance(K := part.budget, tuple) else K for part in parts] == expected
+        assert sum(part.share * part.weight for part in parts) == pytest.approx(1)
+
+
 def test_rows_share_all_budgets():
     schedule = budget_schedule("rows", 4, seed=1)
     orders = Counter(schedule(update) for update in range(12000))
@@ -99,6 +129,7 @@ GOLDEN = {
     "sandwich": [(32, 16, 3, 2), (32, 16, 4, 2), (32, 16, 12, 2), (32, 16, 3, 2), (32, 16, 8, 2), (32, 8, 6, 2)],
     "full": [(32,)] * 4,
     "rows": [(32, 4, 3, 2, 8, 1, 6, 16, 24, 12), (8, 24, 3, 1, 6, 4, 32, 16, 12, 2)],
+    "family": [(32, 1, 8, 4, 12, 2, 24, 3, 6, 16), (32, 1, 4, 2, 6, 8, 12, 16, 3, 24)],
 }
 
 
@@ -138,8 +169,8 @@ def on_all_rows(budgets):
     return [Part(K, slice(None), 1.0, 1 / len(budgets)) for K in budgets]
 
 
-@pytest.mark.parametrize("num_items", [None, 40])
-def test_losses_of_several_budgets(num_items):
+@pytest.mark.parametrize(("weight", "num_items"), [(0.0, None), (0.3, 40), (1.0, None)])
+def test_losses_of_a_language_model(weight, num_items):
     """By hand, one graph at a time, and in one graph."""
     model, budgets, ids = random_model().train(), (32, 6, 2), random_ids(2, 12)
     labels = ids.clone()
@@ -149,7 +180,7 @@ def test_losses_of_several_budgets(num_items):
 
     def losses():
         forward = lambda part: model(**inputs, **kwargs, spectral_budget=part.budget)  # noqa: E731
-        return budget_losses(forward, on_all_rows(budgets), **kwargs)
+        return budget_losses(forward, on_all_rows(budgets), labels=labels, distillation_weight=weight, **kwargs)
 
     def gradients(parts):
         model.zero_grad()
@@ -159,7 +190,7 @@ def test_losses_of_several_budgets(num_items):
             values.append(part.detach().double())
         return torch.stack(values), {name: p.grad.clone() for name, p in model.named_parameters()}
 
-    by_hand = losses_by_hand(model, inputs, budgets, num_items)
+    by_hand = losses_by_hand(model, inputs, budgets, weight, num_items)
     expected = torch.stack(by_hand).detach()
     _, exact = gradients([sum(by_hand)])
     values, one_by_one = gradients(losses())
@@ -172,20 +203,58 @@ def test_losses_of_several_budgets(num_items):
 
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("num_items", [None, 40])
-def test_losses_of_rows_at_budgets_of_their_own(num_items, together):
-    model, ids = random_model(**VARIANTS["elastic"], num_spectral_channels=8).train(), random_ids(7, 12)
-    schedule, kwargs = budget_schedule("rows", 8, seed=0), {} if num_items is None else {"num_items_in_batch": 40}
+def test_losses_of_a_family(num_items, together):
+    """Rows at smaller budgets of their own, half on labels and half on the full model's logits, by hand."""
+    model, ids, weight = random_model(**VARIANTS["elastic"], num_spectral_channels=8).train(), random_ids(7, 12), 0.5
+    schedule, kwargs = budget_schedule("family", 8, seed=0), {} if num_items is None else {"num_items_in_batch": 40}
 
     def forward(part):
         own, budget = ids[part.rows], part.budget
         return model(own, labels=own, spectral_budget=torch.tensor(budget) if together else budget, **kwargs)
 
-    losses = budget_losses(forward, schedule.parts(0, 7, together=together), **kwargs)
-    expected = 0.0
-    for row, K in zip(ids, schedule(0) * 2):
-        logits = model(row[None], spectral_budget=K).logits.log_softmax(-1)
-        expected = expected - logits[0, :-1].gather(-1, row[1:, None]).sum()
+    parts = schedule.parts(0, 7, together=together)
+    losses = budget_losses(forward, parts, labels=ids, distillation_weight=weight, **kwargs)
+    full = model(ids).logits.detach().log_softmax(-1)
+    pick = lambda logits: -logits[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]  # noqa: E731
+    of_full = parts[0].weight
+    expected, order = pick(full).sum() * of_full, [K for K in schedule(0) if K in (3, 4, 6)]
+    for rows in (torch.full((7,), 1), torch.full((7,), 2), torch.tensor([order[r % 3] for r in range(7)])):
+        small = model(ids, spectral_budget=rows).logits.log_softmax(-1)
+        kl = F.kl_div(small[:, :-1], full[:, :-1], reduction="none", log_target=True).sum(-1)
+        expected = expected + ((1 - weight) * pick(small) + weight * kl).sum() * (1 - of_full) / 3
     torch.testing.assert_close(sum(losses), expected / (num_items or ids[:, 1:].numel()), rtol=1e-5, atol=1e-6)
+
+
+def test_labels_may_be_shifted_before():
+    model, ids, found = random_model(), random_ids(2, 9), []
+    labels = ids.masked_fill(torch.arange(9) == 3, -100)
+    shifted = {"labels": labels, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=-100)}
+    for given in (shifted, {"labels": labels}):
+        parts = budget_losses(
+            lambda part, given=given: model(ids, **given, spectral_budget=part.budget),
+            on_all_rows((8, 3)),
+            distillation_weight=0.5,
+            **given,
+        )
+        found.append([part.item() for part in parts])
+    assert found[0] == found[1]
+
+
+def test_losses_of_a_classifier():
+    model, budgets = random_model(ESSMForSequenceClassification, num_labels=5), (32, 4)
+    ids, labels = random_ids(3, 8), torch.tensor([0, 4, 2])
+    full, small = (model(ids, labels=labels, spectral_budget=K) for K in budgets)
+    kl = F.kl_div(small.logits.log_softmax(-1), full.logits.softmax(-1), reduction="batchmean")
+    assert kl > 1e-4
+    for given in (labels, None):
+        losses = budget_losses(
+            lambda part: model(ids, labels=labels, spectral_budget=part.budget),
+            on_all_rows(budgets),
+            labels=given,
+            distillation_weight=0.25,
+        )
+        expected = torch.stack([full.loss / 2, (0.75 * small.loss + 0.25 * kl) / 2])
+        torch.testing.assert_close(torch.stack(list(losses)), expected)
 
 
 def test_forward_runs_when_its_loss_is_asked_for():
@@ -202,7 +271,21 @@ def test_forward_runs_when_its_loss_is_asked_for():
     assert next(losses, None) is None
 
 
-def test_a_model_without_a_loss_is_refused():
-    made = SimpleNamespace(loss=None, logits=torch.zeros(1, 3, 2))
-    with pytest.raises(ValueError, match="returned no loss"):
-        next(budget_losses(lambda part: made, on_all_rows((8, 2))))
+@pytest.mark.parametrize(
+    ("budgets", "output", "options", "message"),
+    [
+        ((8, 2), {}, {"distillation_weight": -0.1}, r"distillation_weight must be in \[0, 1\], got"),
+        ((8, 2), {}, {"distillation_weight": math.nan}, r"distillation_weight must be in \[0, 1\], got"),
+        ((), {}, {}, "at least one budget"),
+        ((2, 8), {}, {"distillation_weight": 0.5}, r"largest budget first, got \[2, 8\]"),
+        ((8, 2), {}, {"distillation_weight": 0.5}, r"logits of shape \(1, 3, 2\) needs labels"),
+        ((8, 2), {}, {"distillation_weight": 0.5, "labels": torch.zeros(1, 3)}, r"integer type, got torch\.float32"),
+        ((8, 2), {"loss": None}, {}, "returned no loss"),
+    ],
+)
+def test_bad_losses_are_refused(budgets, output, options, message):
+    made = SimpleNamespace(**{"loss": torch.tensor(1.0), "logits": torch.zeros(1, 3, 2)} | output)
+    with pytest.raises(ValueError, match=message):
+        list(budget_losses(lambda part: made, on_all_rows(budgets), **options))
+    with pytest.raises(ValueError, match=r"distillation_weight must be in \[0, 1\], got"):
+        BudgetDropoutCallback(budget_schedule("full", 8, seed=0), 1.5)

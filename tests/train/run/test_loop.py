@@ -41,7 +41,11 @@ def test_only_matrices_decay():
     assert len(decayed["params"]) + len(exempt) == len(names)
 
 
-@pytest.mark.parametrize("schedule", [{}, {"budget_schedule": "sandwich"}, {"budget_schedule": "rows"}], ids=str)
+@pytest.mark.parametrize(
+    "schedule",
+    [{}, {"budget_schedule": "sandwich", "distillation_weight": 0.5}, {"budget_schedule": "family"}],
+    ids=str,
+)
 def test_accumulated_gradients_equal_one_large_batch(schedule, arguments, tmp_path):
     shared = {"dropout": 0.0, "max_steps": 3, "learning_rate": 1e-3, **schedule}
     train(arguments(tmp_path / "large", per_device_train_batch_size=4, **shared))

@@ -92,7 +92,7 @@ def make_schedule(args: RunArguments, model: nn.Module) -> BudgetSchedule:
     `budget_schedule`."""
     options = {"full_budget_updates": args.full_budget_updates or 0, "sandwich_random": args.sandwich_random}
     name = args.budget_schedule or ("rows" if getattr(model.config, "block", None) == "elastic" else "discrete")
-    schedule = budget_schedule(name, capacity_of(model), args.seed, **options)
+    schedule = budget_schedule(name, capacity_of(model), args.seed, updates=args.max_steps, **options)
     sizes = model.config.trained_budgets if isinstance(model.config, BaselineConfig) else None
     return dataclasses.replace(schedule, budgets=tuple(sizes)) if sizes else schedule
 
@@ -231,6 +231,7 @@ class _Run:
         plan = saved.get("plan", [[0, self.max_steps]])
         self.extended = self.max_steps > plan[-1][1]  # which `find_run` allows only if it was asked for
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
+        self.schedule = dataclasses.replace(self.schedule, updates=self.max_steps)
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
         course = args.lr_scheduler_type, args.min_lr_rate
@@ -360,7 +361,8 @@ class _Run:
             one_budget = isinstance(task.model.config, BaselineConfig) or self.args.torch_compile  # in a pass
             together = accelerator.device.type != "cpu" and not one_budget
             parts = self.schedule.parts(update, count, first, together)
-            losses = budget_losses(forward, parts)
+            weight = self.args.distillation_weight or 0.0
+            losses = budget_losses(forward, parts, labels=batch["labels"], distillation_weight=weight)
             for i in range(len(parts)):
                 is_last = i == len(parts) - 1 and micro_step == len(batches) - 1
                 with nullcontext() if is_last else accelerator.no_sync(model):
