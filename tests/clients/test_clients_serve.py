@@ -383,6 +383,14 @@ def test_requests_share_a_batch(guarded, held, expected):
     assert held.together == 3
 
 
+def test_a_stop_string_and_an_end_token_end_an_answer(guarded):
+    text = guarded.complete(max_tokens=20)["choices"][0]["text"]
+    for fields in ({"stop": text[6:9]}, {"generation_config": json.dumps({"eos_token_id": ord(text[8])})}):
+        answer = guarded.complete(**{"max_tokens": 20} | fields)["choices"][0]
+        first = text.index(text[6:9]) + 3 if "stop" in fields else text.index(text[8]) + 1
+        assert (answer["text"], answer["finish_reason"]) == (text[:first], "stop")
+
+
 def test_a_seed_gives_the_same_draws_in_company(guarded, held):
     def draw(seed: int) -> str:
         return guarded.complete(max_tokens=20, seed=seed, generation_config='{"do_sample": true}')["choices"][0]["text"]
