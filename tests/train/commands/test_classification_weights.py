@@ -135,3 +135,10 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
     changes = {"tokenizer_name": tmp_path / "tokenizer", "model_name_or_path": tmp_path / "lm", "max_length": 40}
     args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", "text", **ONCE | changes))
     assert build_classifier(args, load_classification(args)).config.vocab_size == 300
+
+
+def test_a_new_model_pools_as_its_configuration_says(arguments, tmp_path):
+    line = arguments(tmp_path / "run", config_overrides="hidden_size=8,filter_length=64,classifier_pooling=last")
+    args = parse_arguments(ClassificationArguments, line)
+    args.check_length(64)
+    assert build_classifier(args, load_classification(args)).config.classifier_pooling == "last"

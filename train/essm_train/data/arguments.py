@@ -146,8 +146,6 @@ class ClassificationArguments(DataArguments):
         for name, column in {"tokenizer_name": "text_column", "frame_length": "features_column"}.items():
             if getattr(self, name) is not None and getattr(self, column) is None:
                 raise ValueError(f"{name} needs {column}")
-        if self.source is None:
-            self.classifier_pooling = self.classifier_pooling or "mean"
         if self.is_diagonal:  # which reads any length
             self.max_length = self.max_length or 1024
         try:
