@@ -28,7 +28,7 @@ class StepBudgets:
         steps: a list of budgets in any of their forms, the last of which holds for all further steps, or a function
             from the step to a budget. config: what resolves a budget.
     Attributes:
-        largest: the largest budget of each layer; None of a function, which nobody knows.
+        largest: the largest budget of each layer; None for a function, whose budgets are not known before.
     Raises:
         ValueError: an empty list, or a bad budget in it.
     """
@@ -62,12 +62,6 @@ class ElasticGenerationMixin(GenerationMixin):
         cache has room for the largest entry of a list; of a function it has that of step 0, as always.
         """
         called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
-        for name in ("draft_budget", "draft_length"):
-            if kwargs.pop(name, None) is not None:
-                raise ValueError(
-                    f"{name} is an argument of modeling_essm.decoding.speculate: call "
-                    "generate(.., custom_generate=speculate(draft_budget=2))"
-                )
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if steps is not None:
             if called is not None:

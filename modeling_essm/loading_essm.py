@@ -94,6 +94,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         config = kwargs.pop("config", None)
         if not hasattr(config, "capacities"):  # none, or where it is
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
+            fields |= {"num_labels", *cls.config_class.attribute_map}
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
         if getattr(config, "quantization_config", None) is not None:

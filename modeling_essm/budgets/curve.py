@@ -77,7 +77,8 @@ class BudgetCurve:
     def retention(self) -> tuple[float, ...]:
         """Share of the full budget's quality: value / full where higher is better, full / value otherwise."""
         full = self.values[-1]
-        return tuple(value / full if self.higher_is_better else full / value for value in self.values)
+        pairs = ((value, full) if self.higher_is_better else (full, value) for value in self.values)
+        return tuple(a / b if b else math.inf if a else 1.0 for a, b in pairs)
 
     def within(self, drop: float) -> tuple[int, ...]:
         """The budgets that lose at most `drop`, ascending; the full one is among them if `drop` >= 0."""

@@ -68,7 +68,7 @@ def describe(model: nn.Module) -> Report:
     """
     found = []
     for name, module in model.named_modules():
-        if type(module).__name__ == "ESSMSpectralMixer":
+        if type(module).__name__ in ("ESSMSpectralMixer", "ESSMElasticMixer"):
             K = len(module.channel_mixing)  # type: ignore[arg-type]
             found.append(LayerReport(name, "spectral", K, K, tools=_TOOLS["spectral"]))
         elif (adapter := adapter_of(module)) is not None:

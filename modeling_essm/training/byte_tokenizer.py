@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 PAD_ID, BOS_ID, EOS_ID, VOCAB_SIZE = 256, 257, 258, 259
-
-
-def _byte_symbols() -> list[str]:
-    """The printable symbol of every byte in the byte-level alphabet: itself if printable, else 256, 257, .."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(hidden)) for byte in range(256)]
 
 
 def build_byte_tokenizer(model_max_length: int | None = None) -> PreTrainedTokenizerFast:
     """A new tokenizer. `model_max_length` only sets when the library warns about long input."""
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    vocabulary = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
+    vocabulary = {symbol: byte for byte, symbol in bytes_to_unicode().items()}
     vocabulary |= {token: PAD_ID + i for i, token in enumerate(special.values())}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -161,6 +161,9 @@ def test_the_config_follows(tmp_path):
     assert kept.generation_config.spectral_budget == 8 and kept.config.spectral_capacities == [20, 9]
     assert kept.config.dropout == 0.5 and config.num_spectral_channels == 32 and config.spectral_capacities is None
     assert ESSMForCausalLM.from_pretrained(tmp_path, dropout=0.25, spectral_capacity=6).config.dropout == 0.25
+    random_model(ESSMForSequenceClassification, num_labels=2).save_pretrained(tmp_path / "head")
+    two = ESSMForSequenceClassification.from_pretrained(tmp_path / "head", spectral_capacity=6, num_labels=2)
+    assert two.config.num_labels == 2
 
 
 @blocks

@@ -78,6 +78,7 @@ def test_drops_and_retention_are_against_the_full_budget():
     loss = curve((4.0, 2.5, 2.0, 2.0, 2.0))
     assert loss.drops == pytest.approx((1.0, 0.25, 0, 0, 0)) and loss.retention == pytest.approx((0.5, 0.8, 1, 1, 1))
     assert curve((0.1, 0.0, 0.0, 0.0, 0.0)).drops == (math.inf, 0, 0, 0, 0)
+    assert curve((0.1, 0.0, 0.0, 0.0, 0.0), True).retention == (math.inf, 1, 1, 1, 1)
     assert curve((-3.0, -2.5, -2.0, -2.0, -2.0), True).drops == (0.5, 0.25, 0, 0, 0)
 
 

@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from companion_layers import Recurrence, RecurrenceAdapter, Stack
-from helpers import random_model
+from helpers import BLOCKS, random_model
 from parallel_run import on_ranks
 from recurrences import random_system
 from torch.nn.parallel import DistributedDataParallel
@@ -218,8 +218,9 @@ def test_the_report_is_a_table():
         model.layers[0].lam[0] = torch.tensor([1.0, 0.5])
     assert describe(model).layers[0].energy == float("inf")
     assert "no layer" in str(describe(torch.nn.Linear(2, 2)))
-    spectral = describe(random_model(num_spectral_channels=7)).layers
-    assert {(layer.kind, layer.size, layer.tools[0]) for layer in spectral} == {("spectral", 7, "spectral_budget")}
+    for block in BLOCKS:
+        spectral = describe(random_model(**block | {"num_spectral_channels": 8})).layers
+        assert {(layer.kind, layer.size, layer.tools[0]) for layer in spectral} == {("spectral", 8, "spectral_budget")}
     assert RecurrenceAdapter().shape(model.layers[1]) == (3, 4)
 
 

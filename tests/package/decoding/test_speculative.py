@@ -162,9 +162,6 @@ def test_sampling_draws_from_the_same_distribution():
 def test_bad_calls(kwargs, message):
     with pytest.raises(ValueError, match=message):
         decode(level_model(), random_ids(2, 9), **{"draft_budget": 4} | kwargs)
-    for former in ({"draft_budget": 4}, {"draft_length": 3}):
-        with pytest.raises(ValueError, match=r"is an argument of modeling_essm\.decoding\.speculate"):
-            level_model().generate(random_ids(2, 9), **former)
     with pytest.raises(ValueError, match=r"in evaluation mode.*model\.eval\(\)"):
         decode(level_model().train(), random_ids(2, 9), draft_budget=4)
 
