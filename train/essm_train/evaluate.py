@@ -7,8 +7,6 @@
 Several models are seeds of one experiment: means and standard deviations (n - 1) over them are reported.
 
 Left in output_dir: evaluation.json, evaluation.md and evaluation.png (star: sweet spot, triangle: collapse boundary).
-Where a single model is evaluated, budget_sweep.json and .png go beside its folder, where its card finds them, unless
-they are there already and --overwrite is not given.
 """
 
 from __future__ import annotations
@@ -45,10 +43,8 @@ def main(args: EvaluateArguments) -> None:
     """Evaluate saved models."""
     import torch
 
-    from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep
     from essm_train.measure.evaluation import evaluate_models, open_task
     from essm_train.measure.plots import draw_curves
-    from essm_train.measure.scoring import BITS_PER_BYTE
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     claim(output_dir, [f"evaluation.{kind}" for kind in ("json", "md", "png")], overwrite=args.overwrite)
@@ -60,13 +56,6 @@ def main(args: EvaluateArguments) -> None:
     write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
     write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
     write_figure(output_dir / "evaluation.png", draw_curves({args.task: evaluation.curve}))
-    if len(args.models) == 1:
-        split = {} if evaluation.curve.metric == BITS_PER_BYTE.name else {"split": "test"}
-        beside = Path(args.models[0]).parent
-        if any((beside / name).exists() for name in SWEEP_FILES) and not args.overwrite:
-            print(f"kept {beside / SWEEP_FILES[0]} as it is, which the model's card shows; --overwrite replaces it")
-        else:
-            save_sweep(evaluation.curve, beside, model=args.models[0], data=task.description, **split)
     print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm-analyze: gate statistics, stability bounds and the cost model."""
+"""essm-analyze: gate statistics, stability bounds and measured cost."""
 
 import json
 import sys
@@ -7,10 +7,9 @@ import sys
 import pytest
 import torch
 from helpers import VARIANTS, blocks, random_ids, random_model, variants
-from torch.utils.flop_counter import FlopCounterMode
 
 from essm_train import analyze
-from essm_train.measure.analysis import gate_statistics, layer_cost, measured_cost, parts_of, rows_of, stability_bounds
+from essm_train.measure.analysis import gate_statistics, measured_cost, parts_of, rows_of, stability_bounds
 from modeling_essm import ESSMModel
 from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
@@ -48,61 +47,6 @@ def test_no_layer_amplifies_beyond_its_bound(name):
     for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, 1), strict=True):
         # The spectral part alone; of one channel random inputs reach a part of the bound.
         assert 0.003 * bound < mixer(u, LayerCall(1)).norm(dim=-1).max() <= bound * (1 + 1e-5)
-
-
-def test_the_cost_model_counts_the_products():
-    # Written out for K = 4 of 4096 positions, C = 64, N = 16, D = 32, D_g = 8: skip, gate, weights and mixing; then
-    # features, and states of 64 chunks, between which a scan takes 63 + 31 + 15 + 7 + 3 + 1 steps.
-    mixer = spectral_mixers(random_model(ESSMModel, hidden_size=32, filter_length=4096, chunk_size=64))[0]
-    cost, fixed = layer_cost(mixer, 4, 4096), 32**2 + 32 * 8 + 8 * 4 + 4 + 4 * 32 + 4 * 32**2
-    assert cost["chunked"] == fixed + 4 * 80 * 32 + (16 * 64 * 64 + 256 * (120 + 1)) * 32 / 4096
-    assert cost["step"] == fixed + 16 * 17 * 32
-    assert cost["fft"] == fixed + 5 * 2.5 * 13 * 32 + 16 * 32
-    mixer = spectral_mixers(random_model(ESSMModel, hidden_size=32, filter_length=4096, gating="none"))[0]
-    assert cost["step"] - layer_cost(mixer, 4, 4096)["step"] == 32 * 8 + 8 * 4 + 4
-
-
-LENGTHS = {"step": (5,), "chunked": (5, 64)}  # of whole chunks, or of less than one
-
-
-@variants
-@pytest.mark.parametrize("algorithm, length", [(name, L) for name, lengths in LENGTHS.items() for L in lengths])
-def test_the_cost_model_counts_what_a_layer_computes(variant, algorithm, length, monkeypatch):
-    """All products that torch counts; it leaves out those of single elements: gates, their softmax, phi(0) u.
-
-    Of the elastic block also convolutions and skip, a diagonal M_k, and what a step writes into the memory.
-    """
-    package = ESSMModel.__module__.rpartition(".")[0]
-    operators, memory = (sys.modules[f"{package}.{name}"] for name in ("spectral_chunked", "memory_essm"))
-    monkeypatch.setattr(operators, "_chunked_forward", operators._chunked_forward._init_fn)  # or torch sees one call
-    step = memory.delta_rule
-
-    def step_by_step(*inputs):
-        *sequences, S = inputs
-        outputs = []
-        for t in range(length):
-            o, S = step(*(x[:, t : t + 1] for x in sequences), S)
-            outputs.append(o)
-        return torch.cat(outputs, 1), S
-
-    monkeypatch.setattr(memory, "delta_rule", step_by_step)
-    part = parts_of(random_model(ESSMModel, spectral_algorithm=algorithm, **variant))[0]
-    mixer = spectral_mixers(part)[0]
-    elastic = part is not mixer
-    for K in (1, 6, 32):
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            part(torch.randn(1, length, 16), LayerCall(K))
-        N, units = mixer.operator.num_states(K), K * mixer.filtered if elastic else 16
-        elements = (K + (N if algorithm == "step" else 0)) * units
-        if elastic:
-            elements += K * K + K * mixer.head_size * mixer.taps + (1 + K) * units
-            if mixer.memory is not None:
-                keys = K * mixer.memory.keys
-                elements += 2 * keys * mixer.taps + keys * (K * mixer.head_size - units)
-        elif mixer.gated:
-            elements += K
-        products = layer_cost(part, K, length)[algorithm] - elements
-        assert counter.get_total_flops() == pytest.approx(2 * length * products, rel=1e-12)
 
 
 @variants

@@ -5,9 +5,7 @@ import pytest
 
 from essm_train import evaluate, make_pairs, reproduce, sweep
 from essm_train.analyze import AnalyzeArguments
-from essm_train.measure import analysis, evaluation
-from essm_train.measure.evaluation import Evaluation
-from modeling_essm.budgets.curve import BudgetCurve
+from essm_train.measure import analysis
 
 TEXT = {"model": "nowhere", "text_files": ["nowhere.txt"]}
 COMMANDS = {
@@ -31,21 +29,3 @@ def test_a_result_that_is_there_is_refused(name, tmp_path):
     with pytest.raises((ValueError, OSError), match=r"nowhere|to put it|data"):
         main(args)
     assert (tmp_path / name).read_text() == "an earlier one"
-
-
-def test_an_evaluation_keeps_the_sweep_of_the_run(tmp_path, monkeypatch, capsys):
-    found = Evaluation((BudgetCurve("accuracy", True, (2, 8), (0.5, 0.75), (9.0, 4.0)),), (1, 2), (3, 4))
-    monkeypatch.setattr(evaluation, "open_task", lambda *arguments: found)
-    monkeypatch.setattr(Evaluation, "description", "ten samples", raising=False)
-    monkeypatch.setattr(evaluation, "evaluate_models", lambda *arguments: found)
-    args = evaluate.EvaluateArguments(models=[str(tmp_path / "model")], task="smnist")
-    evaluate.main(args)
-    sweep, new = tmp_path / "budget_sweep.json", (tmp_path / "budget_sweep.json").read_text()
-    assert "ten samples" in new and (tmp_path / "evaluation" / "evaluation.png").exists()
-    sweep.write_text("of the run")
-    args.output_dir = str(tmp_path / "again")
-    evaluate.main(args)
-    assert sweep.read_text() == "of the run" and f"kept {sweep} as it is" in capsys.readouterr().out
-    args.overwrite = True
-    evaluate.main(args)
-    assert sweep.read_text() == new

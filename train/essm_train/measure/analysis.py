@@ -5,8 +5,7 @@ Gates: the mean of alpha_k(t) (Eq. 8) by layer and channel, and the mean entropy
 each head. Stability (the paper's Appendix C): |u(t)| <= U at every step implies |y(t)| <= bound U for every mixer. In
 the paper's block, bound = |D| + max_k sigma_k^(1/4) |M_k| |phi_k|_1 (spectral norms; without a gate the sum over k
 instead of the maximum). In the elastic block the norm of a head bounds whatever filters and memory give, and the bound
-is |out| (sum_j d max norm_j^2 max |z_j|^2)^(1/2), with the largest row of each head's z. Cost: multiply-adds of one
-layer per token, by each algorithm, beside measured times.
+is |out| (sum_j d max norm_j^2 max |z_j|^2)^(1/2), with the largest row of each head's z.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ from modeling_essm.spectral_basis import spectral_basis
 
 
 def parts_of(model: nn.Module) -> list[Any]:
-    """What a layer's cost is counted of: the paper's mixers, and whole elastic blocks, of which a budget shrinks all.
-
-    Each computes (B, L, D) from (B, L, D) and a budget.
-    """
+    """What is timed as a layer: the paper's mixers, and whole elastic blocks, of which a budget shrinks all."""
     blocks = [module for module in model.modules() if type(module).__name__ == "ESSMElasticLayer"]
     return blocks or spectral_mixers(model)
 
@@ -99,47 +95,6 @@ def _elastic_bound(mixer: Any, K: int) -> Tensor:
     return torch.linalg.matrix_norm(mixer.out_proj.weight[:, : K * d].double().cpu(), 2) * heads.sum().sqrt()
 
 
-def layer_cost(part: Any, budget: int, length: int) -> dict[str, float]:
-    """Multiply-adds of one spectral layer per token, forward, for L = length: Eq. (11) of the paper, term by term.
-
-    `part` is one of `parts_of`. The paper's mixer, by any algorithm: D^2 for the skip term, D D_g + D_g K + K for the
-    gate, K D to weight the features and K D^2 to mix them. The elastic block, whose filters read K w units: 3 K d D for
-    the projections, its convolution, g units of the gate a channel with K^2 outputs, K w for the skip term, K^2 w each
-    to weight and to mix the features; 3 K f D for the feed-forward layer; and for the memory 2 K m D, its convolution,
-    2 D for the rates and 3 K^2 m e for its recurrence. The features of n units (D, or K w):
-
-    chunked  K (C + N) n, and (c C + (s + 1) N) N n / L for the states before each of c = L/C chunks and after the last,
-             which a scan of s < 2 c products by N x N matrices connects.
-    fft      the paper's algorithm, O(K L log L n): a real FFT of u and K inverse ones of length 2 L, each counted as
-             1.25 (2 L) log2 (2 L), and K complex products.
-    step     N (N + 1) n for the recurrence.
-    """
-    mixer = getattr(part, "mixer", part)
-    K, operator = min(budget, len(mixer.channel_mixing)), mixer.operator
-    C, N = operator.chunk_size, operator.num_states(K)
-    if mixer is part:
-        units, D = mixer.channel_mixing.shape[1:]
-        gate = mixer.gate_in.out_features * (D + K) + K if mixer.gated else 0
-        fixed = mixer.skip.weight.numel() + gate + K * units * D
-    else:
-        D, d, units, g = mixer.in_proj.in_features, mixer.head_size, K * mixer.filtered, K * mixer.gate_units
-        fixed = K * d * (3 * D + mixer.taps) + g * (D + K * K) + K * K + units + K * units
-        if hasattr(part, "ffn"):
-            fixed += 3 * K * part.ffn.units * D
-        if mixer.memory is not None:
-            keys, values = K * mixer.memory.keys, K * (d - mixer.filtered)
-            fixed += 2 * keys * (D + mixer.taps) + 2 * D + 3 * keys * values
-    n = math.ceil(length / C)
-    scan = sum((n >> level) - 1 for level in range(n.bit_length()))
-    transform = 1.25 * 2 * math.log2(2 * length)
-    features = {
-        "chunked": K * (C + N) * units + (n * C + (scan + 1) * N) * N * units / length,
-        "fft": (1 + K) * transform * units + 4 * K * units,
-        "step": N * (N + 1) * units,
-    }
-    return {name: fixed + count + K * units for name, count in features.items()}
-
-
 @torch.no_grad()
 def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 5) -> dict[str, list[float]]:
     """Median seconds of one layer's forward pass, batch 1, for `chunked` and `fft` at every budget, taking turns."""
@@ -184,19 +139,18 @@ def draw_gates(rows: Sequence[tuple[str, Tensor, float]]) -> Figure:
     return figure
 
 
-def draw_cost(budgets: Sequence[int], model: Mapping[str, list[float]], measured: Mapping[str, list[float]]) -> Figure:
-    """Modelled against measured cost, each relative to its value at the largest budget."""
+def draw_cost(budgets: Sequence[int], measured: Mapping[str, list[float]]) -> Figure:
+    """Cost relative to its value at the largest budget."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for color, name in zip(("tab:blue", "tab:orange"), measured):
-        for costs, style, what in ((measured[name], "o-", "measured time"), (model[name], "--", "multiply-adds")):
-            axes.plot(budgets, [c / costs[-1] for c in costs], style, color=color, label=f"{name}, {what}")
+    for name, costs in measured.items():
+        axes.plot(budgets, [c / costs[-1] for c in costs], "o-", label=name)
     axes.plot(budgets, [K / budgets[-1] for K in budgets], ":", color="gray", label="proportional to K")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(budgets, [str(K) for K in budgets])
     axes.set_xlabel("spectral budget K")
-    axes.set_ylabel("cost relative to the full budget")
+    axes.set_ylabel("measured time relative to the full budget")
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
@@ -211,12 +165,9 @@ def analyze(args: Any) -> None:
     config = model.config
     budgets = budgets_to_measure(model)
     _, largest = max(zip(spectral_mixers(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
-    modelled = [layer_cost(largest, K, args.block_size) for K in budgets]
     measured = measured_cost(largest, budgets, args.block_size)
-    record: dict[str, Any] = {"model": args.model, "budgets": budgets}
-    record["multiply_adds_per_token"] = {name: [cost[name] for cost in modelled] for name in modelled[0]}
-    record["seconds_per_layer"] = measured
-    write_figure(output_dir / "cost.png", draw_cost(budgets, record["multiply_adds_per_token"], measured))
+    record: dict[str, Any] = {"model": args.model, "budgets": budgets, "seconds_per_layer": measured}
+    write_figure(output_dir / "cost.png", draw_cost(budgets, measured))
     record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
     for K in (budgets[0], budgets[-1]):
         shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])

@@ -112,16 +112,15 @@ def hold_out_samples(
     collate: Callable[[list[Any]], dict[str, Tensor]],
     batch_size: int,
     description: str,
-    accelerator: Accelerator | None = None,
 ) -> HeldOut:
-    """Hits among samples, for classifiers.
+    """Hits among samples, for classifiers; processes share them out, and every one must score.
+
+    Each makes the same number of forward passes, as sharded weights need, and gets all hits.
 
     Args:
         collate: samples to the model's inputs and labels, as CPU tensors. batch_size: samples per forward pass.
-        accelerator: shares the samples out among its processes, by default all there are. Every process must score: it
-            makes the same number of forward passes, as sharded weights need, and gets all hits.
     """
-    shared, samples = accelerator or Accelerator(), split.samples
+    shared, samples = Accelerator(), split.samples
     starts = range(0, len(samples), batch_size)
 
     def inputs(start: int) -> dict[str, Tensor]:

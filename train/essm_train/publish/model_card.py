@@ -117,7 +117,7 @@ def _metadata(
     dataset = (training.get("arguments") or {}).get("dataset_name")
     if not (isinstance(dataset, str) and re.fullmatch(r"[\w-]+(/[\w.-]+)?", dataset) and not Path(dataset).exists()):
         dataset = None  # a path, which no other machine has
-    found = {"pipeline_tag": task, "datasets": dataset and [dataset], "language": training.get("language")}
+    found = {"pipeline_tag": task, "datasets": dataset and [dataset]}
     data = {"license": "apache-2.0", "library_name": "transformers", **found} | data
     data["tags"] = list(dict.fromkeys([*(data.get("tags") or []), *TAGS]))
     if curve is None:
@@ -152,10 +152,6 @@ def _architecture(config: dict[str, Any]) -> str:
     return (config.get("architectures") or [""])[0]
 
 
-def _reads_pairs(config: dict[str, Any]) -> bool:
-    return "PairClassification" in _architecture(config)
-
-
 def _table(*rows: Iterable[Any]) -> str:
     """A Markdown table, its head first."""
     head, *body = ([str(cell).replace("|", "\\|") for cell in row] for row in rows)
@@ -174,7 +170,7 @@ def _model(folder: Path, config: dict[str, Any]) -> str:
     facts = {
         "class": f"`{kind}`" if kind else "not stated",
         "parameters": _parameters(folder, config, config["num_spectral_channels"]) or None,
-        "reads": "token ids of two documents, shape (batch, 2, length)" if _reads_pairs(config) else reads,
+        "reads": reads,
         "width, blocks": f"{config['hidden_size']}, {config['num_hidden_layers']}",
         "spectral channels (the largest budget)": config["num_spectral_channels"],
         "longest sequence (`filter_length`)": config["filter_length"],
@@ -243,7 +239,6 @@ def _training(training: dict[str, Any]) -> str:
         facts[f"{unit} per update"] = count
         if isinstance(updates, int) and isinstance(count, int):
             facts[f"{unit} in all"] = updates * count
-        facts[unit] = training.get(unit)
     facts |= {name: training.get(name) for name in ("schedule", "hardware", "script")}
     text = f"## Training\n\n{_facts(facts)}"
     arguments = {name: _public(name, value) for name, value in (training.get("arguments") or {}).items()}
@@ -290,12 +285,7 @@ inputs = extractor(waveform, sampling_rate={rate}, return_tensors="pt")"""
         prepare = f'\ninputs = {{"input_features": torch.zeros({shape})}}  # (batch, length, features): yours here'
     else:
         prepare = f"tokenizer = AutoTokenizer.from_pretrained({remote})\n\n"
-        if _reads_pairs(config):
-            documents = f'[{example}, "the other document: yours here"]'
-            prepare += f"""documents = tokenizer({documents}, padding=True, return_tensors="pt")
-inputs = {{name: value[None] for name, value in documents.items()}}  # (batch, 2, length)"""
-        else:
-            prepare += f'inputs = tokenizer({example}, return_tensors="pt")'
+        prepare += f'inputs = tokenizer({example}, return_tensors="pt")'
     if causal:
         use = f"""output = model.generate(**inputs, spectral_budget={budget}, max_new_tokens=40)
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
@@ -349,6 +339,4 @@ def _limits(config: dict[str, Any]) -> str:
         lines.insert(1, f"The library's assisted generation, which rolls states back; {speculation}")
     if config.get("num_input_features") is not None:
         lines.append("`pipeline`: its audio and image tasks look for other classes; load the model as shown above.")
-    elif _reads_pairs(config):
-        lines.append("`pipeline`, which reads one text; load the model as shown above.")
     return "\n".join(["## What is not supported\n", *(f"- {line}" for line in lines)])

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from accelerate import Accelerator
 from accelerate.utils import set_seed
 from transformers import PreTrainedModel
 
@@ -74,7 +73,7 @@ def train_classifier(args: ClassificationArguments) -> BudgetCurve:
         set_seed(args.seed)  # the same weights on every process
         model = build_classifier(args, data)
         what = f"{len(data.held_out.samples):,} samples: {data.held_out.name}"
-        task = make_task(accelerator, args, model, data, "essm-train-classification", what)
+        task = make_task(args, model, data, "essm-train-classification", what)
         return train_and_sweep(accelerator, args, task)
 
 
@@ -86,12 +85,11 @@ def train_pair_classifier(args: RetrievalArguments) -> BudgetCurve:
         set_seed(args.seed)  # the same weights on every process
         model = make_model(args, ESSMForPairClassification, **_labels(LABELS))
         what = f"{len(data.held_out.samples):,} pairs"
-        task = make_task(accelerator, args, model, data, "essm-train-retrieval", what)
+        task = make_task(args, model, data, "essm-train-retrieval", what)
         return train_and_sweep(accelerator, args, task)
 
 
 def make_task(
-    accelerator: Accelerator,
     args: ClassificationArguments | RetrievalArguments,
     model: PreTrainedModel,
     data: LabelledData,
@@ -106,7 +104,7 @@ def make_task(
     length = args.max_length if args.torch_compile else None  # where the model is compiled, batches have one length
     collate = functools.partial(data.collate, length=length)
     validation, held_out = (
-        hold_out_samples(split, collate, args.eval_batch_size, data.description, accelerator)
+        hold_out_samples(split, collate, args.eval_batch_size, data.description)
         for split in (data.validation, data.held_out)
     )
     return Task(

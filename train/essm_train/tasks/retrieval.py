@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,10 +23,10 @@ from torch.utils.data import Dataset, Subset
 
 from essm_train.data.arguments import RetrievalArguments
 from essm_train.data.documents import load
+from essm_train.data.readers import TextReader
 from essm_train.data.rows import LabelledData, Split
 from essm_train.data.samples import MapSamples, at_most, hold_out
 from essm_train.files import sha256_of
-from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
 COLUMNS = ("label", "id1", "id2", "text1", "text2")
@@ -121,12 +120,6 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
         test = file.split(np.arange(len(file)), args.test_samples, args.seed)
         description += f"; test on {len(test.samples):,}"
     tokens = max(1, round(float(np.minimum(pairs.lengths[kept], args.max_length).sum(1).mean())))
-    source, save = MapSamples(Subset(pairs, kept.tolist()), args.seed), partial(save_tokenizer, length=args.max_length)
+    source = MapSamples(Subset(pairs, kept.tolist()), args.seed)
+    save = TextReader("text1", args.max_length).save_pretrained
     return LabelledData(source, validation, test, tokens, digests, description, collate, save)
-
-
-def save_tokenizer(folder: Path, length: int) -> None:
-    """The byte tokenizer, which cuts and pads as it was done here."""
-    tokenizer = build_byte_tokenizer(model_max_length=length)
-    tokenizer.padding_side = "right"
-    tokenizer.save_pretrained(folder)
