@@ -153,24 +153,18 @@ def limit_table(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure_limit(eager: Any, compiled: Any, memory: Tensor, K: int, rounds: int) -> dict[str, Any]:
-    """One budget; raises RuntimeError where compiled steps differ."""
+    """One budget; that compiled steps do not differ, `compile_decoding` has checked."""
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
     calls: dict[str, Any] = {"memory": memory.sum}
-    logits = {}
     for kind, model in {"eager": eager, "compiled": compiled}.items():
         read = prefill(model, token.expand(1, 8), [8], K)[8]
-        cache = copy.deepcopy(read)
-        steps = [model(token, past_key_values=cache, spectral_budget=K).logits for _ in range(CHECKED_STEPS)]
-        logits[kind] = torch.cat(steps, 1)
         calls[kind] = functools.partial(decode, model, read, token, K, 1)
-    tolerance = 1e-4 if logits["eager"].dtype == torch.float32 else 5e-2
-    error = common.require_close(f"compiled step, K = {K}", logits["compiled"], logits["eager"], tolerance)
     seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
     weights = common.weight_bytes(eager, K)
-    row: dict[str, Any] = {"weight_bytes": weights, "relative_error": error}
+    row: dict[str, Any] = {"weight_bytes": weights}
     row["bytes_per_second"] = common.rate(seconds["memory"], memory.nbytes)
     limit = [weights / memory.nbytes * s for s in seconds["memory"]]
-    for kind in logits:
+    for kind in ("eager", "compiled"):
         row[f"{kind}_seconds"] = common.spread(seconds[kind])
         row[f"{kind}_fraction"] = common.ratio(limit, seconds[kind])
     return row

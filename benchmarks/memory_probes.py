@@ -187,38 +187,6 @@ class InductionHeads:
 
 
 @dataclass(frozen=True)
-class PhoneBook:
-    """Looking a number up in a phone book, as in Jelassi et al. 2024 (arXiv 2402.01032), over letters and digits.
-
-        n n d d d | m m d d d | .. | m m d d -> d d d      at the last letter the first digit, at a digit the next one
-
-    Names are distinct strings of the lower half of the vocabulary, numbers strings of the upper half; the one asked for
-    stands anywhere in the book. The answer is given as a language model gives it, digit by digit.
-    """
-
-    entries: int = 4
-    name: int = 2
-    digits: int = 3
-    vocabulary: int = 16
-
-    @property
-    def length(self) -> int:
-        return (self.entries + 1) * (self.name + self.digits) - 1
-
-    def sample(self, count: int, rng: np.random.Generator) -> Samples:
-        letters = self.vocabulary // 2
-        chosen = _distinct(rng, np.ones(letters**self.name), count, self.entries)
-        names = chosen[..., None] // letters ** np.arange(self.name) % letters
-        numbers = rng.integers(letters, self.vocabulary, size=(count, self.entries, self.digits))
-        book = np.concatenate([names, numbers], 2)
-        asked = book[np.arange(count), rng.integers(self.entries, size=count)]
-        whole = np.concatenate([book.reshape(count, -1), asked], 1)
-        targets = np.full((count, self.length), IGNORED)
-        targets[:, -self.digits :] = asked[:, self.name :]
-        return whole[:, :-1], targets
-
-
-@dataclass(frozen=True)
 class NoiseDelay:
     """The delay of Gaussian noise of variance 1: white, or without frequencies above `band` cycles a step.
 
@@ -247,11 +215,10 @@ class NoiseDelay:
         return inputs, targets
 
 
-Task = AssociativeRecall | Recall | PhoneBook | SelectiveCopying | InductionHeads | NoiseDelay
+Task = AssociativeRecall | Recall | SelectiveCopying | InductionHeads | NoiseDelay
 TASKS: dict[str, Task] = {
     "mqar": AssociativeRecall(),
     "recall": Recall(),
-    "phone-book": PhoneBook(),
     "selective-copying": SelectiveCopying(),
     "induction": InductionHeads(),
     "delay-white": NoiseDelay(),

@@ -266,7 +266,7 @@ def _lines(text: str) -> list[str]:
 
 def markdown(report: dict[str, Any]) -> str:
     """A table of all models and sizes; what the size of an elastic model has when it is trained alone stands beside."""
-    head = ["", "ms a byte", "weights of a byte", "state of a sequence", "bits per byte", "trained alone"]
+    head = ["", "ms per byte", "weights read per byte", "state of a sequence", "bits per byte", "trained alone"]
     lines, models = [head, ["---"] * len(head)], [*rows_of(report)]
     alone = {row["budget"]: f"{row['bits_per_byte']:.3f}" for kind, rows in models if kind == ALONE for row in rows}
     for kind, rows in models:

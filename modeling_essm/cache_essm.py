@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""What a model keeps between calls: for each spectral layer an (N, D) state per row, for each attention layer its keys.
+"""What a model keeps between calls: the states of each spectral layer, and the keys and values of each attention layer.
 
 The size of a spectral state depends on the budget and never on the context. The first forward pass stamps the cache: N
 states are kept from then on, so the budget may fall and rise again up to that one. `ESSMCache(config, state_budget=K)`

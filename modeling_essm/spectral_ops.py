@@ -134,8 +134,8 @@ class SpectralOperator:
             initial_state: (B, >= N, D) state before u, or None for zero.
             lengths: (B,) int64 in [0, L], steps after which each row's state is taken (right padding); None for L.
             algorithm: a key of ALGORITHMS. `chunked` takes `step` for a single step.
-            num_states: N to carry, at least what the budget needs, which is the default. Fewer are raised to that,
-                but with an initial state as given, whose cache has checked it.
+            num_states: N to carry, by default what the budget needs, to which smaller values are raised. With an
+                initial state it is taken as given, because the cache has checked it.
         Returns:
             y (B, L, E) in u's dtype, and the state (B, N, D) after each row's last step in fp32 (fp64 for fp64).
         Raises:

@@ -25,9 +25,9 @@ def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 def weights_checksum(model: PreTrainedModel) -> str | None:
     """What tells whether two models have the same weights, see `same_weights`; None if some are offloaded or sharded.
 
-    One checksum of everything but later channels; then, after a "-" for each layer, 8 digits of each later channel, of
-    which a model that was truncated, or read as a prefix, has the first. Values are rounded to bf16, so that casts
-    between fp32 and bf16 change nothing.
+    A SHA-256 of all weights but those of channels 2, 3, ..; then for each layer a "-" and 8 hex digits for each of
+    these channels, of which a truncated model has the first. Values are rounded to bf16, so that casts between fp32 and
+    bf16 change nothing.
     """
     tensors = sorted(model.state_dict().items())
     if any(tensor.is_meta or hasattr(tensor, "full_tensor") for _, tensor in tensors):

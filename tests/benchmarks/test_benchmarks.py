@@ -31,8 +31,6 @@ from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.tokens import ByteEncoder
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.decoding import compile_decoding
-from modeling_essm.decoding.compiled_steps import CompiledSteps
 
 RUNS = {
     "spectral_basis": ["--lengths", 64, 512],
@@ -77,25 +75,6 @@ def test_a_deadline_is_drawn_beside_full_size(quick, tmp_path):
     }
     assert {row["budget"] for row in report["results"] if row["run"] == "full size"} == {8}
     assert (tmp_path / "report.png").stat().st_size > 5_000
-
-
-def test_compiled_steps_with_another_state_are_not_timed(monkeypatch):
-    run = CompiledSteps.run
-
-    def forgets(self, model, input_ids, cache, budget):
-        before = [layer.tensors["convolution"].clone() for layer in cache.layers if layer.tensors]
-        outputs = run(self, model, input_ids, cache, budget)
-        for layer, convolution in zip(cache.layers, before):
-            layer.tensors["convolution"] = convolution
-        return outputs
-
-    eager = random_model(**VARIANTS["elastic"])
-    compiled = compile_decoding(random_model(**VARIANTS["elastic"]), [4], backend="eager")
-    measured = decoding.measure_limit(eager, compiled, torch.ones(64), 4, 1)
-    assert measured["relative_error"] < 1e-5 and measured["compiled_seconds"]["median"] > 0
-    monkeypatch.setattr(CompiledSteps, "run", forgets)
-    with pytest.raises(RuntimeError, match="compiled step, K = 4: relative error"):
-        decoding.measure_limit(eager, compiled, torch.ones(64), 4, 1)
 
 
 def test_wrong_results_are_refused():

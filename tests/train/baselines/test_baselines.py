@@ -273,7 +273,7 @@ def cut(model: BaselineForCausalLM, name: str, x: torch.Tensor, K: int) -> torch
 
 @pytest.mark.parametrize("K", [1, 2, 3, 8])
 def test_a_budget_of_a_nested_mamba2_is_a_mamba2_of_its_heads(K):
-    """The library's own, in logits and gradients; what a budget does not run has none."""
+    """The library's own, in logits and gradients, whole and token by token; what a budget does not run has none."""
     model, ids = nested(), random_ids(2, 11)
     sizes = {
         "num_heads": 2 * K,
@@ -288,11 +288,20 @@ def test_a_budget_of_a_nested_mamba2_is_a_mamba2_of_its_heads(K):
     names |= {name: name.removeprefix("model.") for name, _ in model.named_parameters() if name not in names}
     weights = {names[name]: cut(model, name, p.detach(), K) for name, p in model.named_parameters()}
     library.load_state_dict(weights, strict=False)
+    truncated = model.truncate(K)
     found, expected = model(ids, labels=ids, spectral_budget=K), library(ids, labels=ids)
     assert_close(found.logits, expected.logits)
+    assert torch.equal(found.logits, truncated(ids).logits)
     for output in (found, expected):
         output.loss.backward()
     for name, parameter in model.named_parameters():
         gradient = cut(model, name, parameter.grad, K)
         assert_close(gradient, library.get_parameter(names[name]).grad)
         assert torch.count_nonzero(parameter.grad) == torch.count_nonzero(gradient) > 0
+    with torch.no_grad():
+        encoder, cache, steps = truncated.model, None, []
+        for token in encoder.embed_tokens(ids).split(1, 1):
+            step = encoder.backbone(inputs_embeds=token, cache_params=cache, use_cache=True)
+            cache = step.cache_params
+            steps.append(truncated.lm_head(step.last_hidden_state))
+        assert_close(torch.cat(steps, 1), found.logits)

@@ -11,7 +11,7 @@ and no generation. MatMamba has budgets, the others have one size. Letters: B ba
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,7 @@ from transformers.models.auto import modeling_auto
 from essm_train.baselines.backbones import make_backbone
 from essm_train.baselines.config import CAUSAL, BaselineConfig
 from essm_train.baselines.convolutions import TemporalConv
+from essm_train.baselines.mamba import NestedMamba2Mixer, leading
 from essm_train.baselines.state_spaces import StateSpaceMixer
 from essm_train.pairs import both_documents, compare_documents
 from modeling_essm.packing import pool
@@ -98,6 +99,26 @@ class BaselinePreTrainedModel(PreTrainedModel):
         # What FSDP wraps; it refuses names of classes that a model does not have.
         layers = self.model.backbone.get_submodule("layers").children()
         self._no_split_modules = {type(layer).__name__ for layer in layers}
+
+    @torch.no_grad()
+    def truncate(self, spectral_budget: int) -> Self:
+        """A model of its own with the weights that a budget K runs, of capacity K and the same outputs.
+
+        Raises:
+            ValueError: K is not an integer in [1, capacity].
+        """
+        capacity = self.config.num_spectral_channels
+        K = of_each_layer(spectral_budget, (capacity,))[0]
+        sizes = {"num_spectral_channels": K, "intermediate_size": self.config.intermediate_size * K // capacity}
+        config = self.config.from_dict(self.config.to_dict() | sizes)
+        model = cast(Any, type(self))(config).to(self.device, self.dtype)
+        weights = self.state_dict()
+        for prefix, mixer in self.named_modules():
+            if isinstance(mixer, NestedMamba2Mixer):
+                for name, weight in mixer.named_parameters():
+                    weights[f"{prefix}.{name}"] = leading(mixer, name, weight, K)
+        model.load_state_dict(weights)
+        return model.train(self.training)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
