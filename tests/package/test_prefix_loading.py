@@ -11,14 +11,7 @@ from helpers import SHA, VARIANTS, assert_close, blocks, filled, hub_snapshot, r
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM
 
-from modeling_essm import (
-    ESSMCache,
-    ESSMConfig,
-    ESSMForCausalLM,
-    ESSMForSequenceClassification,
-    ESSMModel,
-    loading_essm,
-)
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, loading_essm
 from modeling_essm.cache_essm import operator_of
 
 

@@ -96,16 +96,14 @@ def folders(models, tmp_path_factory):
     return root
 
 
-@pytest.fixture(scope="module", params=["path", "hub"])
-def loaded(request, folders, tmp_path_factory):
-    """What a new process, which cannot import our package, finds in each folder, or in a Hub cache laid out by hand."""
-    cwd = tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module")
+def loaded(folders, tmp_path_factory):
+    """What a new process, which cannot import our package, finds in a Hub cache laid out by hand, and saves again."""
+    cwd = tmp_path_factory.mktemp("hub")
     torch.save(IDS, cwd / "ids.pt")
-    where = {name: (str(folders / name), auto) for name, (*_, auto) in SAVED.items()}
-    if request.param == "hub":
-        for name, (*_, auto) in SAVED.items():
-            where[name] = f"essm-tests/{name}", auto
-            shutil.copytree(folders / name, hub_snapshot(cwd / "hf_home" / "hub", where[name][0]))
+    where = {name: (f"essm-tests/{name}", auto) for name, (*_, auto) in SAVED.items()}
+    for name, (repository, _) in where.items():
+        shutil.copytree(folders / name, hub_snapshot(cwd / "hf_home" / "hub", repository))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
     env |= {"HF_HOME": str(cwd / "hf_home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-I", "-c", BLOCK + LOAD, json.dumps(where), str(cwd)]

@@ -6,14 +6,7 @@ import json
 
 import pytest
 import torch
-from recurrences import (
-    RecurrentConfig,
-    RecurrentModel,
-    error_norm,
-    frequency_response,
-    impulse_response,
-    random_system,
-)
+from recurrences import RecurrentConfig, RecurrentModel, error_norm, frequency_response, impulse_response, random_system
 
 from modeling_essm.companions.systems import diagonal_layers
 from modeling_essm.companions.truncation.balancing import (

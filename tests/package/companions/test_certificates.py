@@ -8,15 +8,7 @@ import torch
 from companion_layers import Stack, impulse_responses
 from recurrences import random_system
 
-from modeling_essm.companions import (
-    DiagonalSystem,
-    allocate,
-    certificate,
-    certify,
-    hinf_norm,
-    importance,
-    prune,
-)
+from modeling_essm.companions import DiagonalSystem, allocate, certificate, certify, hinf_norm, importance, prune
 from modeling_essm.companions.pruning.certificates import BOUNDS
 
 layouts = pytest.mark.parametrize("channels", [None, 3], ids=["mimo", "siso"])

@@ -6,17 +6,10 @@ import copy
 import pytest
 import torch
 from parallel_run import on_ranks
-from recurrences import (
-    RecurrentConfig,
-    RecurrentModel,
-    error_on_two_ranks,
-    on_two_ranks,
-    training_data,
-)
+from recurrences import RecurrentConfig, RecurrentModel, error_on_two_ranks, on_two_ranks, training_data
 from transformers import Trainer, TrainingArguments
 
 from modeling_essm.companions.truncation.callback import BalancedTruncationCallback
-from modeling_essm.companions.truncation.models import resize_states
 from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
 from modeling_essm.companions.wrappers import unwrap
 
@@ -115,40 +108,6 @@ def test_everything_else_stays():
 
 
 # --- Resuming, compiling, ranks ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("killed_after", [2, 3, 7])
-def test_a_resumed_run_ends_with_the_same_bits(killed_after):
-    """With truncations after updates 3 and 6, of 9; before, at and behind them."""
-
-    def run(model, optimizer, scheduler, first, last):
-        truncation = InTrainingTruncation((3, 6), tau=0.1)
-        for step in range(first, last + 1):
-            update(model, optimizer, step)
-            scheduler.step()
-            truncation.after_step(model, optimizer, step)
-
-    def start(model):
-        optimizer = make_optimizer(model)
-        return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(1.0, (n + 1) / 6))
-
-    whole = start(make_model())
-    run(*whole, 1, 9)
-    killed = start(make_model())
-    run(*killed, 1, killed_after)
-    saved = copy.deepcopy([part.state_dict() for part in killed])
-    sizes = list(killed[0].config.state_sizes)
-    assert (sizes == SIZES) == (killed_after < 3)
-
-    model = make_model(seed=7)
-    resize_states(model, sizes)
-    resumed = start(model)
-    for part, state in zip(resumed, saved):
-        part.load_state_dict(state)
-    run(*resumed, killed_after + 1, 9)
-    assert resumed[0].config.state_sizes == whole[0].config.state_sizes
-    for name, tensor in whole[0].state_dict().items():
-        assert torch.equal(resumed[0].state_dict()[name], tensor), name
 
 
 def test_a_compiled_model_compiles_anew():

@@ -19,8 +19,7 @@ def decode(model, ids, draft_budget=None, draft_length=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("block", "prompt", "draft_length"),
-    [("paper", 1, 4), ("paper", 19, None), ("elastic", 2, 1), ("memory", 19, None)],
+    ("block", "prompt", "draft_length"), [("paper", 1, 4), ("paper", 19, None), ("elastic", 2, 1), ("memory", 19, None)]
 )
 def test_greedy_is_token_identical(block, prompt, draft_length):
     model, ids = level_model(**VARIANTS[block]), random_ids(3, prompt)

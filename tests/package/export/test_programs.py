@@ -234,11 +234,7 @@ def test_what_is_not_exported(arguments, message):
 
 @pytest.mark.parametrize(
     "pooling, features, fields",
-    [
-        ("mean", 3, MEMORY),
-        ("last", None, ONE),
-        pytest.param("mean", None, HYBRID, marks=pytest.mark.slow),
-    ],
+    [("mean", 3, MEMORY), ("last", None, ONE), pytest.param("mean", None, HYBRID, marks=pytest.mark.slow)],
     ids=["memory", "paper", "hybrid"],
 )
 @torch.no_grad()

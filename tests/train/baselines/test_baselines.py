@@ -6,18 +6,10 @@ import itertools
 import pytest
 import torch
 from helpers import assert_close, pad, random_ids, randomise
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    Mamba2Config,
-    Mamba2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Mamba2Config, Mamba2ForCausalLM
 
 from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
-from essm_train.baselines.models import (
-    BaselineForCausalLM,
-    BaselineForSequenceClassification,
-)
+from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
 from essm_train.baselines.sizes import count_parameters, matched_baseline
 
 F = 5  # input features

@@ -198,10 +198,7 @@ BAD_ROWS = [
     ({"pixels": [[1], [2], []]}, "row 2 of .*: features_column 'pixels' holds 0 steps, and frame_length is 1"),
     ({"pixels": [[1], [2], [0.5, None]]}, "row 2 of .* must hold finite numbers, got nan|must hold numbers"),
     ({"pixels": [["a"], ["b"], ["c"]]}, r"row 0 of .* must hold numbers, got \['a'\]"),
-    (
-        {"pixels": [[[1, 2]], [[3, 4], [5]], [[6, 7]]]},
-        "row 1 of .* must hold numbers, or frames of one width: .*shape",
-    ),
+    ({"pixels": [[[1, 2]], [[3, 4], [5]], [[6, 7]]]}, "row 1 of .* must hold numbers, or frames of one width: .*shape"),
     ({"pixels": [[[1, 2]], [[3, 4]], [[5]]]}, r"row 2 of .* must hold frames of 2 numbers, .*shape \(1, 1\)"),
     ({"label": [0, 3, 2]}, r"row 1 of .*: labels must be in \[0, 2\], got 3"),
     ({"label": [0, 1, None]}, "row 2 of .*: label_column 'label' must hold integers from 0, got None"),

@@ -182,10 +182,7 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
         ({"train_file": "MISSING"}, "cannot read MISSING"),
         ({"train_file": "SHORT"}, "shorter than one block: it holds 21 tokens and block_size is 32"),
         ({"validation_file": "EMPTY"}, "cannot read EMPTY: no file with anything in it"),
-        (
-            {"train_file": "TABLE.parquet", "text_column": "body"},
-            "cannot read TABLE.parquet: Column name .*'body'",
-        ),
+        ({"train_file": "TABLE.parquet", "text_column": "body"}, "cannot read TABLE.parquet: Column name .*'body'"),
         ({"train_file": "LATIN", "tokenizer_name": "tokenizer"}, "cannot read LATIN: .utf-8. codec"),
         ({"output_dir": "SHORT/run"}, "output_dir .*SHORT/run' cannot be written: Not a directory"),
         ({"budget_schedule": "fifo"}, "budget_schedule must be one of"),
