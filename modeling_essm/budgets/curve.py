@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 SWEET_SPOT_DROP = 0.02  # the paper's
 COLLAPSE_QUALITY = 0.90
 
+PRESETS = ("small", "medium", "full")
 MARK_SYMBOLS = {"sweet spot": "*", "collapse boundary": "^"}
 
 _ROUNDING = 1e-9  # a drop of exactly 2% is within 2%
@@ -133,7 +134,7 @@ class BudgetCurve:
 
     def presets(self) -> dict[str, int]:
         """Names of sizes for config.budget_presets: collapse boundary, sweet spot and full budget, ascending."""
-        return {"small": self.collapse_boundary, "medium": self.sweet_spot, "full": self.budgets[-1]}
+        return dict(zip(PRESETS, (self.collapse_boundary, self.sweet_spot, self.budgets[-1])))
 
     def table(self) -> str:
         """Value, change and speed at every budget, for people."""

@@ -337,7 +337,7 @@ class BudgetDropoutCallback(TrainerCallback):
 
     def __init__(self, schedule: BudgetSchedule, distillation_weight: float = 0.0):
         _check_weight(distillation_weight)
-        self.schedule = schedule
+        self.schedule = self._given = schedule
         self.distillation_weight = distillation_weight
         self.update: int | None = None  # that is running
         self._batches, self._processes = 0, 1  # batches of the update before the next one here, and of all processes
@@ -349,8 +349,8 @@ class BudgetDropoutCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.detach()
         self._check_model(model)
-        if isinstance(self.schedule, BudgetSchedule) and not self.schedule.updates:
-            self.schedule = replace(self.schedule, updates=max(0, state.max_steps))
+        if isinstance(self._given, BudgetSchedule) and not self._given.updates:
+            self.schedule = replace(self._given, updates=max(0, state.max_steps))
         allow_compiled_budgets(len(self.schedule.budgets))
         is_sft = any(cls.__name__ == "SFTConfig" for cls in type(args).__mro__)
         self._plain_likelihood = is_sft and getattr(args, "loss_type", "nll") == "nll"

@@ -126,6 +126,14 @@ def test_hybrids():
     assert abs(count(parse(**hybrid, match_parameters=True)) / target - 1) <= 0.03
 
 
+def test_what_data_and_weights_say_is_not_overridden(tmp_path):
+    with pytest.raises(ValueError, match="config_overrides: vocab_size must be 259 for this data, got 320"):
+        make_config(parse(vocab_size=320), vocab_size=259)
+    random_model(num_spectral_channels=8, budget_presets={"small": 2, "mine": 3}).save_pretrained(tmp_path)
+    assert make_config(parse(config_name=tmp_path)).budget_presets == {"small": 2, "mine": 3}
+    assert make_config(parse(model_name_or_path=tmp_path)).budget_presets == {"mine": 3}  # "small" was measured
+
+
 def test_a_baseline_has_the_size_of_a_configuration(tmp_path):
     config = ESSMConfig(hidden_size=32, num_hidden_layers=2, num_spectral_channels=4, filter_length=600, dropout=0.1)
     config.save_pretrained(tmp_path)

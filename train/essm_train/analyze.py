@@ -18,8 +18,8 @@ from essm_train.console import command
 class AnalyzeArguments:
     """Arguments of the script."""
 
-    model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM language model."})
-    text_files: list[str] = field(metadata={"help": "Text to run it on, read as bytes."})
+    model: str = field(metadata={"help": "Folder or Hub name of an ES-SSM language model."})
+    text_files: list[str] = field(metadata={"help": "Text to run it on, read by the model's tokenizer, or as bytes."})
     output_dir: str = field(metadata={"help": "Where analysis.json, gates.png and cost.png go."})
     block_size: int = arg(512, "Tokens per block.")
     max_blocks: int = arg(32, "Blocks to run, spread evenly over the text.")

@@ -273,8 +273,8 @@ class ModelArguments(RunArguments):
         kept = sorted(set(self.config_overrides) - set(RATES))
         refuse(
             {
-                "architecture 'diagonal_ssm' has the sizes given: no config_name, no match_parameters": (
-                    self.is_diagonal and (self.config_name or self.match_parameters)
+                "architecture 'diagonal_ssm' has no config_name, no match_parameters and no attention_every": (
+                    self.is_diagonal and (self.config_name or self.match_parameters or every is not None)
                 ),
                 f"architecture {name!r} is there to compare with: it takes its size from an ES-SSM's, not from "
                 "model_name_or_path, and cannot be pushed": name != "essm" and (self.push_to_hub or weights),

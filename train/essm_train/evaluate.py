@@ -48,7 +48,7 @@ def main(args: EvaluateArguments) -> None:
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     claim(output_dir, [f"evaluation.{kind}" for kind in ("json", "md", "png")], overwrite=args.overwrite)
-    task = open_task(args.task, args.data_dir, args.scale)
+    task = open_task(args.task, args.data_dir, args.scale, args.models[0])
     evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}

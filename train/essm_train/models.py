@@ -21,6 +21,7 @@ from modeling_essm import (
     ESSMConfig,
     ESSMForCausalLM,
 )
+from modeling_essm.budgets.curve import PRESETS
 from modeling_essm.training.budget_dropout import BUDGETS, Part, as_argument, clip_budgets
 
 # Heads that weights of another class may lack, and the model_types of the classes that are saved with one.
@@ -54,11 +55,16 @@ def make_config(args: ModelArguments, cls: type[ESSMConfig] = ESSMConfig, **fiel
         ValueError: sizes or rates that cannot be, or no such configuration where the arguments look for one.
     """
     made = _counterpart(args, cls)
-    overrides = {name: value for name, value in args.fields().items() if name not in fields}
+    overrides = args.fields()
+    for name in overrides.keys() & fields.keys():
+        if (value := overrides.pop(name)) != fields[name]:
+            raise ValueError(f"config_overrides: {name} must be {fields[name]!r} for this data, got {value!r}")
     try:
         if args.source is None:
             return made(**overrides, **fields)
         values = _read_config(args.source, cls) | fields
+        if args.model_name_or_path and values.get("budget_presets"):  # those were measured on the weights as they were
+            values["budget_presets"] = {n: K for n, K in values["budget_presets"].items() if n not in PRESETS} or None
         if made is not cls:
             values = {name: value for name, value in values.items() if name not in ("model_type", "auto_map")}
         return made.from_dict(values, **overrides)  # which makes anew what follows from an override
@@ -154,7 +160,7 @@ def _match_baseline(args: ModelArguments, cls: Any, config: ESSMConfig, fields: 
         if rate := getattr(config, name):
             raise ValueError(f"{name} must be 0 with architecture {args.architecture!r}, which has none, got {rate}")
     if isinstance(config, ESSMPairConfig):
-        fields |= {"head_hidden_size": config.head_hidden_size}
+        fields |= {"head_hidden_size": config.head_hidden_size, "classifier_pooling": config.classifier_pooling}
     made: Any = BaselineForCausalLM if cls is ESSMForCausalLM else BaselineForSequenceClassification
     return made, matched_baseline(
         args.architecture,

@@ -20,13 +20,15 @@ from essm_train.files import claim
 class SweepArguments:
     """Arguments of the script."""
 
-    model: str = field(metadata={"help": "Folder or Hub name of a byte-level ES-SSM causal language model."})
-    text_files: list[str] = field(metadata={"help": "Held-out text, read as bytes."})
+    model: str = field(metadata={"help": "Folder or Hub name of an ES-SSM causal language model."})
+    text_files: list[str] = field(metadata={"help": "Held-out text, read by the model's tokenizer, or as bytes."})
     output_dir: str = field(metadata={"help": "Where budget_sweep.json and budget_sweep.png go."})
     budgets: list[int] | None = arg(
         None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32 and the smallest one of training."
     )
-    block_size: int = arg(512, "Tokens per block: the longest context.")
+    block_size: int | None = arg(
+        None, "Tokens per block, the longest context; by default 512, or filter_length if less."
+    )
     max_blocks: int = arg(256, "Blocks to evaluate, spread evenly over the text.")
     batch_size: int = arg(8, "Blocks per forward pass.")
     overwrite: bool = arg(False, OVERWRITE_HELP)
@@ -42,20 +44,21 @@ def main(args: SweepArguments) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from essm_train.data.tokens import ByteEncoder
+    from essm_train.data.tokens import encoder_beside
     from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep, sweep_budgets
     from essm_train.measure.evaluation import open_text
     from essm_train.models import load_model
 
     output_dir = Path(args.output_dir)
     claim(output_dir, SWEEP_FILES, overwrite=args.overwrite)
-    held_out = open_text(args.text_files, ByteEncoder(), args.block_size, args.max_blocks, args.batch_size)
     model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
+    block_size = args.block_size or min(512, getattr(model.config, "filter_length", 512))
+    held_out = open_text(args.text_files, encoder_beside(args.model), block_size, args.max_blocks, args.batch_size)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     sweep = sweep_budgets(model, held_out, args.budgets)
     print(sweep.table())
-    save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=args.block_size)
+    save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=block_size)
 
 
 run = command(main, SweepArguments)

@@ -4,6 +4,8 @@
 The loss of the second is not the model's own: it sums per-token log-probabilities of a fused head.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import losses_by_hand, random_ids, random_model
@@ -242,3 +244,11 @@ def test_models_and_objectives_that_cannot_work_are_refused(name, tmp_path):
     callback = BudgetDropoutCallback(budget_schedule("sandwich", 32, seed=0))
     with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, make(), callback, **fields).train()
+
+
+def test_a_callback_takes_each_trainings_length():
+    callback, model = BudgetDropoutCallback(budget_schedule("family", 32, 0)), random_model()
+    for steps in (4, 9):
+        callback.on_train_begin(None, SimpleNamespace(max_steps=steps), None, model=model)
+        assert callback.schedule.updates == steps
+    callback.detach()

@@ -7,7 +7,12 @@ from helpers import assert_close, pad, random_ids, random_model, tiny_config
 from operators import relative_error
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from essm_train.baselines.ar_stu import ARSTUForCausalLM, ARSTUForPairClassification, ARSTUForSequenceClassification
+from essm_train.baselines.ar_stu import (
+    ARSTUForCausalLM,
+    ARSTUForPairClassification,
+    ARSTUForSequenceClassification,
+    ARSTUMixer,
+)
 from essm_train.baselines.sizes import matched_variant
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
@@ -101,3 +106,10 @@ def test_what_it_is_not():
         ARSTUForCausalLM.config_class(block="elastic")
     with pytest.raises(ValueError, match="AR-STU runs on whole sequences"):
         random_model(ARSTUForCausalLM)(random_ids(1, 5), use_cache=True)
+
+
+def test_layers_that_attend_stay():
+    kinds = ["linear_attention", "full_attention"] * 2
+    model = random_model(ARSTUForCausalLM, layer_types=kinds, num_hidden_layers=4, num_attention_heads=2, head_dim=8)
+    kept = [isinstance(getattr(layer, "mixer", None), ARSTUMixer) for layer in model.model.layers]
+    assert kept == [True, False] * 2

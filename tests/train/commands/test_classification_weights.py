@@ -116,7 +116,28 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
     random_model(vocab_size=300).save_pretrained(tmp_path / "lm")
     changes = {"tokenizer_name": tmp_path / "tokenizer", "model_name_or_path": tmp_path / "lm", "max_length": 40}
     args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", "text", **ONCE | changes))
-    assert build_classifier(args, load_classification(args)).config.vocab_size == 300
+    data = load_classification(args)
+    assert build_classifier(args, data).config.vocab_size == 300 and "sha256 of the tokenizer" in data.digests
+
+
+def test_numbers_are_scaled_as_the_weights_know_them(arguments, files, finished, tmp_path):
+    """Columns of uint8 by themselves; others as features.json beside the weights says, unless a scale is given."""
+    columns = datasets.load_dataset("parquet", data_files=files["pixels train"], split="train")[:]
+    wide = {f"p{i:02}": [row[i] for row in columns["pixels"]] for i in range(24)} | {"label": columns["label"]}
+    kinds = {name: datasets.Value("int64" if name == "label" else "uint8") for name in wide}
+    sizes = ("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length")
+    for source, column in (
+        (write(tmp_path, "wide.parquet", wide, kinds), "p*"),
+        (write(tmp_path, "plain.parquet", columns), "pixels"),
+    ):
+        changes = {"train_file": source, "features_column": column, "max_length": 40}
+        args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", **changes))
+        assert load_classification(args).reader.multiplier == (1 / 127.5 if column == "p*" else 1.0)
+        changes |= dict.fromkeys(sizes)
+        changes["model_name_or_path"] = finished["pixels"] / "model"
+        args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", **changes))
+        reader = load_classification(args).reader
+        assert (reader.multiplier, reader.offset) == (1 / 127.5, -1.0)
 
 
 def test_a_new_model_pools_as_its_configuration_says(arguments, tmp_path):

@@ -7,7 +7,7 @@ from essm_train import evaluate, make_pairs, reproduce, sweep
 from essm_train.analyze import AnalyzeArguments
 from essm_train.measure import analysis
 
-TEXT = {"model": "nowhere", "text_files": ["nowhere.txt"]}
+TEXT = {"model": "/nowhere", "text_files": ["nowhere.txt"]}
 COMMANDS = {
     "budget_sweep.png": (sweep.main, sweep.SweepArguments, TEXT),
     "analysis.json": (analysis.analyze, AnalyzeArguments, TEXT),

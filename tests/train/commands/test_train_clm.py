@@ -31,6 +31,8 @@ from essm_train.data.arguments import CLMArguments
 from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.language import build_model, make_encoder
+from essm_train.sweep import SweepArguments
+from essm_train.sweep import main as sweep_main
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 NO_SIZES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length"))
@@ -118,6 +120,10 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path):
     assert sweep["bits_per_byte"] == pytest.approx([bits] * len(sweep["budgets"]), rel=0.05)
     assert bits < 0.75 * math.log2(len(tokenizer))  # so that bits per token would not pass
     assert read_log(tmp_path / "run")[0]["validation bits/byte K=1"] == pytest.approx(bits, rel=0.05)
+    given = {"model": str(model), "text_files": [data["validation_file"]], "output_dir": str(tmp_path / "again")}
+    sweep_main(SweepArguments(**given, budgets=[4]))
+    again = json.loads((tmp_path / "again" / "budget_sweep.json").read_text())
+    assert again["bits_per_byte"] == pytest.approx([bits], rel=0.05)
 
 
 def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):
@@ -207,7 +213,8 @@ def test_errors_come_before_any_work(changes, message, data, tmp_path, monkeypat
 
 def test_nothing_is_deleted_by_arguments_that_cannot_work(finished, data):
     before = sorted(path.name for path in finished.iterdir())
-    for changes in ({"eval_budgets": [99]}, {"train_file": "MISSING"}, {"block_size": 1}):
+    unfit = {"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}  # which the library refuses
+    for changes in ({"eval_budgets": [99]}, {"train_file": "MISSING"}, {"block_size": 1}, unfit):
         with pytest.raises(ValueError):
             train([*command_line(finished, **data | changes), "--overwrite_output_dir"])
     assert sorted(path.name for path in finished.iterdir()) == before

@@ -68,6 +68,15 @@ def test_bytes_and_tokenizers_count_bytes_and_mark_special_tokens():
     assert encoder.pad_id == tokenizer.eos_token_id and set(encoder.special_ids) == {tokenizer.eos_token_id}
 
 
+def test_bytes_per_token_are_those_of_what_is_held_out(tmp_path):
+    """The last tenth of the tokens is of bytes that the tokenizer never merged."""
+    tokenizer = bpe_tokenizer(documents())
+    text = "".join(documents())[:9000]
+    paths = write(tmp_path / "text.txt", text + "\x01" * (len(tokenizer(text)["input_ids"]) // 8))
+    found = load(TokenizerEncoder(tokenizer, "mine"), train_file=paths)
+    assert found.bytes_per_token == 1.0 and load(train_file=paths).bytes_per_token == 1.0
+
+
 def test_a_tokenizer_may_be_one_file_and_gets_an_end_token(tmp_path):
     tokenizer = bpe_tokenizer(documents())
     tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))

@@ -171,6 +171,18 @@ def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_pat
     assert not (tmp_path / "model" / "best.json").exists()
 
 
+def test_a_best_model_of_later_updates_is_not_taken(arguments, validations, tmp_path):
+    validations([3.0, 2.0])
+    fields = {"eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True}
+    train(arguments(tmp_path, **fields, max_steps=4))
+    validations([2.5, 1.0])
+    train([*arguments(tmp_path, **fields, max_steps=8), "--extend"])
+    back = arguments(tmp_path, **fields, max_steps=4, resume_from_checkpoint=tmp_path / "checkpoint-00000004")
+    message = r"best holds the weights of update 8, and the best ones .* of update 4, are gone"
+    with pytest.raises(ValueError, match=message):
+        train(back)
+
+
 def test_what_counts_as_better():
     accuracy, loss = Metric("accuracy", True), Metric("loss", False)
     progress = Progress(update=3, best=0.5, best_update=1, validations_without_best=1)

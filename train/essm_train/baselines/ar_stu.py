@@ -21,6 +21,7 @@ from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.mixer_essm import ESSMSpectralMixer, LayerCall
 from modeling_essm.modeling_essm import ESSMPreTrainedModel
+from modeling_essm.spectral_budget import spectral_layers
 
 _ORDER = 2  # of the autoregression: u and y of the last two steps
 
@@ -115,8 +116,8 @@ class _ARSTU(ESSMPreTrainedModel):
 
     def __init__(self, config: ARSTUConfig):
         super().__init__(config)
-        for layer, capacity in zip(self.model.layers, config.capacities):
-            layer.mixer = ARSTUMixer(config, capacity)
+        for i, capacity in zip(spectral_layers(config), config.capacities):
+            self.model.layers[i].mixer = ARSTUMixer(config, capacity)
         self.post_init()
 
 

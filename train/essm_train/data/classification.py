@@ -13,6 +13,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import datasets
@@ -29,10 +30,10 @@ from essm_train.data.documents import (
     reading,
     stream_digest,
 )
-from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array
+from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array, read_record
 from essm_train.data.rows import LabelledData, Rows, Split, collate
 from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples, at_most, hold_out
-from essm_train.data.tokens import choose_tokenizer
+from essm_train.data.tokens import choose_tokenizer, digest_of
 from essm_train.models import check_vocabulary, holds_head
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification
 
@@ -73,6 +74,8 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     if train is None:
         raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
     reader, num_labels = _make_reader(args, train), args.num_labels or len(train.names)
+    if isinstance(reader, FeatureReader) and args.model_name_or_path and args.feature_scale == "auto":
+        reader.take(read_record(Path(args.model_name_or_path)))
     if args.streaming and not num_labels:
         raise ValueError(f"streaming needs num_labels: {train.source} does not say how many classes it has")
     if not num_labels:
@@ -117,6 +120,8 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     description += [f"{name} on {len(split.samples):,} ({split.name})" for name, split in splits.items()]
     identity = {"sha256 of the training data": sha256}
     identity |= {"sha256 of the validation data": digests["validation"]} if "validation" in digests else {}
+    if isinstance(reader, TextReader) and not reader.is_bytes:  # whose digests above are of the text
+        identity["sha256 of the tokenizer"] = digest_of(reader.tokenizer)
     return ClassificationData(
         source=source,
         validation=splits["validation"],
@@ -197,8 +202,11 @@ def _one_column(rows: Any, pattern: str, label: str) -> Any:
     if pattern in names or not columns:
         return rows
 
+    kinds = {getattr((rows.features or {}).get(name), "dtype", None) for name in columns}
+    dtype = np.uint8 if kinds == {"uint8"} else np.float32
+
     def gather(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:  # nothing becomes a NaN
-        return {pattern: list(np.stack([np.array(batch[name], np.float32) for name in columns], 1))}
+        return {pattern: list(np.stack([np.array(batch[name], dtype) for name in columns], 1))}
 
     return rows.map(gather, batched=True, remove_columns=columns)
 

@@ -92,6 +92,11 @@ def _options(builder: str, column: str | None) -> dict[str, Any]:
     return {"sample_by": "document"} if builder == "text" else {}  # by default a row is a line without end
 
 
+def _builder(path: str) -> str:
+    """Which of `datasets` reads it."""
+    return TABLES.get(Path(path).suffix.lower(), "text")
+
+
 def open_files(
     paths: Sequence[str], streaming: bool, what: str = "", column: str | None = None, text: str | None = None
 ) -> Any:
@@ -105,7 +110,7 @@ def open_files(
     """
     what = what or describe_files(paths)
     parts = []
-    for builder, group in itertools.groupby(files_of(paths), lambda path: TABLES.get(Path(path).suffix, "text")):
+    for builder, group in itertools.groupby(files_of(paths), _builder):
         files = [str(Path(path).absolute()) for path in group]
         options = _options(builder, column or text)
         rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)

@@ -49,7 +49,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     if args.streaming and "validation" not in splits:
         raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
     source: SampleSource
-    held_out: blocks.Stream | None
+    held_out: blocks.Stream
     if args.streaming:
         rows = documents.items_of(splits["validation"], "the validation text")
         texts = (item[column] for item in rows if item[column])
@@ -66,11 +66,13 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         if not named:
             for split, sources in zip(("train", "validation"), documents.standard_library()):
                 streams[split] = blocks.to_stream(sources, encoder)
-        stream, density = streams["train"]
-        held_out, density = streams.get("validation", (None, density))
-        if held_out is None:
+        stream, _ = streams["train"]
+        if "validation" in streams:
+            held_out, density = streams["validation"]
+        else:
             end = len(stream) - int(len(stream) * HELD_OUT_FRACTION)
             stream, held_out = stream[:end], stream[end:]
+            density = encoder.bytes_per_token(np.asarray(held_out))
             description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
         digest = hashlib.sha256()
         for chunk in stream.chunks if isinstance(stream, pa.ChunkedArray) else [stream]:

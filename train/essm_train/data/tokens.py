@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,11 @@ class TokenizerEncoder:
         ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
         return np.concatenate([np.empty(0, self.dtype), *ids]), sum(len(text.encode()) for text in texts)
 
+    def bytes_per_token(self, ids: np.ndarray) -> float:
+        """Bytes that a token of (n,) ids stands for, special ones left out, by the text that they decode to."""
+        ids = ids[~np.isin(ids, self.special_ids)]
+        return len(self.tokenizer.decode(ids.tolist()).encode()) / max(1, len(ids))
+
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         self.tokenizer.save_pretrained(folder)
 
@@ -52,6 +58,10 @@ class ByteEncoder:
         raw = [text.encode() for text in texts]
         ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in raw]
         return np.concatenate([np.empty(0, self.dtype), *ids]), sum(map(len, raw))
+
+    def bytes_per_token(self, ids: np.ndarray) -> float:
+        """As `TokenizerEncoder`."""
+        return 1.0
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)
@@ -71,6 +81,13 @@ def open_tokenizer(name: str) -> Any:
     except Exception as error:  # a file that is no tokenizer raises the library's own type
         hint = "a file must be what `tokenizers.Tokenizer.save` writes: " if Path(name).is_file() else ""
         raise ValueError(f"cannot load tokenizer {name!r}: {hint}{error}") from error
+
+
+def digest_of(tokenizer: Any) -> str:
+    """A SHA-256 of what decides its tokens, or of its vocabulary where it is not a fast one."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    what = repr(sorted(tokenizer.get_vocab().items())) if backend is None else backend.to_str()
+    return hashlib.sha256(what.encode()).hexdigest()
 
 
 def encoder_beside(model: str) -> Encoder:

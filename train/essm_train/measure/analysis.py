@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from essm_train.data.text import read_blocks
-from essm_train.data.tokens import ByteEncoder
+from essm_train.data.tokens import encoder_beside
 from essm_train.files import claim, write_figure, write_json
 from essm_train.measure.timing import paired
 from essm_train.models import budgets_to_measure, load_model
@@ -160,7 +160,7 @@ def analyze(args: Any) -> None:
     """Analyse a saved model; args are those of essm-analyze."""
     output_dir = Path(args.output_dir)
     claim(output_dir, ("analysis.json", "gates.png", "cost.png"), overwrite=args.overwrite)
-    input_ids, _ = read_blocks(args.text_files, ByteEncoder(), args.block_size, args.max_blocks)
+    input_ids, _ = read_blocks(args.text_files, encoder_beside(args.model), args.block_size, args.max_blocks)
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
     config = model.config
     budgets = budgets_to_measure(model)

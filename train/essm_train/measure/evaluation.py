@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from essm_train.data.classification import load_classification
 from essm_train.data.text import load_text, read_blocks
-from essm_train.data.tokens import ByteEncoder, Encoder
+from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
 from essm_train.measure.timing import peak_memory
@@ -90,10 +90,11 @@ def open_text(paths: Sequence[str], encoder: Encoder, block_size: int, max_block
     return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
 
 
-def open_task(name: str, data_dir: str, scale: str, batch_size: int | None = None) -> HeldOut:
-    """The held-out data of a task that `essm-list-tasks` names, as its script reads it; texts as bytes.
+def open_task(name: str, data_dir: str, scale: str, model: str | None = None, batch_size: int | None = None) -> HeldOut:
+    """The held-out data of a task that `essm-list-tasks` names, as its script reads it.
 
     Args:
+        model: whose tokenizer reads the text of a language model; by default bytes are read.
         batch_size: blocks or samples per forward pass; by default 8 blocks, or what the task evaluates by.
     Raises:
         ValueError: unknown task or scale, or data that cannot be read. FileNotFoundError: absent data.
@@ -101,8 +102,9 @@ def open_task(name: str, data_dir: str, scale: str, batch_size: int | None = Non
     spec, args = get_task(name), make_arguments(name, data_dir, scale)
     title = f"{spec.title} ({scale} scale)"
     if spec.script == "train_clm":
-        text = load_text(args, ByteEncoder())
-        return hold_out_blocks(text.held_out, ByteEncoder.special_ids, text.bytes_per_token, batch_size or 8, title)
+        encoder = ByteEncoder() if model is None else encoder_beside(model)
+        text = load_text(args, encoder)
+        return hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size or 8, title)
     data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args)
     return hold_out_samples(data.held_out, data.collate, batch_size or args.eval_batch_size, title)
 

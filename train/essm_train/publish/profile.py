@@ -122,7 +122,7 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
         encoder = encoder_beside(args.model)
         return open_text(args.text_files, encoder, block_size, args.max_blocks, args.eval_batch_size)
     if args.task:
-        return open_task(args.task, args.data_dir, args.scale, args.eval_batch_size)
+        return open_task(args.task, args.data_dir, args.scale, args.model, args.eval_batch_size)
     folder, saved = Path(args.model), ESSMConfig.from_pretrained(args.model)
     record, max_length = read_record(folder), saved.filter_length
     if args.text_column and (folder / "tokenizer_config.json").exists():

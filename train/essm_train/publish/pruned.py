@@ -64,7 +64,7 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
     target = output_dir / "model"
     encoder = encoder_beside(args.model) if args.text_files or args.calibration_files else None
     if args.task is not None:
-        data = open_task(args.task, args.data_dir, args.scale)
+        data = open_task(args.task, args.data_dir, args.scale, args.model)
     else:
         assert args.text_files and encoder
         data = open_text(args.text_files, encoder, args.block_size, args.max_blocks)

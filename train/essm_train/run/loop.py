@@ -202,9 +202,19 @@ class _Run:
             | {"model": model_identity(task.model)}
             | ({} if self.truncation is None else {"truncation after": sorted(self.truncation.steps)})
         )
+        self._check_what_comes()  # before find_run deletes anything
         self.checkpoint = find_run(accelerator, args, self.identity)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
         self._prepare()
+
+    def _check_what_comes(self) -> None:
+        """Raises ValueError for what could not be prepared."""
+        args, network = self.args, self.task.model
+        if args.gradient_checkpointing and not network.supports_gradient_checkpointing:
+            raise ValueError(f"gradient_checkpointing is not supported by {type(network).__name__}")
+        optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
+        plan = [[0, self.max_steps]]
+        make_scheduler(optimizer, args.warmup_steps, plan, args.lr_scheduler_type, args.min_lr_rate)
 
     def _make_truncation(self) -> InTrainingTruncation | None:
         args, until = self.args, self.args.truncation_until
@@ -457,6 +467,8 @@ class _Run:
         """Leave `model`. That of a run that had finished stays, with what its user has added: card, budget profile; or
         gets another name, if this run has another one now."""
         folder, is_best = self.output_dir / "model", self.args.load_best_model_at_end
+        if is_best:
+            self._check_best()
         averaged = ", averaged" if self.average is not None else ""
         what = f"saved {folder} ({'best' if is_best else 'last'} weights{averaged})"
         if finished_before and self._is_saved(folder):
@@ -473,6 +485,16 @@ class _Run:
             with self._weights():
                 self._save_model("model")
         say(self.accelerator, what)
+
+    def _check_best(self) -> None:
+        """Raises ValueError if `best` is of later updates, from before the run went back to an earlier checkpoint."""
+        record = self.output_dir / BEST / f"{BEST}.json"
+        found, best = json.loads(record.read_text(encoding="utf-8"))["update"], self.progress.best_update
+        if found != best:
+            raise ValueError(
+                f"{record.parent} holds the weights of update {found}, and the best ones of this run, of update "
+                f"{best}, are gone: leave out load_best_model_at_end, or train anew"
+            )
 
     def _set_earlier_aside(self, folder: Path) -> None:
         """The model of a run that had ended, to which its user may have added; one that was killed left no record."""
