@@ -16,7 +16,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.utils import logging
 
 from .cache_essm import ESSMCache, ESSMStaticCache
-from .spectral_budget import SpectralBudget, rows_of_samples
+from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +36,7 @@ class StepBudgets:
     def __init__(self, steps: Callable[[int], SpectralBudget] | Sequence[SpectralBudget], config: Any):
         if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
             raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
-        self.steps, self.prompt_length = steps, 0
+        self.steps, self.prompt_length, self.samples = steps, 0, 1
         resolved = () if callable(steps) else (config.resolve_budget(step).layers for step in steps)
         self.largest = [max(layer) for layer in zip(*resolved)] or None
 
@@ -44,11 +44,12 @@ class StepBudgets:
         """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
         if is_first:
             self.prompt_length = input_ids.shape[1]
-        return rows_of_samples(self.of_step(input_ids.shape[1] - self.prompt_length), len(input_ids))
+        return self.of_step(input_ids.shape[1] - self.prompt_length)
 
     def of_step(self, step: int) -> SpectralBudget:
-        """The budget of a step as it was given."""
-        return self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
+        """The budget of a step as it was given, for every one of the beams or samples of a row."""
+        budget = self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
+        return rows_of_samples(budget, self.samples)
 
 
 class ElasticGenerationMixin(GenerationMixin):
@@ -71,8 +72,18 @@ class ElasticGenerationMixin(GenerationMixin):
             return generation_config, model_kwargs | {"step_budgets": StepBudgets(steps, self.config)}
         budget = called if called is not None else getattr(generation_config, "spectral_budget", None)
         if budget is not None:  # as a tensor of no dimension the library could not repeat it for beams
-            model_kwargs["spectral_budget"] = int(budget) if isinstance(budget, Tensor) and not budget.ndim else budget
+            if isinstance(budget, Tensor) and not budget.ndim:
+                budget = max(of_each_layer(budget, self.config.capacities))
+            model_kwargs["spectral_budget"] = budget
         return generation_config, model_kwargs
+
+    def _prepare_generated_length(self, generation_config: Any, has_default_max_length: bool, **kwargs: Any):
+        """As in transformers, but its default number of new tokens is not cut at `filter_length`: the text goes on."""
+        if has_default_max_length and generation_config.max_new_tokens is None:
+            generation_config.max_new_tokens = generation_config.max_length
+        return super()._prepare_generated_length(
+            generation_config=generation_config, has_default_max_length=has_default_max_length, **kwargs
+        )
 
     def _extract_generation_mode_kwargs(
         self, custom_generate: Any, kwargs: dict, synced_gpus: Any, assistant_model: Any, streamer: Any
@@ -96,9 +107,11 @@ class ElasticGenerationMixin(GenerationMixin):
                 "the cache has read and at least one token more"
             )
         if (budget := model_kwargs.get("spectral_budget")) is not None:
-            batch_size = len(given[-1])
-            budget = rows_of_samples(budget, batch_size)  # the library has repeated a tensor, and no names
-            model_kwargs["spectral_budget"] = self.config.resolve_budget(budget, batch_size=batch_size)
+            if not isinstance(budget, Tensor):  # which the library has repeated
+                budget = rows_of_samples(budget, kwargs.get("expand_size", 1))
+            model_kwargs["spectral_budget"] = self.config.resolve_budget(budget, batch_size=len(given[-1]))
+        if (steps := model_kwargs.get("step_budgets")) is not None:
+            steps.samples = kwargs.get("expand_size", 1)
         return input_ids, model_kwargs
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any):
@@ -171,7 +184,6 @@ class _AtBudget:
                 past_key_values = ESSMCache(self.model.config, state_budget=self.steps.largest)
             budget = self.steps.of_step(self.step)
         self.step += 1
-        budget = rows_of_samples(budget, len(input_ids))
         return self.model(
             input_ids, use_cache=use_cache, past_key_values=past_key_values, spectral_budget=budget, **kwargs
         )

@@ -13,6 +13,7 @@ import copy
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
@@ -21,7 +22,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+    find_adapter_config_file,
+    logging,
+)
 
 from .spectral_budget import SpectralBudget, is_hybrid, of_each_layer, spectral_layers
 
@@ -33,6 +40,7 @@ _WHERE = (
     *("cache_dir", "force_download", "proxies", "token"),
     *("local_files_only", "revision", "subfolder", "_commit_hash"),
 )
+_WRAPPED = re.compile(r"(base_layer|original_module|modules_to_save\.\w+)\.")  # by PEFT
 
 
 class ElasticPreTrainedModel(PreTrainedModel):
@@ -90,6 +98,8 @@ class ElasticPreTrainedModel(PreTrainedModel):
     ):
         if kwargs.get("state_dict") is not None or source is None:
             raise ValueError("spectral_capacity reads a prefix of a checkpoint: give its folder or name, no state_dict")
+        if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") or find_adapter_config_file(source, **where):
+            raise ValueError("an adapter cannot be cut: load it whole, merge it, and then truncate the model")
         kwargs = {name: value for name, value in kwargs.items() if name not in _WHERE}
         config = kwargs.pop("config", None)
         if not hasattr(config, "capacities"):  # none, or where it is
@@ -106,7 +116,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(source)
-        if model.can_generate():
+        if model.can_generate() and kwargs.get("generation_config") is None:
             with contextlib.suppress(OSError):  # it has none
                 model.generation_config = GenerationConfig.from_pretrained(source, **where)
             model._forget_generation_budget()
@@ -280,7 +290,7 @@ def channel_parameters(
     blocks, spectral = channel_blocks(model.config), {*spectral_layers(model.config)}
     for name, value in model.named_parameters():
         layer, inside = layer_of(name)
-        inside = inside.replace("base_layer.", "") if adapted else inside
+        inside = _WRAPPED.sub("", inside) if adapted else inside
         if layer in spectral and inside in blocks:
             path, _, attribute = name.rpartition(".")
             yield layer, blocks[inside], model.get_submodule(path), attribute, value

@@ -585,7 +585,8 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         refuse_unsupported(kwargs)
         packing = {name: kwargs.pop(name) for name in PACKING_ARGUMENTS if name in kwargs}
         if self.decoding_steps and not packing and past_key_values is not None and input_ids is not None:
-            others = (attention_mask, inputs_embeds, labels, output_hidden_states, state_lengths)
+            hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+            others = (attention_mask, inputs_embeds, labels, hidden, state_lengths)
             if all(argument is None or argument is False for argument in others):
                 spectral_budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
                 if (output := self.decoding_steps.run(self, input_ids, past_key_values, spectral_budget)) is not None:
@@ -651,6 +652,9 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
             The rest as in `ESSMModel.forward`.
         """
         refuse_unsupported(kwargs)
+        for name in ("past_key_values", "state_lengths"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"a classifier reads whole rows, and takes no {name}")
         inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
         outputs = self.model(*inputs, spectral_budget, return_dict=True)
         B, L = outputs.last_hidden_state.shape[:2]

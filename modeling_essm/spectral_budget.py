@@ -151,10 +151,8 @@ def _resolve_rows(value: torch.Tensor, capacities: Sequence[int], batch_size: in
     return ResolvedBudget(layers) if low == high else ResolvedBudget(layers, value.long(), of_rows)
 
 
-def rows_of_samples(budget: SpectralBudget, B: int) -> SpectralBudget:
-    """A (b,) tensor or b names for every one of the B / b beams or samples of its row; anything else as it is."""
-    if _are_names(budget) and B % len(budget) == 0:
-        return [name for name in budget for _ in range(B // len(budget))]
-    if isinstance(budget, torch.Tensor) and budget.ndim == 1 and len(budget) and B % len(budget) == 0:
-        return budget.repeat_interleave(B // len(budget))
-    return budget
+def rows_of_samples(budget: SpectralBudget, samples: int) -> SpectralBudget:
+    """A (b,) tensor or b names for every one of the beams or samples of its row; anything else as it is."""
+    if _are_names(budget):
+        return [name for name in budget for _ in range(samples)]
+    return budget.repeat_interleave(samples) if isinstance(budget, torch.Tensor) and budget.ndim == 1 else budget

@@ -68,7 +68,7 @@ def describe(model: nn.Module) -> Report:
     """
     found = []
     for name, module in model.named_modules():
-        if type(module).__name__ in ("ESSMSpectralMixer", "ESSMElasticMixer"):
+        if {"ESSMSpectralMixer", "ESSMElasticMixer"} & {cls.__name__ for cls in type(module).__mro__}:
             K = len(module.channel_mixing)  # type: ignore[arg-type]
             found.append(LayerReport(name, "spectral", K, K, tools=_TOOLS["spectral"]))
         elif (adapter := adapter_of(module)) is not None:

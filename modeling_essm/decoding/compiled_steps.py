@@ -71,10 +71,11 @@ def compile_decoding(
         raise ValueError("quantised weights are not compiled: a quantised model decodes eagerly")
     if model.training:
         raise ValueError("decoding is compiled in evaluation mode: call model.eval() first")
-    if not isinstance(model.decoding_steps, CompiledSteps):
-        model.decoding_steps = CompiledSteps()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside PEFT's
+    if not isinstance(inner.decoding_steps, CompiledSteps):
+        inner.decoding_steps = CompiledSteps()
     for budget in resolved:
-        model.decoding_steps.add(model, budget.layers, batch_size, state_budget, backend)
+        inner.decoding_steps.add(inner, budget.layers, batch_size, state_budget, backend)
     return model
 
 
@@ -84,6 +85,7 @@ class CompiledSteps:
     def __init__(self) -> None:
         self._steps: dict[Any, Callable] = {}
         self._structure: list[tuple[dict, str, Any]] = []
+        self._switches: list[tuple[Any, Any, Any]] = []
         self._where: tuple[torch.dtype, torch.device] | None = None
 
     def __bool__(self) -> bool:
@@ -114,7 +116,7 @@ class CompiledSteps:
         for name, tensor in cache.states.items():
             _check(states[name], tensor, f"states {name}", model)
         self._steps[key] = program
-        self._structure, self._where = list(_structure(model)), _where(model)
+        self._structure, self._switches, self._where = list(_structure(model)), list(_switches(model)), _where(model)
 
     def run(self, model: Any, input_ids: Tensor, cache: Any, budget: ResolvedBudget) -> ESSMCausalLMOutput | None:
         """What `ESSMForCausalLM.forward` returns for one token, by its compiled step; None if no step fits.
@@ -151,14 +153,29 @@ class CompiledSteps:
         """Whether modules and parameters are those that were compiled. The compiled code itself does not check."""
         if self._where != _where(model):
             return False
-        return all(holder.get(name) is value for holder, name, value in self._structure)
+        same = all(holder.get(name) is value for holder, name, value in self._structure)
+        return same and all(read(held) == value for read, held, value in self._switches)
 
 
 def _structure(model: Any):
     for module in model.modules():
+        yield vars(module), "forward", vars(module).get("forward")
         for holder in (module._modules, module._parameters):
             for name, value in holder.items():
                 yield holder, name, value
+
+
+def _switches(model: Any):
+    """What else decides what a module computes: its hooks, and which of PEFT's adapters are on, with what they have."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            yield tuple, hooks, tuple(hooks)
+        if hasattr(module, "merged_adapters"):
+            yield _adapters, module, _adapters(module)
+
+
+def _adapters(module: Any) -> str:
+    return str((module.active_adapters, module.disable_adapters, module.merged_adapters))
 
 
 def _where(model: Any) -> tuple[torch.dtype, torch.device]:

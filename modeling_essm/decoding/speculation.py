@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,12 @@ from ..generation_essm import check_left_padding
 from ..spectral_budget import SpectralBudget, rows_of_samples
 
 FIRST_DRAFT_LENGTH, LONGEST_DRAFT = 4, 16
+# Processors that know a row by its place in the batch.
+_OF_A_ROW = {
+    "PrefixConstrainedLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor",
+}
 
 
 @dataclass
@@ -72,7 +78,11 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
         if model.training:
             raise ValueError("drafts are verified in evaluation mode, without dropout: call model.eval() first")
         _check(generation_config, model_kwargs)
-        budgets = model_kwargs.get("spectral_budget"), draft_budget
+        names = _OF_A_ROW & {type(processor).__name__ for processor in cast(Any, logits_processor)}
+        if names and len(input_ids) > 1:
+            raise ValueError(f"drafts are judged row by row, and {min(names)} knows rows by their place: give one row")
+        drafts = rows_of_samples(draft_budget, generation_config.num_return_sequences or 1)
+        budgets = model_kwargs.get("spectral_budget"), drafts
         pair = _Pair(model, input_ids, budgets, logits_processor, generation_config.do_sample)
         pair.read_prompt(model_kwargs.get("attention_mask"))
         output = _decode(pair, draft_length, stopping_criteria, generation_config, streamer)
@@ -112,7 +122,7 @@ class _Pair:
         self.model, self.sampling, self.logits_processor = model, bool(sampling), logits_processor
         self.input_ids, self.rows = input_ids, [_Row(ids) for ids in input_ids]
         B, resolve = len(input_ids), model.config.resolve_budget
-        self.budget, self.draft_budget = (resolve(rows_of_samples(K, B), batch_size=B) for K in budgets)
+        self.budget, self.draft_budget = (resolve(K, batch_size=B) for K in budgets)
         self.verifier, self.drafter = (ESSMCache(model.config) for _ in range(2))
 
     def read_prompt(self, attention_mask: Tensor | None) -> None:

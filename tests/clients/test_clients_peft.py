@@ -9,6 +9,7 @@ from helpers import BLOCKS, assert_close, blocks, random_ids, random_model
 from transformers import AutoModelForCausalLM
 
 from modeling_essm import ESSMForCausalLM
+from modeling_essm.decoding import compile_decoding
 
 peft = pytest.importorskip("peft")
 
@@ -159,6 +160,29 @@ def test_an_adapter_of_channels_is_merged_before_it_is_cut(block, targets):
     model = trained(adapted(random_model(), **LINEAR))
     expected = logits(model, 4)
     assert torch.equal(logits(model.truncate(4)), expected)
+
+
+def test_an_adapter_is_not_read_as_a_prefix(base, tmp_path):
+    adapted(AutoModelForCausalLM.from_pretrained(base), **LINEAR).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="an adapter cannot be cut: load it whole"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, spectral_capacity=8)
+
+
+def test_whole_mixers_trained_beside_an_adapter_are_not_cut():
+    model = adapted(random_model(**BLOCKS[1]), target_modules=["ffn.up"], modules_to_save=["mixer"])
+    with pytest.raises(ValueError, match="an adapter of channel weights cannot be cut"):
+        model.truncate(4)
+
+
+@torch.no_grad()
+def test_steps_compiled_with_an_adapter_end_where_it_does():
+    model = adapted(random_model(), init_lora_weights=False, **LINEAR).eval()
+    compile_decoding(model, [5], backend="eager")
+    options = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "spectral_budget": 5}
+    with model.disable_adapter():
+        found = model.generate(input_ids=IDS[:1], **options)
+        model.get_base_model().decoding_steps = None
+        assert torch.equal(found, model.generate(input_ids=IDS[:1], **options))
 
 
 def test_adapters_of_the_tied_embedding(base, tmp_path):

@@ -61,6 +61,12 @@ def test_features_behind_a_mask_are_not_read():
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "state_lengths"])
+def test_a_classifier_reads_whole_rows(name):
+    with pytest.raises(ValueError, match=f"a classifier reads whole rows, and takes no {name}"):
+        random_model(ESSMForSequenceClassification)(IDS, **{name: torch.tensor([3, 3])})
+
+
 @pytest.mark.parametrize("length", [16_384, 70_000])
 def test_long_rows_are_pooled_in_fp32(length):
     states = torch.full((1, length, 1), 60.0, dtype=torch.float16)

@@ -238,6 +238,11 @@ def test_step_budgets_as_a_function(strategy):
     assert torch.equal(tokens(spectral_budget=torch.tensor(5)), tokens(spectral_budget=5))  # holds for every beam
 
 
+def test_the_default_length_goes_beyond_the_filters():
+    model, ids = level_model(filter_length=16, num_spectral_channels=8), random_ids(1, 20)
+    assert model.generate(ids, do_sample=False, eos_token_id=None).shape == (1, 40)
+
+
 def test_a_rising_function_needs_room():
     model, ids = level_model(), random_ids(2, 19)
     with pytest.raises(ValueError, match=r"spectral_budget 3 needs .*ESSMCache\(config, state_budget=3\)"):
@@ -259,6 +264,9 @@ RIGHT = {"attention_mask": (torch.arange(9) < torch.tensor([[9], [8]])).long()}
         ({"step_budgets": [4], "spectral_budget": 4}, "spectral_budget or step_budgets, not both, got 4"),
         ({"step_budgets": [4], "prefill_chunk_size": 4}, "prefill_chunk_size"),
         ({"step_budgets": lambda step: 40}, r"\[1, 32\], got 40"),
+        ({"spectral_budget": torch.tensor([4])}, r"must have shape \(2,\), got \(1,\)"),
+        ({"step_budgets": [torch.tensor([4])]}, r"must have shape \(2,\), got \(1,\)"),
+        ({"spectral_budget": torch.tensor(2.7)}, r"must be an integer in \[1, 32\], got tensor\(2.7"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported with stateful models"),
         ({"assistant_model": level_model(seed=1)}, "assisted generation is not supported with stateful models"),
         ({"prefill_chunk_size": 7} | RIGHT, r"needs prompts padded on the left.*rows \[1\]"),

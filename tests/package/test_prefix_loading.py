@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers import SHA, VARIANTS, assert_close, blocks, filled, hub_snapshot, random_ids, random_model, variants
 from safetensors import safe_open
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, loading_essm
 from modeling_essm.cache_essm import operator_of
@@ -157,6 +157,9 @@ def test_the_config_follows(tmp_path):
     random_model(ESSMForSequenceClassification, num_labels=2).save_pretrained(tmp_path / "head")
     two = ESSMForSequenceClassification.from_pretrained(tmp_path / "head", spectral_capacity=6, num_labels=2)
     assert two.config.num_labels == 2
+    given = GenerationConfig(max_new_tokens=3)
+    kept = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6, generation_config=given)
+    assert kept.generation_config.max_new_tokens == 3
 
 
 @blocks

@@ -104,10 +104,15 @@ class ElasticStateLatent(nn.Module):
             real: None, as all are. cache: a `StateCache`, whose backbone is replaced, or None.
             spectral_budget: the backbone's, or None for its default.
         Raises:
-            ValueError: positions that are not real.
+            ValueError: positions that are not real; training with feedback of a backbone that writes in place.
         """
         if real is not None:
             raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
+        if self.training and self.feedback is not None and self.cache_name == "cache_params":
+            raise ValueError(
+                f"{type(self.backbone).__name__} writes its state in place, which gradients cannot follow from step to "
+                "step: train with feedback=False"
+            )
         extra = {} if spectral_budget is None else {"spectral_budget": spectral_budget}
         u = self.embed_features(features.to(self.embed_features.weight.dtype))
         past = None if cache is None else cache.backbone

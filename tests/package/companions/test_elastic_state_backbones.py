@@ -155,6 +155,12 @@ def test_half_precision(kind, tmp_path):
     torch.testing.assert_close(output.readouts, exact.readouts, rtol=0, atol=0.15)  # 2^-8 of values near 3, added up
 
 
+def test_feedback_into_a_backbone_that_writes_in_place_is_not_trained():
+    model, x = random_model("mamba", feedback=True).train(), random_inputs(2, 3, 5, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"writes its state in place.*train with feedback=False"):
+        model(x, refine_depth=1)
+
+
 def test_training_with_feedback_keeps_no_graph_of_the_past():
     """Gradients go through z alone: where z has no way into the next input, outputs give none to earlier inputs."""
     model, x = random_model("gpt2").train(), random_inputs(2, 3, 5, dtype=torch.float32).requires_grad_()

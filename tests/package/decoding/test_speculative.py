@@ -153,6 +153,7 @@ def test_sampling_draws_from_the_same_distribution():
         ({"draft_length": 0}, "draft_length must be None or an integer >= 1, got 0"),
         ({"guidance_scale": 2.0}, "combined with guidance_scale, got 2.0"),
         ({"step_budgets": [4]}, "combined with step_budgets"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [row]}, "PrefixConstrainedLogitsProcessor knows rows by"),
         ({"output_scores": True, "return_dict_in_generate": True}, "combined with output_scores"),
         ({"past_key_values": filled(level_model(), random_ids(2, 5))}, "draft_budget starts from input_ids"),
     ],
