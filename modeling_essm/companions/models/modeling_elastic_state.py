@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -132,6 +132,12 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
 
     def get_input_embeddings(self) -> None:
         return None
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; a backbone that was truncated has another configuration than it was made with."""
+        if self.config.backbone_config is not None:
+            self.config.backbone_config = cast(Any, self.source).backbone.config
+        super().save_pretrained(*args, **kwargs)
 
     def set_objective(self, objective: Any) -> ElasticStateModel:
         """Refine on this objective from now on; this model. A module's weights become part of the model's.

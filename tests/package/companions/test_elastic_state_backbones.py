@@ -135,6 +135,15 @@ def test_a_backbone_with_fewer_states_is_saved(smaller, tmp_path):
     assert torch.equal(run(loaded, x, refine_depth=1).readouts, run(model, x, refine_depth=1).readouts)
 
 
+def test_a_truncated_backbone_is_saved(tmp_path):
+    model, x = random_model("elastic"), random_inputs(2, 4, 5, dtype=torch.float32)
+    model.source.backbone.truncate(2)
+    model.save_pretrained(tmp_path)
+    loaded = ElasticStateModel.from_pretrained(tmp_path).eval()
+    assert loaded.config.backbone_config.num_spectral_channels == 2
+    assert torch.equal(run(loaded, x, refine_depth=1).readouts, run(model, x, refine_depth=1).readouts)
+
+
 @pytest.mark.parametrize("kind", ["elastic", "mamba"])
 def test_half_precision(kind, tmp_path):
     """The gate and the metric of the latent stay in fp32, and of a backbone what it keeps by itself: not its gates."""
