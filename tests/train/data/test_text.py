@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/data/text.py: documents to tokens to blocks, map-style and streaming, and what is wrong with a file."""
 
+import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -161,11 +162,12 @@ def test_text_is_text_whatever_it_says(streaming, tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "a.csv").write_text("\n".join(["id,text", *(f"{i},{word}" for i, word in enumerate(["", *WORDS]))]))
     (tmp_path / "data" / "train.csv").write_text((tmp_path / "a.csv").read_text())
+    (tmp_path / "B.CSV.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
     (tmp_path / "a.json").write_text(json.dumps([{"text": word} for word in ["", *WORDS]]))
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in ["", *WORDS]))
     Dataset.from_dict({"text": [None, *WORDS]}).to_parquet(tmp_path / "a.parquet")
     held_out, expected = write(tmp_path / "held_out.txt", "held out"), Blocks(stream_of(*WORDS), 16)
-    for name in ("a.csv", "a.json", "a.jsonl", "a.parquet", "data"):
+    for name in ("a.csv", "B.CSV.gz", "a.json", "a.jsonl", "a.parquet", "data"):
         named = {"dataset_name" if name == "data" else "train_file": str(tmp_path / name)}
         if "train_file" in named:
             named["train_file"] = [named["train_file"]]

@@ -17,6 +17,7 @@ import datasets
 import numpy as np
 
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # else a file is one text
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # The default corpus: programs, not their tests, tables or generated files.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _MAX_FILE_BYTES, _MAX_CORPUS_BYTES = 1 << 18, 1 << 24
@@ -93,8 +94,9 @@ def _options(builder: str, column: str | None) -> dict[str, Any]:
 
 
 def _builder(path: str) -> str:
-    """Which of `datasets` reads it."""
-    return TABLES.get(Path(path).suffix.lower(), "text")
+    """Which of `datasets` reads it, compressed or not."""
+    name = Path(path.lower())
+    return TABLES.get(Path(name.stem).suffix if name.suffix in _COMPRESSED else name.suffix, "text")
 
 
 def open_files(
