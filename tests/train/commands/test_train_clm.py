@@ -177,6 +177,10 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
     model = build_model(args, make_encoder(args))
     assert (model.config.vocab_size, model.config.eos_token_id) == (320, other.eos_token_id)
     assert model.generation_config.eos_token_id == other.eos_token_id != 299
+    small = ESSMConfig(vocab_size=200, hidden_size=8, num_hidden_layers=1, pad_token_id=0, eos_token_id=199)
+    ESSMForCausalLM(small).save_pretrained(tmp_path / "model")
+    model = build_model(args, make_encoder(args))
+    assert model.config.vocab_size == len(other) == len(model.lm_head.weight) > 200
     with pytest.raises(ValueError, match="replace_tokenizer needs tokenizer_name and model_name_or_path"):
         parse_arguments(CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
 

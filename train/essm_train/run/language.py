@@ -41,13 +41,15 @@ def build_model(args: CLMArguments, encoder: Encoder) -> PreTrainedModel:
     config = make_config(args)
     if not args.is_diagonal:
         args.check_length(config.filter_length)
-    if args.model_name_or_path:
-        check_vocabulary(args, config, encoder.name, encoder.vocab_size, isinstance(encoder, ByteEncoder))
+    if args.replace_tokenizer:
         del ids["vocab_size"]  # which may have room to spare
-        if not args.replace_tokenizer:
-            ids = {}  # it has its own
+    elif args.model_name_or_path:
+        check_vocabulary(args, config, encoder.name, encoder.vocab_size, isinstance(encoder, ByteEncoder))
+        ids = {}  # it has its own
     model = make_model(args, ESSMForCausalLM, **ids)
     if args.replace_tokenizer:
+        if encoder.vocab_size > model.config.vocab_size:
+            model.resize_token_embeddings(encoder.vocab_size)
         model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
 
