@@ -101,7 +101,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") or find_adapter_config_file(source, **where):
             raise ValueError("an adapter cannot be cut: load it whole, merge it, and then truncate the model")
         kwargs = {name: value for name, value in kwargs.items() if name not in _WHERE}
-        config = kwargs.pop("config", None)
+        config, given = kwargs.pop("config", None), {}
         if not hasattr(config, "capacities"):  # none, or where it is
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
             fields |= {"num_labels", *cls.config_class.attribute_map}
@@ -113,6 +113,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
         held = dict(zip(spectral_layers(config), capacities))
         weights = read_prefix(source, held, config, variant=kwargs.pop("variant", None), **where)
         config = truncated_config(config, capacities)
+        config.resolve_budget(given.get("spectral_budget"))  # one that was asked for has to fit
         loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(source)

@@ -216,6 +216,8 @@ def test_a_small_model_refuses_more(tmp_path):
             model(random_ids(2, 5), spectral_budget=budget)
     with pytest.raises(ValueError, match=r"\[1, 6\], got 8"):
         ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=8)
+    with pytest.raises(ValueError, match=r"\[1, 5\], got 6"):
+        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5, spectral_budget=6)
     with pytest.raises(ValueError, match=r"got 6 for layer 1"):
         model.truncate([6, 6])
     assert ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5).config.capacities == (5, 3)
