@@ -3,6 +3,7 @@
 
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -169,6 +170,8 @@ def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_pat
     final = model_weights(tmp_path / "model")
     assert sorted(t.norm().item() for t in then) == sorted(t.norm().item() for t in final.values())
     assert not (tmp_path / "model" / "best.json").exists()
+    shutil.rmtree(tmp_path / "best")  # which the finished model does not need
+    train(arguments(tmp_path, eval_steps=2, save_steps=4, load_best_model_at_end=True))
 
 
 def test_a_best_model_of_later_updates_is_not_taken(arguments, validations, tmp_path):

@@ -467,13 +467,13 @@ class _Run:
         """Leave `model`. That of a run that had finished stays, with what its user has added: card, budget profile; or
         gets another name, if this run has another one now."""
         folder, is_best = self.output_dir / "model", self.args.load_best_model_at_end
-        if is_best:
-            self._check_best()
         averaged = ", averaged" if self.average is not None else ""
         what = f"saved {folder} ({'best' if is_best else 'last'} weights{averaged})"
         if finished_before and self._is_saved(folder):
             say(self.accelerator, f"kept {folder} as it is")
             return
+        if is_best:
+            self._check_best()
         if self.accelerator.is_main_process:
             self._set_earlier_aside(folder)
         if is_best:
