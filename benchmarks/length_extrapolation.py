@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from essm_train.arguments import TRUST_HELP
-from essm_train.data.blocks import to_stream
+from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
 from essm_train.models import load_model
@@ -31,19 +30,6 @@ from . import common
 from .sweeps import mean
 
 MULTIPLES = (1, 2, 4, 8)
-
-
-def windows_of(stream: np.ndarray, length: int, count: int) -> Tensor:
-    """(n, length + 1) int64: at most `count` windows spread evenly over the stream, each with a first byte of context.
-
-    Raises:
-        ValueError: the stream is shorter than one window.
-    """
-    available = (len(stream) - 1) // length
-    if available < 1:
-        raise ValueError(f"the text must hold more than {length} tokens, got {len(stream)}")
-    starts = np.linspace(0, available - 1, min(count, available)).round().astype(int) * length
-    return torch.from_numpy(np.stack([stream[a : a + length + 1] for a in starts]).astype(np.int64))
 
 
 @torch.inference_mode()
@@ -79,20 +65,24 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         p.error(f"--models takes name=folder, got {wrong[0]!r}")
     length, trusted = args.training_length, {"trust_remote_code": args.trust_remote_code}
     stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
-    windows = windows_of(stream, MULTIPLES[-1] * length, 2 if args.quick else args.windows)
+    longest = MULTIPLES[-1] * length
+    whole = (len(stream) - 1) // longest * longest
+    if not whole:
+        raise ValueError(f"the text must hold more than {longest} tokens, got {len(stream)}")
+    windows = evaluation_blocks(stream[: whole + 1], longest + 1, 2 if args.quick else args.windows)
     settings = {"training_length": length, "windows": len(windows), "budgets": args.budgets}
     device, report = common.start("length_extrapolation", args, **settings)
     report["results"] = []
     for name, _, joined in (entry.partition("=") for entry in args.models):
         folders = joined.split(",")
-        longest = load_model(AutoConfig, folders[0], **trusted).filter_length
+        filter_length = load_model(AutoConfig, folders[0], **trusted).filter_length
         # Filters as long as the longest blocks make both algorithms the same up to rounding.
-        for algorithm in ("chunked", "fft") if longest < MULTIPLES[-1] * length else ("chunked",):
+        for algorithm in ("chunked", "fft") if filter_length < longest else ("chunked",):
             runs = []
             for folder in folders:
                 model = load_model(AutoModelForCausalLM, folder, **trusted, spectral_algorithm=algorithm)
                 runs.append(measure(model.eval().to(device), windows, length, args.budgets))
-            result = {"name": name, "algorithm": algorithm, "filter_length": longest, "seeds": len(runs)}
+            result = {"name": name, "algorithm": algorithm, "filter_length": filter_length, "seeds": len(runs)}
             for key, first in runs[0].items():  # over seeds, of every entry
                 result[key] = {K: [mean(values) for values in zip(*(run[key][K] for run in runs))] for K in first}
             report["results"].append(result)

@@ -140,7 +140,7 @@ def test_official_lists_split_the_words(official):
     assert [name for name, _ in names["train"]] == train
     samples = clips.read("train", range(1))[0][0]
     assert len(samples) == 12800 and samples.max() == pytest.approx(0.5, abs=1e-3)
-    frames = np.array(clips.rows("test", range(2), {})["frames"].to_pylist(), np.float32)
+    frames = np.array(clips.rows("test", range(2))["frames"].to_pylist(), np.float32)
     assert frames.shape == (2, 98, 40) and (frames[:, 1 + (12800 - 400) // 160 :] == 0).all()
     write_wav(official / "yes" / "zz_nohash_0.wav", tone(500, 16000))
     assert SpeechCommands(str(official)).parameters != clips.parameters
@@ -159,9 +159,9 @@ def test_clips_of_another_format(official, tmp_path):
             read_wav(tmp_path / f"{name}.wav", 16000)
     (official / "no" / "ab_nohash_0.wav").write_text("not sound")
     with pytest.raises(ValueError, match=r"ab_nohash_0\.wav: is no WAV file"):
-        SpeechCommands(str(official)).rows("train", range(1), {})
+        SpeechCommands(str(official)).rows("train", range(1))
     write_wav(tmp_path / "long.wav", tone(500, 16000, 1.5))
     assert len(read_wav(tmp_path / "long.wav", 16000)) == 16000
     write_wav(official / "no" / "ab_nohash_0.wav", tone(500, 16000, 0.02))
     with pytest.raises(ValueError, match=r"no/ab_nohash_0\.wav of sc10-train: a clip must have 400 to"):
-        SpeechCommands(str(official)).rows("train", range(1), {})
+        SpeechCommands(str(official)).rows("train", range(1))

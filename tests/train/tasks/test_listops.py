@@ -62,11 +62,10 @@ def test_operators_and_digits_are_uniform(trees):
             assert abs(counts[symbol] / total - p) < 5 * math.sqrt(p * (1 - p) / total), symbol
 
 
-def test_a_row_depends_on_seed_split_index_and_attempt_only():
-    table = SMALL.rows("validation", range(5, 9), {"validation/7": 2, "train/6": 1})
+def test_a_row_depends_on_seed_split_and_index_only():
+    table = SMALL.rows("validation", range(5, 9))
     assert table["tokens"].to_pylist()[1] == " ".join(SMALL.tree("validation", 6))
-    assert table["tokens"].to_pylist()[2] == " ".join(SMALL.tree("validation", 7, attempt=2))
-    others = [SMALL.tree("train", 6), SMALL.tree("validation", 6, 1)]
+    others = [SMALL.tree("train", 6), SMALL.tree("validation", 7)]
     others.append(ListOps(seed=1, min_length=10, max_length=120, max_depth=6).tree("validation", 6))
     assert all(tree != SMALL.tree("validation", 6) for tree in others)
     # Raise ListOps.VERSION with this line.

@@ -112,12 +112,12 @@ def test_labels_and_marked_snakes_are_fair_coins():
 
 
 def test_an_image_depends_on_seed_split_and_index_only():
-    rows, scenes = TINY.rows("test", range(9), {}), [grow(TINY, "test", i) for i in range(9)]
+    rows, scenes = TINY.rows("test", range(9)), [grow(TINY, "test", i) for i in range(9)]
     pixels = np.array(rows["pixels"].to_pylist()).reshape(9, 32, 32)
     np.testing.assert_array_equal(pixels, [render(TINY, scene) for scene in scenes])
     assert rows["label"].to_pylist() == [scene.label for scene in scenes] and rows["pixels"].type.list_size == 1024
-    assert TINY.rows("test", range(5, 7), {}).equals(rows.slice(5, 2))
-    for other in (TINY.rows("train", range(9), {}), dataclasses.replace(TINY, seed=1).rows("test", range(9), {})):
+    assert TINY.rows("test", range(5, 7)).equals(rows.slice(5, 2))
+    for other in (TINY.rows("train", range(9)), dataclasses.replace(TINY, seed=1).rows("test", range(9))):
         assert other["pixels"] != rows["pixels"]
     # Raise Pathfinder.VERSION with these lines. The numbers are exact on every machine.
     tasks = [Pathfinder(difficulty=level) for level in ("baseline", "intermediate", "hard")] + [PathX()]

@@ -101,7 +101,7 @@ class SpeechFrames(RowGenerator):
     def parameters(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("words", "sampling_rate", "sizes", "source")}
 
-    def rows(self, split: str, indices: range, attempts: Mapping[str, int]) -> pa.Table:
+    def rows(self, split: str, indices: range) -> pa.Table:
         """Columns frames (98 lists of 40 float16), label and clip. Raises ValueError naming a clip that cannot be."""
         columns: dict[str, list] = {"frames": [], "label": [], "clip": []}
         for samples, label, name in self.read(split, indices):

@@ -18,7 +18,6 @@ has the same bytes on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -86,7 +85,7 @@ class Pathfinder(RowGenerator):
         """The length of a marked snake."""
         return self.contour_length or CONTOUR_LENGTHS[self.difficulty]
 
-    def rows(self, split: str, indices: range, attempts: Mapping[str, int]) -> pa.Table:
+    def rows(self, split: str, indices: range) -> pa.Table:
         """Columns pixels (image_size^2 x uint8, row by row) and label (0 or 1)."""
         scenes = [grow(self, split, index) for index in indices]
         columns = {"pixels": [render(self, scene).ravel() for scene in scenes], "label": [s.label for s in scenes]}
