@@ -192,7 +192,7 @@ class BudgetProfile:
         if max_latency_ms is None and max_quality_drop is None:
             raise ValueError("choose_budget needs max_latency_ms, max_quality_drop or both")
         for name, value in (("max_latency_ms", max_latency_ms), ("max_quality_drop", max_quality_drop)):
-            if value is not None and (not _is_finite(value) or value < 0):
+            if value is not None and (isinstance(value, bool) or not 0 <= value <= sys.float_info.max):
                 raise ValueError(f"{name} must be a finite number >= 0, got {reprlib.repr(value)}")
         quality = self.quality
         good = quality.budgets if max_quality_drop is None else quality.within(max_quality_drop)
@@ -350,7 +350,7 @@ def device_name(device: torch.device | None = None) -> str:
     return f"{cpu}, {cores} cores"
 
 
-# --- The file: every field is checked before anything is believed
+# --- The file
 
 
 def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
@@ -362,7 +362,7 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
             those above its capacity, or where a layer now has fewer channels.
     Raises:
         FileNotFoundError: there is none.
-        ValueError: not JSON, another format, a field that is missing or out of range, or another model's profile.
+        ValueError: not JSON, another format, a field that is missing, or another model's profile.
     """
     path = _profile_path(path)
     try:
@@ -378,15 +378,14 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
             "delete the file and run essm-calibrate again"
         )
     try:
-        quality = _read(Quality, record.get("quality"), "quality", timings=())
-        entries = record.get("devices")
-        _require(isinstance(entries, dict), "devices", "a JSON object", entries)
-        devices = {name: _read_device(entry, f"devices[{name!r}]") for name, entry in entries.items()}
-        profile = _read(BudgetProfile, record, "the file", quality=quality, devices=devices)
-        most = max(profile.capacities, default=0)
-        _require(quality.budgets[-1] <= most, "quality.budgets", f"at most {most}, the capacity", quality.budgets)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        devices = {
+            name: _read(DeviceProfile, entry, rows=tuple(_read(Measurement, row) for row in entry["rows"]))
+            for name, entry in record["devices"].items()
+        }
+        quality = _read(Quality, record["quality"], timings=())
+        profile = _read(BudgetProfile, record, quality=quality, devices=devices)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}): run essm-calibrate again, or fetch it again") from error
     if model is None:
         return profile
     if not same_weights(profile.weights, weights_checksum(model)):
@@ -402,65 +401,10 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
     return profile.up_to(max(same))
 
 
-def _read_device(record: Any, where: str) -> DeviceProfile:
-    rows: Any = record.get("rows") if isinstance(record, dict) else None
-    _require(isinstance(rows, list) and rows, f"{where}.rows", "a list of at least one object", rows)
-    read = tuple(_read(Measurement, row, f"{where}.rows[{i}]") for i, row in enumerate(rows))
-    for i, row in enumerate(read):
-        _require(row.phase in PHASES, f"{where}.rows[{i}].phase", f"one of {list(PHASES)}", row.phase)
-    return _read(DeviceProfile, record, where, rows=read)
-
-
-def _read(cls: Any, record: Any, where: str, **already_read: Any) -> Any:
-    """An instance of a dataclass from a JSON object, each field checked by its annotation."""
-    _require(isinstance(record, dict), where, "a JSON object", record)
-    values = already_read
-    for name, kind in ((each.name, each.type) for each in fields(cls) if each.name not in already_read):
-        legal, fits = _KINDS[kind]
-        value = record.get(name)
-        _require(fits(value), f"{where}.{name}", legal, value)
-        values[name] = tuple(value) if isinstance(value, list) else value
-    if cls is Quality:
-        budgets = values["budgets"]
-        _require(budgets and sorted({*budgets}) == [*budgets], "quality.budgets", "ascending, at least one", budgets)
-        for name in ("values", "errors", "drop_errors"):
-            _require(len(values[name]) == len(budgets), f"quality.{name}", f"{len(budgets)} numbers", values[name])
-    return cls(**values)
-
-
-def _require(good: Any, where: str, legal: str, got: Any) -> None:
-    if not good:
-        raise ValueError(f"{where} must be {legal}, got {reprlib.repr(got)}")
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether it is a finite number, as a float too."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-# annotation of a field: (what is legal, whether a value is)
-_KINDS: dict[Any, tuple[str, Any]] = {
-    "str": ("text", lambda value: isinstance(value, str)),
-    "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "int": ("an integer >= 0", _is_count),
-    "float": ("a finite number >= 0", lambda value: _is_finite(value) and value >= 0),
-    "tuple[int, ...]": (
-        "a list of integers >= 1",
-        lambda value: isinstance(value, list) and all(_is_count(x) and x for x in value),
-    ),
-    "tuple[float, ...]": (
-        "a list of finite numbers",
-        lambda value: isinstance(value, list) and all(map(_is_finite, value)),
-    ),
-    "Mapping[str, str]": (
-        "an object of texts",
-        lambda value: isinstance(value, dict) and all(isinstance(x, str) for x in value.values()),
-    ),
-}
+def _read(cls: Any, record: Mapping[str, Any], **read: Any) -> Any:
+    """An instance of a dataclass from a JSON object, but for the fields that are read already."""
+    own = {each.name: record[each.name] for each in fields(cls) if each.name not in read}
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in own.items()}, **read)
 
 
 def _profile_path(path: str | os.PathLike) -> Path:

@@ -3,7 +3,6 @@
 
 import copy
 import json
-import math
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -149,43 +148,21 @@ def test_devices_stand_side_by_side(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-ROW = ("devices", HERE, "rows", 0)
-
-
-@pytest.mark.parametrize(
-    "keys, value, message",
-    [
-        (("format_version",), 1, "format_version must be 2, got 1; delete the file"),
-        (("weights",), None, "weights must be text, got None"),
-        (("capacities",), [32, 0], r"capacities must be a list of integers >= 1, got \[32, 0\]"),
-        (("quality",), None, "quality must be a JSON object, got None"),
-        (("quality", "higher_is_better"), 1, "quality.higher_is_better must be true or false, got 1"),
-        (("quality", "budgets"), [4, 2], r"quality.budgets must be ascending, at least one, got \(4, 2\)"),
-        (("quality", "budgets"), [2, 4, 8, 16, 33], "quality.budgets must be at most 32, the capacity, got .*33"),
-        (("quality", "values"), [1.0] * 4, r"quality.values must be 5 numbers, got \(1.0"),
-        (("quality", "values"), [1.0, 1.0, 1.0, 1.0, math.nan], "quality.values must be a list of finite numbers, got"),
-        (("devices",), [], r"devices must be a JSON object, got \[\]"),
-        (("devices", HERE, "rows"), [], r"devices\['this machine'\].rows must be a list of at least one object, got"),
-        (("devices", HERE, "threads"), 1.5, r"devices\['this machine'\].threads must be an integer >= 0, got 1.5"),
-        (("devices", HERE, "versions"), {"torch": 2}, r"\['this machine'\].versions must be an object of texts, got"),
-        ((*ROW, "phase"), "train", r"rows\[0\].phase must be one of \['prefill', 'decode'\], got 'train'"),
-        ((*ROW, "max_ms"), 10**400, r"rows\[0\].max_ms must be a finite number >= 0, got 1000"),
-    ],
-    ids=lambda x: str(x) if isinstance(x, tuple) else "",
-)
-def test_a_damaged_field(tmp_path, keys, value, message):
+@pytest.mark.parametrize("keys", [["weights"], ["quality", "budgets"], ["devices", HERE, "rows", 0, "max_ms"]])
+def test_a_missing_field(tmp_path, keys):
     path = profile().save(tmp_path)
     record = inner = json.loads(path.read_text())
-    for key in keys[:-1]:
+    *above, name = keys
+    for key in above:
         inner = inner[key]
-    inner[keys[-1]] = value
+    del inner[name]
     path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=rf"{PROFILE_NAME} is damaged \(KeyError\('{name}'\)\): run essm-calibrate"):
         read_profile(tmp_path)
-    assert str(error.value).startswith(str(path))
 
 
 DAMAGED = [b"", b"\xff\xfe", b"[1]", b"[" * 100_000 + b"]" * 100_000, b'{"format_version": 1' + b"0" * 5000 + b"}"]
+DAMAGED += [b'{"format_version": 2, "devices": []}']
 
 
 def test_a_damaged_file_is_refused_and_does_not_keep_a_model_from_being_saved(tmp_path):
