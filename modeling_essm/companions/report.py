@@ -89,4 +89,6 @@ def _describe(layer: StateLayer) -> LayerReport:
     stable = bool((r < 1).all())
     energy = float(exact_energy(system).where(system.there, 0).sum()) if stable else float("inf")
     slowest = float(r.max()) if r.numel() else None
-    return LayerReport(layer.name, layer.kind, system.lam.shape[-1], len(r), masked, 2 * len(r), energy, slowest)
+    tools = _TOOLS["diagonal"] if layer.adapter.can_write else ("prune",)
+    size, modes = system.lam.shape[-1], len(r)
+    return LayerReport(layer.name, layer.kind, size, modes, masked, 2 * modes, energy, slowest, tools)

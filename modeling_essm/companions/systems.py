@@ -107,8 +107,9 @@ class Adapter:
     """The modes of one kind of layer.
 
     A subclass must have `read`. Where the layer's tensors are divided into modes, `mode_dims` and `output_names`, of
-    the layer or of the adapter, are enough for the rest; other layers need `write`, and `masks` to be masked. An
-    adapter is `selective` if lam, B and C depend on the input, and then a `mamba.SelectiveAdapter`.
+    the layer or of the adapter, are enough to prune it; other layers need `write`, and `masks` to be masked. Balanced
+    truncation, which mixes modes, needs `write` of every layer. An adapter is `selective` if lam, B and C depend on the
+    input, and then a `mamba.SelectiveAdapter`.
     """
 
     selective = False
@@ -124,6 +125,11 @@ class Adapter:
     def write(self, layer: nn.Module, system: DiagonalSystem) -> None:
         """Replace the layer's modes, in number too."""
         raise NotImplementedError(f"{type(self).__name__}.write")
+
+    @property
+    def can_write(self) -> bool:
+        """Whether a subclass has `write`."""
+        return type(self).write is not Adapter.write
 
     def mode_dims(self, layer: nn.Module) -> Mapping[str, int]:
         """The dimension that counts modes, for every parameter or buffer that is divided into modes.

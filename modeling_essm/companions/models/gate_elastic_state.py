@@ -78,23 +78,19 @@ class ElasticStateGate(nn.Module):
 
 
 def policy_loss(costs: Tensor, log_prob: Tensor, entropy: Tensor, real: Tensor, config: Any) -> Tensor:
-    """REINFORCE on the discounted cost to go; the baseline of a row is the mean of the others at that position.
+    """REINFORCE on the discounted cost to go; the baseline of a row is the mean of the others at that position, or 0.
 
     Args:
         costs, log_prob, entropy: (B, L). real: (B, L) bool, positions that count.
     Returns:
         (): its gradient is that of the expected cost, less policy_entropy times the entropy.
-    Raises:
-        ValueError: a single row, which has no others.
     """
     B, L = costs.shape
-    if B < 2:
-        raise ValueError('gate_training="policy_gradient" needs at least 2 rows: a baseline is the mean of the others')
     to_go, returns = torch.zeros_like(costs[:, 0]), []
     for t in reversed(range(L)):
         to_go = torch.where(real[:, t], costs[:, t].detach(), 0.0) + config.policy_discount * to_go
         returns.append(to_go)
     R = torch.stack(returns[::-1], 1)
-    advantages = (R - R.mean(0)) * B / (B - 1)  # R_b - mean of the others
+    advantages = R if B == 1 else (R - R.mean(0)) * B / (B - 1)  # R_b - mean of the others
     each = advantages * log_prob - config.policy_entropy * entropy
     return each.masked_fill(~real, 0.0).sum() / real.sum().clamp(min=1)

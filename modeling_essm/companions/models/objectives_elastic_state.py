@@ -30,6 +30,11 @@ class SquaredError(nn.Module):
     """mean_i (y_i - x_i)^2 where the observation x is (B, d_y): how far the readout is from what is observed."""
 
     def forward(self, y: Tensor, observation: Tensor, history: Any = None) -> Tensor:
+        if observation.shape != y.shape:
+            raise ValueError(
+                f"an observation must have readout_size={y.shape[-1]} numbers, in the shape {tuple(y.shape)} of the "
+                f"readout, got {tuple(observation.shape)}"
+            )
         return (y - observation).square().mean(-1)
 
 

@@ -118,7 +118,7 @@ def mode_values(
         try:
             check_stable(system, where)
         except ValueError as error:
-            raise ValueError(f"{error}; energies over the first T lags exist: horizon=T") from None
+            raise ValueError(f"{error}; energies over the first T lags exist: method='aire', horizon=T") from None
     r, both = system.lam.abs(), _output_energy(system, bidirectional) * _input_energy(system)
     if value == "exact_energy":
         found = exact_energy(system, horizon)
@@ -234,6 +234,10 @@ def importance(
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
     value, prefix = METHODS[method]
+    if horizon is not None and value not in ("energy", "exact_energy"):
+        raise ValueError(f"horizon is of energies, method aire, aire_exact or energy, got {horizon} with {method!r}")
+    if eps and not prefix:
+        raise ValueError(f"eps is of the prefix rule, which method {method!r} does not use, got {eps}")
     layers = state_layers(model)
     measured = _measured(model, layers, value, calibration, horizon)
     generator = torch.Generator().manual_seed(seed)

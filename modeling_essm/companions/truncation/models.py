@@ -56,9 +56,7 @@ class TruncationReport:
 
 def write_layer(layer: StateLayer, system: DiagonalSystem) -> list[Replaced]:
     """Give the layer these modes; which of its Parameters are new objects. They keep requires_grad, and attributes such
-    as `_no_weight_decay`. Raises ValueError for a layer whose tensors are masked or otherwise parametrized."""
-    if is_parametrized(layer.module) or is_pruned(layer.module):
-        raise ValueError("a layer with parametrized tensors cannot be truncated: remove its masks first")
+    as `_no_weight_decay`."""
     before = dict(layer.module.named_parameters())
     device = next(iter(before.values())).device
     lam, B, C = (x.to(device) for x in (system.lam, system.B, system.C))
@@ -89,10 +87,15 @@ def balanced_truncate(
     Returns:
         Per layer the sizes, the bound of the error, and why a layer was kept.
     Raises:
-        ValueError: no diagonal layer, not exactly one of tau and sizes, or values out of range.
+        ValueError: no diagonal layer, one that cannot be written, not exactly one of tau and sizes, or values out of
+            range.
     """
+    if not 0.0 <= min_reduction < 1.0:
+        raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
     layers = truncatable(model)
     each = list(sizes) if isinstance(sizes, Sequence) else [sizes] * len(layers)
+    if wrong := [size for size in each if size is not None and type(size) is not int]:
+        raise ValueError(f"sizes must be one integer or a list of integers, got {wrong[0]!r}")
     if len(each) != len(layers):
         raise ValueError(f"sizes must be one number or {len(layers)}, one for each diagonal layer, got {sizes}")
     plan = [plan_layer(layer, tau, size, min_reduction) for layer, size in zip(layers, each)]
@@ -100,10 +103,19 @@ def balanced_truncate(
 
 
 def truncatable(model: nn.Module) -> list[StateLayer]:
-    """The diagonal layers of a model. Raises ValueError if there are none, or this process has parts of them only."""
+    """The diagonal layers of a model.
+
+    Raises ValueError if there are none, if one has no `write` or tensors that are masked or otherwise parametrized, or
+    if this process has parts of them only.
+    """
     layers = diagonal_layers(model)
     if not layers:
         raise ValueError(f"balanced truncation needs layers with lti() and set_lti(), {type(model).__name__} has none")
+    for layer in layers:
+        if not layer.adapter.can_write:
+            raise ValueError(f"{layer.name}: balanced truncation needs {type(layer.adapter).__name__}.write")
+        if is_parametrized(layer.module) or is_pruned(layer.module):
+            raise ValueError(f"{layer.name} has parametrized tensors: remove its masks before it is truncated")
     if any(hasattr(p, "placements") for layer in layers for p in layer.module.parameters()):
         raise ValueError("balanced truncation needs whole layers on every process, got sharded ones (FSDP)")
     return layers

@@ -73,7 +73,7 @@ class InTrainingTruncation:
         hooks have to be registered again); an average of the weights needs the report's `replaced`.
 
         Raises:
-            ValueError: no diagonal layers, or a sharded model.
+            ValueError: no diagonal layers, one that cannot be written, or a sharded model.
         """
         if step not in self.steps:
             return None
@@ -97,10 +97,6 @@ class InTrainingTruncation:
             }
         )
         return report
-
-    def settings(self) -> dict[str, Any]:
-        """What a run with it depends on, as JSON holds it."""
-        return {"steps": sorted(self.steps), "tau": self.tau, "min_reduction": self.min_reduction}
 
     def line(self) -> str:
         """The last attempt, for people."""

@@ -6,8 +6,10 @@ import json
 
 import pytest
 import torch
+from companion_layers import Recurrence
 from recurrences import RecurrentConfig, RecurrentModel, error_norm, frequency_response, impulse_response, random_system
 
+from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel, allocate, describe, importance, prune, restore
 from modeling_essm.companions.systems import diagonal_layers
 from modeling_essm.companions.truncation.balancing import (
     NotDiagonalisable,
@@ -214,8 +216,29 @@ def test_bad_arguments():
             truncate(random_system(N), **options)
     with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), Linear has none"):
         balanced_truncate(torch.nn.Linear(2, 2), tau=0.1)
-    with pytest.raises(ValueError, match=r"sizes must be one number or 2, .* got \[4\]"):
-        balanced_truncate(RecurrentModel(RecurrentConfig()), sizes=[4])
+    model = RecurrentModel(RecurrentConfig())
+    for options, message in [
+        ({"sizes": [4]}, r"sizes must be one number or 2, .* got \[4\]"),
+        ({"sizes": 2.5}, "sizes must be one integer or a list of integers, got 2.5"),
+        ({"tau": 0.1, "min_reduction": 1}, r"min_reduction must be in \[0, 1\), got 1"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            balanced_truncate(model, **options)
+
+
+def test_layers_that_cannot_be_written_are_refused_before_any_is():
+    model = DiagonalSSMModel(DiagonalSSMConfig(state_size=4, num_hidden_layers=2))
+    before = [*model.parameters()]
+    model.last = Recurrence(random_system())
+    assert [layer.tools[1:2] for layer in describe(model).layers] == [("balanced_truncate",)] * 2 + [()]
+    with pytest.raises(ValueError, match=r"last: balanced truncation needs RecurrenceAdapter\.write"):
+        balanced_truncate(model, sizes=2)
+    del model.last
+    prune(model, allocate(importance(model), amount=0.5))
+    with pytest.raises(ValueError, match=r"layers\.0\.mixer has parametrized tensors: remove its masks"):
+        balanced_truncate(model, sizes=2)
+    restore(model)
+    assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 
 
 @systems

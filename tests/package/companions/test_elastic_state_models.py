@@ -225,6 +225,7 @@ def test_bad_calls():
         ({"spectral_budget": 3}, "spectral_budget needs a backbone that has one, got 3"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must have shape \(2, 3\)"),
         ({"observations": torch.zeros(2, 2, 5)}, r"observations must be tensors \(2, 3, \.\.\), as input_features"),
+        ({"observations": torch.zeros(2, 3)}, r"must have readout_size=5 numbers, in the shape \(2, 5\) .* got \(2,\)"),
         ({"observations": {"a": None}}, "observations must be tensors .* got None"),
         ({"past_key_values": []}, "past_key_values must be a StateCache, got list"),
     ]:

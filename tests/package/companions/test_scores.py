@@ -90,8 +90,6 @@ def test_horizon_ranks_unstable_modes():
     lam = torch.tensor([1.2, 0.5], dtype=torch.complex128)
     model = Stack(dataclasses.replace(random_system(n=2), lam=lam))
     assert torch.isfinite(importance(model, "aire", horizon=8).scores[0]).all()
-    with pytest.raises(ValueError, match="below 1"):
-        importance(model, "last", horizon=8)
     with pytest.raises(ValueError, match=r"energy of mode 0 must be finite, got inf"):
         importance(model, "aire", horizon=10**5)
 
@@ -169,6 +167,11 @@ def test_bad_arguments():
         (dict(granularity="state"), "granularity must be one of mode, mode_index, got 'state'"),
         (dict(horizon=0), "horizon must be None or an integer of at least 1, got 0"),
         (dict(horizon=True), "horizon must be None or an integer of at least 1, got True"),
+        (
+            dict(method="last", horizon=3),
+            "horizon is of energies, .*, got 3 with 'last'",
+        ),
+        (dict(method="energy", eps=1.0), "eps is of the prefix rule, which method 'energy' does not use, got 1.0"),
         (dict(eps=-1.0), "eps must be a finite number of at least 0, got -1.0"),
     ]:
         with pytest.raises(ValueError, match=message):

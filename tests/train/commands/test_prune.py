@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.tokens import ByteEncoder
+from essm_train.measure.evaluation import open_text
 from essm_train.measure.pruning import PruningCurve
 from essm_train.publish import pruned as prune
 from essm_train.publish.arguments import PruneArguments
@@ -68,8 +69,8 @@ def test_at_a_ratio(saved, texts, tmp_path, capsys):
     whole = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
     torch.testing.assert_close(model(tokens).logits, whole(tokens).logits, rtol=1e-5, atol=1e-6)  # fp32, another order
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "pruned at 25.0% of its modes by aire" in card and "| 25.0% |" in card
-    assert (tmp_path / "model" / "tokenizer_config.json").exists() and (tmp_path / "pruning.png").exists()
+    assert "with 9 of its 12 modes, ranked by aire (global)" in card and "| 25.0% |" in card
+    assert (tmp_path / "pruning.png").exists()
     assert not (tmp_path / "pruning_partial.json").exists()
     assert "LRU" in (shown := capsys.readouterr().out).upper() and "error bound" in shown
 
@@ -91,6 +92,17 @@ def test_a_model_that_is_there_is_not_replaced(saved, texts, tmp_path, monkeypat
     with pytest.raises(ValueError, match=r"holds model, pruning\.json, pruning\.md, pruning\.png, plan\.json, which"):
         run(start, texts, tmp_path / "out", amount=0.5)
     assert run(start, texts, tmp_path / "out", amount=0.5, overwrite=True)["ratio"] == 0.5
+
+
+def test_what_a_model_needs_beside_it_goes_along(saved, texts, tmp_path, monkeypatch):
+    """Its tokenizer, and how its numbers are scaled, also where a task names the data."""
+    start = shutil.copytree(saved, tmp_path / "start")
+    (start / "features.json").write_text("{}")
+    data = open_text([str(texts / "heldout.txt")], ByteEncoder(), 32, 4)
+    monkeypatch.setattr(prune, "open_task", lambda *args: data)
+    run(start, texts, tmp_path / "out", amount=0.25, text_files=None, task="of.yaml")
+    for name in ("tokenizer.json", "tokenizer_config.json", "features.json"):
+        assert (tmp_path / "out" / "model" / name).read_bytes() == (start / name).read_bytes()
 
 
 def test_a_ladder_stops_at_its_first_gap():
@@ -117,6 +129,8 @@ def test_mambas_with_calibration_text(make, texts, tmp_path):
     other = [str(texts / "other.txt")]
     found = run(tmp_path / "mamba", texts, tmp_path / "out", amount=0.5, calibration_files=other, scope="uniform")
     assert found["modes"]["stored"] == [2, 2] and found["parameters"]["after"] < found["parameters"]["before"]
+    card = (tmp_path / "out" / "model" / "README.md").read_text()
+    assert ("\nimport essm_train.baselines.models\n" in card) == (make is baseline)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert model.config.state_size == 2 and torch.isfinite(model(torch.arange(20)[None]).logits).all()
     with pytest.raises(ValueError, match="give calibration"):

@@ -4,17 +4,21 @@
 from __future__ import annotations
 
 import platform
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import cached_file
 
 import essm_train.baselines.models  # noqa: F401, whose Mamba and Mamba-2 the Auto classes then know
+from essm_train.baselines.config import BaselineConfig
 from essm_train.data.documents import files_of
+from essm_train.data.readers import FEATURES
 from essm_train.data.text import read_blocks
-from essm_train.data.tokens import Encoder, TokenizerEncoder, encoder_beside
+from essm_train.data.tokens import Encoder, encoder_beside
 from essm_train.files import alone_in, claim, filling, sha256_of, write_figure, write_json, write_text
 from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
@@ -24,6 +28,10 @@ from modeling_essm.budgets.weights import checksum
 from modeling_essm.companions import Plan, allocate, certificate, describe, importance, prune, remove, state_layers
 from modeling_essm.companions.systems import StateLayer
 
+_BESIDE = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "merges.txt", FEATURES),
+)
 _CARD = """---
 library_name: transformers
 tags:
@@ -37,7 +45,7 @@ tags:
 ## How to load it
 
 ```python
-from transformers import {auto}
+{imports}from transformers import {auto}
 
 model = {auto}.from_pretrained("this folder"{own})
 ```
@@ -111,14 +119,22 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
     write_json(output_dir / "pruning.json", {**facts, **curve.record(), **machine, "arguments": vars(args)})
     auto = "AutoModelForCausalLM" if "CausalLM" in type(model).__name__ else "AutoModelForSequenceClassification"
     own = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
-    card = _CARD.format(name=Path(args.model).name, table=text, auto=auto, own=own, method=args.method)
+    imports = "import essm_train.baselines.models\n" if model.config.model_type == BaselineConfig.model_type else ""
+    card = _CARD.format(name=Path(args.model).name, table=text, imports=imports, auto=auto, own=own, method=args.method)
     with filling(target) as folder:
         model.save_pretrained(folder)
-        if isinstance(encoder, TokenizerEncoder):
-            encoder.save_pretrained(folder, args.block_size)
+        for name, path in beside(args.model).items():
+            shutil.copyfile(path, folder / name)
         write_text(folder / "README.md", card)
     partial.unlink(missing_ok=True)
     print(f"saved {target} and pruning.json, pruning.md, pruning.png, plan.json in {output_dir}")
+
+
+def beside(model: str) -> dict[str, str]:
+    """By name the files of its tokenizer, and of the scale of its numbers, that a folder or a Hub repository has."""
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = {name: cached_file(model, name, **quietly) for name in _BESIDE}
+    return {name: path for name, path in found.items() if path}
 
 
 def calibration(args: PruneArguments, encoder: Encoder) -> list[dict[str, Tensor]]:
@@ -150,8 +166,9 @@ def bound(layer: StateLayer, keep: Tensor) -> str:
 def table(facts: dict[str, Any], curve: PruningCurve, plan: Plan, bounds: list[str]) -> str:
     """What was done to every layer, with its certificate where it has one, and the ladder of ratios."""
     value, modes = facts[curve.metric], facts["modes"]
+    before, after = sum(modes["before"]), sum(modes["kept"])
     lines = [
-        f"{facts['model']} pruned at {facts['ratio']:.1%} of its modes by {facts['method']} ({facts['scope']}).",
+        f"{facts['model']} with {after} of its {before} modes, ranked by {facts['method']} ({facts['scope']}).",
         f"{curve.title}: {value['before']:.4f} before, {value['after']:.4f} after; on {facts['data']}.",
         f"Parameters: {facts['parameters']['before']:,} before, {facts['parameters']['after']:,} after.",
         "",
