@@ -20,6 +20,7 @@ from serving.guard import Guard
 from serving.schema import Limits
 from transformers import GenerationConfig
 from transformers.cli.serving import model_manager, server
+from transformers.cli.serving.utils import Modality
 from transformers.cli.transformers import main
 
 from modeling_essm import ESSMForCausalLM
@@ -45,6 +46,8 @@ def build_guarded(manager, *args, **kwargs):
     if (name := manager.force_model) is None:
         raise SystemExit("error: name the model to serve; a request cannot make the server load another one")
     model, _ = manager.load_model_and_processor(manager.process_model_name(name))
+    if kwargs["generation_state"].use_continuous_batching(model, Modality.LLM):
+        raise SystemExit("error: leave out --continuous-batching: requests share a batch without it")
     return Guard(build_server(manager, *args, **kwargs), model, name, LIMITS)
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from jinja2 import TemplateError
 from transformers.cli.serving import utils
 
 from .schema import ENDPOINTS, Limits, Refused, parse
@@ -49,6 +50,7 @@ class Guard:
         self.batch = SharedBatch(model, limits)
         utils.InferenceThread = functools.partial(_Threads, limits.requests)
         model.generate = functools.partial(self._generate, model.generate)
+        app.add_exception_handler(TemplateError, lambda _, error: _answer(422, f"chat template: {error}"))
         app.add_exception_handler(ValueError, lambda _, error: _answer(getattr(error, "status", 422), str(error)))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -106,6 +108,7 @@ class Guard:
     async def _serve(self, body: dict[str, Any], scope: Any, receive: Any, send: Any) -> None:
         """Hand the request on, with a ticket in its generation_config; watch for its client to leave."""
         number, ticket, left = uuid.uuid4().hex, Ticket(self.limits.seconds, body.get("seed")), asyncio.Event()
+        patience, clock = self.limits.seconds, asyncio.get_running_loop().time
         if "generation_config" in body:
             settings = json.loads(body["generation_config"]) | {"ticket": number}
             body = body | {"generation_config": json.dumps(settings)}
@@ -123,10 +126,21 @@ class Guard:
             await left.wait()
             return {"type": "http.disconnect"}
 
+        async def send_in_time(message: Any) -> None:
+            nonlocal patience
+            began = clock()
+            try:
+                async with asyncio.timeout(patience):
+                    await send(message)
+            except TimeoutError:
+                raise ConnectionError("the client does not read its answer") from None
+            finally:
+                patience -= clock() - began
+
         self.tickets[number] = ticket
         watcher = asyncio.create_task(watch())
         try:
-            await self.app(scope, replay, send)
+            await self.app(scope, replay, send_in_time)
         finally:
             ticket.gone.set()
             watcher.cancel()

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, ValidationError
+from transformers.cli.serving.chat_completion import UNUSED_CHAT_COMPLETION_FIELDS
+from transformers.cli.serving.completion import UNUSED_LEGACY_COMPLETION_FIELDS
+from transformers.cli.serving.response import UNUSED_RESPONSE_FIELDS
 
 from modeling_essm import ESSMConfig
 
@@ -26,7 +29,7 @@ class Limits:
     new_tokens: int = 4096
     messages: int = 256
     state_bytes: int = 1 << 30  # of all requests; those that it has no room for wait
-    seconds: float = 120.0  # of reading the body, and of generating
+    seconds: float = 120.0  # of reading the body, of generating, and of waiting for a client that does not read
     requests: int = 16  # answered or waiting at the same time
     prompt_chunk: int = 1024  # tokens read at once: between chunks a request can be given up
 
@@ -84,7 +87,7 @@ class Message(BaseModel):
 
 
 class Request(BaseModel):
-    """What all endpoints share. The library reads, or refuses, fields that are not named here."""
+    """What all endpoints share. The library reads or refuses fields that are not named here, but for IGNORED."""
 
     model_config = STRICT | ConfigDict(extra="allow")
     model: str | None = None
@@ -127,6 +130,21 @@ ENDPOINTS = {
     "/v1/responses": Response,
     "/load_model": Request,  # the client of `chat` asks for it first
 }
+# What the library ignores with a warning in its log, if it changes an answer.
+_HARMLESS = {
+    "user",
+    "metadata",
+    "stream_options",
+    "store",
+    "service_tier",
+    "n",
+    "best_of",
+}  # the last two can be 1 alone
+IGNORED = {
+    "/v1/completions": {*UNUSED_LEGACY_COMPLETION_FIELDS, "logit_bias"} - _HARMLESS,
+    "/v1/chat/completions": UNUSED_CHAT_COMPLETION_FIELDS - _HARMLESS,
+    "/v1/responses": UNUSED_RESPONSE_FIELDS - _HARMLESS,
+}
 
 
 def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig) -> dict[str, Any]:
@@ -147,6 +165,8 @@ def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig)
     body = request.model_dump(exclude_unset=True, exclude_none=True)
     if path == "/load_model":
         return {"model": model}
+    if ignored := sorted(name for name in IGNORED[path] if body.get(name)):
+        raise Refused(422, f"{', '.join(ignored)}: not supported by this server")
     generation = request.generation_config or Generation()
     asked = (request.max_completion_tokens, request.max_tokens, request.max_output_tokens, generation.max_new_tokens)
     tokens = next((count for count in asked if count is not None), min(1024, limits.new_tokens))
@@ -171,8 +191,11 @@ def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig)
         if wrong:
             raise Refused(422, reason)
     settings = generation.model_dump(exclude_none=True, exclude={"transformers_version"}) | {"max_new_tokens": tokens}
-    if settings.get("temperature") == 0:
+    drawn = settings | {name: body[name] for name in ("temperature", "top_p", "seed") if name in body}
+    if drawn.get("temperature") == 0:
         settings |= {"do_sample": False}
+    elif {"temperature", "top_k", "top_p", "min_p", "seed"} & drawn.keys():
+        settings.setdefault("do_sample", True)
     for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         body.pop(name, None)
     return body | {"model": model, "generation_config": json.dumps(settings)}

@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """`transformers serve` and `chat` by examples/serve.py: each answer is that of `generate` at the budget asked for."""
 
+import asyncio
 import contextlib
 import dataclasses
 import http.client
@@ -219,7 +220,7 @@ def guarded(model):
     def build(manager, *args, build_server=server.build_server, **kwargs):
         (timed,) = manager.loaded_models.values()
         guards.append(Guarded(build_server(manager, *args, **kwargs), timed.model, model[1], schema.Limits(**TIGHT)))
-        guards[0].model, guards[0].port = timed.model, port
+        guards[0].model, guards[0].processor, guards[0].port = timed.model, timed.processor, port
         return guards[0]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -258,6 +259,9 @@ BAD = [
     ({CONFIG: {"max_new_tokens": 51}}, 422, "at most 50 new tokens are generated, got 51"),
     ({"input": "a", "max_output_tokens": 51}, 422, "at most 50 new tokens", "/v1/responses"),
     ({CONFIG: {"min_new_tokens": 9, "max_new_tokens": 5}}, 422, "min_new_tokens must be at most the 5"),
+    ({"presence_penalty": 1.0, "logit_bias": {"122": 100}}, 422, "logit_bias, presence_penalty: not supported"),
+    ({"input": "a", "previous_response_id": "r"}, 422, "previous_response_id: not supported", "/v1/responses"),
+    ({"messages": [USER], "response_format": {"type": "json_object"}}, 422, "response_format: not", CHAT),
     ({"n": 2}, 422, "n: Input should be 1, got 2"),
     ({CONFIG: {"num_beams": 3}}, 422, "num_beams: Extra inputs"),
     ({CONFIG: {"spectral_budget": 33}, "stream": True}, 422, "must be an integer in [1, 32], got 33"),
@@ -392,11 +396,12 @@ def test_a_stop_string_and_an_end_token_end_an_answer(guarded):
 
 
 def test_a_seed_gives_the_same_draws_in_company(guarded, held):
-    def draw(seed: int) -> str:
-        return guarded.complete(max_tokens=20, seed=seed, generation_config='{"do_sample": true}')["choices"][0]["text"]
+    def draw(seed: int, **fields) -> str:
+        return guarded.complete(max_tokens=20, seed=seed, **fields)["choices"][0]["text"]
 
-    alone = draw(5)
-    assert draw(5) == alone != draw(6)
+    alone, greedy = draw(5), guarded.complete(max_tokens=20)["choices"][0]["text"]
+    assert draw(5) == alone == draw(5, temperature=1.0) != draw(6)
+    assert greedy == draw(5, temperature=0) == draw(5, generation_config='{"do_sample": false}') != alone
     there, go = held(3)
     beside = guarded.connect({"prompt": "a", "max_tokens": 40, "generation_config": '{"do_sample": true}'})
     assert there.wait(60)
@@ -480,6 +485,30 @@ def test_time_ends_a_request(guarded, monkeypatch):
     assert guarded.complete(max_tokens=3)["usage"]["completion_tokens"] == 3
     status, told = guarded.refusal({"prompt": "a" * 16 * 10})
     assert status == 422 and "the prompt was not read within 7 seconds" in told
+
+
+def test_a_client_that_does_not_read_does_not_keep_its_place():
+    alone = object.__new__(guard.Guard)
+    alone.limits, alone.tickets, sent = schema.Limits(seconds=0.05), {}, []
+
+    async def app(scope, receive, send):
+        with pytest.raises(ConnectionError, match="the client does not read its answer"):
+            await send("started")
+        await send("and an error")
+
+    async def never(*message):
+        sent.extend(message)
+        await asyncio.Event().wait()
+
+    alone.app = app
+    with pytest.raises(ConnectionError):
+        asyncio.run(asyncio.wait_for(alone._serve({}, {}, never, never), 60))
+    assert not alone.tickets and sent[0] == "started"
+
+
+def test_a_templates_own_refusal_is_told_too(guarded, monkeypatch):
+    monkeypatch.setattr(guarded.processor, "chat_template", "{{ raise_exception('begin with the user') }}")
+    assert guarded.refusal({"messages": [USER]}, CHAT) == (422, "chat template: begin with the user")
 
 
 def test_what_generate_refuses_by_itself_is_told_too(guarded, monkeypatch):
