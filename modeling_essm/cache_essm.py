@@ -459,7 +459,7 @@ def check_cache(cache: Any, config: Any, batch_size: int) -> None:
             if room > capacity:
                 raise ValueError(
                     f"past_key_values keeps {room} channels in layer {i}, of which this model holds {capacity}: call "
-                    f"past_key_values.shrink({capacity})"
+                    f"past_key_values.shrink({[*config.capacities]})"
                 )
 
 

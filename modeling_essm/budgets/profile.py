@@ -171,7 +171,7 @@ class BudgetProfile:
         max_latency_ms: float | None = None,
         max_quality_drop: float | None = None,
         phase: str | None = None,
-        batch_size: int = 1,
+        batch_size: int | None = None,
         device: str | torch.device | None = None,
     ) -> int:
         """A measured budget that keeps to limits of time, quality or both.
@@ -182,10 +182,9 @@ class BudgetProfile:
             max_quality_drop: relative to the full budget, 0.02 is 2%. It gives the smallest budget that keeps to it,
                 and with both limits the smallest that keeps to both; but none that is dominated, see curve.py: one that
                 saves no time in anything that was measured gives way to a better one.
-            phase: "decode" or "prefill"; by default decode, where it was measured.
-            batch_size: one that was measured.
-            device: name of one that was measured, by default this machine's. If only one was measured, that one is
-                taken, with a warning.
+            phase, batch_size, device: where max_latency_ms counts. phase is "decode" or "prefill", by default decode,
+                where it was measured. batch_size is one that was measured, by default 1. device is the name of one that
+                was measured, by default this machine's; if only one was, that one is taken, with a warning.
         Raises:
             ValueError: a bad argument, or limits that no budget keeps to: the error names the fastest.
         """
@@ -197,10 +196,12 @@ class BudgetProfile:
         quality = self.quality
         good = quality.budgets if max_quality_drop is None else quality.within(max_quality_drop)
         if max_latency_ms is None:
+            if unused := [x for x in (phase, batch_size, device) if x is not None]:
+                raise ValueError(f"phase, batch_size and device need max_latency_ms, got {unused[0]!r} without it")
             return quality.undominated(good)[0]
 
         entry = self._device(device)
-        phase = phase or entry.phases[-1]
+        phase, batch_size = phase or entry.phases[-1], 1 if batch_size is None else batch_size
         if phase not in entry.phases:
             raise ValueError(f"phase must be one of {list(entry.phases)}, measured on {entry.device}, got {phase!r}")
         rows = entry.at(phase, batch_size)
@@ -298,7 +299,9 @@ def choose_budget(model: Any, *, profile: BudgetProfile | None = None, **limits:
             f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
             "write it with essm-calibrate"
         )
-    return profile.choose(**limits | {"device": limits.get("device") or model.device})
+    if limits.get("max_latency_ms") is not None and limits.get("device") is None:
+        limits["device"] = model.device
+    return profile.choose(**limits)
 
 
 def budget_profile(model: Any) -> BudgetProfile | None:

@@ -191,6 +191,7 @@ def _decode(
             pair.draft(token)
             states.append(pair.drafter.states)
         _return_to(pair.drafter, states, [min(n + 1, len(states) - 1) for n in counts])
+        pair.drafter._seen_tokens = pair.verifier.get_seq_length()
         if draft_length is None:
             live = [n for n, row in zip(counts, rows) if not row.done] or [0]
             length = min(length + 2, LONGEST_DRAFT) if min(live) == length else max(1, length - 1)

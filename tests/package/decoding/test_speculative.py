@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import VARIANTS, assert_close, filled, level_model, random_ids
+from helpers import VARIANTS, assert_close, captured_warnings, filled, level_model, random_ids
 from transformers import TextStreamer
 
 from modeling_essm import ESSMCache, build_byte_tokenizer
@@ -64,14 +64,16 @@ def test_processors_stops_and_streamers_see_every_token(capsys):
 
 
 def test_what_is_reported():
-    model, ids, calls = level_model(), random_ids(1, 9), []
+    model, ids, calls = level_model(filter_length=32, num_spectral_channels=8), random_ids(1, 9), []
     model.register_forward_hook(lambda model, args, out: calls.append((args[0].shape[1], out.spectral_budget[0])))
     options = {"spectral_budget": 8, "return_dict_in_generate": True, "eos_token_id": None}
     found = decode(model, ids, draft_budget=8, **options)
     assert found.acceptance_rate == 1.0 and found.num_drafts == found.num_accepted
     assert found.num_verifications + found.num_accepted == NEW  # each call adds a token of its own
     calls.clear()
-    found = decode(model, ids, draft_budget=2, draft_length=3, **options)
+    with captured_warnings() as messages:
+        found = decode(model, ids, draft_budget=2, draft_length=3, **options)
+    assert not messages  # drafts that are not accepted do not count as positions
     assert found.acceptance_rate == found.num_accepted / found.num_drafts < 1
     assert sum(K == 8 for _, K in calls) == 1 + found.num_verifications
     assert all(n <= 2 * 3 + 1 for n, K in calls[2:] if K == 8) and all(n == 1 for n, K in calls[2:] if K == 2)
