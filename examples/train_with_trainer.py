@@ -6,7 +6,7 @@
 
 It leaves `output_dir/model` and prints bits per byte at every budget that was trained. The figures are near those of
 essm-train-clm: Trainer orders the samples in its own way, decays embeddings too and keeps no average of the weights. It
-reads no streams, and a run goes on only with --resume_from_checkpoint.
+reads no streams, stops at no patience, and a run goes on only with --resume_from_checkpoint.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ held_out, labels = text.held_out, text_labels(text.held_out, encoder.special_ids
 names = {field.name for field in dataclasses.fields(TrainingArguments)}
 shared = {name: value for name, value in vars(args).items() if name in names and value is not None}
 shared |= {"max_steps": -1} if args.num_train_epochs else {}
+shared |= {"lr_scheduler_kwargs": {"min_lr_rate": args.min_lr_rate}} if args.min_lr_rate is not None else {}
 trainer = Trainer(
     model,
     TrainingArguments(**shared, eval_strategy="steps"),

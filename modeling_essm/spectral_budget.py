@@ -95,7 +95,7 @@ def resolve_budget(
 def _preset(name: str, presets: Mapping[str, int | Sequence[int]] | None) -> int | Sequence[int]:
     presets = presets or {}
     if name not in presets:
-        known = ", ".join(map(repr, presets)) or "none are stored in config.budget_presets"
+        known = ", ".join(map(repr, presets)) or "none are stored in config.budget_presets, essm-calibrate finds them"
         raise ValueError(f"unknown spectral_budget preset {name!r}; known presets: {known}")
     return presets[name]
 

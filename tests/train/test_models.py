@@ -129,9 +129,11 @@ def test_hybrids():
 def test_what_data_and_weights_say_is_not_overridden(tmp_path):
     with pytest.raises(ValueError, match="config_overrides: vocab_size must be 259 for this data, got 320"):
         make_config(parse(vocab_size=320), vocab_size=259)
-    random_model(num_spectral_channels=8, budget_presets={"small": 2, "mine": 3}).save_pretrained(tmp_path)
-    assert make_config(parse(config_name=tmp_path)).budget_presets == {"small": 2, "mine": 3}
-    assert make_config(parse(model_name_or_path=tmp_path)).budget_presets == {"mine": 3}  # "small" was measured
+    own = {"budget_presets": {"small": 2, "mine": 3}, "trained_budgets": [2, 8]}
+    random_model(num_spectral_channels=8, **own).save_pretrained(tmp_path)
+    for source, trained in (("config_name", None), ("model_name_or_path", [2, 8])):
+        config = make_config(parse(**{source: tmp_path}))
+        assert config.budget_presets == {"mine": 3} and config.trained_budgets == trained  # "small" was measured
 
 
 def test_a_baseline_has_the_size_of_a_configuration(tmp_path):

@@ -176,6 +176,7 @@ NEW_MODEL: Mapping[str, Mapping[str, Any]] = {
 }
 DIAGONAL, AR_STU = "diagonal_ssm", "ar_stu"  # model_types beside ES-SSM's
 RATES = ("dropout", "embedding_dropout", "activation_dropout", "stochastic_depth")  # may be set beside saved weights
+DATA_HELP = "Folders of the tasks' data, separated as in PATH; by default $ESSM_DATA, or data."
 OVERWRITE_HELP = "Replace what another run has left where this one writes."
 TRUST_HELP = "Run code that lies beside the weights, which a model of another type than ours may need: read it first."
 # Where configurations stand, so that their fields are known before torch and transformers are imported.

@@ -15,7 +15,7 @@ import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from essm_train.arguments import OVERWRITE_HELP, TRUST_HELP, arg, check_at_least
+from essm_train.arguments import DATA_HELP, OVERWRITE_HELP, TRUST_HELP, arg, check_at_least
 from essm_train.console import command
 from essm_train.files import claim, write_figure, write_json, write_text
 
@@ -26,7 +26,7 @@ class EvaluateArguments:
 
     models: list[str] = field(metadata={"help": "Saved models: one, or several seeds of the same experiment."})
     task: str = field(metadata={"help": "A task that essm-list-tasks names."})
-    data_dir: str = arg("data", "Folder of the tasks' data.")
+    data_dir: str | None = arg(None, DATA_HELP)
     scale: str = arg("full", "'full', 'medium' or 'small', as the models were trained.")
     budgets: list[int] | None = arg(
         None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32 and the smallest one of training."

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from essm_train.arguments import arg
+from essm_train.arguments import DATA_HELP, arg
 from essm_train.console import command
 
 
@@ -51,7 +51,7 @@ class ListArguments:
     """Every task with its data; or the arguments of one task, as YAML."""
 
     task: str | None = arg(None, "Print the arguments of this task: a name of the table, or a .yaml file of your own.")
-    data_dir: str | None = arg(None, "Data folders, separated as in PATH; by default $ESSM_DATA, or data.")
+    data_dir: str | None = arg(None, DATA_HELP)
     scale: str = arg("full", "The size of the run: full, medium or small.")
     use_hub: bool = arg(False, "Read the data set on the Hub instead of files.")
 

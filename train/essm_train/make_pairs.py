@@ -68,10 +68,13 @@ def main(args: PairsArguments) -> None:
 
     folder = Path(args.output_dir)
     claim(folder, [f"{split}.tsv" for split in _PARTS], overwrite=args.overwrite, reads=[args.books])
-    books = [text.encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
-    for split in _PARTS:
-        lines = pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)
-        write_text(folder / f"{split}.tsv", "\n".join(lines) + "\n")
+    books = [(text or "").encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
+    made = {
+        split: "\n".join(pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)) + "\n"
+        for split in _PARTS
+    }
+    for split, lines in made.items():
+        write_text(folder / f"{split}.tsv", lines)
     print(f"{folder}: complete; train with essm-train-retrieval --train_file {folder / 'train.tsv'}")
 
 

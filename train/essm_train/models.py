@@ -63,7 +63,9 @@ def make_config(args: ModelArguments, cls: type[ESSMConfig] = ESSMConfig, **fiel
         if args.source is None:
             return made(**overrides, **fields)
         values = _read_config(args.source, cls) | fields
-        if args.model_name_or_path and values.get("budget_presets"):  # those were measured on the weights as they were
+        if not args.model_name_or_path:  # new weights, whatever lies beside the configuration
+            values["trained_budgets"] = None
+        if values.get("budget_presets"):  # those of calibration were measured on the weights as they were
             values["budget_presets"] = {n: K for n, K in values["budget_presets"].items() if n not in PRESETS} or None
         if made is not cls:
             values = {name: value for name, value in values.items() if name not in ("model_type", "auto_map")}
@@ -95,6 +97,8 @@ def load_model(auto: Any, name: Any, *, trust_remote_code: bool = False, **optio
     Raises:
         ValueError: the model needs its own code, and may not run it.
     """
+    from essm_train.baselines import ar_stu, models  # noqa: F401, which the Auto classes then know
+
     try:
         return auto.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except ValueError as error:

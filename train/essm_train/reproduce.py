@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from essm_train.arguments import arg, check_at_least, parse_yaml
+from essm_train.arguments import DATA_HELP, arg, check_at_least, parse_yaml
 from essm_train.console import Failed, command
 from essm_train.files import claim, write_text
 
@@ -48,7 +48,7 @@ class ReproduceArguments:
     scale: str = arg("small", "'full', 'medium' or 'small'.")
     seeds: int = arg(3, "Seeds 0, 1, .. of every row.")
     rows: list[str] | None = arg(None, "Only these rows.")
-    data_dir: str = arg("data", "Folder of the tasks' data.")
+    data_dir: str | None = arg(None, DATA_HELP)
     output_dir: str = arg("runs/reproduce", "Where the runs go.")
     results_dir: str = arg("benchmarks/results", "Where tables and figures go.")
     jobs: int = arg(1, "Runs at a time.")
@@ -87,7 +87,8 @@ def perform(script: str, arguments: dict[str, Any], output_dir: Path) -> float:
     """
     written, said = output_dir / "arguments.yaml", output_dir / "output.txt"
     if (output_dir / "budget_sweep.json").exists():
-        if not written.exists() or parse_yaml(written.read_bytes(), written) != arguments:
+        held = parse_yaml(written.read_bytes(), written) if written.exists() else {}
+        if {**held, "cpu_threads": None} != {**arguments, "cpu_threads": None}:
             raise Failed(f"{output_dir} holds the run of another command; delete it or choose another output_dir")
         return 0.0
     output_dir.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ class SweepArguments:
     budgets: list[int] | None = arg(
         None, "Budgets K to evaluate, by default 2, 3, 4, 6, 8, .., 32 and the smallest one of training."
     )
+    text_column: str = arg("text", "Of parquet, json(l) and csv files.")
     block_size: int | None = arg(
         None, "Tokens per block, the longest context; by default 512, or filter_length if less."
     )
@@ -42,18 +43,18 @@ class SweepArguments:
 def main(args: SweepArguments) -> None:
     """Sweep a saved model."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import PreTrainedConfig
 
     from essm_train.data.tokens import encoder_beside
     from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep, sweep_budgets
-    from essm_train.measure.evaluation import open_text
-    from essm_train.models import load_model
+    from essm_train.measure.evaluation import load_for, open_text
 
     output_dir = Path(args.output_dir)
     claim(output_dir, SWEEP_FILES, overwrite=args.overwrite)
-    model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
-    block_size = args.block_size or min(512, getattr(model.config, "filter_length", 512))
-    held_out = open_text(args.text_files, encoder_beside(args.model), block_size, args.max_blocks, args.batch_size)
+    block_size = args.block_size or min(512, PreTrainedConfig.get_config_dict(args.model)[0].get("filter_length", 512))
+    texts, encoder = args.text_files, encoder_beside(args.model)
+    held_out = open_text(texts, encoder, block_size, args.max_blocks, args.batch_size, args.text_column)
+    model = load_for(held_out, args.model, args.trust_remote_code)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
     sweep = sweep_budgets(model, held_out, args.budgets)

@@ -127,7 +127,7 @@ def test_a_folder_of_text_files_is_texts(tmp_path):
     """By --train_file and by --dataset_name, streamed too: a file is one text, with its line ends."""
     folder = tmp_path / "books"
     (folder / "part").mkdir(parents=True)
-    texts = {"a.txt": "one\ntwo\n\nthree\n" * 9, "part/b.txt": "zwölf\n" * 9}
+    texts = {"a [1897].txt": "one\ntwo\n\nthree\n" * 9, "part/b.txt": "zwölf\n" * 9}
     for name, text in texts.items():
         (folder / name).write_text(text)
     (folder / ".hidden").write_text("not this")

@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Saved models on held-out data at every budget, seed by seed; pruning of modes, ratio by ratio."""
 
+import json
 import statistics
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from helpers import random_model
 
 from essm_train.data.arguments import ClassificationArguments
@@ -79,6 +81,31 @@ def test_classifiers_are_evaluated_on_the_test_split(tmp_path):
     random_model().save_pretrained(tmp_path / "lm")
     with pytest.raises(ValueError, match=r"lm is not a model of this task: it lacks score\.weight"):
         evaluate_models([str(tmp_path / "lm")], held_out)
+    random_model(ESSMForSequenceClassification).save_pretrained(tmp_path / "words")
+    (tmp_path / "text.txt").write_text("spectral budget " * 200)
+    with pytest.raises(ValueError, match="words is not a model of this task: it is ESSMForSequenceClassification"):
+        load_for(open_text([str(tmp_path / "text.txt")], ByteEncoder(), 64, 4), str(tmp_path / "words"))
+    with pytest.raises(ValueError, match=r"lm reads up to filter_length = 512 positions, got 600 of text\.txt"):
+        load_for(open_text([str(tmp_path / "text.txt")], ByteEncoder(), 600, 4), str(tmp_path / "lm"))
+
+
+def test_classes_have_the_models_order(tmp_path):
+    """Where a task's data holds some of them, or in another order."""
+    model = random_model(ESSMForSequenceClassification, num_input_features=1, id2label={0: "c", 1: "b", 2: "a"})
+    model.save_pretrained(tmp_path / "model")
+    for split, labels in (("train", "ba"), ("validation", "ab"), ("test", "abb")):
+        rows = [{"x": [0.5, 1.0], "label": label} for label in labels]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    files = {split: f"{split}.jsonl" for split in ("train", "validation", "test")}
+    words = dict.fromkeys(("title", "note", "origin"), "noise") | {"script": "train_classification"}
+    sizes = {"full": {"features_column": "x"}, "small": {}}
+    task = {**words, "data": [{"files": files, "how": "by hand"}], **sizes}
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump(task))
+    held_out = open_task(str(tmp_path / "t.yaml"), str(tmp_path), "full", str(tmp_path / "model"))
+    hits, _ = held_out.score(model, 32)
+    with torch.no_grad():
+        answer = int(model(input_features=torch.tensor([[[0.5], [1.0]]])).logits.argmax())
+    assert hits.tolist() == [answer == 2, answer == 1, answer == 1]
 
 
 def test_a_task_is_opened_by_its_name(tmp_path):

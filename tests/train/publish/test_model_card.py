@@ -104,6 +104,10 @@ def test_card_of_a_classifier(run):
     assert card.data.eval_results[0].dataset_type == "stanfordnlp/imdb"
     assert card.data.eval_results[1].dataset_split == "test" and "on 1,655 samples of the test data" in text
     assert " | 0.6250 | +0.0% |  | sweet spot, collapse boundary |" in text and "higher is better" in text
+    (run / "model" / "features.json").write_text('{"multiplier": 0.5, "offset": -1.0, "max_length": 9}')
+    random_model(ESSMForSequenceClassification, num_input_features=3).save_pretrained(run / "model")
+    numbers = write(run, sweep=sweep, training=training, hub_model_id=None)
+    assert "| 0.5 x -1 |" in numbers and "0.5 * torch.zeros(1, 512, 3) + -1.0}" in numbers
     assert "| samples in all | 160 |" in text and 'repository = "org/name"' in text and "AutoModelForSeq" in text
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import io
 import itertools
@@ -113,7 +114,7 @@ def open_files(
     what = what or describe_files(paths)
     parts = []
     for builder, group in itertools.groupby(files_of(paths), _builder):
-        files = [str(Path(path).absolute()) for path in group]
+        files = [glob.escape(str(Path(path).absolute())) for path in group]  # `datasets` takes patterns
         options = _options(builder, column or text)
         rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)
         if builder == "text" and column not in (None, "text"):

@@ -101,7 +101,9 @@ def _open(args: Any) -> tuple[dict[str, Any], str]:
     return splits, description or documents.describe_files(args.train_file)
 
 
-def read_blocks(paths: list[str], encoder: Encoder, block_size: int, max_blocks: int) -> tuple[Tensor, float]:
+def read_blocks(
+    paths: list[str], encoder: Encoder, block_size: int, max_blocks: int, column: str = "text"
+) -> tuple[Tensor, float]:
     """Held-out blocks (n, block_size) int64 of local files, and bytes per token. Raises ValueError as `read_files`."""
-    stream, density = blocks.to_stream(documents.read_files(paths), encoder)
+    stream, density = blocks.to_stream(documents.read_files(paths, column), encoder)
     return blocks.evaluation_blocks(stream, block_size, max_blocks, encoder.pad_id), density

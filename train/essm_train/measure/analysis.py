@@ -160,12 +160,14 @@ def analyze(args: Any) -> None:
     """Analyse a saved model; args are those of essm-analyze."""
     output_dir = Path(args.output_dir)
     claim(output_dir, ("analysis.json", "gates.png", "cost.png"), overwrite=args.overwrite)
-    input_ids, _ = read_blocks(args.text_files, encoder_beside(args.model), args.block_size, args.max_blocks)
     model = load_model(AutoModel, args.model, trust_remote_code=args.trust_remote_code)
-    config = model.config
+    config, longest = model.config, getattr(model.config, "filter_length", 512)
+    block_size = args.block_size or min(512, longest)
+    texts, encoder = args.text_files, encoder_beside(args.model)
+    input_ids, _ = read_blocks(texts, encoder, block_size, args.max_blocks, args.text_column)
     budgets = budgets_to_measure(model)
     _, largest = max(zip(spectral_mixers(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
-    measured = measured_cost(largest, budgets, args.block_size)
+    measured = measured_cost(largest, budgets, block_size)
     record: dict[str, Any] = {"model": args.model, "budgets": budgets, "seconds_per_layer": measured}
     write_figure(output_dir / "cost.png", draw_cost(budgets, measured))
     record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from essm_train.data.classification import load_classification
+from essm_train.data.classification import load_classification, unnamed_labels
 from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside
 from essm_train.measure.budget_sweep import sweep_budgets
@@ -83,14 +83,23 @@ class Evaluation:
         return "\n".join(lines) + "\n"
 
 
-def open_text(paths: Sequence[str], encoder: Encoder, block_size: int, max_blocks: int, batch_size: int = 8) -> HeldOut:
+def open_text(
+    paths: Sequence[str],
+    encoder: Encoder,
+    block_size: int,
+    max_blocks: int,
+    batch_size: int = 8,
+    column: str = "text",
+) -> HeldOut:
     """Held-out blocks of local files. Raises ValueError if they cannot be read."""
-    blocks, density = read_blocks(list(paths), encoder, block_size, max_blocks)
+    blocks, density = read_blocks(list(paths), encoder, block_size, max_blocks, column)
     names = ", ".join(str(path).rpartition("/")[2] for path in paths)
     return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
 
 
-def open_task(name: str, data_dir: str, scale: str, model: str | None = None, batch_size: int | None = None) -> HeldOut:
+def open_task(
+    name: str, data_dir: str | None, scale: str, model: str | None = None, batch_size: int | None = None
+) -> HeldOut:
     """The held-out data of a task that `essm-list-tasks` names, as its script reads it.
 
     Args:
@@ -105,20 +114,36 @@ def open_task(name: str, data_dir: str, scale: str, model: str | None = None, ba
         encoder = ByteEncoder() if model is None else encoder_beside(model)
         text = load_text(args, encoder)
         return hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size or 8, title)
-    data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args)
+    data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args, _classes(model))
     return hold_out_samples(data.held_out, data.collate, batch_size or args.eval_batch_size, title)
+
+
+def _classes(model: str | None) -> list[str] | None:
+    """Names of a saved model's classes, in its order; None if it has none."""
+    names = {} if model is None else PreTrainedConfig.get_config_dict(model)[0].get("id2label") or {}
+    ordered = [names[number] for number in sorted(names, key=int)]
+    return None if ordered == unnamed_labels(len(ordered)) else ordered
 
 
 def load_for(held_out: HeldOut, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:
     """A saved model, in evaluation mode.
 
     Raises:
-        ValueError: it lacks weights, as the head of another task; or needs its own code without `trust_remote_code`.
+        ValueError: it is of another task, or reads less than the data's longest sequence; or needs its own code without
+            `trust_remote_code`.
     """
     options = {"trust_remote_code": trust_remote_code, "output_loading_info": True}
     model, found = load_model(held_out.auto_class, folder, **options)
     if found["missing_keys"]:
         raise ValueError(f"{folder} is not a model of this task: it lacks {', '.join(sorted(found['missing_keys']))}")
+    made_as, config = model.config.architectures, model.config
+    if made_as and type(model).__name__ not in made_as:
+        raise ValueError(f"{folder} is not a model of this task: it is {', '.join(made_as)}")
+    if held_out.length > (longest := getattr(config, "filter_length", held_out.length)):
+        raise ValueError(
+            f"{folder} reads up to filter_length = {longest} positions, got {held_out.length} of "
+            f"{held_out.description}: name another scale, or a block_size"
+        )
     return model.eval()
 
 

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from essm_train.arguments import OVERWRITE_HELP, TRUST_HELP, arg, check_at_least, check_within, refuse
+from essm_train.arguments import DATA_HELP, OVERWRITE_HELP, TRUST_HELP, arg, check_at_least, check_within, refuse
 
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
 # What modeling_essm.companions.importance knows.
@@ -37,11 +37,11 @@ class CalibrateArguments:
     test_file: list[str] | None = arg(None, "Held-out parquet, json(l) or csv files, for a classifier.")
     dataset_name: str | None = arg(None, "Or a data set of the Hub or a local folder, whose test split counts if any.")
     dataset_config_name: str | None = arg(None, "Which configuration of that data set.")
-    text_column: str | None = arg(None, "Of those rows, as in essm-train-classification.")
+    text_column: str | None = arg(None, "Of text_files, by default text; of rows as in essm-train-classification.")
     features_column: str | None = arg(None, "As in essm-train-classification.")
     label_column: str = arg("label", "As in essm-train-classification.")
     task: str | None = arg(None, "Or a task of essm-list-tasks, by its held-out data.")
-    data_dir: str = arg("data", "Folder of the tasks' data.")
+    data_dir: str | None = arg(None, DATA_HELP)
     scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
     timing_only: bool = arg(False, "Keep the quality measured before, needs no data.")
     budgets: list[int] | None = arg(None, "Budgets K, the full one always among them, by default as in essm-sweep.")
@@ -115,7 +115,7 @@ class PruneArguments:
     granularity: str | None = arg(None, "'mode' or 'mode_index' (S4D), by default what the layers offer first.")
     bidirectional: str = arg("paper", "How two directions count: 'paper', 'exact' or 'released'.")
     task: str | None = arg(None, "Held-out data: of a task that essm-list-tasks names, or of your own .yaml file.")
-    data_dir: str = arg("data", "Folder of the tasks' data.")
+    data_dir: str | None = arg(None, DATA_HELP)
     scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
     text_files: list[str] | None = arg(None, "Held-out text of a language model, instead of a task.")
     block_size: int = arg(512, "Tokens per block of held-out and calibration text.")

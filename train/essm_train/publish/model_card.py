@@ -19,6 +19,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from safetensors import safe_open
 
+from essm_train.data.readers import read_record
 from essm_train.files import write_text
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.publish.hub import read_json
@@ -165,18 +166,27 @@ def _facts(facts: Mapping[str, Any]) -> str:
 
 
 def _model(folder: Path, config: dict[str, Any]) -> str:
-    kind, features = _architecture(config), config.get("num_input_features")
+    kind, features, record = _architecture(config), config.get("num_input_features"), _scale(folder)
     reads = "token ids" if features is None else f"`input_features` of shape (batch, length, {features})"
     facts = {
         "class": f"`{kind}`" if kind else "not stated",
         "parameters": _parameters(folder, config, config["num_spectral_channels"]) or None,
         "reads": reads,
+        "numbers x (`features.json`)": f"{record['multiplier']:.6g} x {record['offset']:+g}" if record else None,
+        "numbers in a frame": record.get("frame_length"),
         "width, blocks": f"{config['hidden_size']}, {config['num_hidden_layers']}",
         "spectral channels (the largest budget)": config["num_spectral_channels"],
         "longest sequence (`filter_length`)": config["filter_length"],
         "budgets seen in training": ", ".join(map(str, config.get("trained_budgets") or ())) or None,
     }
     return f"## Model\n\n{_facts(facts)}"
+
+
+def _scale(folder: Path) -> dict[str, Any]:
+    """features.json, if it changes numbers before the model reads them."""
+    record = read_record(folder)
+    changed = (record.get("multiplier", 1.0), record.get("offset", 0.0)) != (1.0, 0.0) or "frame_length" in record
+    return {"multiplier": 1.0, "offset": 0.0} | record if changed else {}
 
 
 def _parameters(folder: Path, config: dict[str, Any], budget: int) -> int:
@@ -282,7 +292,10 @@ inputs = extractor(waveform, sampling_rate={rate}, return_tensors="pt")"""
     elif features is not None:
         imports = f"import torch\nfrom transformers import {auto}"
         shape = f"1, {config['filter_length']}, {features}"
-        prepare = f'\ninputs = {{"input_features": torch.zeros({shape})}}  # (batch, length, features): yours here'
+        numbers = f"torch.zeros({shape})"
+        if record := _scale(folder):
+            numbers = f"{record['multiplier']!r} * {numbers} + {record['offset']!r}"
+        prepare = f'\ninputs = {{"input_features": {numbers}}}  # (batch, length, features): yours here'
     else:
         prepare = f"tokenizer = AutoTokenizer.from_pretrained({remote})\n\n"
         prepare += f'inputs = tokenizer({example}, return_tensors="pt")'

@@ -120,7 +120,8 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     if args.text_files:
         block_size = args.block_size or min(512, config["filter_length"])
         encoder = encoder_beside(args.model)
-        return open_text(args.text_files, encoder, block_size, args.max_blocks, args.eval_batch_size)
+        column = args.text_column or "text"
+        return open_text(args.text_files, encoder, block_size, args.max_blocks, args.eval_batch_size, column)
     if args.task:
         return open_task(args.task, args.data_dir, args.scale, args.model, args.eval_batch_size)
     folder, saved = Path(args.model), ESSMConfig.from_pretrained(args.model)

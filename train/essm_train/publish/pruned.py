@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-import essm_train.baselines.models  # noqa: F401, whose Mamba and Mamba-2 the Auto classes then know
 from essm_train.baselines.config import BaselineConfig
 from essm_train.data.documents import files_of
 from essm_train.data.readers import FEATURES

@@ -10,6 +10,7 @@ file, cut at 4,000 each.
 from __future__ import annotations
 
 import csv
+import glob
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ class PairFile(Dataset[Pair]):
         texts = datasets.Features(dict.fromkeys(COLUMNS, datasets.Value("string")))
         options: dict[str, Any] = {"sep": "\t", "column_names": list(COLUMNS), "features": texts, "split": "train"}
         options |= {"quoting": csv.QUOTE_NONE, "keep_default_na": False, "skip_blank_lines": False}
-        self.rows = load(str(path), "csv", data_files=[str(self.path.absolute())], **options)
+        self.rows = load(str(path), "csv", data_files=[glob.escape(str(self.path.absolute()))], **options)
         table = self.rows.with_format("arrow")[:]
         sizes = [pc.fill_null(pc.binary_length(table.column(name)), 0).to_numpy() for name in COLUMNS[3:]]
         self.lengths, self.sha256 = np.stack(sizes, 1), sha256_of(self.path)
