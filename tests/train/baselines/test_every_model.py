@@ -38,9 +38,14 @@ def diagonal(cls):
     return cls(DiagonalSSMConfig(hidden_size=16, num_hidden_layers=2, state_size=4)).eval()
 
 
+class Derived(ESSMForCausalLM):
+    """As a user's, or the one that FSDP2 makes."""
+
+
 EVERY = {cls.__name__: (lambda cls=cls: random_model(cls)) for cls in (*SPECTRAL, *AR_STU)}
 EVERY |= {cls.__name__: (lambda cls=cls: diagonal(cls)) for cls in DIAGONAL}
 EVERY |= {cls.__name__: (lambda cls=cls: baseline("transformer", cls)) for cls in BASELINES}
+EVERY["derived ForCausalLM"] = lambda: random_model(Derived)
 EVERY["ElasticStateModel"] = lambda: ElasticStateModel(ElasticStateConfig(num_input_features=5)).eval()
 
 
@@ -78,10 +83,12 @@ def test_label_smoothing_predicts_the_next_token(name, tmp_path):
     """Where the library does not know a class by its name, smoothed labels are those of the present token."""
     model, ids, epsilon = EVERY[name](), random_ids(2, 9), 0.1
     arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, label_smoothing_factor=epsilon)
-    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
+    trainer = Trainer(model, arguments)
+    loss = trainer.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
     log_p = model(ids).logits[:, :-1].log_softmax(-1)
     nll = -log_p.gather(-1, ids[:, 1:, None]).mean()
     assert_close(loss, (1 - epsilon) * nll + epsilon * -log_p.mean())
+    assert trainer._loss_shifts_labels  # by which it counts what an update predicts
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
