@@ -67,11 +67,11 @@ def error_norm(system, other, points=2000):
     return float(torch.linalg.matrix_norm(frequency_response(whole, points), ord=2).max())
 
 
-def regression(*sizes, seed=0, **fields):
+def regression(*sizes, seed=0):
     """Layers of LRU that turn (B, L, 4) features into one number a sequence."""
     shape = {"hidden_size": 4, "num_hidden_layers": len(sizes), "state_sizes": list(sizes)}
     shape |= {"num_input_features": 4, "num_labels": 1, "r_max": 0.995}
-    return diagonal_model("lru", DiagonalSSMForSequenceClassification, seed, **shape | fields)
+    return diagonal_model("lru", DiagonalSSMForSequenceClassification, seed, **shape)
 
 
 def training_data(rows=32, length=6, seed=5):
