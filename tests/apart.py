@@ -4,6 +4,7 @@
 import multiprocessing
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,12 @@ def start(function, arguments: tuple) -> multiprocessing.Process:
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # for the server, when it starts
         process.start()
     return process
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def redirect(path: Path, *descriptors: int) -> None:

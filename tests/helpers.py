@@ -3,6 +3,9 @@
 
 import contextlib
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -92,6 +95,14 @@ def filled(model, ids, K=None, cache=None) -> ESSMCache:
     return cache
 
 
+def trainer_arguments(folder, cls=None, **fields):
+    """Of a Trainer that is quiet, in fp32 on the CPU, and saves nothing; fields override."""
+    from transformers import TrainingArguments
+
+    settings = {"report_to": [], "use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
+    return (cls or TrainingArguments)(output_dir=str(folder), **settings | fields)
+
+
 @contextlib.contextmanager
 def captured_warnings():
     """List of messages that the package logs as warnings, each logged for the first time again."""
@@ -125,6 +136,15 @@ try:
 except ModuleNotFoundError:
     pass
 """
+
+
+def run_alone(code: str, folder: Path, *arguments: str) -> None:
+    """Run code in that folder, in a process that must do without this package, offline with a cache of its own."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
+    env |= {"HF_HOME": str(folder / "hf_home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-I", "-c", BLOCK + code, *arguments]
+    child = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    assert child.returncode == 0, child.stderr[-4000:]
 
 
 def hub_snapshot(cache: Path, name: str, sha: str = SHA) -> Path:

@@ -12,7 +12,7 @@ import random
 import re
 import resource
 import signal
-import socket
+import wave
 from pathlib import Path
 from unittest import mock
 
@@ -20,7 +20,7 @@ import datasets
 import numpy as np
 import tokenizers
 import torch
-from apart import redirect, start
+from apart import free_port, redirect, start
 from datasets import Dataset
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -70,6 +70,8 @@ def train(arguments: list[str], whole: bool = False) -> None:
         language.train_language_model(parse_arguments(CLMArguments, arguments))
 
 
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+FSDP2 |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
 NUM_BLOCKS = 24
 
 
@@ -141,6 +143,14 @@ def write(folder: Path, name: str, columns: dict[str, list], features: dict | No
     table = Dataset.from_dict(columns, features=None if features is None else datasets.Features(features))
     {".parquet": table.to_parquet, ".jsonl": table.to_json, ".csv": table.to_csv}[path.suffix](path)
     return str(path)
+
+
+def write_wav(path: Path, samples: np.ndarray, rate: int = 16000, channels: int = 1) -> None:
+    """Numbers in [-1, 1], in 16 bits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with wave.open(str(path), "wb") as file:
+        file.setparams((channels, 2, rate, 0, "NONE", ""))
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
 
 
 def read(path: Path) -> dict:
@@ -270,7 +280,7 @@ def _apart(command, arguments: list[str], log: Path, fault: tuple | None, enviro
 
 
 def train_apart(
-    arguments: list[str],
+    arguments,
     folder: Path,
     fault: tuple | None = None,
     ranks: int = 1,
@@ -289,10 +299,7 @@ def train_apart(
     log.unlink(missing_ok=True)
     environment = dict(environment or {})
     if ranks > 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environment |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     processes = []
     for rank in range(ranks):

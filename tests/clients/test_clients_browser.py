@@ -13,6 +13,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from apart import free_port
 from helpers import ROOT, VARIANTS, random_model
 
 from essm_train.arguments import parse_arguments
@@ -89,9 +90,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def browser(site):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL)
     try:
         for _ in range(200):

@@ -62,11 +62,22 @@ def saved(folder, **fields) -> str:
 
 @pytest.mark.parametrize("name", TARGETS)
 @blocks
-def test_it_trains_and_merges(name, block, tmp_path):
-    model = random_model(**block)
+def test_it_trains_loads_and_merges(name, block, tmp_path):
+    base = saved(tmp_path / "base", **block)
+    model = AutoModelForCausalLM.from_pretrained(base)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model = trained(adapted(model, **TARGETS[name]))
     expected = {K: logits(model, K) for K in (2, 7, 32)}
+    adapter, load = tmp_path / "adapter", peft.AutoPeftModelForCausalLM.from_pretrained
+    model.save_pretrained(adapter)
+    assert {path.name for path in adapter.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    for loaded in (
+        load(adapter),
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter),
+        AutoModelForCausalLM.from_pretrained(adapter),
+    ):
+        assert all(torch.equal(logits(loaded.eval(), K), expected[K]) for K in (2, 32))
+    assert torch.equal(logits(load(adapter, spectral_budget=2).eval()), expected[2])
     with model.disable_adapter():
         assert (logits(model, 7) - expected[7]).abs().max() > 0.01
     for change in (model.merge_adapter, model.unmerge_adapter):
@@ -119,24 +130,6 @@ def test_budgets_stay_nested():
     model = merged(model).truncate(5)
     assert_close(logits(model), expected)
     assert torch.equal(model.generate(**prompt), tokens)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-@blocks
-def test_saved_adapters_load(name, block, tmp_path):
-    base, tmp_path = saved(tmp_path / "base", **block), tmp_path / "adapter"
-    model = trained(adapted(AutoModelForCausalLM.from_pretrained(base), **TARGETS[name]))
-    model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
-    load = peft.AutoPeftModelForCausalLM.from_pretrained
-    for loaded in (
-        load(tmp_path),
-        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path),
-        AutoModelForCausalLM.from_pretrained(tmp_path),
-    ):
-        for K in (3, 32):
-            assert torch.equal(logits(loaded.eval(), K), logits(model, K))
-    assert torch.equal(logits(load(tmp_path, spectral_budget=3).eval()), logits(model, 3))
 
 
 def test_adapters_of_a_model_of_fewer_channels(base, tmp_path):

@@ -9,7 +9,6 @@ import importlib
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from apart import free_port, run_script
 from helpers import ROOT, VARIANTS, random_model
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
@@ -54,12 +54,6 @@ def model(tmp_path_factory):
     model.save_pretrained(folder)
     build_byte_tokenizer().save_pretrained(folder)
     return model, str(folder)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +164,7 @@ def test_chat_in_the_terminal(server, model, expected):
 
 def test_no_model_no_server():
     """A server without a model of its own would load whatever a request names."""
-    run = serve("serve", "--port", "1", env=environment())
+    run = run_script(SERVE, "serve", "--port", "1")
     assert run.returncode == 1 and "error: name the model to serve" in run.stderr
 
 

@@ -4,19 +4,15 @@
 What budget dropout does in both trainers is tested in test_budget_dropout_trainers, packed sequences in test_packing.
 """
 
-import contextlib
 import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from apart import start
-from helpers import BLOCK, VARIANTS, assert_close, random_ids, random_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from helpers import VARIANTS, assert_close, random_ids, random_model, run_alone, trainer_arguments
+from training_run import FSDP2, train_apart
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
@@ -36,10 +32,9 @@ def rows(texts) -> list[dict]:
     return [{"input_ids": list(text.encode()), "labels": list(text.encode())} for text in texts]
 
 
-def arguments(folder, cls=TrainingArguments, **fields):
-    settings = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "report_to": []}
-    settings |= {"use_cpu": True, "bf16": False, "disable_tqdm": True, "save_strategy": "no"}
-    return cls(output_dir=str(folder), **settings | fields)
+def arguments(folder, cls=None, **fields):
+    settings = {"max_steps": STEPS, "per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    return trainer_arguments(folder, cls, **settings | fields)
 
 
 def make_trainer(folder, model=None, **fields):
@@ -91,11 +86,10 @@ def assert_continues(folder, prompt="abcdefghabcd", then="efghabcd") -> None:
         assert tokenizer.decode(tokens[0]) == prompt + then, K
 
 
-@pytest.mark.parametrize("block", [{}, MEMORY], ids=["paper", "memory"])
-def test_trainer_from_training_to_generation(block, tmp_path):
+def test_trainer_from_training_to_generation(tmp_path):
     """Trained with checkpointing, evaluated and predicted at budgets, resumed from a checkpoint, saved, loaded."""
     fields = {"gradient_checkpointing": True, "save_strategy": "steps", "save_steps": STEPS // 2}
-    whole = make_trainer(tmp_path, random_model(**block), **fields)
+    whole = make_trainer(tmp_path, random_model(**MEMORY), **fields)
     losses, ids = learns(whole), torch.tensor([row["input_ids"] for row in rows(TEXTS[3:11])])
     whole.model.config.spectral_budget = 2
     predicted = whole.predict(rows(TEXTS[3:11]))
@@ -110,7 +104,7 @@ def test_trainer_from_training_to_generation(block, tmp_path):
     whole.save_model(tmp_path / "saved")
     for folder in ("saved", f"checkpoint-{STEPS}"):
         assert_continues(tmp_path / folder)
-    resumed = make_trainer(tmp_path / "resumed", random_model(**block), gradient_checkpointing=True)
+    resumed = make_trainer(tmp_path / "resumed", random_model(**MEMORY), gradient_checkpointing=True)
     resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], tensor), name
@@ -130,8 +124,8 @@ def test_predictions_with_keys_to_ignore(tmp_path):
 
 @pytest.mark.parametrize(
     "block, fields",
-    [({}, {}), ({}, {"padding_free": True, "max_length": None}), ({}, {"packing": True}), (MEMORY, {"packing": True})],
-    ids=["paper", "padding-free", "packing", "memory-packing"],
+    [({}, {}), ({}, {"padding_free": True, "max_length": None}), (MEMORY, {"packing": True})],
+    ids=["paper", "padding-free", "memory-packing"],
 )
 def test_sft_trainer_from_text_to_generation(block, fields, tmp_path):
     trainer = make_sft(tmp_path, random_model(**block), **fields)
@@ -200,20 +194,10 @@ def test_dpo_and_grpo_load_their_reference_by_its_own_code(tmp_path):
     pytest.importorskip("trl")
     random_model().save_pretrained(tmp_path)
     build_byte_tokenizer(512).save_pretrained(tmp_path)
-    command = [sys.executable, "-I", "-c", BLOCK + PREFER, str(tmp_path)]
-    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert child.returncode == 0, child.stderr[-2000:]
+    run_alone(PREFER, tmp_path, str(tmp_path))
 
 
 # --- FSDP: two CPU ranks, for which Accelerate has to be told, see essm_train/run/accelerator.py.
-
-FSDP2 = {
-    "ACCELERATE_USE_CPU": "true",
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
 
 
 def train_with_trainer(folder, batch_size: int) -> Trainer:
@@ -226,38 +210,28 @@ def train_with_trainer(folder, batch_size: int) -> Trainer:
     return trainer
 
 
-def sharded_rank(folder, environment) -> None:
-    os.environ.update(environment)
-    with open(folder / f"log-{environment['RANK']}", "w") as log, contextlib.redirect_stderr(log):
-        import transformers.trainer
-        from accelerate import Accelerator
+def sharded_rank(folder) -> None:
+    import transformers.trainer
+    from accelerate import Accelerator
 
-        from essm_train.run.accelerator import _shard_on_cpu
+    from essm_train.run.accelerator import _shard_on_cpu
 
-        class Sharding(Accelerator):
-            def __init__(self, *args, **kwargs):
-                super().__init__(*args, **kwargs)
-                _shard_on_cpu(self)
+    class Sharding(Accelerator):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            _shard_on_cpu(self)
 
-        transformers.trainer.Accelerator = Sharding
-        for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
-            os.environ["FSDP_STATE_DICT_TYPE"] = kind
-            trainer = train_with_trainer(folder / kind, 2)
-            assert trainer.is_fsdp_enabled and type(trainer.model_wrapped).__name__.startswith("FSDP")
+    transformers.trainer.Accelerator = Sharding
+    for kind in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
+        os.environ["FSDP_STATE_DICT_TYPE"] = kind
+        trainer = train_with_trainer(folder / kind, 2)
+        assert trainer.is_fsdp_enabled and type(trainer.model_wrapped).__name__.startswith("FSDP")
 
 
 def test_sharded_checkpoints_load_as_one_process_would_have_saved_them(tmp_path):
     """Whole ones carry the model's code, not that of the class which FSDP2 puts in front; the others are merged."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = []
-    for rank in ("0", "1"):
-        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        ranks.append(start(sharded_rank, (tmp_path, FSDP2 | address | own)))
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0], (tmp_path / "log-0").read_text()[-4000:]
+    codes, log = train_apart(tmp_path, tmp_path, ranks=2, environment=FSDP2, command=sharded_rank)
+    assert codes == [0, 0], log[-4000:]
     expected = train_with_trainer(tmp_path / "one", 4).model.state_dict()
 
     shards = tmp_path / "SHARDED_STATE_DICT" / "checkpoint-3" / "pytorch_model_fsdp_0"

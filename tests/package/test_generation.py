@@ -5,10 +5,11 @@ import itertools
 
 import pytest
 import torch
-from helpers import HYBRID, VARIANTS, captured_warnings, level_model, pad, random_ids
+from helpers import HYBRID, VARIANTS, captured_warnings, filled, level_model, pad, random_ids
 from transformers import GenerationConfig
 
 from modeling_essm import ESSMCache, ESSMForCausalLM
+from modeling_essm.cache_essm import ESSMStaticCache
 from modeling_essm.decoding import speculate
 
 NEW = 8
@@ -88,6 +89,42 @@ def test_rows_that_end_early_leave_the_others_alone():
     together = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=eos)
     first = expected[0, 19:].tolist().index(eos)
     assert (together[0, 19 + first + 1 :] == 256).all() and torch.equal(together[1], expected[1])
+
+
+def test_a_users_compilation_decodes_with_a_static_cache():
+    model, ids = level_model(), random_ids(2, 12)
+    expected = generate(model, ids)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(generate(model, ids, cache_implementation="static"), expected)
+
+
+def test_a_cache_of_the_whole_prompt_leaves_nothing_to_read():
+    model, ids, options = level_model(), random_ids(2, 12), {"max_new_tokens": 3, "do_sample": False}
+    longer, embed = torch.cat([ids, ids[:, :2]], 1), model.get_input_embeddings()
+    expected = model.generate(longer, **options)
+    for ways in (
+        {},
+        {"inputs_embeds": embed(ids)},
+        {"step_budgets": [32]},
+        {"prefill_chunk_size": 2},
+        {"num_beams": 2},
+        {"custom_generate": speculate(2)},
+        {"past_key_values": ESSMStaticCache(model.config)},
+    ):
+        call = options | {"past_key_values": ESSMCache(model.config)} | ways
+        filled(model, ids, cache=call["past_key_values"])
+        prompt = {} if "inputs_embeds" in ways else {"input_ids": ids}
+        with pytest.raises(ValueError, match="has read 12 positions, but the prompt has 12"):
+            model.generate(**prompt, **call)
+        if {"custom_generate", "prefill_chunk_size"} & {*ways}:  # no cache at all; in 5.17 a mask of another shape
+            continue
+        if "num_beams" in ways:
+            call["past_key_values"].batch_repeat_interleave(2)
+        if prompt:
+            found, wanted = model.generate(longer, **call), expected
+        else:
+            found, wanted = model.generate(**call | {"inputs_embeds": embed(longer)}), expected[:, 14:]
+        assert torch.equal(found, model.generate(longer, **options | ways) if "num_beams" in ways else wanted)
 
 
 # --- Padded prompts

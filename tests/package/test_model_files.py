@@ -2,15 +2,28 @@
 """Models in torch.compile and torch.export, and on disk."""
 
 import copy
+import json
 import pickle
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from helpers import HYBRID, VARIANTS, assert_close, pad, random_ids, random_masks, random_model
+from helpers import (
+    HYBRID,
+    VARIANTS,
+    assert_close,
+    captured_warnings,
+    hub_snapshot,
+    pad,
+    random_ids,
+    random_masks,
+    random_model,
+)
 from safetensors import safe_open
 
-from modeling_essm import ESSMCache, ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 
 # --- torch.compile and torch.export
 
@@ -74,6 +87,24 @@ def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
         torch.export.export(model, (), {"input_ids": ids, "use_cache": False}, dynamic_shapes=shapes)
 
 
+def test_constants_outlive_a_transform():
+    """A filter made inside torch.func belonged to the transform, and a later compilation in that process failed."""
+    code = """
+import sys
+import torch
+from torch.func import functional_call, grad
+from modeling_essm import ESSMConfig, ESSMForCausalLM
+assert not any(name.startswith("modeling_essm.companions") for name in sys.modules)
+model = ESSMForCausalLM(ESSMConfig(hidden_size=8, num_hidden_layers=1, num_spectral_channels=2, filter_length=64))
+ids = torch.arange(70)[None]
+loss = lambda weights: functional_call(model, weights, (ids,), {"labels": ids}).loss
+grad(loss)(dict(model.named_parameters()))
+torch._dynamo.config.suppress_errors = False
+torch.compile(model, backend="aot_eager")(ids).logits
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 # --- Saving and loading
 
 
@@ -129,3 +160,38 @@ def test_a_derived_model_is_saved_with_our_code_and_no_secret(tmp_path):
     loaded = ESSMForCausalLM.from_pretrained(tmp_path, token="a-secret")
     assert torch.equal(loaded(random_ids(1, 5)).logits, model(random_ids(1, 5)).logits)
     assert b"a-secret" not in pickle.dumps(loaded)
+
+
+def test_a_configuration_names_only_code_that_lies_beside_it(tmp_path):
+    ESSMConfig().save_pretrained(tmp_path / "config")
+    assert ESSMConfig.from_pretrained(tmp_path / "config").auto_map  # of this class, whatever the file says
+    text = (tmp_path / "config" / "config.json").read_text()
+    assert "configuration_essm.ESSMConfig" in text and "modeling_essm.ESSMModel" not in text
+    random_model().save_pretrained(tmp_path / "model")
+    assert "modeling_essm.ESSMModel" in (tmp_path / "model" / "config.json").read_text()
+    elsewhere = {"AutoModel": "org/name--modeling_essm.ESSMModel", "AutoTokenizer": ["mine.Tokenizer", None]}
+    ESSMConfig(auto_map=elsewhere).save_pretrained(tmp_path / "remote")
+    assert elsewhere.items() <= json.loads((tmp_path / "remote" / "config.json").read_text())["auto_map"].items()
+    ESSMConfig(auto_map={"AutoModel": "essm.ESSMModel"}).save_pretrained(tmp_path / "released")  # as in hub_configs
+    assert "essm.ESSMModel" not in (tmp_path / "released" / "config.json").read_text()
+
+
+def test_other_code_beside_the_weights_is_named(tmp_path):
+    """Edited or of another version, in a folder or a snapshot of the Hub; other line ends are no other code."""
+    saved, snapshot = tmp_path / "saved", hub_snapshot(tmp_path / "hub", "org/name")
+    random_model().save_pretrained(saved)
+    code = saved / "mixer_essm.py"
+    code.write_bytes(code.read_bytes().replace(b"\n", b"\r\n"))
+    shutil.copytree(saved, snapshot)
+    with captured_warnings() as messages:
+        ESSMForCausalLM.from_pretrained(saved)
+        ESSMForCausalLM.from_pretrained(snapshot)
+        assert not messages
+        for folder in (saved, snapshot):
+            (folder / code.name).write_text(code.read_text() + "# mine\n")
+            for _ in range(2):
+                ESSMForCausalLM.from_pretrained(folder)
+            (message,) = messages
+            assert f"beside the weights in '{folder}', edited or of another version, is not run" in message
+            assert "Different: mixer_essm.py." in message
+            messages.clear()

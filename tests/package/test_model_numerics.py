@@ -2,22 +2,18 @@
 """Heads and losses, gradients, dropout, precision, and the bound on outputs."""
 
 import copy
+import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import VARIANTS, assert_close, blocks, pad, random_ids, random_model, variants
+from torch.func import functional_call, grad, vmap
 
-from modeling_essm import ESSMForSequenceClassification
+from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
+from modeling_essm.packing import pool
 
 # --- Heads
-
-
-def test_loss_is_next_token_cross_entropy():
-    model, ids = random_model(), random_ids(2, 20)
-    labels = ids.masked_fill(torch.arange(20) < 5, -100)
-    outputs = model(ids, labels=labels)
-    assert_close(outputs.loss, F.cross_entropy(outputs.logits[:, 4:-1].flatten(0, 1), ids[:, 5:].flatten()), atol=1e-6)
 
 
 def test_logits_to_keep_hidden_states_and_tuples():
@@ -57,6 +53,12 @@ def test_a_classifier_pools_real_positions(pooling, features, side, block):
         assert_close(logits[i : i + 1], model.score(POOLS[pooling](alone)))
 
 
+@pytest.mark.parametrize("length", [16_384, 70_000])
+def test_long_rows_are_pooled_in_fp32(length):
+    states = torch.full((1, length, 1), 60.0, dtype=torch.float16)
+    assert pool(states, torch.ones(1, length), "mean").item() == 60.0
+
+
 @pytest.mark.parametrize(
     "fields, labels, loss",
     [
@@ -78,6 +80,16 @@ def test_classifier_losses(fields, labels, loss):
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+class Reviewer(ESSMForSequenceClassification):
+    """Its name says nothing of its loss, by which the library would choose one."""
+
+
+def test_the_loss_of_a_derived_class_is_that_of_its_base():
+    derived, base = (random_model(cls, num_labels=3) for cls in (Reviewer, ESSMForSequenceClassification))
+    ids, labels = random_ids(2, 9), torch.tensor([0, 2])
+    assert derived(ids, labels=labels).loss == base(ids, labels=labels).loss
+
+
 # --- Training
 
 
@@ -88,6 +100,47 @@ def test_every_parameter_gets_a_gradient(variant):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all(), name
         assert (parameter.grad != 0).any(), name
+
+
+MASK = torch.ones(3, 20, dtype=torch.int64)
+MASK[0, :3] = MASK[1, 15:] = MASK[2, 5:7] = 0
+SAMPLES = {
+    "short": (ESSMForCausalLM, {}, {"input_ids": random_ids(3, 5), "labels": random_ids(3, 5)}),
+    "long": (ESSMForCausalLM, {}, {"input_ids": random_ids(3, 20), "labels": random_ids(3, 20)}),
+    "classes": (
+        ESSMForSequenceClassification,
+        {"num_labels": 3},
+        {"input_ids": random_ids(3, 20), "attention_mask": MASK, "labels": torch.arange(3)},
+    ),
+    "features": (
+        ESSMForSequenceClassification,
+        {"num_labels": 3, "num_input_features": 2},
+        {
+            "input_features": torch.randn(3, 5, 2).masked_fill(MASK[:, :5, None] == 0, torch.nan),
+            "attention_mask": MASK[:, :5],
+            "labels": torch.arange(3),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+@variants
+def test_gradients_of_single_samples(variant, kind):
+    """Shorter and longer than a chunk, 8, with masks, NaN behind them, and without: as by `backward`, row by row."""
+    cls, fields, batch = SAMPLES[kind]
+    model = random_model(cls, **variant | fields)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, row):
+        return functional_call(model, weights, (), {name: value[None] for name, value in row.items()}).loss
+
+    together = vmap(grad(loss), (None, 0))(weights, batch)
+    for i in range(3):
+        model.zero_grad()
+        model(**{name: value[i : i + 1] for name, value in batch.items()}).loss.backward()
+        for name, p in model.named_parameters():
+            assert_close(together[name][i], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
 @variants
@@ -193,3 +246,13 @@ def test_autocast_trains(block):
     loss.backward()
     assert abs(loss - expected) < 0.02 * expected  # bf16 rounding
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_training_weights_in_16_bits_warns_once(caplog):
+    model = random_model()
+    with caplog.at_level(logging.WARNING):
+        logging.getLogger("transformers").propagate = True
+        model.train().eval()
+        assert "16 bits" not in caplog.text
+        model.bfloat16().eval().train()
+    assert "dtype=torch.float32" in caplog.text

@@ -1,17 +1,18 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Models: the checkpoint's format, first values, budgets and masks, for everything that differs in code."""
 
+import copy
 import math
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate.utils import send_to_device
+from accelerate.utils import convert_outputs_to_fp32, send_to_device
 from helpers import (
+    HYBRID,
     VARIANTS,
     assert_close,
-    blocks,
     filled,
     random_ids,
     random_masks,
@@ -189,6 +190,12 @@ def test_outputs_report_the_budget_that_ran():
     assert random_model(ESSMForSequenceClassification)(ids, spectral_budget=4).spectral_budget == (4, 4)
 
 
+def test_outputs_rebuilt_from_their_items_keep_the_budget():
+    forward = convert_outputs_to_fp32(random_model().bfloat16().forward)
+    outputs = forward(random_ids(2, 9), spectral_budget=3)
+    assert outputs.logits.dtype == torch.float32 and outputs.spectral_budget == (3, 3)
+
+
 # --- Time, masks, batch
 
 
@@ -228,10 +235,10 @@ def test_rows_are_what_they_are_alone(variant, seed):
 
 @variants
 def test_masked_positions_have_no_gradient(variant):
-    """Nor do they change that of others; hidden states stand where their positions stand."""
+    """Nor do they, whatever lies there, change that of others; hidden states stand where their positions stand."""
     model, ids = random_model(**variant).train(), random_ids(2, 20)
     mask = torch.rand(2, 20, generator=torch.Generator().manual_seed(1)) < 0.5
-    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    embeds = model.get_input_embeddings()(ids).detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
     labels = ids.masked_fill(~mask | (mask.cumsum(1) == 1), -100)  # nothing real stands before a first token
     outputs = model(inputs_embeds=embeds, attention_mask=mask, labels=labels, output_hidden_states=True)
     outputs.loss.backward()
@@ -252,9 +259,10 @@ def test_masked_positions_have_no_gradient(variant):
             assert_close(found[name], parameter.grad, atol=2e-5 * max(1.0, float(parameter.grad.abs().max())))
 
 
-@blocks
-def test_an_empty_batch(block):
-    model, none = random_model(**block), torch.zeros(0, 5, dtype=torch.long)
+@variants
+def test_an_empty_batch(variant):
+    model, none = random_model(**variant), torch.zeros(0, 5, dtype=torch.long)
+    assert model(none, attention_mask=torch.ones_like(none)).logits.shape == (0, 5, 259)
     for budget in (None, 4, torch.tensor([], dtype=torch.int32)):
         cache = ESSMCache(model.config)
         for L in (5, 5, 1):
@@ -269,3 +277,15 @@ def test_what_a_layer_is_told_moves_with_it():
     """As Accelerate's hooks move it, where layers lie on several devices."""
     call = send_to_device(LayerCall(2, rows=torch.ones(2), lengths=torch.ones(2)), "meta")
     assert call.budget == 2 and call.rows.is_meta and call.lengths.is_meta and call.padding is None
+
+
+def test_what_a_model_announces_is_what_it_does():
+    plain, hybrid = random_model(), random_model(**HYBRID)
+    assert not (plain._supports_sdpa or plain._supports_flash_attn) and hybrid._supports_sdpa
+    assert not plain.is_backend_compatible() and not hybrid.is_backend_compatible()  # its state would be lost there
+    assert plain.config == copy.deepcopy(plain.config) != hybrid.config
+    signals = random_model(ESSMForSequenceClassification, num_input_features=2)
+    assert (signals.main_input_name, plain.main_input_name) == ("input_features", "input_ids")
+    hybrid.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(ValueError, match="rope_parameters must have a rope_type"):
+        ESSMForCausalLM(hybrid.config)

@@ -11,7 +11,6 @@ from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.packing import Packing
 
 # chunk_size is 8: lengths that end before, on and after a chunk, and starts at every offset in one
-# chunk_size is 8: lengths that end before, on and after a chunk, and starts at every offset in one
 LENGTHS = [7, 9, 1, 1, 16, 23, 40, 3, 8, 64, 2]
 
 

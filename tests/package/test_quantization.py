@@ -69,3 +69,20 @@ def test_linear_layers_are_small_and_a_budget_is_a_prefix(block, bits, tmp_path)
         with pytest.raises(ValueError, match=r"weights \(32, .*cannot be cut: cut the model first, with"):
             model.truncate(3)
         assert torch.equal(outputs(again, 3), outputs(model, 3))
+
+
+def test_adapters_learn_on_quantised_weights(tmp_path):
+    peft, config = pytest.importorskip("peft"), TorchAoConfig(BITS["int8"])
+    random_model(hidden_size=64, gate_hidden_size=64).save_pretrained(tmp_path)
+    base = ESSMForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["up", "down"])).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1

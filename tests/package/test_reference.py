@@ -1,14 +1,20 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The readable Eq. (7-8) is what the models' blocks compute, at every budget, and what loops over every index give."""
+"""The readable Eq. (7-8) is what the models' blocks compute, at every budget, and what loops over every index give.
+
+So are the memory's rule and the short convolution what their definitions give.
+"""
 
 import math
 
 import pytest
 import torch
-from helpers import random_ids, random_model
+import torch.nn.functional as F
+from helpers import VARIANTS, random_ids, random_model
+from torch.autograd import forward_ad
 
 from modeling_essm import ESSMCache
-from modeling_essm.mixer_essm import LayerCall
+from modeling_essm.memory_essm import delta_rule
+from modeling_essm.mixer_essm import LayerCall, short_convolution
 from modeling_essm.reference import elastic_mixer, spectral_mixer
 from modeling_essm.spectral_basis import spectral_basis
 
@@ -125,3 +131,118 @@ def test_a_budget_that_the_weights_do_not_have():
         ):
             with pytest.raises(ValueError, match=rf"budget must be an integer in \[1, 4\], got {budget}"):
                 call(budget)
+
+
+# --- The memory's rule, cut in any pieces, at extreme rates and in every precision
+
+
+def by_definition(q, k, v, g, beta, S):
+    """S(t) = exp(g) (I - beta k k^T) S(t-1) + beta k v^T and o(t) = S(t)^T q(t)."""
+    eye, read = torch.eye(k.shape[2], dtype=k.dtype), []
+    for t in range(k.shape[1]):
+        key, b = k[:, t, :, None], beta[:, t, :, None]
+        S = g[:, t, :, None].exp() * (eye - b * key * key.mT) @ S + b * key * v[:, t, None]
+        read.append((S.mT @ q[:, t, :, None]).squeeze(2))
+    return torch.stack(read, 1), S
+
+
+def rule_inputs(L, g, beta, n=6, e=4):
+    """q, k, v, decays around exp(g), write strengths around sigmoid(beta), and a state; fp64, B = 2."""
+    generator = torch.Generator().manual_seed(L)
+    q, k, v, a, b, S = (
+        torch.randn(2, *size, generator=generator, dtype=torch.float64)
+        for size in ((L, n), (L, n), (L, e), (L, 1), (L, 1), (n, e))
+    )
+    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    return q, k, v, -torch.nn.functional.softplus(a + g), (b + beta).sigmoid(), S
+
+
+@pytest.mark.parametrize("pieces", [(1,), (2,), (17, 1, 15), (33, 70, 1)], ids=str)
+def test_the_rule_is_its_definition_in_any_pieces(pieces):
+    """Outputs, the state, and gradients by all inputs and by the state before the first step."""
+    exact = [t.requires_grad_() for t in rule_inputs(sum(pieces), -3.0, 0.0)]
+    single = [t.detach().float().requires_grad_() for t in exact]
+    expected, last = by_definition(*exact)
+    outputs, S = [], single[-1]
+    for part in zip(*(t.split(pieces, 1) for t in single[:-1])):
+        o, S = delta_rule(*part, S)
+        outputs.append(o)
+    torch.testing.assert_close((torch.cat(outputs, 1), S), (expected.float(), last.float()), rtol=1e-5, atol=1e-5)
+    grads = [torch.autograd.grad(o.sum() + S.square().sum(), inputs) for o, S, inputs in
+             ((expected, last, exact), (torch.cat(outputs, 1), S, single))]  # fmt: skip
+    torch.testing.assert_close(grads[1], tuple(t.float() for t in grads[0]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("g, beta", [(-50.0, 50.0), (50.0, 50.0), (50.0, -50.0), (0.0, 0.0)])
+def test_long_sequences_stay_finite(g, beta):
+    """5,000 steps without decay, and with one of e^-50 a step, whose product over a chunk is 0 in fp32."""
+    exact = rule_inputs(5000, g, beta)
+    single = [t.float().requires_grad_() for t in exact]
+    o, S = delta_rule(*single)
+    grads = torch.autograd.grad(o.sum() + S.sum(), single)
+    assert all(t.isfinite().all() for t in (o, S, *grads))
+    torch.testing.assert_close((o, S), tuple(t.float() for t in by_definition(*exact)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_memory_in_16_bits(dtype):
+    """Weights in 16 bits and autocast: near fp32, prompt and step; the memory's own state is in fp32."""
+    model, ids = random_model(**VARIANTS["memory"]), random_ids(2, 20)
+
+    def run(model, **options):
+        with torch.no_grad(), torch.autocast("cpu", dtype, **options):
+            prompt = model(ids[:, :-1], use_cache=True)
+            step = model(ids[:, -1:], past_key_values=prompt.past_key_values)
+            return torch.cat([prompt.logits, step.logits], 1).float(), prompt.past_key_values.states["0.memory"]
+
+    expected, memory = run(model, enabled=False)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for logits, S in (run(model), run(model.to(dtype), enabled=False)):
+        assert S.dtype == torch.float32
+        assert (S - memory).norm() < tolerance * memory.norm()
+        assert (logits - expected).norm() < tolerance * expected.norm()
+
+
+# --- The short convolution against torch's own
+
+
+def convolution(u, taps):
+    """F.conv1d of each channel by itself."""
+    return F.conv1d(u.mT, taps.T.unsqueeze(1), groups=u.shape[2]).mT
+
+
+def convolution_inputs(B, L, D, num_taps):
+    generator = torch.Generator().manual_seed(B + 10 * L + 100 * num_taps)
+    u = torch.randn(B, L + num_taps - 1, D, generator=generator, dtype=torch.float64)
+    taps = torch.randn(num_taps, D, generator=generator, dtype=torch.float64)
+    return u.requires_grad_(), taps.requires_grad_(), torch.randn(B, L, D, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1], ids=["nothing", "u", "taps"])
+@pytest.mark.parametrize("shape", [(2, 9, 3, 4), (1, 1, 5, 4), (2, 7, 4, 1)], ids=str)
+def test_the_short_convolution_and_its_gradients(shape, frozen):
+    """Second ones too."""
+    *inputs, dy = convolution_inputs(*shape)
+    free = [tensor for i, tensor in enumerate(inputs) if i != frozen]
+    if frozen is not None:
+        inputs[frozen].requires_grad_(False)
+
+    def derivatives(function):
+        y = function(*inputs)
+        first = torch.autograd.grad(y, free, dy)
+        graph = torch.autograd.grad(function(*inputs).square(), free, dy, create_graph=True)
+        return y, *first, *graph, *torch.autograd.grad(sum(part.sum() for part in graph), free)
+
+    for actual, expected in zip(derivatives(short_convolution), derivatives(convolution), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_tangents_and_hessians_of_the_short_convolution():
+    u, taps, dy = convolution_inputs(2, 5, 3, 4)
+    tangent = torch.ones_like(taps)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(taps.detach(), tangent)
+        moved = forward_ad.unpack_dual(short_convolution(u.detach(), dual)).tangent
+    torch.testing.assert_close(moved, convolution(u, tangent))
+    hessian = torch.func.hessian(lambda t: (short_convolution(u, t) ** 2 * dy).sum())(taps)
+    torch.testing.assert_close(hessian, torch.func.hessian(lambda t: (convolution(u, t) ** 2 * dy).sum())(taps))

@@ -6,15 +6,12 @@ refuses `modeling_essm`. They load what the classes saved, by path and through a
 """
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from helpers import BLOCK, HYBRID, VARIANTS, hub_snapshot, random_ids, random_model
+from helpers import HYBRID, VARIANTS, hub_snapshot, random_ids, random_model, run_alone
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -104,11 +101,7 @@ def loaded(folders, tmp_path_factory):
     where = {name: (f"essm-tests/{name}", auto) for name, (*_, auto) in SAVED.items()}
     for name, (repository, _) in where.items():
         shutil.copytree(folders / name, hub_snapshot(cwd / "hf_home" / "hub", repository))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
-    env |= {"HF_HOME": str(cwd / "hf_home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-I", "-c", BLOCK + LOAD, json.dumps(where), str(cwd)]
-    child = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
-    assert child.returncode == 0, child.stderr[-4000:]
+    run_alone(LOAD, cwd, json.dumps(where), str(cwd))
     return torch.load(cwd / "results.pt")
 
 

@@ -1,23 +1,26 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/models.py: the paper's variants and the baselines through the training scripts."""
+"""essm_train/models.py: variants and baselines through the scripts, their sizes, weights and code that are read."""
 
+import contextlib
 import json
 
 import numpy as np
 import pytest
 import torch
-from helpers import random_model
+from helpers import random_ids, random_model
 from safetensors.torch import load_file, save_file
 from training_run import options, read, write
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from essm_train.arguments import parse_arguments
+from essm_train.arguments import parse_arguments, sort_values
 from essm_train.data.arguments import ClassificationArguments, CLMArguments
-from essm_train.models import make_config, make_model
+from essm_train.models import load_model, make_config, make_model
 from essm_train.pairs import ESSMForPairClassification, ESSMPairConfig
 from essm_train.run.classifier import train_classifier
 from essm_train.run.language import train_language_model
-from essm_train.tasks.catalog import ROOT
-from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
+from essm_train.tasks.catalog import ROOT, arguments_class, get_task, published_folder
+from essm_train.tasks.experiments import get_experiment
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel, build_byte_tokenizer
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 512, "max_steps": 2}
 TINY |= {"warmup_steps": 1, "eval_steps": 2, "per_device_train_batch_size": 2, "cpu_threads": 1}
@@ -70,7 +73,6 @@ def test_a_baseline_classifies_features(tmp_path):
     assert json.loads((tmp_path / "run" / "budget_sweep.json").read_text())["budgets"] == [1]
 
 
-@scripts
 @pytest.mark.parametrize(
     "changes",
     [
@@ -81,13 +83,12 @@ def test_a_baseline_classifies_features(tmp_path):
     ],
     ids=["nothing to match", "no gate", "AR-STU with gate, shift", "AR-STU, no negative filters"],
 )
-def test_a_variant_has_as_many_parameters_as_es_ssm(script, changes):
+def test_a_variant_has_as_many_parameters_as_es_ssm(changes):
     sizes = {"block": "paper", "hidden_size": 96, "num_hidden_layers": 3, "gate_hidden_size": 32}
-    cls, _ = CLASSES[script]
-    target = count(parse(script, **sizes), cls)
-    assert not changes or abs(count(parse(script, **sizes, **changes), cls) / target - 1) > 1e-4
+    target = count(parse(**sizes))
+    assert not changes or abs(count(parse(**sizes, **changes)) / target - 1) > 1e-4
     with torch.device("meta"):
-        model = make_model(parse(script, **sizes, **changes, match_parameters=True), cls)
+        model = make_model(parse(**sizes, **changes, match_parameters=True), ESSMForCausalLM)
     config = model.config
     assert abs(model.num_parameters() / target - 1) <= 0.03
     assert all(getattr(config, name) == value for name, value in changes.items() if name != "architecture")
@@ -222,3 +223,107 @@ def test_what_is_no_configuration_or_holds_no_weights_is_refused(tmp_path, monke
         make_config(parse(config_name=tmp_path / "MISSING"))
     with pytest.raises(ValueError, match=r"cannot read the weights of .*config'.*no file named model\.safetensors"):
         make_model(parse(model_name_or_path=tmp_path / "config"), ESSMForCausalLM)
+
+
+# --- Rows of one task are of one size, in every table that ranks models
+
+
+OF_SCRIPTS = {
+    "train_clm": (ESSMForCausalLM, {"vocab_size": 259}),
+    "train_classification": (ESSMForSequenceClassification, {"num_labels": 10}),
+    "train_retrieval": (ESSMForPairClassification, {"vocab_size": 259, "num_labels": 2}),
+}
+
+
+TABLES = ("table1", "table3", "table3_novels", "table4", "table4_novels", "table5", "table5_speech4")
+
+
+def parameters_of(row, scale: str) -> int:
+    spec = get_task(row.task)
+    cls, fields = OF_SCRIPTS[spec.script]
+    values = spec.arguments | spec.sizes(scale) | row.arguments
+    values = {key: published_folder(value, spec.name) for key, value in values.items() if value is not None}
+    if spec.script == "train_classification":
+        fields = fields | ({"num_input_features": 40} if "features_column" in values else {"vocab_size": 259})
+    arguments = arguments_class(spec.script)
+    args = arguments(**sort_values(arguments, values | _files(spec.script), row.task))
+    with torch.device("meta"):
+        return sum(p.numel() for p in make_model(args, cls, **fields).parameters())
+
+
+def _files(script: str) -> dict:
+    if script == "train_clm":
+        return {"train_file": ["a.txt"]}
+    names = {"train_file": "a.tsv", "validation_file": "b.tsv"}
+    return names if script == "train_retrieval" else {name: [file] for name, file in names.items()}
+
+
+@pytest.mark.parametrize(
+    ("table", "scale"),
+    [("table5_speech4", "small"), *(pytest.param(table, "full", marks=pytest.mark.slow) for table in TABLES)],
+)
+def test_every_row_has_as_many_parameters_as_the_es_ssm_of_its_task(table, scale):
+    sizes: dict[str, dict[str, int]] = {}
+    for name, row in get_experiment(table).rows.items():
+        sizes.setdefault(row.task_name, {})[name] = parameters_of(row, scale)
+    for found in sizes.values():
+        target = found.get("ES-SSM") or next(iter(found.values()))
+        assert len(found) >= 7 and all(abs(n / target - 1) <= 0.05 for n in found.values()), found
+
+
+def test_no_row_of_the_ablation_differs_by_more_than_its_width_makes():
+    """To 3% in Table 4, where rows differ in a part, not in kind."""
+    for scale in ("small", "full"):
+        rows = {name: parameters_of(row, scale) for name, row in get_experiment("table4_novels").rows.items()}
+        assert len(rows) >= 9 and all(abs(n / rows["ES-SSM"] - 1) <= 0.03 for n in rows.values()), rows
+
+
+# --- Code that lies beside weights runs only where it is asked for: the code here leaves a file when it runs
+
+
+FOREIGN = """
+from pathlib import Path
+from transformers import PreTrainedConfig, PreTrainedModel
+
+Path(MARKER).touch()
+
+
+class Config(PreTrainedConfig):
+    model_type = "foreign"
+
+
+class Model(PreTrainedModel):
+    config_class = Config
+"""
+
+
+@pytest.mark.parametrize("auto", [AutoConfig, AutoModel, AutoModelForCausalLM], ids=lambda auto: auto.__name__)
+def test_a_model_of_an_unknown_type_runs_its_code_with_leave_alone(auto, tmp_path):
+    marker = tmp_path / "the code ran"
+    (tmp_path / "their_code.py").write_text(FOREIGN.replace("MARKER", repr(str(marker))))
+    auto_map = dict.fromkeys(("AutoModel", "AutoModelForCausalLM"), "their_code.Model")
+    config = {"model_type": "foreign", "auto_map": auto_map | {"AutoConfig": "their_code.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="give --trust_remote_code"):
+        load_model(auto, tmp_path)
+    assert not marker.exists()
+    with contextlib.suppress(OSError):  # there are no weights
+        load_model(auto, tmp_path, trust_remote_code=True)
+    assert marker.exists()
+    (tmp_path / "config.json").write_text('{"model_type": "unheard of"}')
+    with pytest.raises(ValueError, match="unheard of"):  # as it is
+        load_model(auto, tmp_path)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_our_own_checkpoint_needs_none_of_its_code(trust, tmp_path):
+    """Config, model and tokenizer are read by this package, whatever the files say."""
+    model, ids, marker = random_model(), random_ids(1, 9), tmp_path / "the code ran"
+    model.save_pretrained(tmp_path)
+    build_byte_tokenizer(512).save_pretrained(tmp_path)
+    for path in tmp_path.glob("*.py"):
+        path.write_text(f"open({str(marker)!r}, 'w')\n{path.read_text()}")
+    loaded = load_model(AutoModelForCausalLM, tmp_path, trust_remote_code=trust)
+    assert type(loaded) is ESSMForCausalLM and torch.equal(loaded(ids).logits, model(ids).logits)
+    load_model(AutoTokenizer, tmp_path, trust_remote_code=trust)
+    assert not marker.exists()

@@ -7,9 +7,18 @@ import json
 import pytest
 import torch
 from companion_layers import Recurrence
-from recurrences import RecurrentConfig, RecurrentModel, error_norm, frequency_response, impulse_response, random_system
+from recurrences import error_norm, frequency_response, impulse_response, random_system, regression
 
-from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMModel, allocate, describe, importance, prune, restore
+from modeling_essm.companions import (
+    DiagonalSSMConfig,
+    DiagonalSSMForSequenceClassification,
+    DiagonalSSMModel,
+    allocate,
+    describe,
+    importance,
+    prune,
+    restore,
+)
 from modeling_essm.companions.systems import diagonal_layers
 from modeling_essm.companions.truncation.balancing import (
     NotDiagonalisable,
@@ -216,7 +225,7 @@ def test_bad_arguments():
             truncate(random_system(N), **options)
     with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), Linear has none"):
         balanced_truncate(torch.nn.Linear(2, 2), tau=0.1)
-    model = RecurrentModel(RecurrentConfig())
+    model = regression(8, 8)
     for options, message in [
         ({"sizes": [4]}, r"sizes must be one number or 2, .* got \[4\]"),
         ({"sizes": 2.5}, "sizes must be one integer or a list of integers, got 2.5"),
@@ -255,30 +264,32 @@ def test_equal_scales(system):
 
 
 def test_a_model_shrinks_and_loads_again(tmp_path):
-    model = RecurrentModel(RecurrentConfig(state_sizes=[10, 8]))
-    u = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
-    before = model(u)["logits"]
+    model = regression(10, 8)
+    x = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
+    before = model(input_features=x).logits
     old = dict(model.named_parameters())
+    model.mixers[0].C.note = "mine"
     report = balanced_truncate(model, sizes=[6, 8])
     new = dict(model.named_parameters())
     assert report.sizes == model.config.state_sizes == [6, 8]
     rewritten = {name for name in new if new[name] is not old[name]}
-    assert rewritten == {f"layers.0.{name}" for name in ("nu", "theta", "gamma", "B", "C")}
+    first = "model.layers.0.mixer"
+    assert rewritten == {f"{first}.{name}" for name in ("nu_log", "theta_log", "gamma_log", "B", "C")}
     assert {id(p) for pair in report.replaced for p in pair} == {id(p[name]) for p in (old, new) for name in rewritten}
-    assert new["layers.0.nu"]._no_weight_decay and not hasattr(new["layers.0.theta"], "_no_weight_decay")
+    assert new[f"{first}.C"].note == "mine" and not hasattr(new[f"{first}.B"], "note")
     assert report.layers[1].bound == 0.0 < report.layers[0].bound
-    assert "layers.0: 10 -> 6 modes" in str(report)
-    logits = model(u)["logits"]
+    assert f"{first}: 10 -> 6 modes" in str(report)
+    logits = model(input_features=x).logits
     assert 0 < (logits - before).abs().max() < 0.2 * before.abs().max()  # something was discarded, and little
     model.save_pretrained(tmp_path)
-    again = RecurrentModel.from_pretrained(tmp_path)
+    again = DiagonalSSMForSequenceClassification.from_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["state_sizes"] == [6, 8]
-    assert torch.equal(again(u)["logits"], logits)
+    assert torch.equal(again(input_features=x).logits, logits)
 
 
 def test_what_is_written_is_the_reduced_system():
     """To the rounding of fp32 parameters, 1e-7 each, times 1 / (1 - |lam|) = 100."""
-    model = RecurrentModel(RecurrentConfig(state_sizes=[10, 8]))
+    model = regression(10, 8)
     systems = [layer.read() for layer in diagonal_layers(model)]
     report = balanced_truncate(model, tau=0.1)
     for layer, system, row in zip(diagonal_layers(model), systems, report.layers):
@@ -290,12 +301,11 @@ def test_what_is_written_is_the_reduced_system():
 
 def test_layers_that_are_kept():
     """Unstable ones, ones with NaN, and those that would lose no more than `min_reduction`."""
-    model = RecurrentModel(RecurrentConfig(state_sizes=[8, 10, 8]))
-    layer = model.layers[0]
-    lam, B, C, output = layer.lti()
-    layer.lti = lambda: (lam * 2, B, C, output)
+    model = regression(8, 10, 8)
+    lam, *others = model.mixers[0].lti()
+    model.mixers[0].lti = lambda: (lam * 2, *others)
     with torch.no_grad():
-        model.layers[2].B[0, 0, 0] = float("nan")
+        model.mixers[2].B[0, 0, 0] = float("nan")
     assert balanced_truncate(model, sizes=8, min_reduction=0.2).sizes == [8, 10, 8]
     report = balanced_truncate(model, sizes=8, min_reduction=0.19)
     assert report.sizes == [8, 8, 8] and report.layers[1].bound > 0
@@ -305,8 +315,8 @@ def test_layers_that_are_kept():
 
 
 def test_shapes_of_a_checkpoint():
-    model = RecurrentModel(RecurrentConfig(state_sizes=[10, 8]))
-    smaller = RecurrentModel(RecurrentConfig(state_sizes=[3, 8], seed=1))
+    model = regression(10, 8)
+    smaller = regression(3, 8, seed=1)
     replaced = resize_states(model, [3, 8])
     assert len(replaced) == 5
     assert model.config.state_sizes == [3, 8]

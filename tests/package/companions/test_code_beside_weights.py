@@ -1,17 +1,16 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The folder of models is an island: what a model saves runs where this package cannot be imported."""
 
-import os
-import subprocess
-import sys
+import json
 from pathlib import Path
 
 import torch
 from elastic_states import random_inputs, random_model
-from helpers import BLOCK
+from helpers import run_alone, tiny_config
+from recurrences import diagonal_model, ids_of
 from transformers import GPT2Config
 
-from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM, models
+from modeling_essm.companions import models
 from modeling_essm.companions.systems import DiagonalAdapter
 
 ISLAND = {path.stem: path for path in Path(models.__file__).parent.glob("*.py") if path.stem != "__init__"}
@@ -51,14 +50,6 @@ torch.save(results, "results.pt")
 """
 
 
-def run_child(code, cwd):
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "PYTHON", "TRANSFORMERS_"))}
-    env |= {"HF_HOME": str(cwd / "home"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-I", "-c", code]
-    child = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=500)
-    assert child.returncode == 0, child.stderr[-4000:]
-
-
 def carried(folder, own):
     """A folder holds the files of one kind of model and those that both share, as they are."""
     found = {path.stem: path.read_text() for path in folder.glob("*.py")}
@@ -68,14 +59,10 @@ def carried(folder, own):
 
 def test_saved_folders_need_no_package(tmp_path):
     """Loaded and saved again there; layers without modes, channels with fewer modes than others, and two backbones."""
-    ids, diagonal = torch.randint(3, 40, (2, 11), generator=torch.Generator().manual_seed(0)), {}
+    ids, diagonal = ids_of(2, 11), {}
     torch.save(ids, tmp_path / "ids.pt")
     for kind in ("lru", "s4d"):
-        torch.manual_seed(0)
-        fields = {"vocab_size": 40, "hidden_size": 8, "num_hidden_layers": 3, "initializer_range": 0.5}
-        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-        config = DiagonalSSMConfig(parameterization=kind, state_sizes=[4, 0, 3], **fields, **special)
-        diagonal[kind] = DiagonalSSMForCausalLM(config).eval()
+        diagonal[kind] = diagonal_model(kind, state_sizes=[4, 0, 3])
         if kind == "s4d":
             DiagonalAdapter().shrink(diagonal[kind].mixers[0], torch.arange(32).view(8, 4) % 3 > 0, 4)
         diagonal[kind].save_pretrained(tmp_path / kind)
@@ -87,7 +74,7 @@ def test_saved_folders_need_no_package(tmp_path):
         elastic[kind] = random_model(dtype=torch.float32, backbone_config=backbone)
         elastic[kind].save_pretrained(tmp_path / kind)
         assert carried(tmp_path / kind, "elastic")
-    run_child(BLOCK + LOAD, tmp_path)
+    run_alone(LOAD, tmp_path)
     results = torch.load(tmp_path / "results.pt")
     for kind, model in diagonal.items():
         with torch.no_grad():
@@ -103,3 +90,21 @@ def test_saved_folders_need_no_package(tmp_path):
             expected = model(x, refine_depth=2).readouts
         for name in ("", "-again", "-attached"):  # fp32, weights lie elsewhere in memory: sums in another order
             torch.testing.assert_close(results[kind + name], expected, rtol=0, atol=1e-5)
+
+
+def test_a_configuration_names_only_code_that_lies_beside_it(tmp_path):
+    """As a model saves it, all of it does; that of a backbone's package is not saved."""
+    for model in (diagonal_model("s5"), random_model(backbone_config=tiny_config(num_hidden_layers=1))):
+        config, folder = model.config, tmp_path / model.config.model_type
+        config.save_pretrained(folder)
+        named = json.loads((folder / "config.json").read_text())["auto_map"]
+        assert set(named) == {"AutoConfig"} and (folder / f"{named['AutoConfig'].split('.')[0]}.py").exists()
+        assert len(type(config).from_pretrained(folder).auto_map) > 1
+        model.save_pretrained(folder)
+        fields = json.loads((folder / "config.json").read_text())
+        assert fields["auto_map"] == config.auto_map and not fields.get("backbone_config", {}).get("auto_map")
+        assert config.auto_map and (config.model_type == "diagonal_ssm" or config.backbone_config.auto_map)
+        elsewhere = {"AutoModel": "org/name--modeling_of.Model", "AutoTokenizer": ["mine.Tokenizer", None]}
+        config.auto_map = config.auto_map | elsewhere
+        config.save_pretrained(folder)
+        assert elsewhere.items() <= json.loads((folder / "config.json").read_text())["auto_map"].items()

@@ -6,38 +6,19 @@ import torch
 from elastic_states import random_inputs, random_model
 from helpers import filled
 from helpers import random_model as spectral_model
+from recurrences import diagonal_model, ids_of
 from safetensors.torch import save_file
+from torch.func import functional_call, grad, vmap
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_essm.companions import (
-    DiagonalSSMConfig,
     DiagonalSSMForCausalLM,
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
     StateCache,
 )
-from modeling_essm.companions.models.modeling_diagonal_ssm import normalised
+from modeling_essm.companions.models.modeling_diagonal_ssm import _mean_of_real, normalised
 from modeling_essm.companions.systems import DiagonalAdapter
-
-VOCABULARY = 37
-SIZES = [5, 0, 3]
-three = pytest.mark.parametrize("kind", ["s5", "lru", "s4d"])
-
-
-def config_of(kind, **fields):
-    ids = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    shape = {"hidden_size": 8, "num_hidden_layers": 3, "state_sizes": SIZES}
-    return DiagonalSSMConfig(**(ids | shape | {"parameterization": kind} | fields))
-
-
-def make(kind, cls=DiagonalSSMForCausalLM, seed=0, **fields):
-    """A tiny model in eval mode; embeddings of size 1, so that logits differ much more than they are rounded."""
-    torch.manual_seed(seed)
-    return cls(config_of(kind, **({"initializer_range": 0.5} | fields))).eval()
-
-
-def ids_of(*shape, seed=0):
-    return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def assert_close(actual, expected, atol=1e-4):
@@ -58,6 +39,8 @@ def ragged(s4d):
     return s4d.mixers[0].present
 
 
+both = pytest.mark.parametrize("kind", ["s5", "s4d"])  # whose states are scanned for all channels, and for each
+
 # --- Padding and inputs
 
 
@@ -71,7 +54,7 @@ MASKS = {
 @pytest.mark.parametrize(("kind", "mask"), [("s5", "holes"), ("lru", "left"), ("s4d", "holes"), ("s4d", "right")])
 def test_padding_does_not_exist(kind, mask):
     """Outputs and states; also in a later piece, and where the mask covers the cached positions."""
-    model, ids, mask = make(kind), ids_of(2, 12), torch.tensor(MASKS[mask])
+    model, ids, mask = diagonal_model(kind), ids_of(2, 12), torch.tensor(MASKS[mask])
     outputs = model(ids, attention_mask=mask, use_cache=True)
     head = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
     tail = model(ids[:, 4:], attention_mask=mask, past_key_values=head.past_key_values)
@@ -88,9 +71,9 @@ def test_padding_does_not_exist(kind, mask):
     assert torch.equal(outputs.logits[0, -1], outputs.logits[0, last])
 
 
-@pytest.mark.parametrize("kind", ["s5", "s4d"])
+@both
 def test_bidirectional_padding(kind):
-    model = make(kind, DiagonalSSMForSequenceClassification, bidirectional=True, num_labels=3)
+    model = diagonal_model(kind, DiagonalSSMForSequenceClassification, bidirectional=True, num_labels=3)
     ids = ids_of(2, 12)
     for mask in MASKS.values():
         mask = torch.tensor(mask)
@@ -98,7 +81,7 @@ def test_bidirectional_padding(kind):
         for row in range(2):
             assert_close(logits[row], model(ids[row : row + 1, mask[row].bool()]).logits[0])
     changed = ids.clone()
-    changed[:, -1] = 3 + (ids[:, -1] - 2) % (VOCABULARY - 3)
+    changed[:, -1] = 3 + (ids[:, -1] - 2) % 34
     body = model.model
     assert (body(ids)[0] - body(changed)[0])[:, 0].abs().max() > 1e-3  # the first position sees the last
     for given in ({"use_cache": True}, {"past_key_values": StateCache()}):
@@ -106,9 +89,43 @@ def test_bidirectional_padding(kind):
             body(ids, **given)
 
 
+@both
+def test_an_empty_batch_of_a_diagonal_model(kind):
+    model, ids = diagonal_model(kind), ids_of(0, 6)
+    outputs = model(ids, attention_mask=torch.ones_like(ids), use_cache=True)
+    for length in (1, 4):
+        outputs = model(ids[:, :length], past_key_values=outputs.past_key_values)
+        assert outputs.logits.shape == (0, length, 37)
+    outputs.logits.sum().backward()
+    assert all(not p.grad.any() for p in model.parameters())
+    classifier = diagonal_model(kind, DiagonalSSMForSequenceClassification, bidirectional=True, num_labels=3)
+    assert classifier(ids, attention_mask=torch.ones_like(ids)).logits.shape == (0, 3)
+
+
+def gradients_with(model, name, filling, mask, labels):
+    """Of all weights and of inputs (2, 12, 8) that hold `filling` behind the mask."""
+    model.zero_grad()
+    x = random_inputs(2, 12, 8, dtype=torch.float32).masked_fill(mask[..., None] == 0, filling).requires_grad_()
+    model(**{name: x}, attention_mask=mask, labels=labels).loss.backward()
+    return [x.grad, *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@both
+def test_numbers_behind_a_mask_are_not_read(kind):
+    mask, classes = torch.tensor(MASKS["holes"]), torch.tensor([0, 1])
+    labels = ids_of(2, 12).masked_fill(mask == 0, -100)
+    signals = {"num_input_features": 8, "num_labels": 3, "bidirectional": True}
+    for model, name, given in (
+        (diagonal_model(kind), "inputs_embeds", labels),
+        (diagonal_model(kind, DiagonalSSMForSequenceClassification, **signals), "input_features", classes),
+    ):
+        zeros, nans = (gradients_with(model, name, filling, mask, given) for filling in (0.0, float("nan")))
+        assert all(map(torch.equal, zeros, nans)) and all(each.isfinite().all() for each in nans)
+
+
 def test_bad_inputs():
-    model, ids = make("s5"), ids_of(2, 6)
-    features = make("s5", DiagonalSSMForSequenceClassification, num_input_features=4)
+    model, ids = diagonal_model("s5"), ids_of(2, 6)
+    features = diagonal_model("s5", DiagonalSSMForSequenceClassification, num_input_features=4)
     for called, given, message in [
         (model, {}, "give exactly one of input_ids and inputs_embeds, got none"),
         (features, {"input_ids": ids}, "give exactly one of input_features and inputs_embeds, got input_ids"),
@@ -121,7 +138,7 @@ def test_bad_inputs():
     ]:
         with pytest.raises(ValueError, match=message):
             called(**given)
-    for packed in (model, model.model, make("s5", DiagonalSSMForSequenceClassification)):
+    for packed in (model, model.model, diagonal_model("s5", DiagonalSSMForSequenceClassification)):
         for name, value in {"cu_seq_lens_q": [0, 3, 6], "position_ids": [[0, 1, 2, 0, 1, 2]]}.items():
             with pytest.raises(ValueError, match=f"{name} tells of packed sequences, which are not supported"):
                 packed(ids, **{name: torch.tensor(value)})
@@ -132,9 +149,9 @@ def test_bad_inputs():
 # --- The cache
 
 
-@three
+@both
 def test_pieces_equal_one_pass(kind, pieces=(1, 9, 1, 2, 7)):
-    model, ids = make(kind), ids_of(2, 20)
+    model, ids = diagonal_model(kind), ids_of(2, 20)
     whole = model(ids, use_cache=True)
     cache, logits, sizes = None, [], set()
     for piece in ids.split(list(pieces), 1):
@@ -146,19 +163,19 @@ def test_pieces_equal_one_pass(kind, pieces=(1, 9, 1, 2, 7)):
     for one, other in zip(cache.states, whole.past_key_values.states, strict=True):
         assert_close(one, other)
     assert cache.get_seq_length() == 20
-    assert sizes == {2 * 8 * sum(SIZES) * (8 if kind == "s4d" else 1)}  # constant: rows, bytes, modes, channels
+    assert sizes == {2 * 8 * 8 * (8 if kind == "s4d" else 1)}  # constant: rows, bytes, modes, channels
 
 
 def test_what_a_cache_refuses():
-    model, ids = make("s5"), ids_of(2, 6)
+    model, ids = diagonal_model("s5"), ids_of(2, 6)
     cache = model(ids, use_cache=True).past_key_values
     elastic = random_model(latent_size=4)(random_inputs(2, 6, 5), use_cache=True).past_key_values
-    spectral = spectral_model(vocab_size=VOCABULARY)
+    spectral = spectral_model(vocab_size=37)
     for called, rows, given, message in (
         (model, 1, cache, "past_key_values holds 2 rows, but the input has 1"),
-        (make("s5", state_sizes=[4] * 3), 2, cache, r"of state_sizes \[5, 0, 3\], but this one has \[4, 4, 4\]"),
-        (make("lru"), 2, cache, "past_key_values is of a model of parameterization s5, but this one has lru"),
-        (make("s5", hidden_size=4), 2, cache, "past_key_values is of a model of hidden_size 8, but this one has 4"),
+        (diagonal_model("s5", state_sizes=[4] * 3), 2, cache, r"of state_sizes \[5, 0, 3\], .* has \[4, 4, 4\]"),
+        (diagonal_model("lru"), 2, cache, "past_key_values is of a model of parameterization s5, but this one has lru"),
+        (diagonal_model("s5", hidden_size=4), 2, cache, "is of a model of hidden_size 8, but this one has 4"),
         (model, 2, elastic, "past_key_values is of a model of model_type elastic_state, but this one has diagonal_ssm"),
         (model, 2, filled(spectral, ids), "past_key_values must be a StateCache, got ESSMCache"),
         (spectral, 2, cache, "past_key_values must be an ESSMCache, got StateCache"),
@@ -177,9 +194,9 @@ def test_what_a_cache_refuses():
 # --- Generation
 
 
-@three
+@both
 def test_greedy_generation_equals_full_passes(kind):
-    model, ids = make(kind), ids_of(2, 9)
+    model, ids = diagonal_model(kind), ids_of(2, 9)
     generated = model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert generated.shape == (2, 17)
     assert torch.equal(model(generated).logits[:, 8:-1].argmax(-1), generated[:, 9:])
@@ -188,7 +205,7 @@ def test_greedy_generation_equals_full_passes(kind):
 
 @pytest.mark.parametrize("kind", ["lru", "s4d"])
 def test_generation_from_padded_prompts(kind):
-    model, ids = make(kind), ids_of(2, 9)
+    model, ids = diagonal_model(kind), ids_of(2, 9)
     mask = torch.tensor([[0] * 4 + [1] * 5, [1] * 9])
     greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
     generated = model.generate(ids.masked_fill(mask == 0, 0), attention_mask=mask, **greedy)
@@ -198,10 +215,10 @@ def test_generation_from_padded_prompts(kind):
     assert torch.equal(pieces, generated)
 
 
-@pytest.mark.parametrize("kind", ["s5", "s4d"])
+@both
 def test_beams(kind):
     """With a cache, whose rows are reordered, as without: the same beams, and the same scores of them."""
-    model, ids = make(kind), ids_of(2, 5)
+    model, ids = diagonal_model(kind), ids_of(2, 5)
     beams = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 7, "do_sample": False, "eos_token_id": None}
     beams |= {"return_dict_in_generate": True, "output_scores": True}
     generated, expected = model.generate(ids, **beams), model.generate(ids, use_cache=False, **beams)
@@ -212,9 +229,9 @@ def test_beams(kind):
 # --- Training
 
 
-@pytest.mark.parametrize("kind", ["s5", "s4d"])
+@both
 def test_losses_and_gradients(kind):
-    model, ids = make(kind), ids_of(2, 12)
+    model, ids = diagonal_model(kind), ids_of(2, 12)
     outputs = model(ids, labels=ids, output_hidden_states=True)
     logp = outputs.logits[:, :-1].log_softmax(-1)
     torch.testing.assert_close(outputs.loss, -logp.gather(2, ids[:, 1:, None]).mean())
@@ -229,9 +246,23 @@ def test_losses_and_gradients(kind):
     assert torch.equal(kept, model(ids).logits[:, -2:])
 
 
+@both
+def test_gradients_of_single_samples(kind):
+    model, ids = diagonal_model(kind), ids_of(2, 6)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, row):
+        return functional_call(model, weights, (row[None],), {"labels": row[None], "use_cache": False}).loss
+
+    together = vmap(grad(loss), (None, 0))(weights, ids)
+    for i, row in enumerate(ids):
+        for name, alone in grad(loss)(weights, row).items():
+            assert_close(together[name][i], alone)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(reentrant):
-    model, ids, grads = make("s5", dropout=0.2).train(), ids_of(2, 12), []
+    model, ids, grads = diagonal_model("s5", dropout=0.2).train(), ids_of(2, 12), []
     for checkpointing in (False, True):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -243,7 +274,7 @@ def test_gradient_checkpointing(reentrant):
 
 
 def test_layers_with_running_statistics_are_not_run_twice():
-    model, ids = make("s5", norm="batch").train(), ids_of(2, 12)
+    model, ids = diagonal_model("s5", norm="batch").train(), ids_of(2, 12)
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match='statistics of norm="batch" twice'):
         model(ids)
@@ -255,7 +286,7 @@ def test_layers_with_running_statistics_are_not_run_twice():
 @pytest.mark.parametrize("labels", [1, 3])
 def test_classification_of_features(labels):
     fields = {"num_input_features": 4, "num_labels": labels, "bidirectional": True}
-    model = make("lru", DiagonalSSMForSequenceClassification, **fields)
+    model = diagonal_model("lru", DiagonalSSMForSequenceClassification, **fields)
     x = torch.randn(5, 9, 4, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 1, 2, 1, 0]) if labels > 1 else torch.tensor([0.1, -1.0, 2.0, 0.5, 0.0])
     outputs = model(input_features=x, labels=targets)
@@ -267,9 +298,23 @@ def test_classification_of_features(labels):
     torch.testing.assert_close(outputs.loss, expected)
 
 
+def test_long_rows_are_averaged_in_fp32():
+    for length in (16_384, 70_000):
+        states = torch.full((1, length, 1), 60.0, dtype=torch.float16)
+        for real in (None, torch.ones(1, length)):
+            assert _mean_of_real(states, real).item() == 60.0
+
+
+def test_what_models_announce():
+    signals = diagonal_model("s5", DiagonalSSMForSequenceClassification, num_input_features=4)
+    assert (signals.main_input_name, diagonal_model("s5").main_input_name) == ("input_features", "input_ids")
+    assert signals._keep_in_fp32_modules_strict == {"Lambda", "log_step"}  # those that there are
+    assert not signals.supports_context_parallel and not random_model().supports_context_parallel
+
+
 def test_batch_norm_does_not_decode_in_training():
     """Outputs would depend on the other rows, and its running statistics on what is decoded."""
-    model, ids = make("lru", norm="batch").train(), ids_of(2, 5)
+    model, ids = diagonal_model("lru", norm="batch").train(), ids_of(2, 5)
     with pytest.raises(ValueError, match=r"call model\.eval\(\) before decoding"):
         model.generate(ids, max_new_tokens=2)
     model(ids, labels=ids, use_cache=True).loss.backward()
@@ -277,7 +322,7 @@ def test_batch_norm_does_not_decode_in_training():
 
 def test_batch_norm_counts_real_positions():
     """Those of padding do not enter its statistics; in eval it uses those of training."""
-    model = make("lru", DiagonalSSMForSequenceClassification, norm="batch", num_labels=3).train()
+    model = diagonal_model("lru", DiagonalSSMForSequenceClassification, norm="batch", num_labels=3).train()
     norm, mask = model.model.layers[0].norm, torch.tensor(MASKS["left"]).bool()
     x = torch.randn(2, 12, 8, generator=torch.Generator().manual_seed(0))
     y, kept = normalised(norm, x, mask), x[mask]
@@ -302,7 +347,7 @@ AUTO = {
 @pytest.mark.parametrize(("kind", "cls"), zip(("s4d", "lru", "s5"), AUTO), ids=lambda x: getattr(x, "__name__", x))
 def test_auto_classes_load_what_was_saved(kind, cls, tmp_path):
     """Layers of different size, one of them without modes; of S4D with channels of different size."""
-    model, ids = make(kind, cls, state_sizes=[4, 0, 3], norm="batch"), ids_of(2, 12)
+    model, ids = diagonal_model(kind, cls, state_sizes=[4, 0, 3], norm="batch"), ids_of(2, 12)
     if kind == "s4d":
         present = ragged(model)
     keep_modes(model.mixers[2], 0, 2)  # nobody has to remember config.state_sizes
@@ -322,7 +367,7 @@ def test_auto_classes_load_what_was_saved(kind, cls, tmp_path):
 @pytest.mark.parametrize("kind", ["lru", "s4d"])
 def test_bf16(kind, tmp_path):
     """Poles stay in fp32; logits are those of fp32 up to bf16's 8 bits in three layers; training goes on."""
-    model, ids = make(kind, initializer_range=0.1), ids_of(2, 12)
+    model, ids = diagonal_model(kind, initializer_range=0.1), ids_of(2, 12)
     model.save_pretrained(tmp_path)
     small = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for mixer in small.mixers:
@@ -340,7 +385,7 @@ def test_bf16(kind, tmp_path):
 
 def test_missing_weights_are_initialised(tmp_path):
     """Load a checkpoint that holds next to nothing."""
-    make("lru", initializer_range=0.02).save_pretrained(tmp_path)
+    diagonal_model("lru", initializer_range=0.02).save_pretrained(tmp_path)
     kept = {"model.layers.0.mixer.D": torch.full((8,), 7.0)}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     model = DiagonalSSMForCausalLM.from_pretrained(tmp_path)

@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """A latent beside other backbones: ES-SSM at any spectral budget, a diagonal model, a Mamba, a Transformer."""
 
+import copy
 import itertools
 
 import pytest
@@ -91,16 +92,6 @@ def test_two_dials():
     torch.testing.assert_close(run(model, x, refine_depth=1).readouts, readouts[32, 1])
 
 
-def test_save_and_load(tmp_path):
-    model, x = random_model("essm"), random_inputs(2, 3, 5, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    again = ElasticStateModel.from_pretrained(tmp_path)
-    assert type(again.config.backbone_config) is type(model.config.backbone_config)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-    one, other = run(model, x, refine_depth=2), run(again, x, refine_depth=2)
-    torch.testing.assert_close(one.readouts, other.readouts, rtol=0, atol=ATOL)
-
-
 def test_training_reaches_the_backbone():
     model = random_model("essm").train()
     model(random_inputs(2, 3, 5, dtype=torch.float32)).loss.backward()
@@ -189,3 +180,36 @@ def test_models_of_one_configuration_are_apart():
     assert other.config.backbone_config.state_sizes == [2]
     assert one.config.backbone_config.state_sizes == config.backbone_config.state_sizes == [4]
     assert one.config.gate_temperature == config.gate_temperature == 1.0
+
+
+@pytest.mark.parametrize("kind", [None, "essm", "gpt2"])
+def test_an_empty_batch_of_an_elastic_state(kind):
+    model = elastic_model(backbone_config=kind and BACKBONES[kind]())
+    outputs = model(random_inputs(0, 6, 5), use_cache=True)
+    outputs.loss.backward()
+    for _ in range(2):
+        outputs = model(random_inputs(0, 1, 5), past_key_values=outputs.past_key_values, use_cache=True)
+        assert outputs.readouts.shape == (0, 1, 5)
+
+
+def test_caches_of_other_elastic_states():
+    models = {
+        "own": elastic_model(),
+        "wide": elastic_model(latent_size=8),
+        "past": elastic_model(history_length=2),
+        "gpt2": elastic_model(backbone_config=BACKBONES["gpt2"]()),
+        "essm": elastic_model(backbone_config=BACKBONES["essm"]()),
+    }
+    x = random_inputs(2, 6, 5)
+    caches = {name: model(x, use_cache=True).past_key_values for name, model in models.items()}
+    gpt2, essm = "gpt2 of 1 layers and width 8", "essm of 1 layers and width 8"
+    for own, other, field, value, legal in (
+        ("own", "wide", "latent_size", 8, 6),
+        ("own", "past", "history_length", 2, 0),
+        ("own", "gpt2", "backbone_config", gpt2, None),
+        ("gpt2", "own", "backbone_config", None, gpt2),
+        ("essm", "gpt2", "backbone_config", gpt2, essm),
+    ):
+        with pytest.raises(ValueError, match=f"is of a model of {field} {value}, but this one has {legal}"):
+            models[own](x, past_key_values=copy.deepcopy(caches[other]))
+        assert models[own](x, past_key_values=caches[own]).readouts.shape == x.shape

@@ -9,7 +9,7 @@ import torch
 from companion_layers import Recurrence, RecurrenceAdapter, Stack
 from helpers import BLOCKS, random_model
 from parallel_run import on_ranks
-from recurrences import random_system
+from recurrences import diagonal_model, ids_of, random_system
 from torch.nn.parallel import DistributedDataParallel
 
 from modeling_essm.companions import (
@@ -20,9 +20,7 @@ from modeling_essm.companions import (
     DiagonalSystem,
     allocate,
     balanced_truncate,
-    certify,
     describe,
-    hinf_norm,
     importance,
     is_pruned,
     prune,
@@ -223,40 +221,24 @@ def test_the_report_is_a_table():
 
 # --- Diagonal models, saved and loaded
 
-WORDS = 17
-every = pytest.mark.parametrize("name", ["s5", "lru", "s4d"])
-
-
-def build(name, dtype=torch.float32):
-    torch.manual_seed(0)
-    ids = dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-    config = DiagonalSSMConfig(
-        vocab_size=WORDS, hidden_size=4, num_hidden_layers=2, state_size=6, parameterization=name, **ids
-    )
-    return DiagonalSSMForCausalLM(config).to(dtype).eval()
+SHAPE = {"hidden_size": 4, "num_hidden_layers": 2, "state_sizes": [6, 6]}
 
 
 def logits(model):
-    ids = torch.randint(3, WORDS, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return model(ids).logits
+        return model(ids_of(2, 9)).logits
 
 
-@every
+@pytest.mark.parametrize("name", ["s5", "s4d"])
 def test_a_pruned_model_is_saved_and_loaded(name, tmp_path):
-    model = build(name)
+    model = diagonal_model(name, **SHAPE)
     full = logits(model)
     layers = state_layers(model)
     assert [layer.kind for layer in layers] == [name, name] == [layer.kind for layer in describe(model).layers]
     plan = allocate(importance(model), amount=0.5)
-    for own, layer, bounds in zip(plan.layers, layers, certify(plan, model)):
-        assert 0 < hinf_norm(layer.read(), ~own.keep, points=64) <= bounds["best"] * (1 + 1e-9)
     prune(model, plan)
     masked = logits(model)
     assert (masked - full).abs().max() > 1e-3
-    restore(model)
-    assert torch.equal(logits(model), full)
-    prune(model, plan)
     model.save_pretrained(tmp_path / "masked")
     assert torch.equal(logits(DiagonalSSMForCausalLM.from_pretrained(tmp_path / "masked").eval()), masked)
     assert remove(model) == plan.sizes == model.config.state_sizes
@@ -270,36 +252,24 @@ def test_a_pruned_model_is_saved_and_loaded(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["lru", "s4d"])
-def test_a_whole_layer_goes(name, tmp_path):
-    model = build(name)
+def test_a_whole_layer_goes(name):
+    model = diagonal_model(name, **SHAPE)
     with torch.no_grad():
-        layers = state_layers(model)
-        layers[1].module.C.mul_(1e-12)
+        state_layers(model)[1].module.C.mul_(1e-12)
     plan = allocate(importance(model, eps=1e-6), amount=0.6, min_keep=0)
     assert plan.kept[1] == 0
     prune(model, plan)
     masked = logits(model)
     assert remove(model)[1] == 0
     torch.testing.assert_close(logits(model), masked, rtol=1e-6, atol=2e-6 * float(masked.abs().max()))
-    model.save_pretrained(tmp_path)
-    loaded = DiagonalSSMForCausalLM.from_pretrained(tmp_path).eval()
-    assert loaded.config.state_sizes[1] == 0 and torch.equal(logits(loaded), logits(model))
-    with torch.no_grad():
-        cached = loaded(torch.tensor([[3, 4, 5]]), use_cache=True)
-        step = loaded(torch.tensor([[6]]), past_key_values=cached.past_key_values).logits[:, -1]
-        torch.testing.assert_close(step, loaded(torch.tensor([[3, 4, 5, 6]])).logits[:, -1], rtol=1e-4, atol=1e-5)
-    loaded(torch.tensor([[3, 4, 5]]), labels=torch.tensor([[3, 4, 5]])).loss.backward()
-    assert state_layers(loaded)[1].module.D.grad.any()
 
 
 # --- Training goes on
 
 
-def train(model, optimizer, steps, ids=None):
-    """AdamW steps on rows that the step's number draws; the model may be wrapped."""
-    for step in steps:
-        rows = torch.randint(3, WORDS, (4, 9), generator=torch.Generator().manual_seed(step)) if ids is None else ids
-        model(rows, labels=rows).loss.backward()
+def train(model, optimizer, steps, ids):
+    for _ in range(steps):
+        model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -308,40 +278,19 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), 1e-2)
 
 
-def test_a_masked_run_is_resumed(tmp_path):
-    """By an optimizer that is built after prune(), where the first one was built before it: bit for bit."""
-    model = build("s5").train()
-    optimizer = adamw(model)
-    train(model, optimizer, range(2))
-    plan = allocate(importance(model), amount=0.5)
-    prune(model, plan)
-    train(model, optimizer, range(2, 4))
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "state.pt")
-    train(model, optimizer, range(4, 7))
-
-    saved, again = torch.load(tmp_path / "state.pt"), build("s5").train()
-    prune(again, plan)
-    again.load_state_dict(saved["model"])
-    optimizer = adamw(again)
-    optimizer.load_state_dict(saved["optimizer"])
-    train(again, optimizer, range(4, 7))
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-
-
 def pruned_under_a_wrapper(group):
     """Weights after training under DistributedDataParallel: whole, masked, with modes removed, and truncated."""
-    model = build("lru").train()
+    model = diagonal_model("lru", **SHAPE).train()
     ddp = DistributedDataParallel(model)
-    rows = torch.randint(3, WORDS, (4, 9), generator=torch.Generator().manual_seed(1))
-    mine = rows[2 * group.rank() : 2 * group.rank() + 2]
+    mine = ids_of(4, 9)[2 * group.rank() : 2 * group.rank() + 2]
     optimizer = adamw(model)
-    train(ddp, optimizer, range(2), mine)
+    train(ddp, optimizer, 2, mine)
     prune(model, allocate(importance(model), amount=0.5))
-    train(ddp, optimizer, range(3), mine)
+    train(ddp, optimizer, 3, mine)
     remove(model)
-    train(ddp, adamw(model), range(3), mine)
+    train(ddp, adamw(model), 3, mine)
     balanced_truncate(model, sizes=2)
-    train(ddp, adamw(model), range(3), mine)
+    train(ddp, adamw(model), 3, mine)
     return model.state_dict()
 
 
@@ -351,7 +300,7 @@ def test_a_live_wrapper_follows():
 
 
 def test_a_masked_model_is_pickled_and_compiled():
-    model = build("lru")
+    model = diagonal_model("lru", **SHAPE)
     prune(model, allocate(importance(model), amount=0.5))
     file, masked = io.BytesIO(), logits(model)
     torch.save(model, file)
@@ -360,4 +309,5 @@ def test_a_masked_model_is_pickled_and_compiled():
     compiled = torch.compile(model, backend="eager")
     assert torch.equal(logits(compiled), masked)
     restore(model)
-    assert not torch.equal(logits(compiled), masked) and torch.equal(logits(compiled), logits(build("lru")))
+    assert torch.equal(logits(compiled), logits(model)) and not torch.equal(logits(model), masked)
+    assert torch.equal(logits(model), logits(diagonal_model("lru", **SHAPE)))

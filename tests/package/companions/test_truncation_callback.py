@@ -5,25 +5,27 @@ import copy
 
 import pytest
 import torch
+from helpers import random_model, trainer_arguments
 from parallel_run import on_ranks
-from recurrences import RecurrentConfig, RecurrentModel, error_on_two_ranks, on_two_ranks, training_data
-from transformers import Trainer, TrainingArguments
+from recurrences import batch_of, error_on_two_ranks, on_two_ranks, regression, training_data
+from transformers import Trainer
 
+from modeling_essm import ESSMForSequenceClassification
 from modeling_essm.companions.truncation.callback import BalancedTruncationCallback
 from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
 from modeling_essm.companions.wrappers import unwrap
 
-REWRITTEN = ("nu", "theta", "gamma", "B", "C")
+REWRITTEN = ("nu_log", "theta_log", "gamma_log", "B", "C")
 SIZES = [10, 8]
 
 
-def make_model(**fields):
-    return RecurrentModel(RecurrentConfig(**({"state_sizes": SIZES} | fields)))
+def make_model():
+    return regression(*SIZES)
 
 
 def make_optimizer(model, lr=1e-2, weight_decay=0.1):
     """Two groups, poles without decay and at half the rate."""
-    poles = [p for name, p in model.named_parameters() if name.endswith(("nu", "theta", "gamma", ".B"))]
+    poles = [p for name, p in model.named_parameters() if name.endswith(("_log", ".B"))]
     others = [p for p in model.parameters() if not any(p is pole for pole in poles)]
     groups = [{"params": poles, "lr": lr / 2, "weight_decay": 0.0}, {"params": others, "weight_decay": weight_decay}]
     return torch.optim.AdamW(groups, lr=lr)
@@ -31,10 +33,8 @@ def make_optimizer(model, lr=1e-2, weight_decay=0.1):
 
 def update(model, optimizer, step):
     """One on the rows of that step, so that a run is a function of its steps."""
-    rows = training_data(8, seed=step)
-    batch = {name: torch.stack([row[name] for row in rows]) for name in ("u", "labels")}
     optimizer.zero_grad()
-    model(**batch)["loss"].backward()
+    model(**batch_of(training_data(8, seed=step))).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -78,7 +78,7 @@ def test_new_tensors_start_afresh():
         update(model, optimizer, step)
     InTrainingTruncation((5,), tau=0.1).after_step(model, optimizer, 5)
     lr = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    watched = [getattr(layer, name) for layer in model.layers for name in REWRITTEN]
+    watched = [getattr(layer, name) for layer in model.mixers for name in REWRITTEN]
     before = [p.detach().clone() for p in watched]
     update(model, optimizer, 6)
     moved = [float((p.detach() - old).abs().max() / lr[id(p)]) for p, old in zip(watched, before)]
@@ -120,17 +120,17 @@ def test_a_compiled_model_compiles_anew():
         return graph
 
     compiled = torch.compile(model, backend=count)
-    u = torch.stack([row["u"] for row in training_data(2, length=2)])
+    x = batch_of(training_data(2, length=2))["input_features"]
     optimizer = make_optimizer(model)
     truncation = InTrainingTruncation(range(1, 4), min_reduction=0.0)
     with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
-        compiled(u)
+        compiled(input_features=x)
         for step in (1, 2, 3):
             seen, size = len(graphs), list(model.config.state_sizes)
             truncation.tau = 0.2 * step  # some of what is left
             truncation.after_step(compiled, optimizer, step)
             assert model.config.state_sizes != size
-            torch.testing.assert_close(compiled(u)["logits"], model.forward(u)["logits"])
+            torch.testing.assert_close(compiled(input_features=x).logits, model.forward(input_features=x).logits)
             assert len(graphs) > seen
     assert unwrap(compiled) is model
 
@@ -145,19 +145,17 @@ def test_two_ranks_choose_the_same():
     for name, tensor in weights.items():
         assert torch.equal(tensor, other[2][name]), name
 
-    model = RecurrentModel(RecurrentConfig(state_sizes=[8, 6]))
+    model, batch = regression(8, 6), batch_of(training_data(8))
     optimizer, truncation = torch.optim.AdamW(model.parameters(), 1e-2), InTrainingTruncation((2, 3), tau=0.1)
-    batch = {name: torch.stack([row[name] for row in training_data(8)]) for name in ("u", "labels")}
     for step in range(1, 5):
         model(**batch)["loss"].backward()
         optimizer.step()
         optimizer.zero_grad()
         truncation.after_step(model, optimizer, step)
     assert model.config.state_sizes == sizes
-    u = batch["u"]
-    alone = model(u)["logits"]
+    alone = model(**batch).logits
     model.load_state_dict(weights)
-    torch.testing.assert_close(model(u)["logits"], alone, rtol=0, atol=1e-3)
+    torch.testing.assert_close(model(**batch).logits, alone, rtol=0, atol=1e-3)
 
 
 def test_an_error_of_the_first_rank_is_everybodys():
@@ -169,21 +167,9 @@ def test_an_error_of_the_first_rank_is_everybodys():
 
 
 def make_trainer(folder, model, callbacks, cls=Trainer, **fields):
-    defaults = {
-        "max_steps": 8,
-        "warmup_steps": 4,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-    }
-    arguments = TrainingArguments(output_dir=str(folder), **(defaults | fields))
+    defaults = {"max_steps": 8, "warmup_steps": 4, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    defaults |= {"learning_rate": 1e-2, "max_grad_norm": 0.0, "logging_steps": 1}
+    arguments = trainer_arguments(folder, **defaults | fields)
     data = training_data()
     return cls(model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=callbacks)
 
@@ -216,7 +202,7 @@ def test_a_trainer_resumes_behind_a_truncation(tmp_path):
     make_trainer(tmp_path / "run", whole, [first], save_strategy="steps", save_steps=1).train()
     for step in (3, 5):
         checkpoint = tmp_path / "run" / f"checkpoint-{step}"
-        model, again = RecurrentModel.from_pretrained(checkpoint), callback()
+        model, again = type(whole).from_pretrained(checkpoint), callback()
         assert model.config.state_sizes == first.history[0]["after"]
         make_trainer(tmp_path / "again", model, [again]).train(resume_from_checkpoint=str(checkpoint))
         assert [entry["after"] for entry in again.history] == [entry["after"] for entry in first.history]
@@ -230,7 +216,7 @@ def test_the_best_model_is_one_of_the_last_shape(tmp_path):
 
     class CountsModes(Trainer):
         def evaluate(self, *args, **kwargs):
-            return super().evaluate(*args, **kwargs) | {"eval_modes": len(self.model.layers[0].nu)}
+            return super().evaluate(*args, **kwargs) | {"eval_modes": len(self.model.mixers[0].nu_log)}
 
     model = make_model()
     callback = BalancedTruncationCallback(tau=0.3, attempts=2, say=lambda line: None)
@@ -241,17 +227,17 @@ def test_the_best_model_is_one_of_the_last_shape(tmp_path):
     trainer.train()
     assert int(trainer.state.best_model_checkpoint.rpartition("-")[2]) == 4
     assert trainer.model.config.state_sizes == callback.history[-1]["after"]
-    assert len(trainer.model.layers[0].nu) == callback.history[-1]["after"][0]
+    assert len(trainer.model.mixers[0].nu_log) == callback.history[-1]["after"][0]
 
 
 def test_trainers_that_cannot_truncate(tmp_path):
     with pytest.raises(ValueError, match=r"warm-up's steps .* must be in \[4, 8\] for 4 attempts, got 0"):
         make_trainer(tmp_path, make_model(), [BalancedTruncationCallback()], warmup_steps=0).train()
-    model = make_model(state_sizes=[])
-    with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), RecurrentModel has none"):
+    model = random_model(ESSMForSequenceClassification)
+    with pytest.raises(ValueError, match=r"needs layers with lti\(\) and set_lti\(\), ESSMForSequence\w+ has none"):
         make_trainer(tmp_path, model, [BalancedTruncationCallback()]).train()
     model = make_model()
-    model.layers[0].B.placements = ("Shard(0)",)
+    model.mixers[0].B.placements = ("Shard(0)",)
     with pytest.raises(ValueError, match="needs whole layers"):
         truncatable(model)
     trainer = make_trainer(tmp_path, make_model(), [BalancedTruncationCallback()])

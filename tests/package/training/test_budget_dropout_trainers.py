@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import losses_by_hand, random_ids, random_model
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from helpers import losses_by_hand, random_ids, random_model, trainer_arguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
@@ -53,28 +53,17 @@ def rows(count: int = 32) -> list[dict]:
 
 
 def make_trainer(folder, model, callback, kind="trainer", cls=Trainer, **fields):
-    fields = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-    } | fields
+    defaults = {"max_steps": 6, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    defaults |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
     tools = {"train_dataset": rows(), "eval_dataset": rows(4), "callbacks": [callback]}
-    arguments = TrainingArguments
+    arguments = None
     if kind == "sft":
         trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
         cls, arguments = trl.SFTTrainer, trl.SFTConfig
         tools |= {name: datasets.Dataset.from_list(tools[name]) for name in ("train_dataset", "eval_dataset")}
         tools["processing_class"] = build_byte_tokenizer()
-        fields = {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": False} | fields
-    return cls(model, arguments(output_dir=str(folder), **fields), **tools)
+        defaults |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_checkpointing": False}
+    return cls(model, trainer_arguments(folder, arguments, **defaults | fields), **tools)
 
 
 @kinds

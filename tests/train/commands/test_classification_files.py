@@ -5,11 +5,10 @@ import csv
 import wave
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from helpers import random_model
-from training_run import ONCE, PIXELS, read, signals, write
+from training_run import ONCE, PIXELS, read, signals, write, write_wav
 from training_run import load_classes as load
 from training_run import train_classes as train
 
@@ -36,12 +35,9 @@ def write_sounds(folder: Path, counts: dict[str, int], rate: int = 8000) -> str:
     """A folder per class: 40 ms of a tone, low or high, in 16 bits."""
     rng = np.random.default_rng(0)
     for name, hertz in {"low": 200, "high": 1900}.items():
-        (folder / name).mkdir(parents=True)
         for i in range(counts[name]):
             tone = 0.5 * np.sin(2 * np.pi * (hertz * np.arange(rate // 25) / rate + rng.random()))
-            with wave.open(str(folder / name / f"{i}.wav"), "wb") as file:
-                file.setparams((1, 2, rate, 0, "NONE", ""))
-                file.writeframes((tone * 32767).astype("<i2").tobytes())
+            write_wav(folder / name / f"{i}.wav", tone, rate)
     return str(folder)
 
 
@@ -154,15 +150,11 @@ def test_sound_that_cannot_be_read(arguments, tmp_path):
 
 GOOD = {"pixels": [[1, 2], [3, 4], [5, 6]], "label": [0, 1, 2]}
 BAD_ARGUMENTS = [
-    ({"train_file": None, "dataset_name": "NOWHERE/AT_ALL"}, "cannot read dataset 'NOWHERE/AT_ALL'"),
-    ({"train_file": "MISSING.parquet"}, "cannot read train_file MISSING.parquet: Unable to find"),
-    ({"train_file": "EMPTY.jsonl"}, "cannot read train_file EMPTY.jsonl: no file with anything in it"),
     ({"train_file": "words.txt"}, r"cannot read train_file words.txt: Column name .* not in .*\['text'\]"),
     ({"train_file": "broken.parquet"}, "cannot read train_file broken.parquet: "),
     ({"features_column": "frames"}, r"Column name \['frames'\] not in .*\['pixels', 'label'\]"),
     ({"label_column": "class"}, r"Column name \['class'\] not in .*\['pixels', 'label'\]"),
     ({"num_labels": 2}, r"row \d+ of train_file pixels-train.parquet: labels must be in \[0, 1\], got 2"),
-    ({"train_file": "latin.csv"}, "cannot read .*: 'utf-8' codec can't decode byte 0xff"),
     ({"train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
     ({"validation_file": "none.parquet"}, r"validation_file none.parquet.* no (rows|data)"),
     ({"train_file": "ids.parquet", "num_labels": None}, "ids.parquet: labels go up to 1000000; number the classes"),
@@ -180,9 +172,6 @@ BAD_ARGUMENTS = [
 )
 def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    Path("EMPTY.jsonl").touch()
     Path("words.txt").write_text("words")
     Path("latin.csv").write_bytes(b"pixels,label\n1,0\n\xff\xfe,1\n")
     write(tmp_path, "none.parquet", {"pixels": [], "label": []}, PIXELS)

@@ -5,12 +5,12 @@ import csv
 import json
 import re
 import shlex
-import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import ROOT
+from training_run import write_wav
 from transformers import AutoTokenizer
 
 from essm_train.arguments import parse_arguments
@@ -81,10 +81,7 @@ def test_a_csv():
 def test_a_folder_of_wav_files(folder):
     for i in range(24):
         path = folder / "clips" / ["train", "test"][i % 3 == 2] / ["yes", "no"][i % 2] / f"{i}.wav"
-        path.parent.mkdir(exist_ok=True, parents=True)
-        with wave.open(str(path), "wb") as file:
-            file.setparams((1, 2, 16000, 0, "NONE", ""))
-            file.writeframes(RNG.integers(-999, 999, 4000, np.int16).tobytes())
+        write_wav(path, RNG.uniform(-0.03, 0.03, 4000))
     (command,) = recipe("A folder of WAV files", "bash")
     config = run(command)
     assert config["id2label"] == {"0": "no", "1": "yes"} and config["num_input_features"] == 160

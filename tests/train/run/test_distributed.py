@@ -10,18 +10,11 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers import ROOT
-from training_run import command_line, flip, model_weights, read_log, same, train, train_apart
+from training_run import FSDP2, command_line, flip, model_weights, read_log, same, train, train_apart
 
 from essm_train.run.checkpoints import list_checkpoints
 from modeling_essm import ESSMForCausalLM
 
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
 # Two ranks add up gradients in another order. Adam divides by a gradient's size, so a weight's share of that error is
 # eps over how small its gradient is; of the 2^14 weights here the smallest is 2^-14 of the typical one. Five updates
 # move a weight by at most the sum of their rates, 0.013: 0.013 * 2^14 * eps = 2.5e-5. A lost sample moves it by 1e-2.

@@ -6,39 +6,17 @@ import signal
 
 import pytest
 import torch
-from training_run import command_line, final_state, train, train_apart, write_held_out, write_text
+from training_run import final_state, train, train_apart
 from transformers import AutoModelForCausalLM
 
 import modeling_essm.companions  # noqa: F401, which makes the Auto classes know the model
-
-DIAGONAL = {
-    "architecture": "diagonal_ssm",
-    "parameterization": "lru",
-    "state_size": 8,
-    "num_spectral_channels": None,
-    "filter_length": None,
-    "truncation_tau": 0.3,
-    "truncation_attempts": 2,
-    "truncation_until": "5",  # after updates 2 and 5
-}
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    files = {"train_file": write_text(folder), "validation_file": write_held_out(folder)}
-
-    def make(output_dir, **changes):
-        return command_line(output_dir, **files | DIAGONAL | changes)
-
-    return make
 
 
 @pytest.fixture(scope="module")
 def whole(arguments, tmp_path_factory):
     """A run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("whole")
-    train(arguments(folder))
+    train(arguments(folder, "diagonal"))
     return folder
 
 
@@ -61,7 +39,7 @@ def test_modes_fall_and_the_model_loads(whole):
 
 def test_what_was_best_before_a_truncation_is_not_compared(arguments, validations, tmp_path):
     validations([1.0, 2.0, 3.0], budgets=1)
-    train(arguments(tmp_path, max_steps=6, eval_steps=2, truncation_attempts=1, truncation_until="3"))
+    train(arguments(tmp_path, "diagonal", max_steps=6, eval_steps=2, truncation_attempts=1, truncation_until="3"))
     record = json.loads((tmp_path / "training.json").read_text())
     assert (record["best_update"], record["best_validation"]) == (4, 2.0)
 
@@ -69,7 +47,7 @@ def test_what_was_best_before_a_truncation_is_not_compared(arguments, validation
 @pytest.mark.parametrize("update", [3, 6], ids=["after the first", "after both"])
 def test_a_killed_run_goes_on_across_a_truncation(whole, arguments, tmp_path, update):
     """The checkpoint, of update 3 or 6, holds fewer modes than a new model; killed in the next update but one."""
-    killed = arguments(tmp_path / "run")
+    killed = arguments(tmp_path / "run", "diagonal")
     codes, _ = train_apart(killed, tmp_path, ("kill_at_update", update + 1))
     assert codes == [-signal.SIGKILL]
     train(killed)
@@ -79,7 +57,7 @@ def test_a_killed_run_goes_on_across_a_truncation(whole, arguments, tmp_path, up
 
 
 def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
-    codes, log = train_apart(arguments(tmp_path / "run", save_steps=8), tmp_path, ranks=2)
+    codes, log = train_apart(arguments(tmp_path / "run", "diagonal", save_steps=8), tmp_path, ranks=2)
     assert codes == [0, 0], log
     found = history_of(tmp_path / "run")
     assert found["history"][0]["before"] == [8, 8] and all(after < 8 for after in found["sizes"])
@@ -88,9 +66,9 @@ def test_two_ranks_choose_the_same_modes(arguments, tmp_path):
 def test_an_extended_run_keeps_its_attempts(arguments, tmp_path):
     """An end that is a share of all updates would move with them, and truncate a model that is done."""
     share = {"truncation_attempts": 1, "truncation_until": "0.5"}
-    train(arguments(tmp_path, max_steps=2, **share))
+    train(arguments(tmp_path, "diagonal", max_steps=2, **share))
     with pytest.raises(ValueError, match=r"truncation after was \[1\] and is now \[2\]"):
-        train([*arguments(tmp_path, max_steps=4, **share), "--extend"])
+        train([*arguments(tmp_path, "diagonal", max_steps=4, **share), "--extend"])
 
 
 @pytest.mark.parametrize(
@@ -106,5 +84,5 @@ def test_an_extended_run_keeps_its_attempts(arguments, tmp_path):
 )
 def test_bad_arguments(arguments, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        train(arguments(tmp_path / "run", **changes))
+        train(arguments(tmp_path / "run", "diagonal", **changes))
     assert not list(tmp_path.glob("run/checkpoint-*"))

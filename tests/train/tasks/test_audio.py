@@ -1,7 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm-prepare-audio: mu-law and mel bands against their formulas, padding, official lists, the files written."""
 
-import wave
 from pathlib import Path
 
 import datasets
@@ -9,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from training_run import write_wav
 from transformers.audio_utils import hertz_to_mel, mel_to_hertz
 
 from essm_train import prepare_audio
@@ -27,13 +27,6 @@ def encode(x: np.ndarray) -> np.ndarray:
     """Continuous mu-law: y = sign(x) ln(1 + 255 |x|) / ln(256), on 256 levels."""
     y = np.sign(x) * np.log(1 + 255 * np.abs(x)) / np.log(256)
     return np.floor((y + 1) / 2 * 255 + 0.5).astype(np.uint8)
-
-
-def write_wav(path: Path, samples: np.ndarray, rate: int = 16000, channels: int = 1) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with wave.open(str(path), "wb") as file:
-        file.setparams((channels, 2, rate, 0, "NONE", ""))
-        file.writeframes((samples * 32767).astype("<i2").tobytes())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
