@@ -3,6 +3,7 @@
 
 import copy
 import json
+import math
 import socket
 from dataclasses import replace
 from pathlib import Path
