@@ -154,6 +154,7 @@ BAD_ARGUMENTS = [
     ({"train_file": "broken.parquet"}, "cannot read train_file broken.parquet: "),
     ({"features_column": "frames"}, r"Column name \['frames'\] not in .*\['pixels', 'label'\]"),
     ({"label_column": "class"}, r"Column name \['class'\] not in .*\['pixels', 'label'\]"),
+    ({"features_column": "pix*", "label_column": "class"}, "no column 'class' for the labels among pixels, label"),
     ({"num_labels": 2}, r"row \d+ of train_file pixels-train.parquet: labels must be in \[0, 1\], got 2"),
     ({"train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
     ({"validation_file": "none.parquet"}, r"validation_file none.parquet.* no (rows|data)"),

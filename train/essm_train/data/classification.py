@@ -201,6 +201,8 @@ def _one_column(rows: Any, pattern: str, label: str) -> Any:
     columns = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name != label]
     if pattern in names or not columns:
         return rows
+    if label not in names:
+        raise ValueError(f"no column {label!r} for the labels among {', '.join(map(str, names[:20]))}")
 
     kinds = {getattr((rows.features or {}).get(name), "dtype", None) for name in columns}
     dtype = np.uint8 if kinds == {"uint8"} else np.float32
