@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     sweeps.add_arguments(p, ROWS, "runs/ablation", 500)
     args = p.parse_args(argv)
     sweep = Sweep(settings_of(args), perform, define, METRIC)
-    records, report = sweeps.run("ablation", args, sweep, lambda name: ROWS[name].rates)
+    records, report = sweeps.run("ablation", args, sweep)
     report["results"] = sweeps.summarise_all(records, METRIC)
     base: dict[str, Any] = next((r for r in report["results"] if r["model"] == "elastic"), {})
     for result in report["results"]:

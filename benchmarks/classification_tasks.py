@@ -216,9 +216,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     sizes = {name: getattr(args, name) for name in ("parameters", "updates", "test_samples")} | small
     device = str(common.pick_device(args.device))
     settings = Settings(args.data_dir, **sizes, quick=args.quick, device=device)
-    records, report = sweeps.run(
-        "classification_tasks", args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates
-    )
+    records, report = sweeps.run("classification_tasks", args, Sweep(settings, perform, define, METRIC))
     report["results"] = sweeps.summarise_all(records, METRIC)
     return common.finish(report, args)
 

@@ -16,14 +16,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 
 from essm_train.files import write_json
-from essm_train.measure.timing import machine as machine
-from essm_train.measure.timing import paired as paired
-from essm_train.measure.timing import peak_memory as peak_memory
-from essm_train.measure.timing import pick_device as pick_device
-from essm_train.measure.timing import ratio as ratio
-from essm_train.measure.timing import spread as spread
-from essm_train.measure.timing import threads as threads
-from essm_train.measure.timing import timed as timed
+from essm_train.measure.timing import machine, paired, peak_memory, pick_device, ratio, spread, threads, timed  # noqa: F401
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 REPORTS = Path("runs/benchmarks")  # what is worth keeping is copied to benchmarks/results

@@ -112,14 +112,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         with common.threads(1):
             measured = DeadlineBudget(model, 1e6).seconds
             milliseconds = args.milliseconds or 1e3 * SLACK * measured[max(measured)]
-            shape = {
-                "config": args.model.name,
-                "budgets": [*measured],
-                "seconds": seconds,
-                "nice": args.nice,
-                "threads": 1,
-            }
-            _, report = common.start("deadline", args, milliseconds=milliseconds, **shape)
+            shape = {"config": args.model.name, "budgets": [*measured], "seconds": seconds, "nice": args.nice}
+            _, report = common.start("deadline", args, milliseconds=milliseconds, **shape, threads=1)
             runs: dict[str, Callable[[int], int]] = {"DeadlineBudget": DeadlineBudget(model, milliseconds, measured)}
             runs["full size"] = lambda step: max(measured)
             taken = {name: write(model, budget_of, seconds, args.nice) for name, budget_of in runs.items()}

@@ -149,11 +149,8 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
             sizes |= {"block": "elastic", "num_hidden_layers": 2, "head_size": width // 8}
             sizes |= {"num_spectral_channels": 8, "filter_length": 512}
             backbone = ESSMConfig(**sizes, layer_types=["linear_attention", "full_attention"])
-        given = {
-            "feedback": False,
-            "metric": "diagonal",
-            "backbone_config": backbone,
-        }  # of that metric few weights idle
+        # Of this metric few weights idle.
+        given = {"feedback": False, "metric": "diagonal", "backbone_config": backbone}
         return ElasticStateConfig(**{k: v for k, v in (config.to_dict() | given).items() if k != "auto_map"})
 
     def count(config: Any) -> int:
@@ -360,10 +357,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
     sweeps.add_arguments(p, ROWS, "runs/elastic_states", 400, TASKS)
+    p.set_defaults(rates=RATES)
     args = p.parse_args(argv)
     small: dict[str, int] = {"batch_size": 2, "test_count": 2} if args.quick else {}
     settings = Settings(args.data_dir, min(args.updates, 2) if args.quick else args.updates, **small)
-    records, report = sweeps.run("elastic_states", args, Sweep(settings, perform, define, METRIC), lambda name: RATES)
+    records, report = sweeps.run("elastic_states", args, Sweep(settings, perform, define, METRIC))
     report["results"] = summarise(records)
     if "repair" in args.tasks and Path(args.data_dir, "protein_chains").is_dir():
         report["references"] = Repair(args.data_dir, records[0]["settings"]["test_count"]).references()

@@ -26,16 +26,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.sizes import count_parameters, matched_baseline
+from essm_train.data.blocks import to_stream
+from essm_train.data.documents import read_files
+from essm_train.data.tokens import ByteEncoder
 from essm_train.files import write_json
-from essm_train.run.steps import adamw, update
+from essm_train.measure.evaluation import open_text
+from essm_train.run.steps import adamw, make_scheduler, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.loading_essm import truncated_config
 from modeling_essm.spectral_budget import ResolvedBudget, of_each_layer
@@ -43,7 +46,6 @@ from modeling_essm.training.budget_dropout import BudgetSchedule, Part, budget_l
 
 from . import common
 
-END = 258  # <eos>
 WARMUP = 100  # updates
 DISTILLATION = 0.5  # as train_clm has it for "family"
 AT_ONCE = 50  # updates between two looks at the device
@@ -91,14 +93,6 @@ def make_model(task: Task) -> Any:
     return model
 
 
-def read_stream(path: Path, first_bytes: int | None = None) -> Tensor:
-    """(n,) int16: the bytes of every text in the column `text` of a Parquet file, each text ended by <eos>."""
-    end, pieces = torch.tensor([END], dtype=torch.int16), []
-    for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
-        pieces += [torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(torch.int16), end]
-    return torch.cat(pieces)[:first_bytes]
-
-
 class Windows:
     """Which parts of a text the updates read: random ones, or its blocks once each, but for an incomplete last batch.
 
@@ -118,13 +112,6 @@ class Windows:
             return chosen.view(-1, self.batch) * (self.length - 1)
         drawn = torch.Generator().manual_seed(updates.start)
         return torch.randint(len(self.stream) - self.length + 1, (len(updates), self.batch), generator=drawn)
-
-
-def rate(number: int, updates: int) -> float:
-    """Factor of the learning rate at an update, that of train_clm."""
-    if number < WARMUP:
-        return number / WARMUP
-    return 0.5 * (1 + math.cos(math.pi * (number - WARMUP) / max(1, updates - WARMUP)))
 
 
 class Run:
@@ -172,7 +159,9 @@ class Run:
         self.counter.zero_()
         parts = [self.parts_of(n, of) for n in updates]
         tables = {self.starts: self.windows.starts(updates)}
-        tables[self.rates] = torch.tensor([self.learning_rate * rate(n, of) for n in updates])
+        # Of an optimizer that stands in: a scheduler wraps the step of its own, which a graph must not see.
+        factor = make_scheduler(torch.optim.SGD([torch.zeros(1)], 1.0), WARMUP, [(0, of)]).lr_lambdas[0]
+        tables[self.rates] = torch.tensor([self.learning_rate * factor(n) for n in updates])
         tables[self.weights] = torch.tensor([[part.weight for part in some] for some in parts])
         if isinstance(parts[0][-1].budget, tuple):
             tables[self.budgets] = torch.tensor([some[-1].budget for some in parts])
@@ -296,21 +285,10 @@ def outputs_of(model: Any, ids: Tensor, budget: int | ResolvedBudget | None) -> 
         return model(input_ids=ids, labels=ids, use_cache=False, **options)
 
 
-@torch.no_grad()
-def bits_per_byte(model: nn.Module, stream: Tensor, length: int, count: int, batch: int, budget: int | None) -> float:
-    """Over `count` windows spread evenly over the text, `batch` at a time; <eos> counts as a byte."""
-    model.eval()
-    starts = torch.linspace(0, len(stream) - length, count).long()
-    windows = stream[starts[:, None] + torch.arange(length)].to(next(model.parameters()).device, torch.long)
-    losses = [outputs_of(model, some, budget).loss * len(some) for some in windows.split(batch)]
-    model.train()
-    return float(torch.stack(losses).sum()) / count / math.log(2)
-
-
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    p.add_argument("--train_file", type=Path, required=True, help="Parquet with a column text")
-    p.add_argument("--text_file", type=Path, required=True, help="held-out text, likewise")
+    p.add_argument("--train_file", type=Path, required=True, help="texts, as essm-train-clm reads them")
+    p.add_argument("--text_file", type=Path, required=True, help="held-out texts")
     p.add_argument("--configs", nargs="+", type=common.config_folder, default=CONFIGS, help="folders of ES-SSMs")
     kinds = ["elastic", *PEERS]
     p.add_argument("--models", nargs="*", choices=kinds, default=kinds, help="of each configuration")
@@ -338,9 +316,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     told = ("updates", "seconds", "one_pass", "first_bytes", "batch", "length", "learning_rate", "windows")
     device, report = common.start("gpu_train", args, **{name: getattr(args, name) for name in told})
     begun = time.monotonic()
-    stream, held_out = read_stream(args.train_file, args.first_bytes), read_stream(args.text_file)
-    if min(len(stream), len(held_out)) < args.length:
-        p.error(f"--length must be within the bytes of each text, {len(stream)} and {len(held_out)}: {args.length}")
+    ids = to_stream(read_files([str(args.train_file)]), ByteEncoder())[0][: args.first_bytes]
+    stream = torch.from_numpy(ids.astype("int16"))
+    held_out = open_text([str(args.text_file)], ByteEncoder(), args.length, args.windows, args.batch)
+    if len(stream) < args.length:
+        p.error(f"--length must be within the {len(stream)} bytes of the training text, got {args.length}")
     windows = Windows(stream.to(device), args.length, args.batch, args.one_pass)
     if args.one_pass and not windows.updates:
         p.error(f"--batch must be at most the {len(windows.order)} blocks of the text, got {args.batch}")
@@ -359,9 +339,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             write_json(path, report, indent=1)
             if args.save and task.kind not in PEERS:
                 run.save(args.save / task.label)
-            size = (args.length, args.windows, args.batch)
             budgets = run.schedule.budgets if run.schedule else (None,)
-            result["bits_per_byte"] = {str(K): bits_per_byte(run.model, held_out, *size, K) for K in budgets}
+            result["bits_per_byte"] = {str(K): held_out.value(run.model.eval(), K or 1) for K in budgets}
         except Exception as error:  # out of memory, say
             traceback.print_exc(limit=-4)
             results.setdefault(task.label, {})["failed"] = (

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from essm_train.arguments import TRUST_HELP
 from essm_train.data.blocks import evaluation_blocks, to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
-from essm_train.models import load_model
+from modeling_essm import ESSMConfig, ESSMForCausalLM
 
 from . import common
 from .sweeps import mean
@@ -59,11 +57,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--training_length", type=int, required=True, help="block_size of the training, in bytes")
     p.add_argument("--budgets", type=int, nargs="+", default=[4, 32])
     p.add_argument("--windows", type=int, default=48)
-    p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
     if wrong := [entry for entry in args.models if "=" not in entry]:
         p.error(f"--models takes name=folder, got {wrong[0]!r}")
-    length, trusted = args.training_length, {"trust_remote_code": args.trust_remote_code}
+    length = args.training_length
     stream, _ = to_stream(read_files(args.text_files), ByteEncoder())
     longest = MULTIPLES[-1] * length
     whole = (len(stream) - 1) // longest * longest
@@ -75,12 +72,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report["results"] = []
     for name, _, joined in (entry.partition("=") for entry in args.models):
         folders = joined.split(",")
-        filter_length = load_model(AutoConfig, folders[0], **trusted).filter_length
+        filter_length = ESSMConfig.from_pretrained(folders[0]).filter_length
         # Filters as long as the longest blocks make both algorithms the same up to rounding.
         for algorithm in ("chunked", "fft") if filter_length < longest else ("chunked",):
             runs = []
             for folder in folders:
-                model = load_model(AutoModelForCausalLM, folder, **trusted, spectral_algorithm=algorithm)
+                model = ESSMForCausalLM.from_pretrained(folder, spectral_algorithm=algorithm)
                 runs.append(measure(model.eval().to(device), windows, length, args.budgets))
             result = {"name": name, "algorithm": algorithm, "filter_length": filter_length, "seeds": len(runs)}
             for key, first in runs[0].items():  # over seeds, of every entry

@@ -426,9 +426,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
     if args.quick:
         settings = Settings(50_000, min(args.updates, 3), positions=64, held_out=128, quick=True)
-    records, report = sweeps.run(
-        "memory_probes", args, Sweep(settings, perform, define, METRIC), lambda name: ROWS[name].rates
-    )
+    records, report = sweeps.run("memory_probes", args, Sweep(settings, perform, define, METRIC))
     report["results"] = sweeps.summarise_all(records, METRIC)
     recalls = [r for r in report["results"] if r["definition"]["task"]["kind"] == Recall.__name__ and METRIC in r]
     for result in recalls:

@@ -75,12 +75,10 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     ablation.add_arguments(p, 400_000)
-    sweeps.add_arguments(p, ["mamba"], "runs/selective_states", 800)
+    sweeps.add_arguments(p, {"mamba": ROW}, "runs/selective_states", 800)
     args = p.parse_args(argv)
     settings = ablation.settings_of(args, validation_blocks=32, block_size=256, batch_size=8)
-    records, report = sweeps.run(
-        "selective_states", args, Sweep(settings, perform, define, METRIC), lambda name: ROW.rates
-    )
+    records, report = sweeps.run("selective_states", args, Sweep(settings, perform, define, METRIC))
     report["whole"] = mean([r[METRIC]["1"] for r in records if not r["diverged"]])
     report["results"] = summarise(records)
     return common.finish(report, args)

@@ -113,16 +113,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     sweeps.add_data(p)
     sweeps.add_arguments(p, ROWS, "runs/state_truncation", 4000, TASKS)
-    p.set_defaults(seeds=[0, 1, 2, 3, 4])
+    p.set_defaults(rates=[RATE], seeds=[0, 1, 2, 3, 4])
     args = p.parse_args(argv)
     updates, test_samples, state_size = (min(args.updates, 20), 20, 8) if args.quick else (args.updates, 1000, 64)
     if args.quick:
         args.only = [name for name in args.only if ROWS[name].every is None]  # others need longer runs
     sizes = (updates, 16, 1, test_samples, state_size, max(4, updates // 10))  # one block; a tenth is the warm-up
     settings = Settings(args.data_dir, *sizes, args.quick, str(common.pick_device(args.device)))
-    records, report = sweeps.run(
-        "state_truncation", args, Sweep(settings, perform, define, METRIC), lambda name: (RATE,)
-    )
+    records, report = sweeps.run("state_truncation", args, Sweep(settings, perform, define, METRIC))
     report["results"] = summarise(records)
     return common.finish(report, args)
 

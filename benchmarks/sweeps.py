@@ -16,7 +16,7 @@ import math
 import multiprocessing
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,11 +186,7 @@ def _performed(one: Callable[[Run], dict[str, Any]], runs: list[Run], processes:
         yield from map(one, runs)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
-        futures = [pool.submit(one, run) for run in runs]
-        try:
-            yield from (future.result() for future in as_completed(futures))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        yield from pool.map(one, runs)  # which cancels those that wait when one fails
 
 
 def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
@@ -210,9 +206,10 @@ def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[di
 
 
 def add_arguments(
-    p: argparse.ArgumentParser, rows: Iterable[str], runs_dir: str, updates: int, tasks: Iterable[str] = ()
+    p: argparse.ArgumentParser, rows: Mapping[str, Any], runs_dir: str, updates: int, tasks: Iterable[str] = ()
 ) -> None:
-    p.set_defaults(device="cpu", tasks=[""])
+    """Rows by name; those whose `rates` are not their own need `p.set_defaults(rates=..)`."""
+    p.set_defaults(device="cpu", tasks=[""], rows=rows)
     if tasks:
         p.add_argument("--tasks", nargs="+", default=[*tasks], help=f"out of {[*tasks]}")
     p.add_argument("--only", nargs="+", metavar="NAME", choices=[*rows], default=[*rows], help=f"of {[*rows]}")
@@ -234,9 +231,7 @@ def _positive(text: str) -> int:
     return value
 
 
-def run(
-    name: str, args: argparse.Namespace, sweep: Sweep, rates: Callable[[str], Sequence[float]]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Perform what is missing, unless --table says otherwise; the records of all runs, and the report of that name.
 
     Every model runs at each of its rates, at every seed, on every task: seed by seed, so that a sweep cut short is a
@@ -244,7 +239,11 @@ def run(
     """
     if not args.table:
         points = itertools.product(args.seeds, args.tasks, args.only)
-        runs = [Run(model, rate, seed, task) for seed, task, model in points for rate in args.rates or rates(model)]
+        runs = [
+            Run(model, rate, seed, task)
+            for seed, task, model in points
+            for rate in args.rates or args.rows[model].rates
+        ]
         sweep.perform_missing(runs, args.runs_dir, args.processes)
     records = collect(args.runs_dir, args.only, args.tasks)
     settings = {"quick": args.quick} | records[0]["settings"]

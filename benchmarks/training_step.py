@@ -180,19 +180,11 @@ def essm_table(args: argparse.Namespace) -> dict[str, Any]:
     return common.finish(report, args)
 
 
-def balanced_updates(capacity: int) -> list[int]:
-    """What the discrete schedule draws, each budget once, in the order in which it first draws them."""
-    schedule, drawn, number = budget_schedule("discrete", capacity, 0), dict[int, None](), itertools.count()
-    while drawn.keys() != {*schedule.budgets}:
-        drawn |= dict.fromkeys(schedule(next(number)))
-    return [*drawn]
-
-
 def dropout_table(args: argparse.Namespace) -> dict[str, Any]:
     device, report = begin("training_step_dropout", args)
     model = new_model(args, device)
     capacity = model.config.num_spectral_channels
-    budgets = balanced_updates(capacity)
+    budgets = budget_schedule("discrete", capacity, 0).budgets
     report["mean_budget"] = sum(budgets) / len(budgets)
     step = make_step(model, args.batch, args.length)
     calls = {f"K={K}": functools.partial(step, K) for K in dict.fromkeys((*budgets, capacity))}

@@ -164,7 +164,7 @@ def draw(results: dict[str, Any], delays: dict[str, list[str]], filter_length: i
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    sweeps.add_arguments(p, [MODEL], "runs/what_budgets_buy", 300)
+    sweeps.add_arguments(p, {MODEL: None}, "runs/what_budgets_buy", 300)
     p.set_defaults(rates=[5e-3], seeds=[0])
     p.add_argument("--parameters", type=int, default=30_000, help="of every model")
     args: argparse.Namespace = p.parse_args(argv)
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         fields = {"parameters": 12_000, "updates": min(args.updates, 3), "positions": 128, "held_out": 128}
     settings = memory_probes.Settings(**fields, device=str(common.pick_device(args.device)))
     sweep = Sweep(settings, memory_probes.perform, memory_probes.define, memory_probes.METRIC)
-    records, report = sweeps.run("what_budgets_buy", args, sweep, lambda name: args.rates)
+    records, report = sweeps.run("what_budgets_buy", args, sweep)
     results: dict[str, Any] = {"analytic": analytic(args.tasks, lengths, filter_length)}
     results["trained"] = sweeps.summarise_all(records, memory_probes.METRIC)
     for rows in (*results["analytic"].values(), results["trained"]):

@@ -121,11 +121,6 @@ def test_updates_are_at_the_budgets_of_their_schedule(schedule):
     assert tokens == 5 * ablation_speed.BATCH * 16 and not torch.equal(model.lm_head.weight, before)
 
 
-def test_sampled_budgets_are_balanced():
-    updates = training_step.balanced_updates(32)
-    assert sorted(updates) == [2, 3, 4, 6, 8, 12, 16, 24, 32] != updates
-
-
 def test_a_configuration_of_a_folder_is_measured(quick, tmp_path, capsys):
     """Its budgets, at a capacity of 8, from where 4 and 32 were asked for; sizes of --quick in the place of its own."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "head_size": 10, "spectral_capacities": [8, 8, 6]}

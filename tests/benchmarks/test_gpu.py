@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_all, gpu_train
+from essm_train.data.tokens import ByteEncoder
+from essm_train.measure.evaluation import open_text
 from essm_train.run.steps import adamw, make_scheduler, update
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.training.budget_dropout import budget_losses
@@ -105,8 +107,7 @@ def test_every_model_learns_and_is_saved(train, tmp_path):
     for name, K in ((names[0], [1, 2, 3, 4, 6, 8]), (names[1], [4])):
         model = ESSMForCausalLM.from_pretrained(tmp_path / "saved" / name)
         assert model.dtype == torch.bfloat16 and model.config.trained_budgets == K
-        held_out = gpu_train.read_stream(tmp_path / "text.parquet")
-        bits = gpu_train.bits_per_byte(model.float(), held_out, 61, 2, 4, K[-1])
+        bits = open_text([str(tmp_path / "text.parquet")], ByteEncoder(), 61, 2, 4).value(model.float(), K[-1])
         assert bits == pytest.approx(results[name]["bits_per_byte"][str(K[-1])], abs=0.1)
 
 
@@ -160,8 +161,9 @@ def test_an_update_is_that_of_a_plain_loop_over_its_parts(kind, batch):
     """Whose budgets share out the rows one by one, as `BudgetSchedule.parts` has them without `together`."""
     run, plain, numbers = a_run(kind, batch), a_run(kind, batch), range(60, 62)
     optimizer, losses = adamw(plain.model, 0.01), []
+    factor = make_scheduler(optimizer, gpu_train.WARMUP, [(0, 80)]).lr_lambdas[0]
     for number, starts in zip(numbers, plain.windows.starts(numbers)):
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 * gpu_train.rate(number, 80)
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 * factor(number)
         ids = torch.stack([plain.stream[start : start + 25] for start in starts]).long()
         schedule = plain.schedule and dataclasses.replace(plain.schedule, updates=80)
         parts = schedule.parts(number, batch) if schedule else plain.parts
@@ -218,8 +220,3 @@ def test_models_of_the_gpu_run_have_one_size(folder):
         models = [gpu_train.make_model(task) for task in gpu_train.tasks_of(args)]
     elastic, *peers = (sum(p.numel() for p in model.parameters()) for model in models)
     assert all(abs(count / elastic - 1) < 0.03 for count in peers), (elastic, peers)
-
-
-def test_the_learning_rate_is_that_of_train_clm():
-    scheduler = make_scheduler(torch.optim.SGD([torch.zeros(1)], 1.0), gpu_train.WARMUP, [(0, 300)])
-    assert [gpu_train.rate(n, 300) for n in range(300)] == pytest.approx([*map(scheduler.lr_lambdas[0], range(300))])
