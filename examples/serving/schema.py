@@ -130,16 +130,8 @@ ENDPOINTS = {
     "/v1/responses": Response,
     "/load_model": Request,  # the client of `chat` asks for it first
 }
-# What the library ignores with a warning in its log, if it changes an answer.
-_HARMLESS = {
-    "user",
-    "metadata",
-    "stream_options",
-    "store",
-    "service_tier",
-    "n",
-    "best_of",
-}  # the last two can be 1 alone
+# What the library ignores with a warning in its log, if it changes an answer; n and best_of can be 1 alone.
+_HARMLESS = {"user", "metadata", "stream_options", "store", "service_tier", "n", "best_of"}
 IGNORED = {
     "/v1/completions": {*UNUSED_LEGACY_COMPLETION_FIELDS, "logit_bias"} - _HARMLESS,
     "/v1/chat/completions": UNUSED_CHAT_COMPLETION_FIELDS - _HARMLESS,
