@@ -98,7 +98,8 @@ class ESSMConfig(PreTrainedConfig):
             one meaning, different cost.
         gate_hidden_size (`int`, *optional*): width D_g inside the gate, about D / 4 by default; in the elastic block a
             multiple of the channels.
-        gating (`str`): "softmax" for Eq. (8) or, in the paper's block, "none" for Eq. (6).
+        gating (`str`, *optional*): "softmax" for Eq. (8) over all channels that run; "nested", the elastic block's
+            default, for Eq. (8) over channels 1 to j in head j; or, in the paper's block, "none" for Eq. (6).
         spectral_budget (`int`, `list[int]` or `str`, *optional*): default budget K of every call; None is the capacity.
         trained_budgets (`list[int]`, *optional*): budgets seen in training; others warn once.
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
@@ -155,7 +156,7 @@ class ESSMConfig(PreTrainedConfig):
     chunk_size: int | None = _integer(1, _WIDTH)
     spectral_algorithm: Literal["chunked", "step", "fft", "naive"] = "chunked"
     gate_hidden_size: int | None = _integer(1, _WIDTH)
-    gating: Literal["softmax", "none"] = "softmax"
+    gating: Literal["softmax", "nested", "none"] | None = None
     spectral_budget: int | list[int] | str | None = None
     trained_budgets: list[int] | None = _integer(1, 64)
     budget_presets: dict[str, int | list[int]] | None = None
@@ -206,6 +207,7 @@ class ESSMConfig(PreTrainedConfig):
             "scaling_exponent": 0.25 if paper else 0.0,
             "chunk_size": 64 if paper else 32,
             "gate_hidden_size": max(1, D // 4) if paper else _gate_size(D, K),
+            "gating": "softmax" if paper else "nested",
         }
         if not paper:
             defaults |= {"head_size": _head_size(D, K), "conv_kernel_size": 4, "embedding_initializer_range": 0.1}
@@ -222,6 +224,9 @@ class ESSMConfig(PreTrainedConfig):
             raise ValueError("num_labels must be an integer of at least 1, got 0")
         config: Any = self  # whose sizes are all filled in
         K, m, e = self.num_spectral_channels, self.memory_key_size, self.memory_value_size
+        legal = ("softmax", "none") if self.block == "paper" else ("softmax", "nested")
+        if self.gating not in legal:
+            raise ValueError(f"gating must be one of {legal} with block={self.block!r}, got {self.gating!r}")
         if self.block == "paper":
             if config.intermediate_size < 1:
                 raise ValueError("intermediate_size of the paper's block must be at least 1, got 0")
@@ -232,8 +237,6 @@ class ESSMConfig(PreTrainedConfig):
             for name in ("intermediate_size", "gate_hidden_size"):
                 if getattr(config, name) % K:
                     raise ValueError(f"{name} must be a multiple of the {K} channels, got {getattr(config, name)}")
-            if self.gating != "softmax":
-                raise ValueError(f'gating must be "softmax" with block="elastic", got {self.gating!r}')
             if (m > 0) != (e > 0) or e >= config.head_size:
                 raise ValueError(
                     "memory_key_size and memory_value_size must both be 0 or both be positive, and values fewer than "
@@ -313,6 +316,7 @@ class ESSMConfig(PreTrainedConfig):
         if given.get("block", before) != before:
             derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size", "chunk_size"}
             derived |= {"memory_key_size", "memory_value_size", "scaling_exponent", "embedding_initializer_range"}
+            derived.add("gating")
         D, K = fields.get("hidden_size"), fields.get("num_spectral_channels", 32)
         if D and before == "elastic" and given.keys() & {"hidden_size", "num_spectral_channels"}:
             of_channels = {"head_size": _head_size(D, K), "gate_hidden_size": _gate_size(D, K)}

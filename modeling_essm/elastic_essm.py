@@ -21,6 +21,7 @@ from .mixer_essm import (
     at_unit_scale,
     beyond,
     causal_convolution,
+    nested_gates,
     prefix_linear,
     quieter_by_channel,
     softmax_gates,
@@ -30,8 +31,8 @@ from .mixer_essm import (
 class ESSMElasticMixer(nn.Module):
     """Eq. (7-8) with a head for every channel; (B, L, D) of unit scale to (B, L, D).
 
-    z_j, v_j = in_j u;  v_j = silu(conv_j v_j);  y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j);
-    out = sum_{j<=K} out_j (norm_j(y_j) silu(z_j)).
+    z_j, v_j = in_j u;  v_j = silu(conv_j v_j);  y_j = skip_j v_j + sum_{k<=j} alpha_kj sigma_k^p M_kj (phi_k * v_j);
+    out = sum_{j<=K} out_j (norm_j(y_j) silu(z_j)). With `gating="softmax"` every head mixes all K filters.
     """
 
     def __init__(self, config: Any, capacity: int):
@@ -39,6 +40,7 @@ class ESSMElasticMixer(nn.Module):
         D, d, e = config.hidden_size, config.head_size, config.memory_value_size
         self.gate_units = config.gate_hidden_size // config.num_spectral_channels
         self.operator, self.algorithm = operator_of(config), config.spectral_algorithm
+        self.nested = config.gating == "nested"
         self.head_size, self.filtered, self.scaling_exponent = d, d - e, config.scaling_exponent
         self.taps, self.gate_bias, self.eps = config.conv_kernel_size, config.gate_bias, config.layer_norm_eps
         self.convolved = d + 2 * config.memory_key_size  # of each channel: d of v, then the memory's queries and keys
@@ -70,13 +72,14 @@ class ESSMElasticMixer(nn.Module):
             self.memory.init_weights()
 
     def gates(self, u: Tensor, K: int, rows: Tensor | None) -> Tensor:
-        """(B, L, K, K): alpha_kj(t) sigma_k^p of filter k for head j, normalised over the live filters of each head."""
+        """(B, L, K, K): alpha_kj(t) sigma_k^p of filter k for head j, normalised over those that j mixes."""
         h = self.gate_act(prefix_linear(self.gate_in, u, K * self.gate_units))
         n = h.shape[-1]
         if rows is not None:
             h = h.masked_fill(beyond(rows * self.gate_units, n), 0.0)
         s = F.linear(h, self.gate_weight[:K, :K, :n].reshape(K * K, n)).unflatten(-1, (K, K)) + self.gate_offset[:K, :K]
-        alpha = softmax_gates(s, K, rows).to(u.dtype)
+        alpha = nested_gates(s, self.operator.filter_length) if self.nested else softmax_gates(s, K, rows)
+        alpha = alpha.to(u.dtype)
         if not self.scaling_exponent:
             return alpha
         return alpha * self.operator.sigma(K, self.scaling_exponent, u).view(K, 1)

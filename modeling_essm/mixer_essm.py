@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from .cache_essm import ESSMCacheLayer, operator_of
 from .packing import Packing
-from .spectral_constants import is_transformed
+from .spectral_constants import is_transformed, later_filters, root_of_filters
 
 _GATE_EPS = 1e-6  # eps of Eq. (8)
 
@@ -113,14 +113,29 @@ def softmax_gates(scores: Tensor, budget: int, rows: Tensor | None = None) -> Te
     Returns:
         the same shape, in fp32 or better; zero beyond a row's own K.
     """
+    if rows is None:
+        return _normalised_softmax(scores, budget**0.5)
+    heads = (1,) * (scores.ndim - 3)
+    inactive = (torch.arange(budget, device=scores.device) >= rows[:, None]).view(-1, 1, budget, *heads)
+    return _normalised_softmax(scores, rows.view(-1, 1, 1, *heads) ** 0.5, inactive)
+
+
+def nested_gates(scores: Tensor, filter_length: int) -> Tensor:
+    """alpha_kj(t) of Eq. (8) for each head j over filters 1 to j: scores (B, L, K, K), filter before head, to the same.
+
+    In fp32 or better; zero at later filters.
+    """
+    K, device, dtype = scores.shape[2], str(scores.device), torch.promote_types(scores.dtype, torch.float32)
+    later = later_filters(filter_length, device)[:K, :K]
+    return _normalised_softmax(scores, root_of_filters(filter_length, device, dtype)[:K], later)
+
+
+def _normalised_softmax(scores: Tensor, root: Tensor | float, inactive: Tensor | None = None) -> Tensor:
+    """Eq. (8) over dimension 2. root: of the number of active entries. inactive: true at the others, which become 0."""
     s = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    inactive: Tensor | None = None
-    K: Tensor | int = budget
-    if rows is not None:
-        heads = (1,) * (s.ndim - 3)
-        inactive = (torch.arange(budget, device=s.device) >= rows[:, None]).view(-1, 1, budget, *heads)
-        K, s = rows.view(-1, 1, 1, *heads), s.masked_fill(inactive, 0.0)
-    s = s * (K**0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + _GATE_EPS))
+    if inactive is not None:
+        s = s.masked_fill(inactive, 0.0)
+    s = s * (root / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + _GATE_EPS))
     return (s if inactive is None else s.masked_fill(inactive, -math.inf)).softmax(2)
 
 

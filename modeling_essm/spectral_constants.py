@@ -108,6 +108,18 @@ def recurrence(H: int, device: str, dtype: torch.dtype) -> Tensor:
     return to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
 
 
+@_constant
+def later_filters(H: int, device: str) -> Tensor:
+    """(filters, heads) bool for all states of the basis, true where filter k > j: head j does not mix it."""
+    return to_device(np.tri(len(spectral_basis(H).sigma), k=-1, dtype=bool), device, torch.bool)
+
+
+@_constant
+def root_of_filters(H: int, device: str, dtype: torch.dtype) -> Tensor:
+    """(heads,) sqrt(j) for all states of the basis, of the number of filters that head j mixes."""
+    return to_device(np.arange(1, len(spectral_basis(H).sigma) + 1) ** 0.5, device, dtype)
+
+
 @functools.lru_cache(maxsize=1024)
 def _chunk_constants(H: int, N: int, C: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     operators = chunk_operators(H, N, C)

@@ -21,7 +21,7 @@ VARIANTS = {
     "paper": {},
     "no-gate": {"gating": "none"},
     "elastic": {"block": "elastic", "head_size": 4, "conv_kernel_size": 3, "intermediate_size": 128},
-    "memory": {"block": "elastic", "head_size": 8, "memory_key_size": 2, "memory_value_size": 4},
+    "memory": {"block": "elastic", "head_size": 8, "memory_key_size": 2, "memory_value_size": 4, "gating": "softmax"},
 }
 HYBRID = {
     "num_hidden_layers": 4,

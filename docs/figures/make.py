@@ -205,7 +205,7 @@ def draw_elastic_block(ax) -> None:
             rises(ax, x, (1.85, 2.6), (3.8, 4.3), (5.5, 6.0), (7.2, 7.55), (9.25, 9.9))
             for y, up in ((11.1, 11.4), (16.0, 16.35)):
                 line(ax, (x, y), (x, up), (middle, up), head=False)
-    box(ax, middle, 6.6, r"(7), (8): each head by $\phi_1, \phi_2, \phi_3$", BLUE, 8.5, 1.2)
+    box(ax, middle, 6.6, r"(7), (8): head $j$ by $\phi_1, .., \phi_j$", BLUE, 8.5, 1.2)
     box(ax, 12.5, 6.6, "not read", GREY, 5.5, 1.2, ls="--")
     box(ax, middle, 13.8, "RMSNorm", GREY, 8.5, 1.1)
     for start, end in ((0.2, 12.2), (12.95, 17.2)):

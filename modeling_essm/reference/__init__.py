@@ -65,9 +65,11 @@ def elastic_mixer(
     With j, k <= K; a head j has d units, of which the first d - e pass through the filters and e through the memory:
 
         z_j, v_j, q_j, k_j = in_j u;   v_j = silu(conv_j v_j);   q_j, k_j for `delta_memory` where there is a memory
-        s_kj(t) = gate_weight_kj act(gate_in u(t)) + gate_offset_kj,   alpha of each head j by (8)
-        y_j = skip_j v_j + sum_{k<=K} alpha_kj sigma_k^p M_kj (phi_k * v_j)                                          (7)
+        s_kj(t) = gate_weight_kj act(gate_in u(t)) + gate_offset_kj,   alpha of head j by (8) over k <= j
+        y_j = skip_j v_j + sum_{k<=j} alpha_kj sigma_k^p M_kj (phi_k * v_j)                                          (7)
         out = sum_{j<=K} out_j (norm_j([y_j, o_j]) silu(z_j)),   o of `delta_memory`
+
+    With `gating="softmax"` k <= K instead of k <= j.
 
     Args:
         u: (B, L, D) of unit scale. weights: named as in the mixer. config: ESSMConfig with block="elastic". budget: K.
@@ -86,7 +88,9 @@ def elastic_mixer(
     v, qk = v.unflatten(2, (K, n)).split((d, n - d), 3)
     v = F.silu(v)
     h = ACT2FN[config.hidden_act](x @ W["gate_in.weight"][: K * g].T + W["gate_in.bias"][: K * g])
-    alpha = _alpha(torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K])
+    s = torch.einsum("blg,kjg->blkj", h, W["gate_weight"][:K, :K, : K * g]) + W["gate_offset"][:K, :K]
+    counts = range(1, K + 1) if config.gating == "nested" else [K] * K
+    alpha = torch.stack([F.pad(_alpha(s[:, :, :n, j]), (0, K - n)) for j, n in enumerate(counts)], 3)
     gates = alpha * _sigma(H, K, u)[:, None] ** config.scaling_exponent
     features = spectral_features(v[..., :w].flatten(2), _filters(H, K, L, u.device))  # (B, L, K, K w)
     y = W["skip"][: K * w] * v[..., :w].flatten(2) + mix_channels(features, gates, W["channel_mixing"][:, : K * w])
@@ -128,7 +132,7 @@ def _checked(budget: int, capacity: int) -> int:
 
 
 def _alpha(s: Tensor) -> Tensor:
-    """Eq. (8) of the scores (B, L, K, ..) of all live channels."""
+    """Eq. (8) of the scores (B, L, K) of all live channels."""
     return (s * s.shape[2] ** 0.5 / (torch.linalg.vector_norm(s, dim=2, keepdim=True) + 1e-6)).softmax(2)
 
 

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.nn.utils import parametrizations, prune
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
-from modeling_essm.loading_essm import channel_parameters, leading
+from modeling_essm.loading_essm import channel_parameters, leading, spectral_mixers
 from modeling_essm.mixer_essm import LayerCall, prefix_linear
 
 # Names and sizes, of layers and of what stands around them
@@ -140,22 +140,35 @@ def test_a_budget_reads_the_leading_blocks_alone(variant, budget):
     """Everything beyond them may be NaN, and gets a gradient of exactly 0; every channel within gets another."""
     model, ids = random_model(**variant).train(), random_ids(2, 20)
     expected = model(ids, labels=ids, spectral_budget=budget).logits
-    parts = [(parameter, block) for _, block, _, _, parameter in channel_parameters(model)]
+    parts = [(parameter, block, name) for _, block, _, name, parameter in channel_parameters(model)]
     with torch.no_grad():
-        for parameter, block in parts:
+        for parameter, block, _ in parts:
             kept = parameter[leading(block, 5)].clone()
             parameter.fill_(float("nan"))[leading(block, 5)] = kept
     outputs = model(ids, labels=ids, spectral_budget=budget)
     assert torch.equal(outputs.logits, expected)
     outputs.loss.backward()
-    for parameter, block in parts:
-        counts = [int((parameter.grad[leading(block, K)] != 0).sum()) for K in range(6)]
+    for parameter, block, name in parts:
+        first = int(name in ("gate_weight", "gate_offset"))  # of head 1, whose single gate is 1 whatever its score
+        counts = [int((parameter.grad[leading(block, K)] != 0).sum()) for K in range(first, 6)]
         assert counts == sorted({*counts}) and counts[-1] == (parameter.grad != 0).sum()
     with torch.no_grad():
         cache = filled(model.eval(), ids[:, :10], budget)
         logits = [model(part, past_key_values=cache, spectral_budget=budget).logits for part in ids[:, 10:].split(9, 1)]
     assert_close(torch.cat(logits, 1), expected[:, 10:])
     assert model(ids, spectral_budget=6).logits.isnan().any()
+
+
+def test_a_head_mixes_no_later_filter_than_its_own():
+    """Whatever scores and coefficients say of filter k for heads before k."""
+    model, ids = random_model(**VARIANTS["elastic"]), random_ids(2, 20)
+    expected = model(ids).logits
+    for mixer in spectral_mixers(model):
+        later = torch.ones(32, 32).tril(-1).bool()  # filter, head
+        with torch.no_grad():
+            for weights in (mixer.gate_weight, mixer.gate_offset, mixer.channel_mixing.unflatten(1, (32, -1))):
+                weights[later] = weights[later] + 1.0
+    assert torch.equal(model(ids).logits, expected)
 
 
 WATCHERS = {

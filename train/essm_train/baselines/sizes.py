@@ -113,7 +113,7 @@ def matched_variant(config: Any, model_class: type[nn.Module], block: str | None
     D, K, fields = config.hidden_size, config.num_spectral_channels, config.to_dict()
     own: Any = next(c for c in model_class.__mro__ if c.__module__.startswith(("modeling_essm", "essm_train.pairs")))
     matched = {name: value for name, value in fields.items() if not name.startswith(("ar_", "model_type"))}
-    changes: dict[str, Any] = {"gating": "softmax", "layer_types": None}
+    changes: dict[str, Any] = {"gating": None, "layer_types": None}
     if block:
         changes |= {"block": block, "num_spectral_channels": NEW_MODEL[block]["num_spectral_channels"]}
     target = count_parameters(own.config_class.from_dict(matched, **changes), own)

@@ -128,13 +128,13 @@ def draw_gates(rows: Sequence[tuple[str, Tensor, float]]) -> Figure:
     """Mean gates by layer, or by head, and channel, on a log scale."""
     K = len(rows[0][1])
     figure = Figure(figsize=(8, 1.5 + 0.35 * len(rows)), layout="constrained")
-    axes, log_K = figure.subplots(), math.log(max(2, K))
+    axes = figure.subplots()
     gates = torch.stack([mean for _, mean, _ in rows]).clamp(min=1e-6).log10()
     image = axes.imshow(gates, aspect="auto", cmap="viridis")
     axes.set_xticks(range(K), [str(k + 1) for k in range(K)], fontsize=7)
-    axes.set_yticks(range(len(rows)), [f"{name}: entropy {entropy / log_K:.2f}" for name, _, entropy in rows])
+    axes.set_yticks(range(len(rows)), [f"{name}: entropy {entropy:.2f}" for name, _, entropy in rows])
     axes.set_xlabel("spectral channel k")
-    axes.set_title(f"mean gate at K = {K} (log10), and entropy as a part of log K")
+    axes.set_title(f"mean gate at K = {K} (log10), and entropy in nats")
     figure.colorbar(image, ax=axes)
     return figure
 
@@ -174,7 +174,7 @@ def analyze(args: Any) -> None:
     for K in (budgets[0], budgets[-1]):
         shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])
         print(f"stability bound by layer at K={K}: {shown}")
-    if config.gating == "softmax":
+    if config.gating != "none":
         means, entropies = gate_statistics(model, input_ids, budgets[-1])
         record["gates"] = {"budget": budgets[-1], "mean": means.tolist(), "entropy": entropies.tolist()}
         rows = rows_of(means, entropies)
