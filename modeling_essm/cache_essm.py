@@ -27,7 +27,7 @@ from .spectral_ops import SpectralOperator
 _SHAPE = (
     *("num_hidden_layers", "hidden_size", "block", "head_size", "memory_key_size", "memory_value_size"),
     *("conv_kernel_size", "filter_length", "layer_types", "num_key_value_heads", "head_dim", "sliding_window"),
-    "rope_parameters",
+    *("rope_parameters", "state_margin"),
 )
 
 
@@ -48,7 +48,6 @@ class ESSMCacheLayer(CacheLayerMixin):
         state_budget: the budget to make room for, or None. filled: budgets that each row serves, where rows differ.
     """
 
-    is_compileable = False
     supports_early_init = False
 
     def __init__(self, config: Any, state_budget: int | None = None):

@@ -47,7 +47,8 @@ def _number(bound: float, default: Any = None) -> Any:
     """A field that holds a finite number in [0, bound); None passes where its type lets it."""
 
     def check(value: Any) -> None:
-        number = type(value) in (int, float) and 0 <= value < bound and value <= sys.float_info.max
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = number and 0 <= value < bound and value <= sys.float_info.max
         if value is not None and not number:
             raise ValueError(f"must be a number in [0, {bound:g}), got {value!r}")
 
@@ -104,7 +105,7 @@ class ESSMConfig(PreTrainedConfig):
         trained_budgets (`list[int]`, *optional*): budgets seen in training; others warn once.
         budget_presets (`dict[str, int | list[int]]`, *optional*): names that `spectral_budget` accepts.
         initializer_range (`float`): standard deviation of new linear layers; in the elastic block only of those that
-            write to the residual stream, others start at 1 / sqrt(their inputs).
+            write to the residual stream and of heads, others start at 1 / sqrt(their inputs).
         embedding_initializer_range (`float`, *optional*): standard deviation of new token embeddings,
             `initializer_range` by default, 0.1 in the elastic block.
         layer_types (`list[str]`, *optional*): "linear_attention", spectral, for each layer by default; a hybrid also

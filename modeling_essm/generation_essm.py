@@ -16,7 +16,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.utils import logging
 
 from .cache_essm import ESSMCache, ESSMStaticCache
-from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples
+from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples, spectral_layers
 
 logger = logging.get_logger(__name__)
 
@@ -29,6 +29,7 @@ class StepBudgets:
             from the step to a budget. config: what resolves a budget.
     Attributes:
         largest: the largest budget of each layer; None for a function, whose budgets are not known before.
+        of_rows: the largest budget of each row; None where no step has budgets of rows.
     Raises:
         ValueError: an empty list, or a bad budget in it.
     """
@@ -37,8 +38,19 @@ class StepBudgets:
         if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
             raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
         self.steps, self.prompt_length, self.samples = steps, 0, 1
-        resolved = () if callable(steps) else (config.resolve_budget(step).layers for step in steps)
-        self.largest = [max(layer) for layer in zip(*resolved)] or None
+        resolved = [] if callable(steps) else [config.resolve_budget(step) for step in steps]
+        self.largest = [max(layer) for layer in zip(*(step.layers for step in resolved))] or None
+        rows = max((len(step.of_rows) for step in resolved if step.of_rows), default=0)
+        by_step = [step.of_rows or (max(step.layers),) * rows for step in resolved]
+        self.of_rows = [max(row) for row in zip(*by_step)] or None
+
+    def make_cache(self, cache_class: type[Any], config: Any) -> Any:
+        """An empty cache with room for these steps. A memory is written in each row up to its own largest budget."""
+        cache = cache_class(config, self.largest)
+        if self.of_rows and config.memory_key_size:
+            for i, capacity in zip(spectral_layers(config), config.capacities):
+                cache.layers[i].filled = [min(K, capacity) for K in self.of_rows for _ in range(self.samples)]
+        return cache
 
     def at(self, input_ids: Tensor, is_first: bool) -> SpectralBudget:
         """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
@@ -100,11 +112,13 @@ class ElasticGenerationMixin(GenerationMixin):
         """As in transformers; the budget, then of all beams and samples, is resolved here for all steps."""
         input_ids, model_kwargs = super()._expand_inputs_for_generation(*args, **kwargs)
         given = [x for x in (model_kwargs.get("inputs_embeds"), input_ids) if x is not None]
-        cache = model_kwargs.get("past_key_values")
-        if cache is not None and given and (held := cache.get_seq_length()) >= (length := given[0].shape[1]):
+        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
+        held = 0 if cache is None else cache.get_seq_length()
+        # New tokens alone come with the mask of all.
+        if held and given and held >= max(length := given[0].shape[1], 0 if mask is None else mask.shape[1]):
             raise ValueError(
                 f"past_key_values has read {held} positions, but the prompt has {length}: generate needs the text that "
-                "the cache has read and at least one token more"
+                "the cache has read and at least one token more, or new tokens alone and the mask of all"
             )
         if (budget := model_kwargs.get("spectral_budget")) is not None:
             if not isinstance(budget, Tensor):  # which the library has repeated
@@ -156,7 +170,8 @@ class ElasticGenerationMixin(GenerationMixin):
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             steps = model_kwargs.get("step_budgets")
             cache_class = ESSMStaticCache if kind == "static" else ESSMCache
-            model_kwargs["past_key_values"] = cache_class(self.config, steps and steps.largest)
+            new = cache_class(self.config) if steps is None else steps.make_cache(cache_class, self.config)
+            model_kwargs["past_key_values"] = new
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
@@ -181,7 +196,7 @@ class _AtBudget:
         budget = self.budget
         if self.steps is not None:
             if use_cache and past_key_values is None:
-                past_key_values = ESSMCache(self.model.config, state_budget=self.steps.largest)
+                past_key_values = self.steps.make_cache(ESSMCache, self.model.config)
             budget = self.steps.of_step(self.step)
         self.step += 1
         return self.model(

@@ -112,6 +112,10 @@ class ElasticPreTrainedModel(PreTrainedModel):
         capacities = _capacities(spectral_capacity, config)
         held = dict(zip(spectral_layers(config), capacities))
         weights = read_prefix(source, held, config, variant=kwargs.pop("variant", None), **where)
+        tied = getattr(cls, "_tied_weights_keys", None) or {} if config.tie_word_embeddings else {}
+        weights |= {
+            name: weights[other] for name, other in tied.items() if other in weights
+        }  # offloaded ones need both
         config = truncated_config(config, capacities)
         config.resolve_budget(given.get("spectral_budget"))  # one that was asked for has to fit
         loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)

@@ -96,7 +96,7 @@ def num_states(num_channels: int, state_margin: int) -> int:
 
 
 def max_spectral_channels(filter_length: int) -> int:
-    """The largest capacity K that fp64 resolves at this filter length (at most 64): 23 at H = 64, 32 from H = 512."""
+    """The largest capacity K that fp64 resolves at this filter length (at most 64): 22 at H = 64, 32 from H = 512."""
     return spectral_basis(filter_length).num_resolved
 
 

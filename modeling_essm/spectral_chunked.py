@@ -354,8 +354,8 @@ def _(dy, dstate, u, gates, M, x, lengths, H, N, C):
 
 def _no_second_backward(ctx, *grads):
     raise NotImplementedError(
-        "the chunked operator is differentiable once in reverse mode; for second derivatives set "
-        'config.spectral_algorithm = "step" or "fft", or use torch.func (hessian, jvp), which differentiates plain '
+        "the chunked operator is differentiable once in reverse mode; for second derivatives load the "
+        'model with spectral_algorithm="step" or "fft", or use torch.func (hessian, jvp), which differentiates plain '
         "tensor operations"
     )
 

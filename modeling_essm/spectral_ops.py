@@ -144,8 +144,8 @@ class SpectralOperator:
         """
         if torch.compiler.is_exporting() and not isinstance(u.shape[1], int) and algorithm != "chunked":
             raise ValueError(
-                f"spectral_algorithm={algorithm!r} cannot be exported for any length: set config.spectral_algorithm = "
-                '"chunked", which computes the same, or export a fixed length'
+                f"spectral_algorithm={algorithm!r} cannot be exported for any length: load the model with "
+                'spectral_algorithm="chunked", which computes the same, or export a fixed length'
             )
         if algorithm not in ALGORITHMS:
             raise ValueError(

@@ -20,7 +20,7 @@ from .._files import replacing
 from ..budgets.weights import checksum, same_weights, weights_checksum
 from ..cache_essm import ESSMCache, check_cache, model_shape
 
-_FORMAT = "essm-cache-3"
+_FORMAT = "essm-cache-4"
 
 
 def save_cache(cache: ESSMCache, path: str | os.PathLike, model: Any) -> None:

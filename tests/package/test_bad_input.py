@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import VARIANTS, captured_warnings, random_ids, random_model, tiny_config
@@ -62,6 +63,11 @@ def test_values_that_a_field_does_not_take(names):
                 tiny_config(**{name: value})
         with pytest.raises(REFUSAL, match=name):
             ESSMConfig.from_dict(tiny_config().to_dict(), **{name: BAD_VALUES[names][0]})
+
+
+def test_numbers_of_numpy_are_numbers():
+    config = tiny_config(dropout=np.float64(0.1), initializer_range=1 / np.sqrt(512))
+    assert (config.dropout, config.initializer_range) == (0.1, 1 / np.sqrt(512))
 
 
 ELASTIC, MEMORY = VARIANTS["elastic"], VARIANTS["memory"]
@@ -197,8 +203,9 @@ def test_a_classifier_reads_whole_rows(name):
         ({"num_hidden_layers": 3}, "of a model of num_hidden_layers 2, but this one has 3"),
         ({"hidden_size": 24}, "of a model of hidden_size 16, but this one has 24"),
         ({"layer_types": [L_, F_]}, "layer_types"),
+        ({"state_margin": 4}, "of a model of state_margin 16, but this one has 4"),
     ],
-    ids=["rows", "layers", "width", "types"],
+    ids=["rows", "layers", "width", "types", "margin"],
 )
 def test_caches_of_another_batch_or_model(fields, message):
     cache = random_model()(IDS, use_cache=True).past_key_values

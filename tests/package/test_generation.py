@@ -258,6 +258,34 @@ def test_step_budgets_are_those_of_a_loop_by_hand():
     assert not torch.equal(tokens, generate(model, ids, spectral_budget=4))
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@pytest.mark.parametrize("fields", [VARIANTS["memory"], {**HYBRID, **VARIANTS["memory"]}], ids=["memory", "hybrid"])
+def test_rows_of_step_budgets_are_what_they_are_alone(fields, options):
+    """A memory is written in each row up to the largest budget that this row will have."""
+    model, ids = level_model(**fields), random_ids(3, 10)
+    steps = [torch.tensor([1, 3, 2]), torch.tensor([1, 6, 1])]
+    together = generate(model, ids, step_budgets=steps, **options)
+    for row in range(3):
+        alone = [int(step[row]) for step in steps]
+        assert torch.equal(together[row], generate(model, ids[row : row + 1], step_budgets=alone, **options)[0])
+
+
+@variants
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_a_cache_goes_on_with_new_tokens_alone(variant, count):
+    """As the library lets it: the mask is then of all."""
+    model, ids = level_model(**variant), random_ids(2, 10 + count)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    found = []
+    for given in (ids, ids[:, 10:]):
+        cache = ESSMCache(model.config)
+        with torch.no_grad():
+            model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+        found.append(generate(model, given, attention_mask=mask, past_key_values=cache)[:, -NEW:])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("strategy", ["greedy", "beams"])
 def test_step_budgets_as_a_function(strategy):
     model, ids, steps = level_model(), random_ids(2, 19), []

@@ -85,6 +85,14 @@ def test_heads_shards_precision_and_auto_classes(cls, tmp_path):
     assert torch.equal(outputs(small), outputs(large, 6))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_prefix_on_disk(tied, tmp_path):
+    large = random_model(**VARIANTS["elastic"], tie_word_embeddings=tied)
+    large.save_pretrained(tmp_path / "saved")
+    options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "disk", "spectral_capacity": 6}
+    assert_close(outputs(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)), outputs(large, 6))
+
+
 def test_by_the_name_of_a_repository(tmp_path):
     """From a Hub cache as a download leaves it, offline: revision, subfolder and generation config are found."""
     large = random_model()
