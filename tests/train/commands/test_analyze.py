@@ -2,6 +2,8 @@
 """essm-analyze: gate statistics, stability bounds and measured cost."""
 
 import json
+import math
+import re
 import sys
 
 import pytest
@@ -70,7 +72,11 @@ def test_script(block, tmp_path, monkeypatch, capsys):
     assert torch.tensor(record["gates"]["mean"]).shape == ((2, 32, 32) if block else (2, 32))
     assert set(record["stability_bound_by_layer"]) == {str(K) for K in record["budgets"]}
     assert all((tmp_path / "out" / name).read_bytes()[:4] == b"\x89PNG" for name in ("gates.png", "cost.png"))
-    assert "largest mean gates" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "largest mean gates" in printed and "analysis.json, gates.png, cost.png" in printed
+    if json.loads((model / "config.json").read_text())["gating"] == "nested":
+        for head in (1, 2, 32):  # which mixes so many filters
+            assert re.search(rf"layer 1, head {head}: .* entropy [0-9.]+ of {math.log(head):.3f}\n", printed)
 
 
 @blocks

@@ -5,6 +5,7 @@ import csv
 import wave
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from helpers import random_model
@@ -28,6 +29,11 @@ def write_wide(path: Path, count: int, seed: int, labels: list[str]) -> str:
         for row in range(count):
             kind = labels[row % len(labels)]
             table.writerow([row, *rng.normal({"walk": 0, "run": 1, "sit": 2}[kind], 0.3, 24).round(3), kind])
+    return str(path)
+
+
+def text_file(path: Path, content: str) -> str:
+    path.write_text(content)
     return str(path)
 
 
@@ -97,6 +103,65 @@ def test_labels_of_other_files_must_be_known(arguments, tmp_path):
     validation = write(tmp_path, "validation.jsonl", {"text": ["a", "b"], "label": ["yes", "perhaps"]})
     with pytest.raises(ValueError, match=r"cannot read validation_file validation.jsonl: .* label perhaps"):
         load(arguments(tmp_path / "run", "text", train_file=train_file, validation_file=validation))
+
+
+def test_labels_of_a_csv_are_numbers_if_all_of_them_are(arguments, tmp_path):
+    """In all rows, though pandas reads 10,000 at a time, and as the classes of training."""
+
+    def labels(name, *values):
+        return text_file(tmp_path / name, "text,kind\n" + "".join(f"so {value},{value}\n" for value in values))
+
+    columns = {"text_column": "text", "features_column": None, "label_column": "kind", "test_file": None}
+    train_file = labels("a.csv", *(["1", "2", "3"] * 4000), "n/a", "02")
+    data = load(arguments(tmp_path / "x", **columns, train_file=train_file, validation_file=labels("b.csv", "2", "1")))
+    assert data.label_names == ["02", "1", "2", "3", "n/a"] and data.validation.labels.tolist() == [2, 1]
+    numbers, truth = labels("c.csv", "0", " 2", "1"), labels("d.csv", "True", "False", "True")
+    data = load(arguments(tmp_path / "y", **columns, train_file=numbers, validation_file=numbers))
+    assert data.label_names is None and data.validation.labels.tolist() == [0, 2, 1]
+    data = load(arguments(tmp_path / "z", **columns, train_file=truth, validation_file=truth))
+    assert data.label_names == ["False", "True"] and data.validation.labels.tolist() == [1, 0, 1]
+    for wrong, message in {
+        "": "row 1 of train_file e.csv: .* must hold integers from 0, got None",
+        "0.5": "'kind' of train_file e.csv must hold integers from 0, or text, got '0.5'",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            load(arguments(tmp_path / "e", **columns, train_file=labels("e.csv", "1", wrong, "0")))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
+def test_classes_go_by_their_names(streaming, arguments, tmp_path):
+    def file(name, names, labels):
+        kind = datasets.Features({"text": datasets.Value("string"), "kind": datasets.ClassLabel(names=names)})
+        rows = {"text": [f"text {label}" for label in labels], "kind": labels}
+        datasets.Dataset.from_dict(rows, features=kind).to_parquet(tmp_path / name)
+        return str(tmp_path / name)
+
+    train_file = file("a.parquet", ["a", "b", "c"], ["a", "b", "c"])
+    columns = {"text_column": "text", "features_column": None, "label_column": "kind", "test_file": None}
+    columns |= {"train_file": train_file, "streaming": streaming, "num_labels": 3}
+    data = load(arguments(tmp_path / "x", **columns, validation_file=file("b.parquet", ["c", "a"], ["a", "c", "a"])))
+    assert data.validation.labels.tolist() == [0, 2, 0] and data.label_names == ["a", "b", "c"]
+    with pytest.raises(ValueError, match=r"classes \['d'\], which are not among \['a', 'b', 'c'\]"):
+        load(arguments(tmp_path / "y", **columns, validation_file=file("c.parquet", ["d", "a"], ["a", "d"])))
+    more = load(arguments(tmp_path / "z", **columns | {"num_labels": 5}, validation_file=train_file))
+    assert more.label_names == ["a", "b", "c", "LABEL_3", "LABEL_4"]
+
+
+def test_columns_of_a_pattern_are_those_of_training(arguments, tmp_path):
+    rows = "x0,x1,kind\n" + "1,2,0\n3,4,1\n" * 10
+    changes = {"train_file": text_file(tmp_path / "a.csv", rows), "features_column": "x*", "label_column": "kind"}
+    turned = text_file(tmp_path / "b.csv", "kind,x1,x9,x0\n0,2,7,1\n")
+    data = load(arguments(tmp_path / "x", **changes, validation_file=changes["train_file"], test_file=turned))
+    assert data.test.samples[0].values[:, 0].tolist() == [1, 2]
+    with pytest.raises(ValueError, match=r"no column 'x1', which the training data has for 'x\*'"):
+        load(arguments(tmp_path / "y", **changes, test_file=text_file(tmp_path / "c.csv", "x0,kind\n1,0\n")))
+
+
+def test_truth_values_are_labels(arguments, tmp_path):
+    path = text_file(tmp_path / "a.jsonl", '{"text": "no", "kind": false}\n{"text": "yes", "kind": true}\n')
+    columns = {"text_column": "text", "features_column": None, "label_column": "kind"}
+    data = load(arguments(tmp_path / "x", **columns, train_file=path, validation_file=path, test_file=path))
+    assert [type(sample.label) for sample in data.test.samples] == [int, int]
 
 
 def test_a_folder_of_sound(arguments, tmp_path):

@@ -69,11 +69,22 @@ def test_bytes_and_tokenizers_count_bytes_and_mark_special_tokens():
     assert encoder.pad_id == tokenizer.eos_token_id and set(encoder.special_ids) == {tokenizer.eos_token_id}
 
 
+def test_bytes_are_those_of_the_text_and_not_of_decoded_tokens(tmp_path):
+    """A tokenizer without a decoder puts spaces between its tokens, and this one drops those of the text."""
+    bare = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<eos>": 0, "a": 1, "bcdé": 2, "<unk>": 3}, unk_token="<unk>")
+    )
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    encoder = TokenizerEncoder(PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>"), "bare")
+    found = load(encoder, train_file=write(tmp_path / "text.txt", "a   bcdé " * 100))  # 10 bytes, two tokens
+    assert found.bytes_per_token == 5 and np.array_equal(found.held_out[0, :4], [1, 2, 1, 2])
+
+
 def test_bytes_per_token_are_those_of_what_is_held_out(tmp_path):
-    """The last tenth of the tokens is of bytes that the tokenizer never merged."""
+    """The last tenth of the text is of bytes that the tokenizer never merged."""
     tokenizer = bpe_tokenizer(documents())
     text = "".join(documents())[:9000]
-    paths = write(tmp_path / "text.txt", text + "\x01" * (len(tokenizer(text)["input_ids"]) // 8))
+    paths = write(tmp_path / "text.txt", text + "\x01" * 1200)
     found = load(TokenizerEncoder(tokenizer, "mine"), train_file=paths)
     assert found.bytes_per_token == 1.0 and load(train_file=paths).bytes_per_token == 1.0
 
@@ -319,9 +330,15 @@ def test_data_sets_are_read_from_a_local_folder(tmp_path):
 
 
 def test_without_a_validation_part_the_end_is_held_out(tmp_path):
-    text, stream = load(train_file=write(tmp_path / "a.txt", "spectral" * 25)), stream_of("spectral" * 25)
-    assert np.array_equal(text.source.samples, Blocks(stream[:181], 16)) and "10% held out" in text.description
-    assert torch.equal(text.held_out, evaluation_blocks(stream[181:], 16, 100))
+    whole = "spectral" * 25
+    text = load(train_file=write(tmp_path / "a.txt", whole))
+    assert (
+        np.array_equal(text.source.samples, Blocks(stream_of(whole[:180]), 16)) and "10% held out" in text.description
+    )
+    assert torch.equal(text.held_out, evaluation_blocks(stream_of(whole[180:]), 16, 100))
+    write(tmp_path / "b.jsonl", "".join(json.dumps({"text": piece}) + "\n" for piece in ("é" * 40, None, "é" * 60)))
+    text = load(train_file=[str(tmp_path / "b.jsonl")])
+    assert torch.equal(text.held_out, evaluation_blocks(stream_of("é" * 10), 16, 100))
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])

@@ -209,7 +209,7 @@ def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, c
     stop = {"eval_steps": 1, "early_stopping_patience": 2, "save_steps": 3, "save_total_limit": 9}
     validations([3.0, 2.0, 2.5, 2.1, 1.0])
     train(arguments(tmp_path, **stop))
-    assert "stopped early: no new best since update 2" in capsys.readouterr().out
+    assert "stopped early: no new best in 2 validations" in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003", "checkpoint-00000004"]
     validations([])
     train(arguments(tmp_path, **stop))

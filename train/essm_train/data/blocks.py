@@ -63,7 +63,8 @@ def to_mapped_stream(rows: datasets.Dataset, column: str, encoder: Encoder) -> t
         features=datasets.Features({"ids": ids, "texts": count, "bytes": count}),
         new_fingerprint=Hasher.hash([_FORMAT, rows._fingerprint, column, encoder]),
     )
-    stream = pa.chunked_array([chunk.flatten() for chunk in made.data.table["ids"].chunks])
+    kind = pa.from_numpy_dtype(encoder.dtype)
+    stream = pa.chunked_array([chunk.flatten() for chunk in made.data.table["ids"].chunks], kind)
     return stream, sum(made["bytes"]) / max(1, len(stream) - sum(made["texts"]))
 
 

@@ -53,20 +53,22 @@ class ClassificationData(LabelledData):
 
 
 class _Opened(NamedTuple):
-    """The rows of a split, what errors call them, the first one, what the two columns hold, and names of classes."""
+    """The rows of a split, what errors call them, the first one, what the two columns hold, names of classes, and those
+    of the columns that a pattern stands for."""
 
     rows: Any
     source: str
     first: dict[str, Any]
     features: datasets.Features
     names: list[str]
+    columns: list[str]
 
 
 def load_classification(args: Any, label_names: Sequence[str] | None = None) -> ClassificationData:
     """The data that the arguments (`ClassificationArguments`) name, checked.
 
     Args:
-        label_names: in which order labels that are text are the classes; by default sorted.
+        label_names: in which order labels with names are the classes; by default sorted where they are text.
     Raises:
         ValueError: anything about it that cannot work, naming the file, column or row.
     """
@@ -74,6 +76,7 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     if train is None:
         raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
     reader, num_labels = _make_reader(args, train), args.num_labels or len(train.names)
+    names = train.names and train.names + unnamed_labels(num_labels)[len(train.names) :]
     if isinstance(reader, FeatureReader) and args.model_name_or_path and args.feature_scale == "auto":
         reader.take(read_record(Path(args.model_name_or_path)))
     if args.streaming and not num_labels:
@@ -91,7 +94,7 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
         labels, lengths, sha256 = samples.check()
     splits, digests = {}, {}
     for name, wanted in {"validation": args.validation_samples, "test": args.test_samples}.items():
-        if (given := _open(args, name, train.names or label_names)) is not None:
+        if (given := _open(args, name, names or label_names, train.columns)) is not None:
             splits[name], digests[name] = _held_out(args, given, reader, num_labels, wanted)
 
     source: SampleSource
@@ -133,7 +136,7 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
         save_beside=reader.save_pretrained,
         reader=reader,
         num_labels=num_labels,
-        label_names=train.names if len(train.names) == num_labels else None,
+        label_names=names if len(names) == num_labels else None,
     )
 
 
@@ -141,14 +144,17 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     """The test split, or else validation or training split, that the arguments name, as a trained model reads it.
 
     Args:
-        label_names: of the model's classes. record: its features.json, if it reads features.
+        label_names: of the model's classes; they count where they are more than numbers. record: its features.json, if
+            it reads features.
     Returns:
         The reader, all samples, and the names of the classes where the data has any.
     Raises:
         ValueError: as `load_classification`.
     """
-    splits = ("test", "validation", "train")
-    opened = next((found for split in splits if (found := _open(args, split, label_names))), None)
+    splits, names = ("test", "validation", "train"), None
+    if label_names != unnamed_labels(len(label_names)):
+        names = label_names
+    opened = next((found for split in splits if (found := _open(args, split, names))), None)
     if opened is None:
         raise ValueError(f"dataset {args.dataset_name!r} has none of the splits {', '.join(splits)}")
     reader = _make_reader(args, opened)
@@ -158,35 +164,62 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     return reader, split, opened.names or None
 
 
-def _open(args: Any, split: str, label_names: Sequence[str] | None) -> _Opened | None:
+def _open(
+    args: Any, split: str, label_names: Sequence[str] | None, columns: Sequence[str] | None = None
+) -> _Opened | None:
     """ "train", "validation" or "test", labels that are text as a `ClassLabel`; None if there is no such split.
 
+    Args:
+        label_names: of the classes, where they are known. columns: those of training that a pattern stands for.
     Raises:
         ValueError: it cannot be read, or has no rows, or not the columns that the arguments name, or other labels.
     """
+    column, label = args.text_column or args.features_column, args.label_column
+    options: dict[str, Any] = {"text": args.text_column, "label": label, "names": label_names or ()}
     if args.dataset_name:
         source = f"split {split!r} of dataset {args.dataset_name!r}"
-        rows = load_splits(args.dataset_name, args.dataset_config_name, args.streaming, args.text_column).get(split)
+        rows = load_splits(args.dataset_name, args.dataset_config_name, args.streaming, **options).get(split)
     else:
         paths = getattr(args, f"{split}_file")
         source = f"{split}_file {describe_files(paths or ())}"
-        rows = open_files(paths, args.streaming, source, text=args.text_column) if paths else None
+        rows = open_files(paths, args.streaming, source, **options) if paths else None
     if rows is None:
         return None
-    column, label = args.text_column or args.features_column, args.label_column
     with reading(source):
-        rows = _one_column(rows, column, label).select_columns([column, label])
+        rows, columns = _one_column(rows, column, label, columns)
+        rows = rows.select_columns([column, label])
         if isinstance((rows.features or {}).get(column), datasets.Audio):  # `datasets` would decode with torchcodec
             rows = rows.cast_column(column, datasets.Audio(decode=False))
-        if not args.streaming and getattr(rows.features[label], "dtype", "") in ("string", "large_string"):
-            names = label_names or sorted(name for name in rows.unique(label) if name is not None)
-            rows = rows.cast_column(label, datasets.ClassLabel(names=list(names)))
+        rows = _named(rows, label, label_names)
     if (first := next(items_of(rows, source), None)) is None:
         raise ValueError(f"{source} holds no rows")
     if split == "test" and first[label] == -1 and (args.streaming or {*rows[label]} == {-1}):
         return None  # a benchmark keeps its labels to itself
     features = features_of(rows)
-    return _Opened(rows, source, first, features, list(getattr(features[label], "names", None) or []))
+    return _Opened(rows, source, first, features, list(getattr(features[label], "names", None) or []), columns)
+
+
+def _named(rows: Any, label: str, names: Sequence[str] | None) -> Any:
+    """The same rows, labels that are text, or have other names than these, as a `ClassLabel` of these.
+
+    Raises:
+        ValueError: labels of which these names are not.
+    """
+    kind = (rows.features or {}).get(label)
+    if isinstance(rows, datasets.Dataset) and getattr(kind, "dtype", "") in ("string", "large_string"):
+        known = names or sorted(name for name in rows.unique(label) if name is not None)
+        return rows.cast_column(label, datasets.ClassLabel(names=list(known)))
+    if not names or not isinstance(kind, datasets.ClassLabel) or kind.names == [*names]:
+        return rows
+    if unknown := sorted({*kind.names} - {*names}):
+        raise ValueError(f"label_column {label!r} has classes {unknown}, which are not among {[*names]}")
+    numbers = [names.index(name) for name in kind.names]
+
+    def renumber(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {label: [number if number in (None, -1) else numbers[number] for number in batch[label]]}
+
+    features = datasets.Features(rows.features | {label: datasets.ClassLabel(names=list(names))})
+    return rows.map(renumber, batched=True, features=features)
 
 
 def _reopen(args: Any) -> Any:
@@ -195,12 +228,15 @@ def _reopen(args: Any) -> Any:
     return opened.rows
 
 
-def _one_column(rows: Any, pattern: str, label: str) -> Any:
-    """The same rows, where a pattern names many columns with their numbers in one that is called like the pattern."""
+def _one_column(rows: Any, pattern: str, label: str, known: Sequence[str] | None) -> tuple[Any, list[str]]:
+    """The same rows, where a pattern names many columns with their numbers in one that is called like the pattern; and
+    the columns that it stands for: those that are `known`, or else all that match, in the order of the file."""
     names = rows.column_names or list(next(iter(rows), {}))  # a stream may not know its own
-    columns = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name != label]
+    columns = list(known or [name for name in names if fnmatch.fnmatchcase(name, pattern) and name != label])
     if pattern in names or not columns:
-        return rows
+        return rows, []
+    if absent := [name for name in columns if name not in names]:
+        raise ValueError(f"no column {absent[0]!r}, which the training data has for {pattern!r}")
     if label not in names:
         raise ValueError(f"no column {label!r} for the labels among {', '.join(map(str, names[:20]))}")
 
@@ -210,7 +246,8 @@ def _one_column(rows: Any, pattern: str, label: str) -> Any:
     def gather(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:  # nothing becomes a NaN
         return {pattern: list(np.stack([np.array(batch[name], dtype) for name in columns], 1))}
 
-    return rows.map(gather, batched=True, remove_columns=columns)
+    gone = [name for name in names if name != label]
+    return rows.map(gather, batched=True, remove_columns=gone), columns
 
 
 def _make_reader(args: Any, opened: _Opened) -> Reader:

@@ -10,12 +10,14 @@ import itertools
 import sysconfig
 import wave
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # else a file is one text
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
@@ -87,11 +89,39 @@ def load(what: str, builder: str, config_name: str | None = None, **options: Any
         return datasets.load_dataset(builder, config_name, **options)
 
 
-def _options(builder: str, column: str | None) -> dict[str, Any]:
-    """For `datasets`: a text file is one row; in csv only an empty cell is missing, and in this column all are text."""
+def _options(builder: str, text: str | None, label: str | None) -> dict[str, Any]:
+    """For `datasets`: a text file is one row; in csv only an empty cell is missing, and these columns are text."""
     if builder == "csv":  # by default NA, null, None, nan .. are missing too, and 007 is a number
-        return {"keep_default_na": False, "na_values": [""], "converters": {column: str} if column else None}
+        converters: dict[str, Any] = {text: str} if text else {}
+        converters |= {label: _stripped} if label else {}
+        return {"keep_default_na": False, "na_values": [""], "converters": converters or None}
     return {"sample_by": "document"} if builder == "text" else {}  # by default a row is a line without end
+
+
+def _stripped(cell: str) -> str | None:
+    return cell.strip() or None
+
+
+def _labels_of_csv(rows: Any, label: str | None, names: Sequence[str], what: str) -> Any:
+    """Rows of csv files, whose labels are numbers where all of them are, in all files and rows, and text otherwise.
+
+    (Left to itself, `datasets` decides for every 10,000 rows anew.)
+
+    Args:
+        names: of classes. Labels that are all among them are text, whatever they look like.
+    Raises:
+        ValueError: numbers, but not all of them integers.
+    """
+    found = {*rows.unique(label)} - {None} if label in rows.column_names else set()
+    if found <= {*names}:
+        return rows
+    with suppress(pa.ArrowInvalid):
+        return rows.cast_column(label, datasets.Value("int64"))
+    with suppress(pa.ArrowInvalid):
+        pa.array(found).cast(pa.float64())
+        wrong = min(value for value in found if not value.removeprefix("-").isdigit())
+        raise ValueError(f"label column {label!r} of {what} must hold integers from 0, or text, got {wrong!r}")
+    return rows
 
 
 def _builder(path: str) -> str:
@@ -101,13 +131,19 @@ def _builder(path: str) -> str:
 
 
 def open_files(
-    paths: Sequence[str], streaming: bool, what: str = "", column: str | None = None, text: str | None = None
+    paths: Sequence[str],
+    streaming: bool,
+    what: str = "",
+    column: str | None = None,
+    text: str | None = None,
+    label: str | None = None,
+    names: Sequence[str] = (),
 ) -> Any:
     """Local files, in the given order, as one data set: rows of parquet, json(l) and csv files; another file is a row.
 
     Args:
         what: to call them in errors. column: only this one, of text; files that are no tables have it too.
-        text: a column of text among others.
+        text: a column of text among others. label: one of labels, and the names of classes that are known.
     Raises:
         ValueError: as `load`; there is nothing in them, or no such column.
     """
@@ -115,8 +151,10 @@ def open_files(
     parts = []
     for builder, group in itertools.groupby(files_of(paths), _builder):
         files = [glob.escape(str(Path(path).absolute())) for path in group]  # `datasets` takes patterns
-        options = _options(builder, column or text)
+        options = _options(builder, column or text, None if streaming else label)
         rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)
+        if builder == "csv" and not streaming:
+            rows = _labels_of_csv(rows, label, names, what)
         if builder == "text" and column not in (None, "text"):
             rows = rows.rename_column("text", column)
         parts.append(rows if column is None else only_text(rows, column, what))
@@ -135,30 +173,57 @@ def only_text(rows: Any, column: str, what: str) -> Any:
     return rows.cast_column(column, datasets.Value("string")) if kind == "large_string" else rows  # as csv has it
 
 
+def cut_end(rows: datasets.Dataset, column: str, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The rows, and as much of their end by the bytes of that column of text; the text at the cut is in two pieces."""
+    sizes = pc.fill_null(pc.binary_length(rows.with_format("arrow")[:].column(column)), 0).to_numpy()
+    ends = np.append(0, sizes).cumsum()
+    cut = ends[-1] - int(ends[-1] * fraction)
+    at = max(0, int(np.searchsorted(ends, cut)) - 1)  # the row that holds the last byte before the cut
+    text = (rows[at][column] or "").encode()
+    head = text[: cut - ends[at]].decode(errors="ignore")  # without a part of a character
+    pieces = head, text[len(head.encode()) :].decode()
+    first, last = (datasets.Dataset.from_dict({column: [piece]}, features=rows.features) for piece in pieces)
+    before, after = (
+        [rows.select(part)] if part else [] for part in (range(at), range(at + 1, len(rows)))
+    )  # the library selects no empty range
+    return datasets.concatenate_datasets([*before, first]), datasets.concatenate_datasets([last, *after])
+
+
 def features_of(rows: Any) -> datasets.Features:
     """Types of the columns; those of the first row, where a stream does not know its own."""
     return rows.features or datasets.Dataset.from_list(list(itertools.islice(rows, 1))).features
 
 
-def load_splits(name: str, config_name: str | None, streaming: bool, text: str | None = None) -> Any:
+def load_splits(
+    name: str,
+    config_name: str | None,
+    streaming: bool,
+    text: str | None = None,
+    label: str | None = None,
+    names: Sequence[str] = (),
+) -> Any:
     """Splits of a data set on the Hub, in a local folder, or of one local file (its only split is "train").
 
     In a local folder of text files a file is a row; for a folder of sound see `sound_splits`.
 
     Args:
-        text: the column of text, if there is one.
+        text: the column of text, if there is one. label: that of labels, and the names of classes that are known.
     Raises:
         ValueError: it cannot be read.
     """
     if Path(name).is_file():
-        return {"train": open_files([name], streaming, text=text)}
+        return {"train": open_files([name], streaming, text=text, label=label, names=names)}
     what = f"dataset {name!r}"
     with reading(what):
         builder, local = datasets.load_dataset_builder(name, config_name), Path(name).is_dir()
         if local and builder.name == "audiofolder":
             return sound_splits(builder, streaming)
-    options = _options(str(builder.name), text) if local or builder.name == "csv" else {}
-    return load(what, name, config_name, streaming=streaming, **options)
+    is_csv = builder.name == "csv"
+    options = _options(str(builder.name), text, None if streaming else label) if local or is_csv else {}
+    splits = load(what, name, config_name, streaming=streaming, **options)
+    if is_csv and not streaming:
+        splits = {split: _labels_of_csv(rows, label, names, what) for split, rows in splits.items()}
+    return splits
 
 
 def sound_splits(builder: Any, streaming: bool) -> dict[str, Any]:

@@ -182,7 +182,8 @@ def as_array(value: Any, where: str) -> tuple[np.ndarray, int | None]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} must hold numbers, or frames of one width: {error}") from error
     if array.ndim == 0 or (array.size and array.dtype.kind not in "buif"):
-        raise ValueError(f"{where} must hold numbers, got {array.ravel()[:1].tolist()}")
+        wrong = [entry for entry in array.ravel().tolist() if not isinstance(entry, (int, float))]
+        raise ValueError(f"{where} must hold numbers, got {wrong[:1] or array.tolist()}")
     return array, None
 
 

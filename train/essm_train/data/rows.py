@@ -78,7 +78,7 @@ class Rows(Sequence[Sample]):
 
     def __getitem__(self, index: int) -> Sample:  # type: ignore[override]
         (value,), (label,) = self._columns(self.rows[int(index)])
-        return Sample(self.reader.read(value, f"row {index} of {self.source}"), label)
+        return Sample(self.reader.read(value, f"row {index} of {self.source}"), int(label))
 
     def _columns(self, table: pa.Table) -> tuple[list[Any], list[Any]]:
         """Values, lists among them without going through Python's numbers, and labels."""

@@ -60,20 +60,16 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         sha256 = documents.stream_digest(rows, args.train_file or [args.dataset_name])
         description += f", streamed as {encoder.name}"
     else:
+        if named and "validation" not in splits:
+            splits["train"], splits["validation"] = documents.cut_end(splits["train"], column, HELD_OUT_FRACTION)
+            description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
         streams: dict[str, tuple[blocks.Stream, float]] = {}
         for split, rows in splits.items():
             streams[split] = blocks.to_mapped_stream(rows, column, encoder)
         if not named:
             for split, sources in zip(("train", "validation"), documents.standard_library()):
                 streams[split] = blocks.to_stream(sources, encoder)
-        stream, _ = streams["train"]
-        if "validation" in streams:
-            held_out, density = streams["validation"]
-        else:
-            end = len(stream) - int(len(stream) * HELD_OUT_FRACTION)
-            stream, held_out = stream[:end], stream[end:]
-            density = encoder.bytes_per_token(np.asarray(held_out))
-            description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
+        (stream, _), (held_out, density) = streams["train"], streams["validation"]
         digest = hashlib.sha256()
         for chunk in stream.chunks if isinstance(stream, pa.ChunkedArray) else [stream]:
             digest.update(np.asarray(chunk).data)

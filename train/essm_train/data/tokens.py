@@ -37,11 +37,6 @@ class TokenizerEncoder:
         ids = [np.array([*row, self.tokenizer.eos_token_id], self.dtype) for row in rows]
         return np.concatenate([np.empty(0, self.dtype), *ids]), sum(len(text.encode()) for text in texts)
 
-    def bytes_per_token(self, ids: np.ndarray) -> float:
-        """Bytes that a token of (n,) ids stands for, special ones left out, by the text that they decode to."""
-        ids = ids[~np.isin(ids, self.special_ids)]
-        return len(self.tokenizer.decode(ids.tolist()).encode()) / max(1, len(ids))
-
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         self.tokenizer.save_pretrained(folder)
 
@@ -58,10 +53,6 @@ class ByteEncoder:
         raw = [text.encode() for text in texts]
         ids = [np.append(np.frombuffer(text, np.uint8), np.uint16(EOS_ID)) for text in raw]
         return np.concatenate([np.empty(0, self.dtype), *ids]), sum(map(len, raw))
-
-    def bytes_per_token(self, ids: np.ndarray) -> float:
-        """As `TokenizerEncoder`."""
-        return 1.0
 
     def save_pretrained(self, folder: Path, model_max_length: int) -> None:
         build_byte_tokenizer(model_max_length=model_max_length).save_pretrained(folder)

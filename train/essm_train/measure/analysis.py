@@ -118,7 +118,7 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
 def rows_of(means: Tensor, entropies: Tensor) -> list[tuple[str, Tensor, float]]:
     """A name, the mean gates (K,) and the entropy of each layer, or of each head that a layer holds."""
     return [
-        (", head ".join(map(str, (f"layer {where[0]}", *where[1:]))), means[where], float(entropy))
+        (", head ".join([f"layer {where[0]}", *(str(head + 1) for head in where[1:])]), means[where], float(entropy))
         for where, entropy in np.ndenumerate(entropies.numpy())
         if means[where].any()
     ]
@@ -174,13 +174,16 @@ def analyze(args: Any) -> None:
     for K in (budgets[0], budgets[-1]):
         shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])
         print(f"stability bound by layer at K={K}: {shown}")
+    drawn = ["cost.png"]
     if config.gating != "none":
         means, entropies = gate_statistics(model, input_ids, budgets[-1])
         record["gates"] = {"budget": budgets[-1], "mean": means.tolist(), "entropy": entropies.tolist()}
         rows = rows_of(means, entropies)
         write_figure(output_dir / "gates.png", draw_gates(rows))
+        drawn = ["gates.png", "cost.png"]
         for name, mean, entropy in rows:
+            mixed = int(mean.count_nonzero())  # head j may mix filters 1 to j only
             most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
-            print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(budgets[-1]):.3f}")
+            print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(mixed):.3f}")
     write_json(output_dir / "analysis.json", record)
-    print(f"saved {output_dir / 'analysis.json'}, gates.png and cost.png")
+    print(f"saved {', '.join([str(output_dir / 'analysis.json'), *drawn])}")

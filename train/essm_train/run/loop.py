@@ -421,7 +421,8 @@ class _Run:
         say(self.accelerator, f"update {progress.update}: validation {metric.name} {shown}{new}")
         if 0 < patience <= progress.validations_without_best and progress.update < self.max_steps:
             progress.stopped_early = True
-            say(self.accelerator, f"stopped early: no new best since update {progress.best_update}")
+            by = f" by more than {least:g}" if (least := self.args.early_stopping_threshold) else ""
+            say(self.accelerator, f"stopped early: no new best{by} in {patience} validations")
         return {f"validation {metric.name} K={K}": value for K, value in figures.items()}
 
     def _weights(self) -> Any:
