@@ -305,7 +305,8 @@ class ESSMConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
         """As in transformers; fields given beside the dictionary are checked as if they stood in it.
 
-        Sizes in the dictionary that follow from a size or block given anew follow the new one.
+        What follows from another block, depth, or in the elastic block width or number of channels is derived anew, and
+        head_dim from another width. Other sizes stay as the dictionary has them.
         """
         names = {field.name: field.name for field in dataclasses.fields(cls)} | cls.attribute_map
         del names["dtype"]  # which may be "auto" there
