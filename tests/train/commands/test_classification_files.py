@@ -13,7 +13,11 @@ from training_run import ONCE, PIXELS, read, signals, write, write_wav
 from training_run import load_classes as load
 from training_run import train_classes as train
 
+from essm_train.arguments import parse_arguments
+from essm_train.data.arguments import ClassificationArguments
+from essm_train.data.classification import load_test
 from essm_train.data.documents import decode_wav
+from essm_train.data.readers import read_record
 from essm_train.data.rows import collate
 from essm_train.run import classifier
 from essm_train.run.checkpoints import list_checkpoints
@@ -153,6 +157,11 @@ def test_columns_of_a_pattern_are_those_of_training(arguments, tmp_path):
     turned = text_file(tmp_path / "b.csv", "kind,x1,x9,x0\n0,2,7,1\n")
     data = load(arguments(tmp_path / "x", **changes, validation_file=changes["train_file"], test_file=turned))
     assert data.test.samples[0].values[:, 0].tolist() == [1, 2]
+    data.save_beside(tmp_path)
+    given = arguments(tmp_path / "z", **changes | {"train_file": turned}, test_file=turned)
+    args = parse_arguments(ClassificationArguments, given)
+    _, split, _ = load_test(args, ["LABEL_0", "LABEL_1"], read_record(tmp_path))
+    assert split.samples[0].values[:, 0].tolist() == [1, 2]
     with pytest.raises(ValueError, match=r"no column 'x1', which the training data has for 'x\*'"):
         load(arguments(tmp_path / "y", **changes, test_file=text_file(tmp_path / "c.csv", "x0,kind\n1,0\n")))
 

@@ -154,7 +154,8 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     splits, names = ("test", "validation", "train"), None
     if label_names != unnamed_labels(len(label_names)):
         names = label_names
-    opened = next((found for split in splits if (found := _open(args, split, names))), None)
+    columns = record.get("columns")
+    opened = next((found for split in splits if (found := _open(args, split, names, columns))), None)
     if opened is None:
         raise ValueError(f"dataset {args.dataset_name!r} has none of the splits {', '.join(splits)}")
     reader = _make_reader(args, opened)
@@ -258,7 +259,8 @@ def _make_reader(args: Any, opened: _Opened) -> Reader:
     while hasattr(leaf, "feature"):
         leaf = leaf.feature
     num_features, dtype = array.shape[-1] if array.ndim > 1 else 1, getattr(leaf, "dtype", None)
-    return FeatureReader(column, args.max_length, num_features, dtype, args.feature_scale, args.frame_length, rate)
+    frame = (args.feature_scale, args.frame_length, rate, opened.columns)
+    return FeatureReader(column, args.max_length, num_features, dtype, *frame)
 
 
 def _held_out(args: Any, opened: _Opened, reader: Reader, num_labels: int, wanted: int | None) -> tuple[Split, str]:

@@ -8,6 +8,7 @@ scaled and padded when it is put into a batch.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from modeling_essm import build_byte_tokenizer
 
 FEATURES = "features.json"  # beside a model of features
 _RECORD = {"multiplier": float, "offset": float, "max_length": int, "frame_length": int, "sampling_rate": int}
+_RECORD |= {"columns": list}
 
 
 class Sample(NamedTuple):
@@ -85,6 +87,7 @@ class FeatureReader:
         frame_length: steps of a row that one position of the model reads, all their numbers; an incomplete end is
             left out.
         sampling_rate: of all sounds; None for numbers.
+        columns: those that `column` stands for, if it is a pattern.
     """
 
     input_name, pad_id = "input_features", 0
@@ -98,9 +101,10 @@ class FeatureReader:
         scale: str,
         frame_length: int | None = None,
         sampling_rate: int | None = None,
+        columns: Sequence[str] = (),
     ):
         self.column, self.max_length, self.num_features = column, max_length, num_features or 1
-        self.frame_length, self.sampling_rate = frame_length or 1, sampling_rate
+        self.frame_length, self.sampling_rate, self.columns = frame_length or 1, sampling_rate, [*columns]
         self.width = self.num_features * self.frame_length
         self.is_uint8 = scale == "uint8" or (scale == "auto" and dtype == "uint8")
         self.multiplier = 1 / 127.5 if self.is_uint8 else 1.0 if scale == "auto" else float(scale)
@@ -155,10 +159,11 @@ class FeatureReader:
         self.is_uint8 = (self.multiplier, self.offset) == (1 / 127.5, -1.0)
 
     def save_pretrained(self, folder: Path) -> None:
-        """features.json: what has to be done to numbers before the model reads them."""
+        """features.json: what has to be done to numbers before the model reads them, and which columns they are."""
         record: dict[str, Any] = {name: getattr(self, name) for name in ("multiplier", "offset", "max_length")}
         record |= {"frame_length": self.frame_length} if self.frame_length > 1 else {}
         record |= {"sampling_rate": self.sampling_rate} if self.sampling_rate else {}
+        record |= {"columns": self.columns} if self.columns else {}
         (folder / FEATURES).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
