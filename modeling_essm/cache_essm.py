@@ -347,6 +347,8 @@ class ElasticCache(Cache):
     def shrink(self, spectral_budget: SpectralBudget) -> ESSMCache:
         """Give back the states that a smaller budget does not read; larger ones are refused from now on. This cache.
 
+        With a memory, what a smaller budget then writes differs: a token is written to all keys that there is room for.
+
         Raises:
             ValueError: a bad budget. Layers of less room already, held or asked for, stay as they are.
         """

@@ -56,7 +56,8 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
 
     Args:
         model: the ES-SSM that will read on: the one that saved it, perhaps truncated, or cast between fp32 and bf16.
-            If weights are offloaded or sharded, only the model's shape is compared.
+            If weights are offloaded or sharded, only the model's shape is compared. A truncated model with a memory
+            reads on as from a cache that was shrunk.
     Raises:
         FileNotFoundError: no such file.
         ValueError: not a cache, damaged, or of another model; the message begins with the file's name.

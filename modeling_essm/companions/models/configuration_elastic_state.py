@@ -28,8 +28,9 @@ class ElasticStateConfig(CodeBeside, PreTrainedConfig):
             d / 2 modes, so that d must be even.
         hidden_size (`int`): width H of what the model's own recurrence reads; not read with a backbone.
         backbone_config (`PreTrainedConfig` or `dict`, *optional*): any causal model that transformers knows, ESSMConfig
-            included once `modeling_essm` is imported; z is then a latent beside it. By default the backbone is a
-            diagonal recurrence (LRU) of the model's own, whose state is z itself.
+            included once `modeling_essm` is imported, and DiagonalSSMConfig once `modeling_essm.companions` is; z is
+            then a latent beside it. By default the backbone is a diagonal recurrence (LRU) of the model's own, whose
+            state is z itself.
         feedback (`bool`): with a backbone, whether the refined z enters its next input. Without feedback the backbone
             reads a whole sequence in one call.
         readout_size (`int`, *optional*): width of y = g(z); num_input_features by default.
@@ -132,7 +133,7 @@ def _read_backbone(given: Any) -> PreTrainedConfig | None:
     if (kind := fields.pop("model_type")) not in CONFIG_MAPPING:
         raise ValueError(
             f"backbone_config.model_type must be one that transformers knows, got {kind!r}: import the package that "
-            "registers it first, for example modeling_essm"
+            "registers it first, for example modeling_essm, or modeling_essm.companions for 'diagonal_ssm'"
         )
     return CONFIG_MAPPING[kind](**fields)
 

@@ -276,7 +276,10 @@ def _measured(
     if horizon is not None:
         raise ValueError(f"horizon must be None where {first} is measured on calibration text, got {horizon}")
     if calibration is None:
-        raise ValueError(f"{first} has parameters that depend on the input: give calibration, e.g. a few input_ids")
+        raise ValueError(
+            f"{first} has parameters that depend on the input: give calibration, e.g. a few input_ids (essm-prune: "
+            "--calibration_files)"
+        )
     from .mamba import measure_energies
 
     return measure_energies(model, selective, calibration, "along" if value == "exact_energy" else "frozen")

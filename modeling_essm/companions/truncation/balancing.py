@@ -167,7 +167,8 @@ def _truncate(system: DiagonalSystem, tau: float | None, size: int | None) -> Tr
     if order == n:
         return Truncation(system, sigma, 0.0)
     if order == 0:  # one mode that stays silent whatever its input
-        silent = replace(system, lam=system.lam[:1], B=system.B[:1], C=torch.zeros_like(system.C[..., :1]))
+        C = torch.zeros_like(system.C[..., :1])
+        silent = DiagonalSystem(system.lam[:1], system.B[:1], C, system.output)
         return Truncation(silent, sigma, 0.0)
     T, reduced = balancing.transform(order)
     try:

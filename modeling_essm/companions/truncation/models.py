@@ -163,7 +163,7 @@ def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:
     for layer, size in zip(layers, sizes, strict=True):
         system = layer.read()
         if size < system.lam.shape[-1]:
-            present = None if system.present is None else system.present[:, :size]
+            present = None if system.present is None else system.present[..., :size]
             B = system.B[..., :size] if system.siso else system.B[:size]
             smaller = replace(system, lam=system.lam[..., :size], B=B, C=system.C[..., :size], present=present)
             replaced += write_layer(layer, smaller)

@@ -10,6 +10,7 @@ from companion_layers import Recurrence
 from recurrences import error_norm, frequency_response, impulse_response, random_system, regression
 
 from modeling_essm.companions import (
+    Adapter,
     DiagonalSSMConfig,
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
@@ -17,6 +18,7 @@ from modeling_essm.companions import (
     describe,
     importance,
     prune,
+    register,
     restore,
 )
 from modeling_essm.companions.systems import diagonal_layers
@@ -285,6 +287,27 @@ def test_a_model_shrinks_and_loads_again(tmp_path):
     again = DiagonalSSMForSequenceClassification.from_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["state_sizes"] == [6, 8]
     assert torch.equal(again(input_features=x).logits, logits)
+
+
+def test_channels_of_a_layer_with_padding_may_go_or_be_silent():
+    system = dataclasses.replace(random_system(5), present=torch.tensor([True, True, False, True, False]))
+    silent = truncate(dataclasses.replace(system, B=torch.zeros_like(system.B)), size=2).system
+    assert silent.modes == 1 and not silent.C.any()
+
+    class Layer(torch.nn.Linear):
+        held = system
+
+    class LayerAdapter(Adapter):
+        def read(self, layer):
+            return layer.held
+
+        def write(self, layer, system):
+            layer.held = system
+
+    register(Layer, LayerAdapter())
+    model = torch.nn.Sequential(Layer(1, 1))
+    resize_states(model, [2])
+    assert model[0].held.present.tolist() == [True, True] and model[0].held.modes == 2
 
 
 def test_what_is_written_is_the_reduced_system():

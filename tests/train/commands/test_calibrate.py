@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers import VARIANTS, random_ids, random_model
 from profiles import HERE, THERE, as_here, of
-from training_run import bpe_tokenizer, documents
+from training_run import bpe_tokenizer, documents, read
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from essm_train.arguments import parse_arguments
@@ -32,7 +32,7 @@ from essm_train.publish import profile as calibrate
 from essm_train.publish.arguments import CalibrateArguments
 from essm_train.tasks.retrieval import PairFile, collate
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
-from modeling_essm.budgets import choose_budget, read_profile
+from modeling_essm.budgets import BudgetProfile, choose_budget, read_profile
 from modeling_essm.budgets.profile import PROFILE_NAME
 
 
@@ -127,7 +127,11 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     shutil.copytree(calibrated, folder)
     before, timing = read_profile(folder), ["--model", str(folder), "--timing_only", *QUICK]
     monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
+    presets = read(folder / "config.json")["budget_presets"]
+    other = {name: K - 1 for name, K in presets.items()}
+    monkeypatch.setattr(BudgetProfile, "presets", lambda self: other)
     run([*timing, "--dtype", "bfloat16", "--prompt_length", "9", "--budgets", "8"])
+    assert read(folder / "config.json")["budget_presets"] == presets
     after = read_profile(folder)
     entry, here = after.devices[THERE], before.devices[HERE]
     assert after.quality == before.quality and after.devices[HERE] == here
@@ -139,6 +143,9 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     ):
         run(timing)
     run([*timing, "--overwrite"])
+    assert read(folder / "config.json")["budget_presets"] == other
+    monkeypatch.undo()
+    monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
     again = read_profile(folder)
     assert {row.budget for row in again.devices[THERE].rows} == {2, 8, 32}
     assert again.devices[HERE] == here and again.devices[THERE].dtype == "float32"

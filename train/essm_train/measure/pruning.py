@@ -74,7 +74,7 @@ class PruningCurve:
             axes.legend(fontsize=8, ncols=2)
         above.set_ylabel(f"{self.title}, held out")
         metric_axis(above, self.metric if self.metric == ACCURACY.name else "")
-        below.set(ylabel="modes kept", xlabel="share of all modes that is pruned")
+        below.set(ylabel="modes kept", xlabel="share that is pruned, of all modes or (mode_index) of their ranks")
         below.set_ylim(bottom=0)
         below.set_xlim(0, max(self.ratios[-1], chosen))
         return figure

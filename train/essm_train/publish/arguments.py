@@ -106,7 +106,9 @@ class PruneArguments:
 
     model: str = field(metadata={"help": "Folder or Hub name of a trained diagonal SSM, Mamba or Mamba-2."})
     output_dir: str = field(metadata={"help": "Where the smaller model and what was measured go."})
-    amount: float | None = arg(None, "Share of the modes to prune, in (0, 1).")
+    amount: float | None = arg(
+        None, "Share of the modes to prune, in (0, 1); with granularity 'mode_index' of their ranks."
+    )
     max_loss: float | None = arg(
         None, "Instead of amount: the most accuracy (0.01 is a point) or bits per byte to lose."
     )

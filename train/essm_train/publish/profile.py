@@ -86,11 +86,12 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     profile = profile.merge(entry)
     path = profile.save(folder)
     record = read_json(folder / "config.json")
-    presets = {**(record.get("budget_presets") or {}), **profile.presets()}
+    there, chosen = record.get("budget_presets") or {}, profile.presets()
+    presets = there | chosen if args.overwrite else chosen | there  # which new times may choose otherwise
     write_json(folder / "config.json", record | {"budget_presets": presets})
     print(profile.table(entry.device))
     write_figure(path.with_suffix(".png"), draw_profile(profile))
-    print(f"saved {path}, {path.with_suffix('.png').name}; presets in config.json: {profile.presets()}")
+    print(f"saved {path}, {path.with_suffix('.png').name}; presets in config.json: {presets}")
     return profile
 
 
@@ -103,7 +104,7 @@ def _replaced(
         found.append(f"the quality in {PROFILE_NAME}")
     if profile is not None and device in profile.devices:
         found.append(f"the figures of {device} in {PROFILE_NAME}")
-    presets = config.get("budget_presets") or {}
+    presets = {} if args.timing_only else config.get("budget_presets") or {}  # which it keeps
     return found + [f"the preset {name!r}" for name in _PRESETS if name in presets and presets[name] != own.get(name)]
 
 
