@@ -198,7 +198,7 @@ class ESSMConfig(PreTrainedConfig):
         kwargs["auto_map"] = self.auto_classes | (kwargs.get("auto_map") or {})
         super().__post_init__(**kwargs)
         if not is_hybrid(self):
-            del self.rope_parameters  # which transformers fills in, and takes for a sign of rotary positions
+            self.rope_parameters = None  # which transformers fills in
 
     def _defaults(self) -> dict[str, Any]:
         """Values of fields that follow from others when they are None."""
@@ -345,10 +345,6 @@ class ESSMConfig(PreTrainedConfig):
         """As in transformers, without the fields of attention layers where there are none."""
         fields = super().to_dict()
         return fields if is_hybrid(self) else {k: v for k, v in fields.items() if k not in _ATTENTION_FIELDS}
-
-    def __eq__(self, other: object) -> bool:
-        names = [field.name for field in dataclasses.fields(self)]  # of which rope_parameters may be absent
-        return type(self) is type(other) and all(getattr(self, n, None) == getattr(other, n, None) for n in names)
 
     @property
     def capacities(self) -> tuple[int, ...]:

@@ -111,7 +111,9 @@ def test_attention_fields_belong_to_hybrids_and_follow_sizes():
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}
     assert config.capacities == (32,)
     plain = ESSMConfig()
-    assert not hasattr(plain, "rope_parameters") and plain.num_attention_heads is None
+    assert plain.rope_parameters is None and plain.num_attention_heads is None
+    assert dataclasses.replace(plain, dropout=0.5) == ESSMConfig(dropout=0.5) != plain
+    assert dataclasses.asdict(plain)["hidden_size"] == plain.hidden_size
 
 
 @pytest.mark.parametrize(
