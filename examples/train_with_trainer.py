@@ -11,6 +11,7 @@ reads no streams, stops at no patience, and a run goes on only with --resume_fro
 
 import dataclasses
 import math
+from pathlib import Path
 
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
@@ -19,11 +20,14 @@ from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import CLMArguments
 from essm_train.data.blocks import text_labels
 from essm_train.data.text import load_text
+from essm_train.files import claim
 from essm_train.run.language import build_model, make_encoder
 from essm_train.run.loop import make_schedule
 from modeling_essm.training import BudgetDropoutCallback
 
 args = parse_arguments(CLMArguments)
+folder, goes_on = Path(args.output_dir), args.resume_from_checkpoint or args.overwrite_output_dir
+claim(folder.parent, [folder.name], overwrite=bool(goes_on), flag="--overwrite_output_dir")
 encoder = make_encoder(args)
 set_seed(args.seed)
 model = build_model(args, encoder)

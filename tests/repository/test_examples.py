@@ -71,6 +71,8 @@ def test_train_with_trainer(tmp_path):
     assert (tmp_path / "run" / "checkpoint-40").is_dir()  # save_steps is 100, and the last has one
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=False)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").vocab_size == 259
+    again = run_script(ROOT / "examples" / "train_with_trainer.py", *places, *options.split())
+    assert again.returncode and "holds run, which this run did not write" in again.stderr
 
 
 def test_byte_terminal(saved):

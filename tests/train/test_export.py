@@ -233,6 +233,15 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
             export(*arguments, "--overwrite")
 
 
+def test_a_model_without_convolution_has_no_state_of_one(tmp_path):
+    fields = VARIANTS["elastic"] | ONE | {"filter_length": 64, "num_spectral_channels": 2, "conv_kernel_size": 1}
+    random_model(**fields).save_pretrained(tmp_path / "model")
+    build_byte_tokenizer().save_pretrained(tmp_path / "model")
+    arguments = ("--spectral_budget", 2, "--max_length", 8, "--format", "torch")
+    export("--model", tmp_path / "model", *arguments, "--output_dir", tmp_path / "out")
+    assert (tmp_path / "out" / "step-2.pt2").exists()
+
+
 def test_a_full_disk_leaves_no_export(classifier_folder, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -17,6 +17,7 @@ import numpy as np
 
 from essm_train.arguments import OVERWRITE_HELP, arg, check_at_least
 from essm_train.console import command
+from essm_train.data.documents import read_files
 from essm_train.files import claim, write_text
 
 _PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}  # of every book
@@ -48,7 +49,7 @@ def pairs(books: Sequence[bytes], split: str, count: int, length: int, seed: int
 class PairsArguments:
     """Pairs of passages of books."""
 
-    books: str = field(metadata={"help": "Parquet file with a column text, one book a row."})
+    books: str = field(metadata={"help": "A table with a column text, one book a row."})
     output_dir: str = arg("data/novel_pairs", "Where {train,validation,test}.tsv go.")
     length: int = arg(1_000, "Bytes of a passage.")
     seed: int = arg(0, "Same seed, same pairs.")
@@ -64,11 +65,9 @@ class PairsArguments:
 
 def main(args: PairsArguments) -> None:
     """Write the three files."""
-    import pyarrow.parquet as pq
-
     folder = Path(args.output_dir)
     claim(folder, [f"{split}.tsv" for split in _PARTS], overwrite=args.overwrite, reads=[args.books])
-    books = [(text or "").encode() for text in pq.read_table(args.books, columns=["text"])["text"].to_pylist()]
+    books = [text.encode() for text in read_files([args.books])]
     made = {
         split: "\n".join(pairs(books, split, getattr(args, f"{split}_size"), args.length, args.seed)) + "\n"
         for split in _PARTS

@@ -8,11 +8,12 @@
     essm-reproduce                                       # what each experiment asks
 
 Every run is one call of a training script in a process of its own, with the arguments in arguments.yaml, in
-output_dir/<task>-<scale>/<overrides>-seed<n>: experiments share the runs that they have in common. A run whose sweep is
-there is not repeated, an unfinished one goes on from its checkpoint. `--jobs 2` runs two at a time, each on
+output_dir/<task>-<scale>/<overrides>-seed<n>: experiments share the runs that they have in common. A run whose sweep
+is there is not repeated, an unfinished one goes on from its checkpoint. `--jobs 2` runs two at a time, each on
 `--cpu_threads`. At the end the figures of all runs are collected into <experiment>-<scale>.json, .md and .png below
---results_dir. Variants and baselines have as many parameters as the ES-SSM of their task, to 5%, and see the same data
-in the same order; a baseline has one budget. Rows whose data is absent are left out, and the output says what to fetch.
+--results_dir. Baselines, and variants with `match_parameters`, have as many parameters as the ES-SSM of their task, to
+5%. All see the same data in the same order; a baseline has one budget. Rows whose data is absent are left out, and the
+output says what to fetch.
 
 table1 to table6 are Tables 1 to 6 of the paper's version 1. Its figures stand below ours, or those of a JSON file
 {"text": {"32": 0.9}, ..}: `--paper_figures`. Rows named elastic have the elastic block, all others the paper's. The

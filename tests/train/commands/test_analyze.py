@@ -32,6 +32,11 @@ def test_gate_statistics_are_those_of_the_gates(block):
     torch.testing.assert_close(means[1], alpha.flatten(0, 1).mean(0), atol=1e-6, rtol=1e-5)
     expected = -torch.xlogy(alpha, alpha).sum(-1).flatten(0, 1).mean(0)
     torch.testing.assert_close(entropies[1], expected, atol=1e-6, rtol=1e-5)
+    counted = torch.arange(20) < torch.tensor([[20], [3]])
+    means, entropies = gate_statistics(model, ids, 6, counted)
+    torch.testing.assert_close(means[1], alpha[counted].mean(0), atol=1e-6, rtol=1e-5)
+    expected = torch.special.entr(alpha[counted]).sum(-1).mean(0)
+    torch.testing.assert_close(entropies[1], expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -39,6 +44,10 @@ def test_gate_statistics_are_those_of_the_gates(block):
 def test_no_layer_amplifies_beyond_its_bound(name):
     model = random_model(ESSMModel, **VARIANTS[name])
     u = torch.nn.functional.normalize(torch.randn(4, 300, 16, generator=torch.Generator().manual_seed(0)), dim=-1)
+    for mixer in spectral_mixers(model):
+        if "block" in VARIANTS[name]:  # a head whose z counts for more than all else
+            z = mixer.in_proj.weight.view(32, -1, 16)[2, : mixer.head_size]
+            z.mul_(1e3)
     for K in (1, 4, 32):
         for mixer, bound in zip(spectral_mixers(model), stability_bounds(model, K), strict=True):
             assert mixer(u, LayerCall(K)).norm(dim=-1).max() <= bound * (1 + 1e-5)

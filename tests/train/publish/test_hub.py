@@ -136,6 +136,9 @@ def test_only_what_belongs_to_a_model_is_published(api, run, capsys):
         "tokenizer_config.json",
         "model.safetensors.index.fp16.json",
     }
+    (model / "README.md").unlink()
+    push(run, hub_model_id=None, dry_run=True)
+    assert "README.md (to be written)" in capsys.readouterr().out
 
 
 def spoil(model: Path, name: str, value: float) -> None:

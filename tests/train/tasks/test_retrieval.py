@@ -110,7 +110,8 @@ def test_the_files_are_those_of_retrieval(tmp_path):
     assert [len(PairFile(tmp_path / "pairs" / f"{split}.tsv", 20)) for split in SPLITS] == [8, 2, 3]
     with pytest.raises(ValueError, match="train needs two books with two passages of length 5000, got 0"):
         list(make_pairs.pairs(BOOKS, "train", 1, 5000, 0))
-    pq.write_table(pa.table({"text": [*(book.decode()[:600] for book in BOOKS), None]}), tmp_path / "short.parquet")
-    with pytest.raises(SystemExit, match="1"):
-        make_pairs.run(["--books", str(tmp_path / "short.parquet"), "--output_dir", str(tmp_path / "no"), *sizes])
+    for texts in ([*(book.decode()[:600] for book in BOOKS), None], [1, 2]):
+        pq.write_table(pa.table({"text": texts}), tmp_path / "short.parquet")
+        with pytest.raises(SystemExit, match="1"):
+            make_pairs.run(["--books", str(tmp_path / "short.parquet"), "--output_dir", str(tmp_path / "no"), *sizes])
     assert not list(tmp_path.glob("no/*.tsv"))

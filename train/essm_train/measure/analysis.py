@@ -40,8 +40,10 @@ def parts_of(model: nn.Module) -> list[Any]:
 
 
 @torch.no_grad()
-def gate_statistics(model: PreTrainedModel, input_ids: Tensor, budget: int) -> tuple[Tensor, Tensor]:
-    """Run a model with gates on ids (B, L) and average over all positions.
+def gate_statistics(
+    model: PreTrainedModel, input_ids: Tensor, budget: int, counted: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run a model with gates on ids (B, L) and average over positions: all, or those that are True in (B, L) `counted`.
 
     Returns:
         (layers, K) mean of alpha_k, zero for channels that a layer does not hold, and (layers,) mean entropy of
@@ -55,8 +57,9 @@ def gate_statistics(model: PreTrainedModel, input_ids: Tensor, budget: int) -> t
         gates = mixer.gates(u, K, None).movedim(2, -1)  # (B, L, K), or (B, L, heads, K)
         alpha = (gates / mixer.operator.sigma(K, mixer.scaling_exponent, u)).double()
         alpha = nn.functional.pad(alpha, (0, budget - K) * (alpha.ndim - 2))
-        means.append(alpha.mean((0, 1)).cpu())
-        entropies.append(torch.special.entr(alpha).sum(-1).mean((0, 1)).cpu())
+        alpha = alpha.flatten(0, 1) if counted is None else alpha[counted]
+        means.append(alpha.mean(0).cpu())
+        entropies.append(torch.special.entr(alpha).sum(-1).mean(0).cpu())
 
     hooks = [mixer.register_forward_pre_hook(record) for mixer in spectral_mixers(model)]
     try:
@@ -87,8 +90,8 @@ def _paper_bound(mixer: Any, K: int) -> Tensor:
 
 
 def _elastic_bound(mixer: Any, K: int) -> Tensor:
-    d = mixer.head_size
-    z = mixer.in_proj.weight[: 2 * K * d].double().cpu().view(K, 2, d, -1)[:, 0]
+    d, n = mixer.head_size, mixer.convolved
+    z = mixer.in_proj.weight[: K * (d + n)].double().cpu().view(K, d + n, -1)[:, :d]
     weight = mixer.norm[: K * d].double().cpu().view(K, d)
     # A normalised head has norm sqrt(d) at most, and |SiLU(z)| <= |z| <= |row of z| |u|.
     heads = d * weight.square().amax(1) * z.square().sum(2).amax(1)
@@ -176,7 +179,7 @@ def analyze(args: Any) -> None:
         print(f"stability bound by layer at K={K}: {shown}")
     drawn = ["cost.png"]
     if config.gating != "none":
-        means, entropies = gate_statistics(model, input_ids, budgets[-1])
+        means, entropies = gate_statistics(model, input_ids, budgets[-1], input_ids != encoder.pad_id)
         record["gates"] = {"budget": budgets[-1], "mean": means.tolist(), "entropy": entropies.tolist()}
         rows = rows_of(means, entropies)
         write_figure(output_dir / "gates.png", draw_gates(rows))

@@ -31,7 +31,8 @@ def push_run(args: PushArguments) -> str | None:
     files, left_out = split_files(folder)
     check_weights(folder)
     if args.dry_run:
-        print(f"to be published from {folder}: {', '.join(files)}")
+        missing = [] if card.name in files else [f"{card.name} (to be written)"]
+        print(f"to be published from {folder}: {', '.join([*files, *missing])}")
         print(f"to be left out: {', '.join(left_out) or 'nothing'}")
         return None
     if not args.card_only:
