@@ -16,6 +16,11 @@ from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification, ESSMMo
 
 # What asks whether a class inherits from such a folder, or for a rotary embedding that cached keys cannot bear.
 LEFT_OUT = ("test_generation_tester_mixin_inheritance", "test_model_rope_scaling_from_config_1_dynamic")
+# What takes a field rope_parameters, None without attention, for rotary positions.
+ROTARY = (
+    *("test_model_rope_scaling_from_config_0_linear", "test_model_rope_scaling_from_config_2_yarn"),
+    "test_model_rope_with_partial_rotation",
+)
 LEFT_OUT_OF_S4D = ("test_torch_save_load",)  # it calls a state dict of bool tensors
 ABSENT = {"exporters": ("test_export", "ExportTesterMixin"), "generation": ("test_utils", "GenerationTesterMixin")}
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_spectral_channels": 4, "filter_length": 64}
@@ -66,7 +71,8 @@ def test_case(common, fields, classes=CLASSES):
 
 if __name__ == "__main__":
     common, suite = library_tests(sys.argv[1]), unittest.TestSuite()
-    cases = [(test_case(common, SIZES | fields), LEFT_OUT) for fields in ({}, VARIANTS["memory"], HYBRID)]
+    cases = [(test_case(common, SIZES | fields), LEFT_OUT + ROTARY) for fields in ({}, VARIANTS["memory"])]
+    cases.append((test_case(common, SIZES | HYBRID), LEFT_OUT))
     for kind, left_out in (("s5", LEFT_OUT), ("s4d", LEFT_OUT + LEFT_OUT_OF_S4D)):
         shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
         cases.append((test_case(common, shape | {"parameterization": kind}, DIAGONAL), left_out))
