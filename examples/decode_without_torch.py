@@ -52,7 +52,10 @@ def choose(logits: np.ndarray) -> int:
     return int(logits.argmax())
 
 
-ids = np.array([tokenizer.encode(args.prompt).ids or [about["bos_token_id"]]])
+start_ids = tokenizer.encode(args.prompt).ids or [about["bos_token_id"]]
+if None in start_ids:
+    parser.error("write a prompt: no token begins a text of this model")
+ids = np.array([start_ids])
 for start in range(0, ids.shape[1], about["max_length"]):  # a long prompt in pieces
     piece = ids[:, start : start + about["max_length"]]
     logits = run("prefill", input_ids=piece, attention_mask=np.ones_like(piece))

@@ -26,7 +26,7 @@ async function load() {
     throw new Error("model/export.json: this page runs a language model exported as ONNX");
   }
   const { model } = await (await fetched("tokenizer.json")).json();
-  if (model.merges.length) throw new Error("this page reads and writes bytes, but the model's tokens are longer");
+  if (model.merges?.length !== 0) throw new Error("this page reads and writes bytes, but the model's tokens are longer");
   weights = new Uint8Array(await (await fetched(about.weights.file)).arrayBuffer());
   say("loaded", { about });
 }

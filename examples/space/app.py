@@ -96,9 +96,12 @@ def keep_deadline(
         writer.advance()
         if writer.ended or time.perf_counter() - shown > REDRAW:
             runs = itertools.groupby(zip(writer.tokens, writer.budgets), key=lambda pair: pair[1])
-            pieces = [
-                (tokenizer.decode([token for token, _ in run], skip_special_tokens=True), f"K = {K}") for K, run in runs
-            ]
+            pieces, read, before = [], [], ""
+            for K, run in runs:
+                read += [token for token, _ in run]
+                text = tokenizer.decode(read, skip_special_tokens=True).rstrip("\ufffd")  # a begun character waits
+                pieces.append((text[len(before) :], f"K = {K}"))
+                before = text
             times = [seconds for _, seconds in deadline.history]
             mean = f"**{1000 * sum(times) / len(times):.1f} ms a token**, K = {writer.budgets[-1]}: " if times else ""
             yield pieces, mean + writer.figures()

@@ -44,7 +44,8 @@ def parse(argv: Sequence[str], tasks: Sequence[type[RowGenerator]]) -> tuple[Row
     both = dataclasses.make_dataclass("Data", (), bases=(_Where, cls), namespace=unchecked)
     args: Any = parse_arguments(both, argv[1:])
     generator = cls(**{field.name: getattr(args, field.name) for field in dataclasses.fields(cls)})
-    return generator, args.output_dir or f"data/{cls.name}", args.num_workers or os.cpu_count() or 1
+    workers = (os.cpu_count() or 1) if args.num_workers is None else args.num_workers
+    return generator, args.output_dir or f"data/{cls.name}", workers
 
 
 def make(argv: Sequence[str] | None, tasks: Sequence[type[RowGenerator]], description: str | None) -> None:

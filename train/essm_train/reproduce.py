@@ -22,6 +22,7 @@ Markdown lists every argument in which a reduced scale departs from full scale.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -65,6 +66,8 @@ class ReproduceArguments:
 def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
     """Where a run goes; the same arguments of a task always mean the same folder."""
     name = "-".join(f"{key}={value}" for key, value in sorted(row.arguments.items())) or "default"
+    if len(name.encode()) > 200:  # of the 255 bytes that a file system allows
+        name = f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     return Path(args.output_dir) / f"{row.task_name}-{args.scale}" / f"{name}-seed{seed}"
 
 
@@ -96,10 +99,11 @@ def perform(script: str, arguments: dict[str, Any], output_dir: Path) -> float:
     write_text(written, yaml.safe_dump(arguments, sort_keys=False))
     command = [sys.executable, "-m", f"essm_train.{script}", str(written)]
     started = time.perf_counter()
-    with said.open("a", encoding="utf-8") as log:
+    with said.open("ab") as log:
+        before = log.tell()
         done = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     if done.returncode != 0:
-        tail = "\n".join(said.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+        tail = "\n".join(said.read_bytes()[before:].decode(errors="replace").splitlines()[-15:])
         raise Failed(f"{' '.join(command)} ended with {done.returncode}:\n{tail}")
     return time.perf_counter() - started
 
@@ -137,15 +141,16 @@ def reproduce(args: ReproduceArguments) -> None:
         print(f"{task} is left out: {fetch}", flush=True)
     if not rows:
         raise FileNotFoundError("; ".join(absent.values()))
-    runs = [(row, seed) for seed in range(args.seeds) for row in rows.values()]  # an interrupted table has all rows
+    # Seeds one after the other, so that an interrupted table has all rows; a run that two rows share stands once.
+    runs = {folder_of(row, args, seed): (row, seed) for seed in range(args.seeds) for row in rows.values()}
 
-    def perform_run(row: Row, seed: int) -> None:
-        folder = folder_of(row, args, seed)
+    def perform_run(folder: Path) -> None:
+        row, seed = runs[folder]
         seconds = perform(get_task(row.task).script, arguments_of(row, args, seed), folder)
         print(f"{folder.name}: {seconds:.0f} s" if seconds else f"{folder.name}: done before", flush=True)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(perform_run, *zip(*runs)))
+        list(pool.map(perform_run, runs))
     collected = {n: collect([folder_of(row, args, seed) for seed in range(args.seeds)]) for n, row in rows.items()}
     write_results(experiment, args, collected, paper, sorted(absent))
 

@@ -230,7 +230,7 @@ def test_an_own_classifier_is_calibrated_on_own_files(tmp_path):
     assert (found.quality.metric, found.quality.samples, found.quality.length) == ("accuracy", 9, 10)
     entry = found.devices[HERE]
     assert entry.phases == ("prefill",) and not any(row.cache_bytes for row in entry.rows)
-    with pytest.raises(ValueError, match=r"labels must be in \[0, 2\], got"):
+    with pytest.raises(ValueError, match=r"label_column 't0' holds numbers, where the classes are \['walk'"):
         run([*arguments, "--features_column", "t*", "--label_column", "t0", *QUICK])
     (folder / "features.json").write_text('{"offset": "none"}')
     with pytest.raises(ValueError, match=r"features\.json must hold numbers for multiplier"):

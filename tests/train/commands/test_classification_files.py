@@ -107,6 +107,13 @@ def test_labels_of_other_files_must_be_known(arguments, tmp_path):
     validation = write(tmp_path, "validation.jsonl", {"text": ["a", "b"], "label": ["yes", "perhaps"]})
     with pytest.raises(ValueError, match=r"cannot read validation_file validation.jsonl: .* label perhaps"):
         load(arguments(tmp_path / "run", "text", train_file=train_file, validation_file=validation))
+    numbers = write(tmp_path, "numbers.jsonl", {"text": ["a", "b"], "label": [1, 0]})
+    for first, other, message in (
+        (train_file, numbers, r"jsonl: label_column 'label' holds numbers, where the classes are \['no', 'yes'\]"),
+        (numbers, train_file, r"label_column 'label' holds text such as \['no'\], where the classes are numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(arguments(tmp_path / "run", "text", train_file=first, validation_file=other))
 
 
 def test_labels_of_a_csv_are_numbers_if_all_of_them_are(arguments, tmp_path):
@@ -162,6 +169,9 @@ def test_columns_of_a_pattern_are_those_of_training(arguments, tmp_path):
     args = parse_arguments(ClassificationArguments, given)
     _, split, _ = load_test(args, ["LABEL_0", "LABEL_1"], read_record(tmp_path))
     assert split.samples[0].values[:, 0].tolist() == [1, 2]
+    args.features_column = "k*"
+    with pytest.raises(ValueError, match=r"'k\*' does not name column 'x0', which the training data had"):
+        load_test(args, ["LABEL_0", "LABEL_1"], read_record(tmp_path))
     with pytest.raises(ValueError, match=r"no column 'x1', which the training data has for 'x\*'"):
         load(arguments(tmp_path / "y", **changes, test_file=text_file(tmp_path / "c.csv", "x0,kind\n1,0\n")))
 

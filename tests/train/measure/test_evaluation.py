@@ -106,6 +106,10 @@ def test_classes_have_the_models_order(tmp_path):
     with torch.no_grad():
         answer = int(model(input_features=torch.tensor([[[0.5], [1.0]]])).logits.argmax())
     assert hits.tolist() == [answer == 2, answer == 1, answer == 1]
+    model.config.id2label = {0: "a", 1: "b", 2: "c"}
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"other has the classes \['a', 'b', 'c'\], and .*model \['c', 'b', 'a'\]"):
+        evaluate_models([str(tmp_path / name) for name in ("model", "other")], held_out, (32,))
 
 
 def test_a_task_is_opened_by_its_name(tmp_path):

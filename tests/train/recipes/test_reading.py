@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/recipes: recipes of one's own, and what is said of those that are wrong."""
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -10,6 +11,7 @@ import yaml
 from helpers import ROOT
 
 from essm_train import list_tasks, reproduce
+from essm_train.console import Failed
 from essm_train.measure.paper import PAPER_FIGURES
 from essm_train.tasks import catalog
 from essm_train.tasks.catalog import TASKS, get_task, make_arguments, task_arguments
@@ -120,15 +122,19 @@ def test_configurations_of_the_repository(folder, monkeypatch):
 def test_an_experiment_of_ones_own(folder):
     """Baselines beside the task, a title, and the paper's figures, all beside the experiment."""
     rows = {"ours": {}, "two layers": {"arguments": {"num_hidden_layers": 2}}}
-    rows |= {"ours, transformer": {"arguments": {"architecture": "transformer"}}, "novels": {"task": "novels"}}
+    rows |= {
+        "again": {},
+        "ours, transformer": {"arguments": {"architecture": "transformer"}},
+        "novels": {"task": "novels"},
+    }
     recipe = {"question": "Is it good?", "title": "Table 1", "task": "mine.yaml", "paper_figures": "p.json"}
     path = folder / "recipes" / "table.yaml"
     path.write_text(yaml.safe_dump(recipe | {"rows": rows}, sort_keys=False))
     (folder / "recipes" / "p.json").write_text('{"ours": {"4": 1.25}}')
     folders = {"output_dir": str(folder / "runs"), "results_dir": str(folder / "results"), "data_dir": str(folder)}
-    args = reproduce.ReproduceArguments(str(path), seeds=1, rows=["ours"], **folders)
+    args = reproduce.ReproduceArguments(str(path), seeds=1, rows=["ours", "again"], jobs=2, **folders)  # of one run
     experiment = get_experiment(str(path))
-    third = list(experiment.rows.values())[2]
+    third = experiment.rows["ours, transformer"]
     assert reproduce.arguments_of(third, args, 0)["architecture"] == "transformer"
     assert experiment.rows["novels"] == Row("novels") and experiment.rows["ours"].task_name == "mine"
     reproduce.reproduce(args)
@@ -138,6 +144,10 @@ def test_an_experiment_of_ones_own(folder):
     text = (folder / "results" / "table-small.md").read_text()
     assert text.startswith("# Table 1\n\nIs it good?\n\n| |") and "| ours, the paper's | | " in text and "1.25" in text
     assert "- mine: a few words. Arguments of full scale: mine." in text
+    run = folder / "runs" / "mine-small" / "default-seed0" / "training.json"
+    run.write_text(re.sub(r'"sha256 of the training text": "\w', '"sha256 of the training text": "x', run.read_text()))
+    with pytest.raises(Failed, match=r"default-seed1 read other data than .*default-seed0: delete one"):
+        reproduce.reproduce(dataclasses.replace(args, seeds=2, overwrite=True))
 
 
 WRONG_EXPERIMENTS = [
@@ -145,6 +155,7 @@ WRONG_EXPERIMENTS = [
     ({"task": "mine.yaml"}, "rows: a: .*mine.yaml: unknown keys: question, "),
     ({"rows": {"a": {"architecture": "mamba"}}}, "rows: a: unknown keys: architecture; must be among task, arg"),
     ({"rows": {"a": {"arguments": {"gate": 1}}}}, "rows: a: arguments: unknown argument gate; nearest: gat"),
+    ({"rows": {"a": {"arguments": {"seed": 5}}}}, "rows: a: arguments: seed: only the command line sets that"),
     ({"rows": {}}, "rows must name at least one row"),
 ]
 

@@ -110,6 +110,31 @@ def test_four_words_are_written_and_read_by_the_trainer(mu_law_folder, tmp_path)
     assert batch["input_features"].shape == (2, 98, 40) and "attention_mask" not in batch
 
 
+WRONG_CLIPS = [  # column, values, message
+    (
+        "label",
+        pa.array([0, 4, 0, 0, 0], pa.int8()),
+        r"word/train1.wav of speech4-train: .* got label 4, num_samples 7000 ",
+    ),
+    ("num_samples", pa.array([9, None, 9, 9, 9]), "got label 1, num_samples None and 8000 codes"),
+    ("num_samples", pa.array([16001] * 5), "got label 0, num_samples 16001"),
+    ("mulaw_8khz", pa.array([[0] * 8000, None, [0], [0], [0]], pa.list_(pa.uint8())), "num_samples 7000 and 0 codes"),
+    ("mulaw_8khz", pa.array([[0] * 8001] * 5, pa.list_(pa.uint8())), "got label 0, num_samples 16000 and 8001 codes"),
+    ("mulaw_8khz", pa.array([[-3] * 8000] * 5, pa.list_(pa.int8())), "mulaw_8khz must be lists of uint8"),
+]
+
+
+@pytest.mark.parametrize("column, values, message", WRONG_CLIPS)
+def test_clips_that_cannot_be_are_named(column, values, message, mu_law_folder, tmp_path):
+    for path in mu_law_folder.iterdir():
+        table = pq.read_table(path)
+        if "train" in path.name:
+            table = table.set_column(table.schema.get_field_index(column), column, values)
+        pq.write_table(table, tmp_path / path.name)
+    with pytest.raises(ValueError, match=message):
+        Speech4(str(tmp_path)).rows("train", range(5))
+
+
 @pytest.fixture
 def official(tmp_path, monkeypatch) -> Path:
     """A folder like the official one: three words, of which two are wanted, and background noise."""

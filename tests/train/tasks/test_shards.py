@@ -146,6 +146,10 @@ def test_shards_that_nothing_describes_are_refused(made, tmp_path):
     assert contents(tmp_path) == {NAMES[2]: b"of another task"}
     with alone_in(made), pytest.raises(ValueError, match="is in use by another run"):
         generate(TASK, made)
+    for foreign in ("3", "not JSON"):
+        (tmp_path / "manifest.json").write_text(foreign)
+        with pytest.raises(ValueError, match=r"manifest\.json is no record of generated data"):
+            generate(TASK, tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path):
@@ -180,6 +184,7 @@ def test_arguments_are_a_generators_fields(capsys):
     tasks = (ListOps, PathX)
     generator, folder, _ = make_task_data.parse(["pathx", "--paddle_margins", "1", "4", "--seed", "8"], tasks)
     assert generator == PathX(paddle_margins=[1, 4], seed=8) and folder == "data/pathx"
+    assert make_task_data.parse(["pathx", "--num_workers", "0"], tasks)[2] == 0  # which `generate` refuses
     for line, said in {
         "": "one of listops, ",
         "lists": "got lists",

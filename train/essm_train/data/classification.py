@@ -94,7 +94,8 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
         labels, lengths, sha256 = samples.check()
     splits, digests = {}, {}
     for name, wanted in {"validation": args.validation_samples, "test": args.test_samples}.items():
-        if (given := _open(args, name, names or label_names, train.columns)) is not None:
+        if (given := _open(args, name, names, train.columns)) is not None:
+            _check_named(given, names, args.label_column)
             splits[name], digests[name] = _held_out(args, given, reader, num_labels, wanted)
 
     source: SampleSource
@@ -151,13 +152,14 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     Raises:
         ValueError: as `load_classification`.
     """
-    splits, names = ("test", "validation", "train"), None
-    if label_names != unnamed_labels(len(label_names)):
-        names = label_names
+    splits, names = ("test", "validation", "train"), list(label_names)
+    if names == unnamed_labels(len(names)):
+        names = []
     columns = record.get("columns")
     opened = next((found for split in splits if (found := _open(args, split, names, columns))), None)
     if opened is None:
         raise ValueError(f"dataset {args.dataset_name!r} has none of the splits {', '.join(splits)}")
+    _check_named(opened, names, args.label_column)
     reader = _make_reader(args, opened)
     if isinstance(reader, FeatureReader):
         reader.take(record)
@@ -171,7 +173,8 @@ def _open(
     """ "train", "validation" or "test", labels that are text as a `ClassLabel`; None if there is no such split.
 
     Args:
-        label_names: of the classes, where they are known. columns: those of training that a pattern stands for.
+        label_names: of the classes, where they are known; none where they are numbers.
+        columns: those of training that a pattern stands for.
     Raises:
         ValueError: it cannot be read, or has no rows, or not the columns that the arguments name, or other labels.
     """
@@ -204,12 +207,14 @@ def _named(rows: Any, label: str, names: Sequence[str] | None) -> Any:
     """The same rows, labels that are text, or have other names than these, as a `ClassLabel` of these.
 
     Raises:
-        ValueError: labels of which these names are not.
+        ValueError: labels of which these names are not, or text where there are none.
     """
     kind = (rows.features or {}).get(label)
     if isinstance(rows, datasets.Dataset) and getattr(kind, "dtype", "") in ("string", "large_string"):
-        known = names or sorted(name for name in rows.unique(label) if name is not None)
-        return rows.cast_column(label, datasets.ClassLabel(names=list(known)))
+        known = sorted(name for name in rows.unique(label) if name is not None)
+        if names is not None and not names:
+            raise ValueError(f"label_column {label!r} holds text such as {known[:1]}, where the classes are numbers")
+        return rows.cast_column(label, datasets.ClassLabel(names=list(names or known)))
     if not names or not isinstance(kind, datasets.ClassLabel) or kind.names == [*names]:
         return rows
     if unknown := sorted({*kind.names} - {*names}):
@@ -221,6 +226,12 @@ def _named(rows: Any, label: str, names: Sequence[str] | None) -> Any:
 
     features = datasets.Features(rows.features | {label: datasets.ClassLabel(names=list(names))})
     return rows.map(renumber, batched=True, features=features)
+
+
+def _check_named(opened: _Opened, names: list[str], label: str) -> None:
+    """Raises ValueError for numbers as labels where the classes have names: nothing says which is which."""
+    if names and not opened.names:
+        raise ValueError(f"{opened.source}: label_column {label!r} holds numbers, where the classes are {names}")
 
 
 def _reopen(args: Any) -> Any:
@@ -236,6 +247,8 @@ def _one_column(rows: Any, pattern: str, label: str, known: Sequence[str] | None
     columns = list(known or [name for name in names if fnmatch.fnmatchcase(name, pattern) and name != label])
     if pattern in names or not columns:
         return rows, []
+    if others := [name for name in columns if not fnmatch.fnmatchcase(name, pattern)]:
+        raise ValueError(f"{pattern!r} does not name column {others[0]!r}, which the training data had")
     if absent := [name for name in columns if name not in names]:
         raise ValueError(f"no column {absent[0]!r}, which the training data has for {pattern!r}")
     if label not in names:

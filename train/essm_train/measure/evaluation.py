@@ -153,12 +153,14 @@ def evaluate_models(
     """Sweep every model; memory and active parameters of the first.
 
     Raises:
-        ValueError: models of different capacity, and as `load_for`.
+        ValueError: models of different capacity or classes, and as `load_for`.
     """
     sweeps: list[BudgetCurve] = []
     peaks, active = [], []
     for folder in folders:
         model = load_for(held_out, folder, trust_remote_code)
+        if (classes := _classes(folder)) != _classes(folders[0]):
+            raise ValueError(f"{folder} has the classes {classes}, and {folders[0]} {_classes(folders[0])}")
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
         capacity = capacity_of(model)

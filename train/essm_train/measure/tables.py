@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from essm_train.arguments import config_fields
+from essm_train.console import Failed
 from essm_train.files import write_figure, write_json, write_text
 from essm_train.measure.budget_sweep import read_sweep
 from essm_train.measure.evaluation import Evaluation
@@ -33,7 +34,7 @@ Collected = Mapping[str, tuple[Evaluation, Mapping[str, Any]]]  # of each row, w
 
 
 def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
-    """The seeds of one row, and how they were trained."""
+    """The seeds of one row, and how they were trained. Raises Failed if they read other data."""
     curves = tuple(
         read_sweep(json.loads((folder / "budget_sweep.json").read_text(encoding="utf-8"))) for folder in folders
     )
@@ -41,6 +42,9 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     training = [
         json.loads((folder / "training.json").read_text(encoding="utf-8").replace(here, "")) for folder in folders
     ]
+    for folder, each in zip(folders, training):
+        if each.get("digests") != training[0].get("digests"):
+            raise Failed(f"{folder} read other data than {folders[0]}: delete one, or choose another output_dir")
     arguments = training[0]["arguments"].items()
     return Evaluation(curves), {name: training[0].get(name) for name in _RECORDED} | {
         "seconds": [each.get("seconds") for each in training],
@@ -237,12 +241,12 @@ def write_results(experiment: Experiment, args: Any, collected: Collected, paper
         given = {"task": experiment.rows[name].task_name, "overrides": experiment.rows[name].arguments}
         record["rows"][name] = given | evaluation.record() | {"training": training}
     stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
-    write_json(stem.with_suffix(".json"), record)
     hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
     text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n"
     text += departures(tasks, args.scale, substitutes)
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
-    write_text(stem.with_suffix(".md"), text)
     figure = draw_panels(*panels_of(experiment, collected, paper, substitutes))
-    write_figure(stem.with_suffix(".png"), figure, dpi=120)
+    write_figure(stem.with_suffix(".png"), figure, dpi=120)  # first: a kill while it is drawn leaves no file
+    write_text(stem.with_suffix(".md"), text)
+    write_json(stem.with_suffix(".json"), record)
     print(f"saved {stem}.json, .md and .png")

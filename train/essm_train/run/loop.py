@@ -132,7 +132,7 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
     run.keep_model(finished_before)
     if accelerator.is_main_process:
         record = run.record() | {"script": task.script, "data": task.description, "parameters": parameters}
-        record |= {"schedule": run.schedule.name, "arguments": dataclasses.asdict(args)}
+        record |= {"schedule": run.schedule.name, "digests": task.identity, "arguments": dataclasses.asdict(args)}
         write_json(output_dir / "training.json", record | {"hardware": hardware(accelerator)})
 
     folder = output_dir / "model"

@@ -132,8 +132,12 @@ class Speech4(SpeechFrames):
     def __post_init__(self) -> None:
         self.paths = {split: Path(self.data_dir) / f"speech_commands_4words-{split}.parquet" for split in SPLITS}
         for path in self.paths.values():
-            if missing := set(self.COLUMNS) - set(pq.read_schema(path).names):
+            schema = pq.read_schema(path)
+            if missing := set(self.COLUMNS) - set(schema.names):
                 raise ValueError(f"{path} has no column {', '.join(sorted(missing))}")
+            codes, *numbers = (schema.field(name).type for name in self.COLUMNS[:3])
+            if getattr(codes, "value_type", None) != pa.uint8() or not all(map(pa.types.is_integer, numbers)):
+                raise ValueError(f"{path}: mulaw_8khz must be lists of uint8, label and num_samples integers")
         self.sizes = {split: pq.read_metadata(path).num_rows for split, path in self.paths.items()}
         self.source = " ".join(map(sha256_of, self.paths.values()))
 
@@ -141,9 +145,16 @@ class Speech4(SpeechFrames):
         # memory_map keeps what is read to the row groups that hold these rows.
         table = pq.read_table(self.paths[split], columns=list(self.COLUMNS), memory_map=True)
         clips = []
-        for codes, label, length, name in zip(*table.slice(rows.start, len(rows)).columns):
-            real = -(-length.as_py() // 2)  # num_samples counts at 16 kHz; what follows is padding
-            clips.append((mu_law_decode(np.asarray(codes.values)[:real]), label.as_py(), name.as_py()))
+        for codes, *rest in zip(*table.slice(rows.start, len(rows)).columns):
+            label, length, name = (value.as_py() for value in rest)
+            count, classes = len(codes) if codes.is_valid else 0, len(self.words)
+            if label not in range(classes) or length not in range(1, 16001) or not 0 < count <= 8000:
+                raise ValueError(
+                    f"{name} of {self.name}-{split}: label must be in [0, {classes}), num_samples in [1, 16000] and "
+                    f"codes 1 to 8000, got label {label}, num_samples {length} and {count} codes"
+                )
+            real = -(-length // 2)  # num_samples counts at 16 kHz; what follows is padding
+            clips.append((mu_law_decode(np.asarray(codes.values)[:real]), label, name))
         return clips
 
 

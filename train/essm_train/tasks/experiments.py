@@ -87,6 +87,8 @@ def get_experiment(name: str) -> Experiment:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         check_arguments(script, row.arguments, f"{where}: arguments")
+        if own := {"output_dir", "seed", "cpu_threads"} & row.arguments.keys():
+            raise ValueError(f"{where}: arguments: {', '.join(sorted(own))}: only the command line sets that")
     if experiment.paper_figures:
         experiment.paper_figures = str(path.parent / experiment.paper_figures)
     return experiment

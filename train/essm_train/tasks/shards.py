@@ -95,7 +95,10 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
     record = {"name": generator.name, "version": generator.VERSION, **generator.parameters}
     record = json.loads(json.dumps(record))  # tuples to lists
     for path in filter(Path.exists, (manifest, unfinished)):
-        held = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            held = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path} is no record of generated data: {error}") from error
         differs = [
             f"{name} is {held.get(name)!r} there, {record.get(name)!r} was asked for"
             for name in {**record, **held}
