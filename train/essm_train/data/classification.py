@@ -211,10 +211,10 @@ def _named(rows: Any, label: str, names: Sequence[str] | None) -> Any:
     """
     kind = (rows.features or {}).get(label)
     if isinstance(rows, datasets.Dataset) and getattr(kind, "dtype", "") in ("string", "large_string"):
-        known = sorted(name for name in rows.unique(label) if name is not None)
+        known = names or sorted(name for name in rows.unique(label) if name is not None)
         if names is not None and not names:
             raise ValueError(f"label_column {label!r} holds text such as {known[:1]}, where the classes are numbers")
-        return rows.cast_column(label, datasets.ClassLabel(names=list(names or known)))
+        return rows.cast_column(label, datasets.ClassLabel(names=list(known)))
     if not names or not isinstance(kind, datasets.ClassLabel) or kind.names == [*names]:
         return rows
     if unknown := sorted({*kind.names} - {*names}):
