@@ -77,7 +77,8 @@ def test_python_blocks_run(page, folder):
 
 def calibrate(folder):
     arguments = ["--model", "runs/train_clm/model", "--text_files", "heldout.txt", "--budgets", "2", "6", "8"]
-    run = run_script("essm_train.calibrate", *arguments, cwd=folder)
+    short = ["--batch_sizes", "1", "--prompt_length", "16", "--decode_tokens", "2", "--rounds", "1"]
+    run = run_script("essm_train.calibrate", *arguments, *short, cwd=folder)
     assert run.returncode == 0, run.stderr[-3000:]
 
 

@@ -13,6 +13,7 @@ Letters: b batch, L sequence, D width, I inner width, N state; h heads of width 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -170,10 +171,13 @@ def leading(mixer: NestedMamba2Mixer, name: str, weight: Tensor, K: int) -> Tens
 
 def nest(model: nn.Module, capacity: int) -> nn.Module:
     """The same model, a `Mamba2Model` of one group and whole heads a channel, with nested mixers of that capacity."""
-    for module in model.modules():
-        if isinstance(module, Mamba2Mixer):
-            module.__class__ = NestedMamba2Mixer
-            module.capacity, module.shells = capacity, dict(_shells(model.config, module, capacity))
+    mixers = [module for module in model.modules() if isinstance(module, Mamba2Mixer)]
+    shells = dict(_shells(model.config, mixers[0], capacity))  # to make one for each layer takes seconds
+    for mixer in mixers:
+        mixer.__class__ = NestedMamba2Mixer
+        mixer.capacity, mixer.shells = capacity, copy.deepcopy(shells)
+        for shell in mixer.shells.values():
+            shell.layer_idx = mixer.layer_idx
     return model
 
 
