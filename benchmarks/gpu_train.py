@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import time
 import traceback
@@ -326,7 +325,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         p.error(f"--batch must be at most the {len(windows.order)} blocks of the text, got {args.batch}")
     path, results = common.report_path(report, args), report.setdefault("results", {})
     for task in tasks:
-        tell = functools.partial(_tell, task.label)
+
+        def tell(text: str, label: str = task.label) -> None:
+            print(f"{label}: {text}", flush=True)
+
         if (passed := time.monotonic() - begun) > args.limit:
             results[task.label] = {"failed": f"not begun: {passed:.0f} s had passed"}
             continue
@@ -350,10 +352,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         write_json(path, report, indent=1)
         common.table([{"model": task.label} | results[task.label]])
     return common.finish(report, args)
-
-
-def _tell(label: str, text: str) -> None:
-    print(f"{label}: {text}", flush=True)
 
 
 if __name__ == "__main__":

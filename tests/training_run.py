@@ -80,9 +80,9 @@ def train_classes(arguments: list[str]) -> None:
     train_classifier(parse_arguments(ClassificationArguments, arguments))
 
 
-def load_classes(arguments: list[str]):
-    """Its data."""
-    return load_classification(parse_arguments(ClassificationArguments, arguments))
+def load_classes(arguments: list[str], label_names: list[str] | None = None):
+    """Its data, with the classes of weights in that order."""
+    return load_classification(parse_arguments(ClassificationArguments, arguments), label_names)
 
 
 def documents() -> list[str]:

@@ -12,6 +12,7 @@ this much quality?
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -343,14 +344,21 @@ def device_name(device: torch.device | None = None) -> str:
         return torch.cuda.get_device_name(device)
     if device.type != "cpu":
         return device.type
+    return f"{cpu_name()}, {cpu_cores()} cores"
+
+
+def cpu_name() -> str:
+    """The CPU's model, as Linux tells it; elsewhere its family."""
     cpu = platform.processor() or platform.machine()
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    except OSError:
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{cpu}, {cores} cores"
+    return cpu
+
+
+def cpu_cores() -> int | None:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 # --- The file

@@ -129,8 +129,12 @@ def test_models_have_as_many_parameters(name):
             assert config.memory_key_size == config.memory_value_size == int(row.memory * config.head_size)
         assert abs(config.num_hidden_layers - row.layers) <= 2
         assert config.layer_types.count("full_attention") == (2 if "attention" in name else 0)
+
+
+@pytest.mark.parametrize("name", ["elastic, attention 1 in 3", "llama"])
+def test_a_size_that_no_model_of_a_row_has_is_refused(name):
     with pytest.raises(ValueError, match="has 500 parameters"):
-        matched_models.matched_config(row, 500)
+        matched_models.matched_config(ablation.ROWS[name], 500)
 
 
 @pytest.mark.parametrize("K", [1, 2, 4])

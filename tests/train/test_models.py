@@ -156,6 +156,7 @@ def test_a_baseline_has_the_size_of_a_configuration(tmp_path):
         ),
         ({"architecture": "transformer", "stochastic_depth": 0.1}, "stochastic_depth must be 0 with .*'transformer'"),
         ({"architecture": "diagonal_ssm", "parameterization": "s6"}, "(?s)config_overrides: .*parameterization"),
+        ({"block": "foo", "attention_every": 2}, "(?s)config_overrides: .*block"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -339,7 +339,7 @@ class ModelArguments(RunArguments):
             return dict(overrides)
         block = overrides.get("block", "paper" if self.architecture == AR_STU else "elastic")
         new = {"block": block, **NEW_MODEL.get(str(block), {}), **self.NEW, **overrides}
-        if self.attention_every is not None:
+        if self.attention_every is not None and block in NEW_MODEL:
             kind = "full_attention" if new.get("sliding_window") is None else "sliding_attention"
             new["layer_types"] = hybrid_layers(new["num_hidden_layers"], self.attention_every, kind)
         return {name: value for name, value in new.items() if name in self.kinds_of(self.architecture)}

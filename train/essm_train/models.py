@@ -233,11 +233,6 @@ def read_saved_config(folder: Path, pairs: bool = False) -> dict[str, Any]:
     return config
 
 
-def is_pairs(config: dict[str, Any]) -> bool:
-    """Whether such a configuration is that of a classifier of pairs."""
-    return config["model_type"] == ESSMPairConfig.model_type
-
-
 def is_causal(config: dict[str, Any]) -> bool:
     """Whether such a configuration is that of a language model."""
     return config["architectures"][0] == "ESSMForCausalLM"

@@ -134,6 +134,7 @@ def test_labels_of_a_csv_are_numbers_if_all_of_them_are(arguments, tmp_path):
     for wrong, message in {
         "": "row 1 of train_file e.csv: .* must hold integers from 0, got None",
         "0.5": "'kind' of train_file e.csv must hold integers from 0, or text, got '0.5'",
+        "9" * 20: "'kind' of train_file e.csv must hold integers from 0, or text, got '99999999999999999999'",
     }.items():
         with pytest.raises(ValueError, match=message):
             load(arguments(tmp_path / "e", **columns, train_file=labels("e.csv", "1", wrong, "0")))
@@ -154,6 +155,12 @@ def test_classes_go_by_their_names(streaming, arguments, tmp_path):
     assert data.validation.labels.tolist() == [0, 2, 0] and data.label_names == ["a", "b", "c"]
     with pytest.raises(ValueError, match=r"classes \['d'\], which are not among \['a', 'b', 'c'\]"):
         load(arguments(tmp_path / "y", **columns, validation_file=file("c.parquet", ["d", "a"], ["a", "d"])))
+    known = ["c", "b", "a"]  # of weights that are trained on
+    again = load(arguments(tmp_path / "w", **columns, shuffle_buffer=1, validation_file=train_file), known)
+    batch = again.collate(again.source.load(again.source.draw(3)))
+    read = ["".join(map(chr, ids)) for ids in batch["input_ids"]]
+    assert sorted(read) == ["text a", "text b", "text c"]
+    assert all(known[label] == text[-1] for text, label in zip(read, batch["labels"]))
     more = load(arguments(tmp_path / "z", **columns | {"num_labels": 5}, validation_file=train_file))
     assert more.label_names == ["a", "b", "c", "LABEL_3", "LABEL_4"]
 
@@ -226,6 +233,14 @@ def test_sound_that_cannot_be_read(arguments, tmp_path):
         load_clips()
     (tmp_path / "clips" / "low" / "9.wav").write_bytes(b"RIFF")
     with pytest.raises(ValueError, match=r"low/9\.wav: is no WAV file of PCM: .*ffmpeg"):
+        load_clips()
+    with wave.open(str(tmp_path / "clips" / "low" / "9.wav"), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(8))
+    raw = bytearray((tmp_path / "clips" / "low" / "9.wav").read_bytes())
+    raw[32], raw[34] = 8, 64  # bytes of a frame, bits of a sample
+    (tmp_path / "clips" / "low" / "9.wav").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"low/9\.wav: is no WAV file of PCM: 64 bits a sample.*ffmpeg"):
         load_clips()
     (tmp_path / "clips" / "low" / "9.wav").rename(tmp_path / "clips" / "low" / "9.mp3")
     with pytest.raises(ValueError, match=r"sound must be WAV files, got '.*9\.mp3'"):

@@ -98,10 +98,11 @@ def test_what_a_model_needs_beside_it_goes_along(saved, texts, tmp_path, monkeyp
     """Its tokenizer, and how its numbers are scaled, also where a task names the data."""
     start = shutil.copytree(saved, tmp_path / "start")
     (start / "features.json").write_text("{}")
+    (start / "chat_template.jinja").write_text("{{ messages }}")
     data = open_text([str(texts / "heldout.txt")], ByteEncoder(), 32, 4)
     monkeypatch.setattr(prune, "open_task", lambda *args: data)
     run(start, texts, tmp_path / "out", amount=0.25, text_files=None, task="of.yaml")
-    for name in ("tokenizer.json", "tokenizer_config.json", "features.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "features.json", "chat_template.jinja"):
         assert (tmp_path / "out" / "model" / name).read_bytes() == (start / name).read_bytes()
 
 

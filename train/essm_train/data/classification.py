@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import datasets
 import numpy as np
@@ -105,8 +105,13 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
                 "streaming needs a validation_file or a split 'validation': a stream cannot be held out from, and the "
                 "test split is not to select by"
             )
-        source = StreamSamples(functools.partial(_reopen, args), samples.expand, args.shuffle_buffer, args.seed)
-        sha256 = stream_digest(train.rows, args.train_file or [args.dataset_name])
+        source = StreamSamples(
+            lambda: cast(_Opened, _open(args, "train", label_names)).rows,
+            samples.expand,
+            args.shuffle_buffer,
+            args.seed,
+        )
+        sha256 = stream_digest(items_of(train.rows, train.source), args.train_file or [args.dataset_name])
         length, what, cut = args.max_length, f"a stream of {reader.name}", 0.0
     else:
         if "validation" not in splits:
@@ -232,12 +237,6 @@ def _check_named(opened: _Opened, names: list[str], label: str) -> None:
     """Raises ValueError for numbers as labels where the classes have names: nothing says which is which."""
     if names and not opened.names:
         raise ValueError(f"{opened.source}: label_column {label!r} holds numbers, where the classes are {names}")
-
-
-def _reopen(args: Any) -> Any:
-    opened = _open(args, "train", None)
-    assert opened is not None
-    return opened.rows
 
 
 def _one_column(rows: Any, pattern: str, label: str, known: Sequence[str] | None) -> tuple[Any, list[str]]:

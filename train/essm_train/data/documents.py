@@ -119,7 +119,8 @@ def _labels_of_csv(rows: Any, label: str | None, names: Sequence[str], what: str
         return rows.cast_column(label, datasets.Value("int64"))
     with suppress(pa.ArrowInvalid):
         pa.array(found).cast(pa.float64())
-        wrong = min(value for value in found if not value.removeprefix("-").isdigit())
+        fractions = [value for value in found if not value.removeprefix("-").isdigit()]
+        wrong = min(fractions, default=max(found, key=len))  # one that is too long
         raise ValueError(f"label column {label!r} of {what} must hold integers from 0, or text, got {wrong!r}")
     return rows
 
@@ -262,6 +263,8 @@ def decode_wav(value: dict[str, Any], where: str) -> tuple[np.ndarray, int]:
     try:
         with wave.open(str(path) if data is None else io.BytesIO(data), "rb") as file:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
+            if width > 4:
+                raise wave.Error(f"{8 * width} bits a sample")
             raw = np.frombuffer(file.readframes(file.getnframes()), np.uint8)
     except (wave.Error, EOFError, OSError) as error:
         raise ValueError(f"{where}: is no WAV file of PCM: {error or 'it ends too early'}; {_CONVERT}") from error

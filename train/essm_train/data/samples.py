@@ -10,8 +10,8 @@ shuffles per process and finds its place again by reading what it has read.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -144,17 +144,11 @@ def even_shares(count: int, rank: int, ranks: int) -> list[int | None]:
     return [i if i < count else None for i in range(rank, rounds * ranks, ranks)]
 
 
-class Prefetch:
-    """Draws and loads the batches of the next update while the current one computes, in one thread."""
-
-    def __init__(self, fetch: Callable[[], Any]):
-        self._fetch, self._pool = fetch, ThreadPoolExecutor(1)
-        self._next: Future | None = None
-
-    def __call__(self) -> Any:
-        result = (self._next or self._pool.submit(self._fetch)).result()
-        self._next = self._pool.submit(self._fetch)
-        return result
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+def prefetched(fetch: Callable[[], Any]) -> Generator[Any]:
+    """What `fetch` gives; the next is made in one thread while the last is used. Closing it waits for the thread."""
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(fetch)
+        while True:
+            result = coming.result()
+            coming = pool.submit(fetch)
+            yield result

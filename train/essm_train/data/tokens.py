@@ -74,6 +74,12 @@ def open_tokenizer(name: str) -> Any:
         raise ValueError(f"cannot load tokenizer {name!r}: {hint}{error}") from error
 
 
+def file_of(source: str, name: str) -> str | None:
+    """The path of a file of a folder or a Hub repository; None where it is not there, or cannot be reached."""
+    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return cached_file(source, name, **quietly)
+
+
 def digest_of(tokenizer: Any) -> str:
     """A SHA-256 of what decides its tokens, or of its vocabulary where it is not a fast one."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -98,8 +104,7 @@ def choose_tokenizer(args: Any) -> Any:
             does not say that this is meant.
     """
     learned, weights = None, args.model_name_or_path
-    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    if weights and any(cached_file(weights, f, **quietly) for f in ("tokenizer.json", "tokenizer_config.json")):
+    if weights and any(file_of(weights, name) for name in ("tokenizer.json", "tokenizer_config.json")):
         learned = open_tokenizer(weights)
     if args.tokenizer_name is None:
         is_bytes = learned is None or learned.get_vocab() == build_byte_tokenizer().get_vocab()

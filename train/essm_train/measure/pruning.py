@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from essm_train.files import write_json
 from essm_train.measure.plots import metric_axis
-from essm_train.measure.scoring import ACCURACY, HeldOut
+from essm_train.measure.scoring import HeldOut
 from essm_train.models import capacity_of
 from modeling_essm.companions import Plan, prune, restore
 
@@ -73,7 +73,7 @@ class PruningCurve:
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8, ncols=2)
         above.set_ylabel(f"{self.title}, held out")
-        metric_axis(above, self.metric if self.metric == ACCURACY.name else "")
+        metric_axis(above, self.metric)
         below.set(ylabel="modes kept", xlabel="share that is pruned, of all modes or (mode_index) of their ranks")
         below.set_ylim(bottom=0)
         below.set_xlim(0, max(self.ratios[-1], chosen))

@@ -14,12 +14,10 @@ import contextlib
 import copy
 import functools
 import itertools
-import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +25,7 @@ import transformers
 from torch import Tensor
 
 from modeling_essm import ESSMCache, ESSMForCausalLM
+from modeling_essm.budgets.profile import cpu_cores, cpu_name
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -108,13 +107,9 @@ def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
 
 def machine(device: torch.device) -> dict[str, Any]:
     """Hardware and versions; nothing that names a host or a person."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
-        "cpu": cpu,
-        "cpu_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpu_name(),
+        "cpu_cores": cpu_cores(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -24,18 +24,14 @@ from modeling_essm import modeling_essm
 from modeling_essm.configuration_essm import AUTO_MAP
 
 _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "spiece.model", "sentencepiece.bpe.model"),
+)
 _PUBLISHED = (  # beside code, and pictures that the card shows
     *("model*.safetensors", "model.safetensors.index*.json", "config.json", "generation_config.json", "features.json"),
-    *(
-        "preprocessor_config.json",
-        "processor_config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "*tokenizer_config.json",
-    ),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
-    *("spiece.model", "sentencepiece.bpe.model", "budget_profile.*", "budget_sweep.*", "training.json"),
-    *("README.md", "LICENSE*", "NOTICE"),
+    *("preprocessor_config.json", "processor_config.json", "*tokenizer_config.json", *TOKENIZER_FILES),
+    *("budget_profile.*", "budget_sweep.*", "training.json", "README.md", "LICENSE*", "NOTICE"),
 )
 PACKAGE_CODE = "essm.py"  # in hub_configs: it imports the installed package, which is published in its place
 _PICTURES = (".png", ".jpg", ".jpeg", ".svg", ".gif", ".webp")

@@ -24,7 +24,8 @@ from essm_train.measure.evaluation import open_task, open_text
 from essm_train.measure.plots import draw_profile
 from essm_train.measure.scoring import HeldOut, hold_out_samples
 from essm_train.measure.timing import pick_device, threads
-from essm_train.models import budgets_to_measure, is_causal, is_pairs, load_model, read_saved_config
+from essm_train.models import budgets_to_measure, is_causal, load_model, read_saved_config
+from essm_train.pairs import ESSMPairConfig
 from essm_train.publish.arguments import CalibrateArguments
 from essm_train.publish.hub import read_json
 from essm_train.tasks.catalog import get_task
@@ -114,7 +115,8 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
     Raises:
         ValueError: data that cannot be read, or not of the model's kind. FileNotFoundError: a task's data is absent.
     """
-    script = "train_clm" if is_causal(config) else "train_retrieval" if is_pairs(config) else "train_classification"
+    pairs = config["model_type"] == ESSMPairConfig.model_type
+    script = "train_clm" if is_causal(config) else "train_retrieval" if pairs else "train_classification"
     meant = "train_clm" if args.text_files else get_task(args.task).script if args.task else "train_classification"
     if script != meant:
         raise ValueError(f"{args.model} was trained by {script}, and the data given is for {meant}")

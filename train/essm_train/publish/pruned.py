@@ -11,26 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from essm_train.baselines.config import BaselineConfig
 from essm_train.data.documents import files_of
 from essm_train.data.readers import FEATURES
 from essm_train.data.text import read_blocks
-from essm_train.data.tokens import Encoder, encoder_beside
+from essm_train.data.tokens import Encoder, encoder_beside, file_of
 from essm_train.files import alone_in, claim, filling, sha256_of, write_figure, write_json, write_text
 from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
 from essm_train.models import capacity_of
 from essm_train.publish.arguments import PruneArguments
+from essm_train.publish.hub import TOKENIZER_FILES
 from modeling_essm.budgets.weights import checksum
 from modeling_essm.companions import Plan, allocate, certificate, describe, importance, prune, remove, state_layers
 from modeling_essm.companions.systems import StateLayer
 
-_BESIDE = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
-    *("vocab.json", "vocab.txt", "merges.txt", FEATURES),
-)
 _CARD = """---
 library_name: transformers
 tags:
@@ -131,8 +127,7 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
 
 def beside(model: str) -> dict[str, str]:
     """By name the files of its tokenizer, and of the scale of its numbers, that a folder or a Hub repository has."""
-    quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = {name: cached_file(model, name, **quietly) for name in _BESIDE}
+    found = {name: file_of(model, name) for name in (*TOKENIZER_FILES, FEATURES)}
     return {name: path for name, path in found.items() if path}
 
 

@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from essm_train.arguments import ModelArguments, RunArguments
 from essm_train.baselines.config import BaselineConfig
-from essm_train.data.samples import Prefetch, SampleSource, share_of
+from essm_train.data.samples import SampleSource, prefetched, share_of
 from essm_train.files import set_aside, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, Metric
@@ -280,11 +280,11 @@ class _Run:
         seconds = 0.5 if sys.stderr.isatty() else 10  # between lines in a log file
         bar = tqdm(total=self.max_steps, initial=progress.update, unit="update", disable=silent, mininterval=seconds)
         self.model.train()
-        with bar, closing(Prefetch(self._fetch)) as next_batches:
+        with bar, closing(prefetched(self._fetch)) as coming:
             for done in range(self.max_steps if progress.stopped_early else progress.update, self.max_steps):
                 started = time.perf_counter()
                 budgets = self.schedule(done)
-                batches, data_state = next_batches()
+                batches, data_state = next(coming)
                 values = self._update(batches, budgets)
                 speed = self.samples_per_update * self.task.tokens_per_sample / (time.perf_counter() - started)
                 name, trained = self.task.metric.name, "+".join(map(str, budgets))
@@ -519,7 +519,7 @@ class _Run:
 
     def record(self) -> dict[str, Any]:
         """What a model card should know of the training."""
-        progress, accelerator = self.progress, self.accelerator
+        progress = self.progress
         return {
             "updates": progress.update,
             "samples_per_update": self.samples_per_update,
@@ -528,8 +528,5 @@ class _Run:
             "best_validation": progress.best,
             "stopped_early": progress.stopped_early,
             "seconds": round(progress.seconds, 1),
-            "processes": accelerator.num_processes,
-            "device": str(accelerator.device.type),
-            "mixed_precision": accelerator.mixed_precision,
             **self._truncated(),
         }
