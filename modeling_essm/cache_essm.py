@@ -121,11 +121,6 @@ class ESSMCacheLayer(CacheLayerMixin):
         self.tensors, self.filled = {}, None
         self.is_initialized = False
 
-    def offload(self) -> None:
-        self.apply(lambda t: t.to("cpu"))
-
-    def prefetch(self) -> None: ...  # the mixer moves states to its own device when it reads them
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -263,7 +258,7 @@ class ElasticCache(Cache):
     @property
     def states(self) -> dict[str, Tensor]:
         """All states by name; none before the first update."""
-        return states_of(self.layers)
+        return {f"{i}.{name}": tensor for i, layer in enumerate(self.layers) for name, tensor in layer.tensors.items()}
 
     def set_states(self, states: Mapping[str, Tensor]) -> None:
         """Take over states of the form of `states`, those of every layer."""
@@ -409,22 +404,6 @@ class ESSMStaticCache(ElasticCache):
             if not torch.compiler.is_compiling():
                 torch._dynamo.mark_static_address(self._seen_tokens)
         super().advance(num_tokens)
-
-
-def states_of(layers: Sequence[ESSMCacheLayer]) -> dict[str, Tensor]:
-    """The states of all layers as one dict, see the module."""
-    return {f"{i}.{name}": tensor for i, layer in enumerate(layers) for name, tensor in layer.tensors.items()}
-
-
-def layers_with(states: Mapping[str, Tensor], budgets: Sequence[int], config: Any) -> list[ESSMCacheLayer]:
-    """Layers that hold these states, for a call at these budgets."""
-    room = dict(zip(spectral_layers(config), budgets))
-    kinds = range(config.num_hidden_layers)
-    layers = [ESSMCacheLayer(config, room[i]) if i in room else ESSMAttentionCacheLayer(config) for i in kinds]
-    for layer, tensors in zip(layers, _by_layer(states, len(layers))):
-        if tensors:  # an attention layer begins without
-            layer.update(**tensors)
-    return layers
 
 
 def _by_layer(states: Mapping[str, Tensor], num_layers: int) -> list[dict[str, Tensor]]:

@@ -235,15 +235,6 @@ def _as_unsharded_class(model: Any) -> Iterator[None]:
 # A prefix of the channels.
 
 
-def spectral_mixers(model: nn.Module) -> list[Any]:
-    """The spectral mixers in order of their layers, by name: the model may be a remote copy of this code."""
-    names = {"ESSMSpectralMixer", "ESSMElasticMixer"}
-    mixers = [m for m in model.modules() if names & {c.__name__ for c in type(m).__mro__}]
-    if not mixers:
-        raise ValueError(f"model must hold ESSMSpectralMixer layers, got a {type(model).__name__} without any")
-    return mixers
-
-
 def channel_blocks(config: Any) -> dict[str, tuple[int, ...]]:
     """By name within a layer, how many entries of its leading dimensions belong to a channel; 0: all, for every one."""
     if config.block == "paper":  # the second is in AR-STU's mixer
@@ -375,21 +366,3 @@ def _weight_files(source: Any, variant: str | None = None, **where: Any) -> list
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is not an index of a sharded checkpoint: {error!r}") from error
     return [str(cached_file(source, os.path.basename(name), **where)) for name in names]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Files beside the model.
-
-
-def file_beside(model: Any, name: str) -> str | None:
-    """The path of a file beside the weights that the model was loaded from, folder or Hub repository; None without one.
-
-    The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
-    """
-    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
-    if where is None and not os.path.isdir(source or ""):
-        return None
-    try:
-        return cached_file(source, name, **(where or {}), _raise_exceptions_for_missing_entries=False)
-    except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
-        return None

@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
 from .attention_essm import AttentionCall, ESSMAttention, attention_call
-from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, layers_with, stamp_rows, states_of
+from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, stamp_rows
 from .configuration_essm import ESSMConfig
 from .elastic_essm import ESSMElasticMixer
 from .generation_essm import ElasticGenerationMixin
@@ -616,9 +616,10 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         Returns:
             logits (B, vocab_size), and the states after the token.
         """
-        caches = layers_with(states, budgets, self.config)
-        hidden_states = self.model.run_layers(self.model.embed_tokens(input_ids), budgets, caches)
-        return self.lm_head(hidden_states[:, 0]), states_of(caches)
+        cache = ESSMCache(self.config)
+        cache.set_states(states)
+        hidden_states = self.model.run_layers(self.model.embed_tokens(input_ids), budgets, cache.layers)
+        return self.lm_head(hidden_states[:, 0]), cache.states
 
 
 class ESSMForSequenceClassification(ESSMPreTrainedModel):
@@ -655,11 +656,11 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
         for name in ("past_key_values", "state_lengths"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"a classifier reads whole rows, and takes no {name}")
-        inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
-        outputs = self.model(*inputs, spectral_budget, return_dict=True)
-        B, L = outputs.last_hidden_state.shape[:2]
+        B, L = check_inputs(self.config, input_ids, inputs_embeds, input_features)
         if read_packing(kwargs, B, L, None if attention_mask is None else attention_mask.bool()) is not None:
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")
+        inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
+        outputs = self.model(*inputs, spectral_budget, return_dict=True)
         logits = self.score(pool(outputs.last_hidden_state, attention_mask, self.config.classifier_pooling))
         loss = None
         if labels is not None:

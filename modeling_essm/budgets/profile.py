@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from .._files import write_text
-from ..loading_essm import file_beside
 from .curve import BudgetCurve, Times
 from .weights import same_weights, weights_checksum
 
@@ -313,13 +312,27 @@ def budget_profile(model: Any) -> BudgetProfile | None:
     Raises:
         ValueError: as `read_profile`.
     """
-    path = file_beside(model, PROFILE_NAME)
+    path = _profile_beside(model)
     return None if path is None else read_profile(path, model)
+
+
+def _profile_beside(model: Any) -> str | None:
+    """The path of the profile beside the weights that the model was loaded from; None without one.
+
+    The Hub is asked only for a model that was loaded from there, never for one from a folder or made in memory.
+    """
+    source, where = getattr(model, "_origin", None) or (model.name_or_path, None)
+    if where is None and not os.path.isdir(source or ""):
+        return None
+    try:
+        return cached_file(source, PROFILE_NAME, **(where or {}), _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # no repository any more, or the Hub cannot be reached
+        return None
 
 
 def save_profile(model: Any, folder: str | os.PathLike) -> None:
     """Copy the profile beside a model to where the model is saved, if it was measured on these weights."""
-    source = file_beside(model, PROFILE_NAME)
+    source = _profile_beside(model)
     if source is None or os.path.realpath(source) == os.path.realpath(os.path.join(folder, PROFILE_NAME)):
         return
     try:

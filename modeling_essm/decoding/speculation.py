@@ -198,7 +198,8 @@ def _decode(
 
     if streamer is not None:
         streamer.end()
-    output = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows], True, _pad_token(generation_config))
+    pad = generation_config._pad_token_tensor  # which `generate` has set
+    output = torch.nn.utils.rnn.pad_sequence([row.ids for row in rows], True, 0 if pad is None else int(pad))
     rate = accepted / drafted if drafted else None
     return ESSMSpeculativeOutput(output, rate, drafted, accepted, calls)
 
@@ -257,8 +258,3 @@ def _return_to(cache: ESSMCache, states: list[dict[str, Tensor]], steps: list[in
         for step, there in caches.items():
             there.set_states(states[step])
         cache.set_states(ESSMCache.merge([caches[step].select([row]) for row, step in enumerate(steps)]).states)
-
-
-def _pad_token(generation_config: Any) -> int:
-    pad = getattr(generation_config, "_pad_token_tensor", None)
-    return int(pad) if pad is not None else int(generation_config.pad_token_id or 0)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from ..cache_essm import ESSMCache
-from ..loading_essm import spectral_mixers
 from ..packing import pool
 from ..spectral_budget import SpectralBudget, is_hybrid
 
@@ -80,8 +79,9 @@ def export_programs(
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     small = copy.deepcopy(model).eval().truncate(list(budget.layers))
-    for mixer in spectral_mixers(small):
-        mixer.algorithm = "chunked"  # the only one made of plain tensor operations at any length
+    for layer in small.model.layers:
+        if hasattr(layer, "mixer"):
+            layer.mixer.algorithm = "chunked"  # the only one made of plain tensor operations at any length
     rows: Any = Dim("batch", min=1) if batch_size is None else None
     length = Dim("length", min=1, max=max_length)
     B, L, device = batch_size or 2, min(5, max_length), small.device

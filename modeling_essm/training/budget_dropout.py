@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 from transformers import TrainerCallback
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -310,11 +309,6 @@ def _batch_size(args: tuple, kwargs: Mapping[str, Any]) -> int:
     return next(len(x) for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim)
 
 
-def _rows(arguments: Any, rows: slice, batch_size: int) -> Any:
-    """Arguments of a forward pass for some rows of its batch."""
-    return tree_map(lambda x: x[rows] if isinstance(x, Tensor) and x.ndim and len(x) == batch_size else x, arguments)
-
-
 class BudgetDropoutCallback(TrainerCallback):
     """Makes transformers' Trainer and TRL's SFTTrainer train with a schedule: `Trainer(.., callbacks=[this])`.
 
@@ -413,8 +407,7 @@ class BudgetDropoutCallback(TrainerCallback):
         def forward(part: Part) -> Any:
             if not unfuse and part is self._parts[0]:
                 return output
-            own, named = _rows((args, kwargs | unfuse), part.rows, _batch_size(args, kwargs))
-            return module.forward(*own, **(named | {"spectral_budget": as_argument(part.budget)}))
+            return module.forward(*args, **(kwargs | unfuse | {"spectral_budget": as_argument(part.budget)}))
 
         losses = budget_losses(
             forward,

@@ -92,7 +92,7 @@ def test_rows_that_end_early_leave_the_others_alone():
 
 
 def test_a_users_compilation_decodes_with_a_static_cache():
-    model, ids = level_model(), random_ids(2, 12)
+    model, ids = level_model(num_hidden_layers=1), random_ids(2, 12)
     expected = generate(model, ids)
     model.forward = torch.compile(model.forward, backend="eager")
     assert torch.equal(generate(model, ids, cache_implementation="static"), expected)
@@ -133,7 +133,6 @@ OPTIONS = [
     {},
     {"use_cache": False},
     {"prefill_chunk_size": 1},  # where a chunk may be all padding for some rows
-    {"prefill_chunk_size": 7},
     {"step_budgets": [32, 4, 9]},
     {"custom_generate": speculate(draft_budget=2)},
     {"spectral_budget": torch.tensor([2, 32, 7])},

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch.nn.utils import parametrizations, prune
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
-from modeling_essm.loading_essm import channel_parameters, leading, spectral_mixers
+from modeling_essm.loading_essm import channel_parameters, leading
 from modeling_essm.mixer_essm import LayerCall, prefix_linear
 
 # Names and sizes, of layers and of what stands around them
@@ -164,7 +164,7 @@ def test_a_head_mixes_no_later_filter_than_its_own():
     """Whatever scores and coefficients say of filter k for heads before k."""
     model, ids = random_model(**VARIANTS["elastic"]), random_ids(2, 20)
     expected = model(ids).logits
-    for mixer in spectral_mixers(model):
+    for mixer in (layer.mixer for layer in model.model.layers):
         later = torch.ones(32, 32).tril(-1).bool()  # filter, head
         with torch.no_grad():
             for weights in (mixer.gate_weight, mixer.gate_offset, mixer.channel_mixing.unflatten(1, (32, -1))):

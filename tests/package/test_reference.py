@@ -175,8 +175,8 @@ def test_the_rule_is_its_definition_in_any_pieces(pieces):
 
 @pytest.mark.parametrize("g, beta", [(-50.0, 50.0), (50.0, 50.0), (50.0, -50.0), (0.0, 0.0)])
 def test_long_sequences_stay_finite(g, beta):
-    """5,000 steps without decay, and with one of e^-50 a step, whose product over a chunk is 0 in fp32."""
-    exact = rule_inputs(5000, g, beta)
+    """1,500 steps without decay, and with one of e^-50 a step, whose product over a chunk is 0 in fp32."""
+    exact = rule_inputs(1500, g, beta)
     single = [t.float().requires_grad_() for t in exact]
     o, S = delta_rule(*single)
     grads = torch.autograd.grad(o.sum() + S.sum(), single)

@@ -90,6 +90,7 @@ def test_checkpoints_carry_what_they_need_and_nothing_else(tmp_path):
 
 
 def test_subpackages_import_the_root_and_budgets_alone():
+    assert not any("companions" in name for path in MODEL.glob("*.py") for name in imports(path, MODEL))
     for path in MODEL.glob("*/*.py"):
         for name in imports(path, MODEL):
             package, *inside = name.split(".")

@@ -92,7 +92,9 @@ class DiagonalSSMConfig(CodeBeside, PreTrainedConfig):
         for name, defaults in (("state_size", _STATE_SIZE), ("initialization", _INITIALIZATION)):
             if getattr(self, name) is None:
                 setattr(self, name, defaults[self.parameterization])
-        self.state_sizes = list(self.state_sizes or [self.state_size] * self.num_hidden_layers)  # type: ignore[list-item]
+        if self.state_sizes is None:
+            self.state_sizes = [self.state_size] * self.num_hidden_layers  # type: ignore[list-item]
+        self.state_sizes = list(self.state_sizes)
         kwargs["auto_map"] = self.auto_classes | (kwargs.get("auto_map") or {})  # folders load through every Auto class
         super().__post_init__(**kwargs)
 

@@ -171,10 +171,11 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             before = cache.states[i] if cache is not None and cache.states else None
             hidden_states, state = layer(hidden_states, before, real)
             states.append(state)
-            each.append(hidden_states)
-        each = [*each[:-1], normalised(self.norm, hidden_states, real)]
+            if output_hidden_states and i + 1 < len(self.layers):
+                each.append(hidden_states)
+        each.append(normalised(self.norm, hidden_states, real))
         if place is not None:
-            each = [reorder(x, place) for x in (each if output_hidden_states else each[-1:])]
+            each = [reorder(x, place) for x in each]
         if cache is not None:
             cache.update(states, L, made_for)
         return BaseModelOutputWithPast(

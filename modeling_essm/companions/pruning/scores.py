@@ -198,7 +198,7 @@ def importance(
     seed: int = 0,
     *,
     bidirectional: str = "paper",
-    granularity: str | None = None,
+    granularity: str = "mode",
     horizon: int | None = None,
     eps: float = 0.0,
 ) -> Importance:
@@ -226,7 +226,7 @@ def importance(
             layer has no formula for, eigenvalues with |lam| >= 1 where all lags are summed.
     """
     legal = {"method": METHODS, "bidirectional": DIRECTIONS, "granularity": GRANULARITIES}
-    for name, given in (("method", method), ("bidirectional", bidirectional), ("granularity", granularity or "mode")):
+    for name, given in (("method", method), ("bidirectional", bidirectional), ("granularity", granularity)):
         if given not in legal[name]:
             raise ValueError(f"{name} must be one of {', '.join(legal[name])}, got {given!r}")
     if horizon is not None and (type(horizon) is not int or horizon < 1):
@@ -285,7 +285,7 @@ def _measured(
     return measure_energies(model, selective, calibration, "along" if value == "exact_energy" else "frozen")
 
 
-def _in_units(layer: StateLayer, raw: Tensor, present: Tensor, granularity: str | None) -> LayerImportance:
+def _in_units(layer: StateLayer, raw: Tensor, present: Tensor, granularity: str) -> LayerImportance:
     """The layer with what its units are worth as scores."""
     if granularity != "mode_index" or raw.ndim == 1:
         return LayerImportance(layer.name, layer.kind, raw, present, raw[present])

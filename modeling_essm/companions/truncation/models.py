@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..pruning.masks import is_pruned
@@ -23,14 +23,13 @@ Replaced = tuple[nn.Parameter, nn.Parameter]  # a Parameter that was, and the on
 @dataclass(frozen=True)
 class LayerTruncation:
     """What became of a layer: modes of all channels before and after; `size`, modes stored now, the largest number of
-    any channel; bound, hankel and refused as of `Truncation`, bound 0 for an untouched layer."""
+    any channel; bound and refused as of `Truncation`, bound 0 for an untouched layer."""
 
     name: str
     before: int
     after: int
     size: int
     bound: float
-    hankel: Tensor = field(repr=False)
     refused: str = ""
 
     def __str__(self) -> str:
@@ -147,7 +146,7 @@ def apply_truncation(model: nn.Module, layers: Sequence[StateLayer], results: Se
         if after.modes < before:
             replaced += write_layer(layer, after)
         size = after.lam.shape[-1]
-        rows.append(LayerTruncation(layer.name, before, after.modes, size, result.bound, result.hankel, result.refused))
+        rows.append(LayerTruncation(layer.name, before, after.modes, size, result.bound, result.refused))
     report = TruncationReport(tuple(rows), tuple(replaced))
     if replaced:
         record_sizes(model, layers, report.sizes)

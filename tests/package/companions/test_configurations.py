@@ -40,6 +40,7 @@ def test_fields_beside_a_dictionary_are_checked():
         (DiagonalSSMConfig, {"hidden_size": 0}, "must be an integer in [1, 16777216], got 0"),
         (DiagonalSSMConfig, {"state_size": 4.0}, "state_size"),
         (DiagonalSSMConfig, {"state_sizes": [4, 4]}, "state_sizes must be a list of 4 integers"),
+        (DiagonalSSMConfig, {"state_sizes": []}, "state_sizes must be a list of 4 integers"),
         (DiagonalSSMConfig, {"state_sizes": [4, 4, 4, -1]}, "must be an integer in [0, 16777216], got -1"),
         (DiagonalSSMConfig, {"bidirectional": 1}, "bidirectional"),
         (DiagonalSSMConfig, {"dropout": 1.0}, "must be a number in [0, 1), got 1.0"),

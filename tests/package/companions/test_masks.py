@@ -300,7 +300,8 @@ def test_a_live_wrapper_follows():
 
 
 def test_a_masked_model_is_pickled_and_compiled():
-    model = diagonal_model("lru", **SHAPE)
+    shape = SHAPE | {"num_hidden_layers": 1, "state_sizes": [6]}
+    model = diagonal_model("lru", **shape)
     prune(model, allocate(importance(model), amount=0.5))
     file, masked = io.BytesIO(), logits(model)
     torch.save(model, file)
@@ -310,4 +311,4 @@ def test_a_masked_model_is_pickled_and_compiled():
     assert torch.equal(logits(compiled), masked)
     restore(model)
     assert torch.equal(logits(compiled), logits(model)) and not torch.equal(logits(model), masked)
-    assert torch.equal(logits(model), logits(diagonal_model("lru", **SHAPE)))
+    assert torch.equal(logits(model), logits(diagonal_model("lru", **shape)))

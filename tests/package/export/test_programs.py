@@ -25,7 +25,7 @@ MEMORY = VARIANTS["memory"] | ONE | {"intermediate_size": 32}
 CASES = {
     "per-layer": (SMALL, [6, 2], ((1, 1), (3, 7), (1, 65), (2, 160))),
     "memory": (MEMORY | SMALL, 6, ((1, 1), (2, 2), (3, 70))),
-    "elastic": (VARIANTS["elastic"] | SMALL, [5, 1], ((1, 1), (3, 70))),
+    "elastic": (VARIANTS["elastic"] | ONE | SMALL, 5, ((1, 1), (3, 70))),
 }
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))
 needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and onnxruntime")
@@ -200,7 +200,7 @@ def test_signature():
 
 def test_the_model_stays_as_it_is():
     """Also one of another algorithm, with a default budget and in training mode; here for batches of one size."""
-    model = random_model(spectral_algorithm="fft", spectral_budget=2, **MEMORY).train()
+    model = random_model(spectral_algorithm="fft", spectral_budget=2, **ONE).train()
     before, config, ids = copy.deepcopy(model.state_dict()), model.config.to_dict(), random_ids(2, 9)
     prefill = export_programs(model, 5, batch_size=2)["prefill"]
     assert model.training and model.config.to_dict() == config

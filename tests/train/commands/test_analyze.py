@@ -11,9 +11,15 @@ import torch
 from helpers import VARIANTS, blocks, random_ids, random_model, variants
 
 from essm_train import analyze
-from essm_train.measure.analysis import gate_statistics, measured_cost, parts_of, rows_of, stability_bounds
+from essm_train.measure.analysis import (
+    gate_statistics,
+    measured_cost,
+    parts_of,
+    rows_of,
+    spectral_mixers,
+    stability_bounds,
+)
 from modeling_essm import ESSMModel
-from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
 
 

@@ -28,9 +28,17 @@ from essm_train.data.tokens import encoder_beside
 from essm_train.files import claim, write_figure, write_json
 from essm_train.measure.timing import paired
 from essm_train.models import budgets_to_measure, load_model
-from modeling_essm.loading_essm import spectral_mixers
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
+
+
+def spectral_mixers(model: nn.Module) -> list[Any]:
+    """The spectral mixers in order of their layers, by name: the model may be a remote copy of this code."""
+    names = {"ESSMSpectralMixer", "ESSMElasticMixer"}
+    mixers = [m for m in model.modules() if names & {c.__name__ for c in type(m).__mro__}]
+    if not mixers:
+        raise ValueError(f"model must hold ESSMSpectralMixer layers, got a {type(model).__name__} without any")
+    return mixers
 
 
 def parts_of(model: nn.Module) -> list[Any]:

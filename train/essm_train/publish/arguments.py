@@ -114,7 +114,7 @@ class PruneArguments:
     )
     method: str = arg("aire", f"How modes are ranked, one of {', '.join(METHODS)}.")
     scope: str = arg("global", "'global' ranks over all layers, 'uniform' takes the same share of each.")
-    granularity: str | None = arg(None, "'mode' or 'mode_index' (S4D), by default what the layers offer first.")
+    granularity: str = arg("mode", "'mode' prunes single ones, 'mode_index' (S4D) as many of every channel.")
     bidirectional: str = arg("paper", "How two directions count: 'paper', 'exact' or 'released'.")
     task: str | None = arg(None, "Held-out data: of a task that essm-list-tasks names, or of your own .yaml file.")
     data_dir: str | None = arg(None, DATA_HELP)
