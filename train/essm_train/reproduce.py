@@ -67,7 +67,7 @@ def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
     """Where a run goes; the same arguments of a task always mean the same folder."""
     name = "-".join(f"{key}={value}" for key, value in sorted(row.arguments.items())) or "default"
     if len(name.encode()) > 200:  # of the 255 bytes that a file system allows
-        name = f"{name[:100]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        name = f"{name.encode()[:100].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     return Path(args.output_dir) / f"{row.task_name}-{args.scale}" / f"{name}-seed{seed}"
 
 

@@ -111,7 +111,7 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
     known = manifest.exists() or unfinished.exists()
     claim(folder, [] if known else [path.name for path, *_ in shards])
     with alone_in(folder):
-        missing = [shard for shard in shards if not shard[0].exists()]
+        missing = [shard for shard in shards if not shard[0].exists() or not shard[0].stat().st_size]
         if missing or not manifest.exists():
             write_json(unfinished, record)
             manifest.unlink(missing_ok=True)
