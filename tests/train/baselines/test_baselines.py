@@ -290,10 +290,11 @@ def test_a_budget_of_a_nested_mamba2_is_a_mamba2_of_its_heads(K):
         gradient = cut(model, name, parameter.grad, K)
         assert_close(gradient, library.get_parameter(names[name]).grad)
         assert torch.count_nonzero(parameter.grad) == torch.count_nonzero(gradient) > 0
-    with torch.no_grad():
-        encoder, cache, steps = truncated.model, None, []
-        for token in encoder.embed_tokens(ids).split(1, 1):
-            step = encoder.backbone(inputs_embeds=token, cache_params=cache, use_cache=True)
-            cache = step.cache_params
-            steps.append(truncated.lm_head(step.last_hidden_state))
+    for small, budget in ((truncated, {}), (model, {"spectral_budget": K})):
+        encoder, cache, steps = small.model, None, []
+        with torch.no_grad():
+            for token in encoder.embed_tokens(ids).split(1, 1):
+                step = encoder.backbone(inputs_embeds=token, cache_params=cache, use_cache=True, **budget)
+                cache = step.cache_params
+                steps.append(small.lm_head(step.last_hidden_state))
         assert_close(torch.cat(steps, 1), found.logits)
