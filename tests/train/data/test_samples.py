@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from datasets import Dataset, IterableDataset
 
-from essm_train.data.samples import MapSamples, StreamSamples, even_shares, share_of
+from essm_train.data.samples import MapSamples, StreamSamples, even_shares, prefetched, share_of
 
 
 def pair(item: dict, rest: int | None) -> tuple[list, int | None]:
@@ -87,3 +87,17 @@ def test_shares_of_a_draw_are_disjoint_and_complete():
         shares = [even_shares(count, rank, 3) for rank in range(3)]
         assert len({len(share) for share in shares}) == 1
         assert sorted(i for share in shares for i in share if i is not None) == list(range(count))
+
+
+def test_what_is_read_ahead_comes_in_order_and_a_failure_where_it_belongs():
+    places = iter([0, 1, 2])
+    coming = prefetched(lambda: next(places))
+    assert [next(coming) for _ in range(2)] == [0, 1]
+    coming.close()
+    assert next(places, None) is None  # the third was read ahead
+
+    divisors = iter([4, 0, 2])
+    coming = prefetched(lambda: 8 // next(divisors))
+    assert next(coming) == 2
+    with pytest.raises(ZeroDivisionError):
+        next(coming)
