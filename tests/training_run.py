@@ -59,14 +59,20 @@ def options(cls: type, values: dict) -> list[str]:
     return as_words(cls, {name: value for name, value in values.items() if value is not None})
 
 
+@contextlib.contextmanager
+def only_training():
+    """Without what follows it."""
+    with contextlib.ExitStack() as patches:
+        sweep = mock.Mock(**{"table.return_value": ""})
+        patches.enter_context(mock.patch.object(loop, "sweep_budgets", return_value=sweep))
+        for module, name in ((loop, "save_sweep"), (loop, "write_card_and_push"), (language, "show_samples")):
+            patches.enter_context(mock.patch.object(module, name))
+        yield
+
+
 def train(arguments: list[str], whole: bool = False) -> None:
     """Run essm-train-clm, by default without what follows the training."""
-    with contextlib.ExitStack() as patches:
-        if not whole:
-            sweep = mock.Mock(**{"table.return_value": ""})
-            patches.enter_context(mock.patch.object(loop, "sweep_budgets", return_value=sweep))
-            for module, name in ((loop, "save_sweep"), (loop, "write_card_and_push"), (language, "show_samples")):
-                patches.enter_context(mock.patch.object(module, name))
+    with contextlib.nullcontext() if whole else only_training():
         language.train_language_model(parse_arguments(CLMArguments, arguments))
 
 
@@ -75,9 +81,10 @@ FSDP2 |= {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_
 NUM_BLOCKS = 24
 
 
-def train_classes(arguments: list[str]) -> None:
-    """Run essm-train-classification."""
-    train_classifier(parse_arguments(ClassificationArguments, arguments))
+def train_classes(arguments: list[str], whole: bool = False) -> None:
+    """Run essm-train-classification, by default without what follows the training."""
+    with contextlib.nullcontext() if whole else only_training():
+        train_classifier(parse_arguments(ClassificationArguments, arguments))
 
 
 def load_classes(arguments: list[str], label_names: list[str] | None = None):

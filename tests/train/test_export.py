@@ -1,9 +1,12 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm-export: folders of programs that decode and classify without torch."""
 
+import contextlib
 import copy
 import errno
+import functools
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -18,7 +21,7 @@ from essm_train.console import Failed
 from essm_train.publish import export as export_module
 from essm_train.publish.arguments import PACKAGES, ExportArguments
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, build_byte_tokenizer
-from modeling_essm.export import WeightFile, empty_states, export_programs
+from modeling_essm.export import WeightFile, export_programs
 
 ONE = {"num_hidden_layers": 1}
 HAS_ONNX = all(importlib.util.find_spec(name) for name in PACKAGES["onnx"])
@@ -214,10 +217,10 @@ def test_a_classifier_reads_numbers_as_they_are_stored(classifier_folder, tmp_pa
 
 def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path):
     arguments = ("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
-    for K in (2, 3):
-        export(*arguments, "--spectral_budget", K, "--max_length", 9, *["--overwrite"][: K - 2])
-        description = json.loads((tmp_path / "out" / "export.json").read_text())
-        assert list(description["budgets"]) == [str(K)] and description["max_length"] == 9
+    export(*arguments, "--spectral_budget", 3, "--max_length", 9)
+    description = json.loads((tmp_path / "out" / "export.json").read_text())
+    assert list(description["budgets"]) == ["3"] and description["max_length"] == 9
+    export_module.check_output(tmp_path / "out", True, str(classifier_folder))  # may be replaced
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name for path in before} == {"export.json", "features.json", "classify-3.pt2"}
     with pytest.raises(ValueError, match=r"holds out, which this run did not write: .*--overwrite to replace it"):
@@ -233,15 +236,6 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
             export(*arguments, "--overwrite")
 
 
-def test_a_model_without_convolution_has_no_state_of_one(tmp_path):
-    fields = VARIANTS["elastic"] | ONE | {"filter_length": 64, "num_spectral_channels": 2, "conv_kernel_size": 1}
-    random_model(**fields).save_pretrained(tmp_path / "model")
-    build_byte_tokenizer().save_pretrained(tmp_path / "model")
-    arguments = ("--spectral_budget", 2, "--max_length", 8, "--format", "torch")
-    export("--model", tmp_path / "model", *arguments, "--output_dir", tmp_path / "out")
-    assert (tmp_path / "out" / "step-2.pt2").exists()
-
-
 def test_a_full_disk_leaves_no_export(classifier_folder, tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -252,24 +246,36 @@ def test_a_full_disk_leaves_no_export(classifier_folder, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("kind", ["logits", "states"])
-def test_a_wrong_program_is_not_published(kind, model_folder, tmp_path, monkeypatch):
-    """One with other weights, or that does not advance its states as the model does."""
+def test_a_wrong_program_is_not_published(tmp_path, monkeypatch):
+    """One whose logits are off, or whose states are after two steps; of a model without a state of a convolution."""
+    fields = VARIANTS["elastic"] | ONE | {"filter_length": 64, "num_spectral_channels": 2, "conv_kernel_size": 1}
+    random_model(**fields).save_pretrained(tmp_path / "model")
+    build_byte_tokenizer().save_pretrained(tmp_path / "model")
+    traced, open_program = [], export_module.open_program
 
-    def wrong(model, *arguments):
-        if kind == "logits":
-            model = copy.deepcopy(model)
-            model.lm_head.weight.data += 0.1
-        return export_programs(model, *arguments)
+    def trace_once(*arguments):
+        traced.extend([] if traced else [export_programs(*arguments)])
+        return traced[0]
 
-    def wrong_states(*arguments):
-        return {name: state + (kind == "states") for name, state in empty_states(*arguments).items()}
+    def opened(wrong, path, name):
+        run, calls = open_program(path, name), itertools.count(1)
 
-    monkeypatch.setattr(export_module, "export_programs", wrong)
-    monkeypatch.setattr(export_module, "empty_states", wrong_states)
-    with pytest.raises(Failed, match=r"differ from the model in .*: nothing was written"):
-        export("--model", model_folder, "--format", "torch", "--output_dir", tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+        def called(inputs):
+            logits, *states = run(inputs)
+            late = wrong == "states" and name == "step" and next(calls) % 2 == 0
+            return [logits + (wrong == "logits"), *(state + late for state in states)]
+
+        return called
+
+    monkeypatch.setattr(export_module, "export_programs", trace_once)
+    arguments = ("--spectral_budget", 2, "--max_length", 8, "--format", "torch", "--output_dir", tmp_path / "out")
+    for wrong in ("logits", "states", ""):
+        monkeypatch.setattr(export_module, "open_program", functools.partial(opened, wrong))
+        refused = pytest.raises(Failed, match=f"differ from the model in {wrong}: .*: nothing was written")
+        with refused if wrong else contextlib.nullcontext():
+            export("--model", tmp_path / "model", *arguments)
+        assert (tmp_path / "out" / "step-2.pt2").exists() == (not wrong)
+    assert not list(tmp_path.glob(".tmp*"))
 
 
 def test_what_cannot_be_exported_is_refused(model_folder, tmp_path, monkeypatch):

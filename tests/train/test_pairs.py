@@ -54,10 +54,9 @@ def test_it_is_saved_without_code_and_loads_whole_or_as_a_prefix(tmp_path):
     [
         ({"input_ids": IDS[:, 0]}, r"input_ids must have shape \(B, 2, L\)"),
         ({"input_ids": IDS, "attention_mask": torch.ones(3, 20)}, r"attention_mask must be \(3, 2, 20\)"),
-        ({"input_ids": IDS, "seq_idx": torch.zeros(3, 20)}, "packed sequences have no place"),
         ({"input_ids": IDS, "spectral_budget": torch.tensor([2, 3])}, r"shape \(3,\)"),
     ],
-    ids=["shape", "mask", "packed", "budgets"],
+    ids=["shape", "mask", "budgets"],
 )
 def test_bad_calls(arguments, message):
     with pytest.raises(ValueError, match=message):

@@ -83,11 +83,6 @@ def test_a_plan_certifies_each_layer():
         system = DiagonalSystem(*layer.complex(), layer.output)
         assert own == pytest.approx(certificate(system, keep), rel=1e-12)  # C is laid out otherwise
         assert 0 < hinf_norm(system, ~keep) <= own["best"] * ROUNDING
-
-
-def test_a_masked_model_has_nothing_to_certify():
-    model = Stack(random_system(), random_system(seed=1))
-    plan = allocate(importance(model, "last"), amount=0.5)
     prune(model, plan)
     with pytest.raises(ValueError, match="got one with masks"):
         certify(plan, model)

@@ -22,19 +22,18 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 torch.set_num_threads(1)
 ids, x, results = torch.load("ids.pt"), torch.load("x.pt"), {}
-for kind in ("lru", "s4d"):
-    for where in (kind, kind + "-again"):
-        model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
-        assert type(model).__module__.startswith("transformers_modules."), type(model)
-        with torch.no_grad():
-            results[where, "logits"] = model(ids).logits
-            body = AutoModel.from_pretrained(where, trust_remote_code=True)
-            results[where, "hidden"] = body(ids).last_hidden_state
-        classifier = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=True, num_labels=3)
-        assert classifier(ids).logits.shape == (2, 3)
-        results[where, "generated"] = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
-        if where == kind:
-            model.save_pretrained(kind + "-again")
+for where in ("s4d", "s4d-again"):
+    model = AutoModelForCausalLM.from_pretrained(where, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules."), type(model)
+    with torch.no_grad():
+        results[where, "logits"] = model(ids).logits
+        body = AutoModel.from_pretrained(where, trust_remote_code=True)
+        results[where, "hidden"] = body(ids).last_hidden_state
+    classifier = AutoModelForSequenceClassification.from_pretrained(where, trust_remote_code=True, num_labels=3)
+    assert classifier(ids).logits.shape == (2, 3)
+    results[where, "generated"] = model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+    if where == "s4d":
+        model.save_pretrained("s4d-again")
 for kind in ("own", "gpt2"):
     for where in (kind, kind + "-again"):
         model = AutoModel.from_pretrained(where, trust_remote_code=True)
@@ -59,14 +58,11 @@ def carried(folder, own):
 
 def test_saved_folders_need_no_package(tmp_path):
     """Loaded and saved again there; layers without modes, channels with fewer modes than others, and two backbones."""
-    ids, diagonal = ids_of(2, 11), {}
+    ids, diagonal = ids_of(2, 11), diagonal_model("s4d", state_sizes=[4, 0, 3])
     torch.save(ids, tmp_path / "ids.pt")
-    for kind in ("lru", "s4d"):
-        diagonal[kind] = diagonal_model(kind, state_sizes=[4, 0, 3])
-        if kind == "s4d":
-            DiagonalAdapter().shrink(diagonal[kind].mixers[0], torch.arange(32).view(8, 4) % 3 > 0, 4)
-        diagonal[kind].save_pretrained(tmp_path / kind)
-        assert carried(tmp_path / kind, "diagonal")
+    DiagonalAdapter().shrink(diagonal.mixers[0], torch.arange(32).view(8, 4) % 3 > 0, 4)
+    diagonal.save_pretrained(tmp_path / "s4d")
+    assert carried(tmp_path / "s4d", "diagonal")
     x, elastic = random_inputs(2, 3, 5, dtype=torch.float32), {}
     torch.save(x, tmp_path / "x.pt")
     gpt2 = GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32, vocab_size=8)
@@ -76,15 +72,14 @@ def test_saved_folders_need_no_package(tmp_path):
         assert carried(tmp_path / kind, "elastic")
     run_alone(LOAD, tmp_path)
     results = torch.load(tmp_path / "results.pt")
-    for kind, model in diagonal.items():
-        with torch.no_grad():
-            expected = {
-                "logits": model(ids).logits,
-                "hidden": model.model(ids).last_hidden_state,
-                "generated": model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None),
-            }
-        for name, tensor in expected.items():
-            assert torch.equal(results[kind, name], tensor) and torch.equal(results[kind + "-again", name], tensor)
+    with torch.no_grad():
+        expected = {
+            "logits": diagonal(ids).logits,
+            "hidden": diagonal.model(ids).last_hidden_state,
+            "generated": diagonal.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None),
+        }
+    for name, tensor in expected.items():
+        assert torch.equal(results["s4d", name], tensor) and torch.equal(results["s4d-again", name], tensor)
     for kind, model in elastic.items():
         with torch.no_grad():
             expected = model(x, refine_depth=2).readouts

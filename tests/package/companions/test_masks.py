@@ -19,7 +19,6 @@ from modeling_essm.companions import (
     DiagonalSSMModel,
     DiagonalSystem,
     allocate,
-    balanced_truncate,
     describe,
     importance,
     is_pruned,
@@ -279,7 +278,7 @@ def adamw(model):
 
 
 def pruned_under_a_wrapper(group):
-    """Weights after training under DistributedDataParallel: whole, masked, with modes removed, and truncated."""
+    """Weights after training under DistributedDataParallel: whole, masked, and with modes removed."""
     model = diagonal_model("lru", **SHAPE).train()
     ddp = DistributedDataParallel(model)
     mine = ids_of(4, 9)[2 * group.rank() : 2 * group.rank() + 2]
@@ -288,8 +287,6 @@ def pruned_under_a_wrapper(group):
     prune(model, allocate(importance(model), amount=0.5))
     train(ddp, optimizer, 3, mine)
     remove(model)
-    train(ddp, adamw(model), 3, mine)
-    balanced_truncate(model, sizes=2)
     train(ddp, adamw(model), 3, mine)
     return model.state_dict()
 

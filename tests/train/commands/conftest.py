@@ -40,5 +40,5 @@ def finished(tmp_path_factory, arguments, files) -> dict[str, Path]:
     """Folders of runs that nothing interrupted."""
     folders = {name: tmp_path_factory.mktemp("finished") for name in RUNS}
     for name, run in RUNS.items():
-        train_classes(arguments(folders[name], **run, test_file=files[f"{run['kind']} test"]))
+        train_classes(arguments(folders[name], **run, test_file=files[f"{run['kind']} test"]), whole=True)
     return folders

@@ -130,7 +130,7 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     presets = read(folder / "config.json")["budget_presets"]
     other = {name: K - 1 for name, K in presets.items()}
     monkeypatch.setattr(BudgetProfile, "presets", lambda self: other)
-    run([*timing, "--dtype", "bfloat16", "--prompt_length", "9", "--budgets", "8"])
+    run([*timing, "--dtype", "bfloat16", "--prompt_length", "9", "--budgets", "8", "--batch_sizes", "1"])
     assert read(folder / "config.json")["budget_presets"] == presets
     after = read_profile(folder)
     entry, here = after.devices[THERE], before.devices[HERE]
@@ -142,14 +142,15 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
         ValueError, match=f"holds the figures of {THERE} in budget_profile.json, which this run did not"
     ):
         run(timing)
-    run([*timing, "--overwrite"])
+    run([*timing, "--batch_sizes", "1", "--overwrite"])
     assert read(folder / "config.json")["budget_presets"] == other
     monkeypatch.undo()
     monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
     again = read_profile(folder)
     assert {row.budget for row in again.devices[THERE].rows} == {2, 8, 32}
     assert again.devices[HERE] == here and again.devices[THERE].dtype == "float32"
-    whole = ["--model", str(folder), "--text_files", str(saved / "text.txt"), "--budgets", "4", *QUICK]
+    whole = ["--model", str(folder), "--text_files", str(saved / "text.txt")]
+    whole += ["--budgets", "4", *QUICK, "--batch_sizes", "1"]
     with pytest.raises(
         ValueError, match=r"holds the quality in budget_profile\.json, the figures of .*, which this run"
     ):
@@ -172,7 +173,7 @@ def test_two_devices_that_are_measured_at_once_are_both_kept(calibrated, tmp_pat
 
     monkeypatch.setattr(calibration, "device_name", lambda device: THERE)
     monkeypatch.setattr(calibrate, "measure_device", measure_here)
-    run(["--model", str(folder), "--timing_only", *QUICK])
+    run(["--model", str(folder), "--timing_only", *QUICK, "--batch_sizes", "1", "--budgets", "8"])
     assert set(read_profile(folder).devices) == {HERE, THERE, "a third"}
 
 

@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 from helpers import random_model
-from training_run import ONCE, read, texts, write
+from training_run import NO_SIZES, ONCE, read, texts, write
 from training_run import train_classes as train
 from transformers import AutoTokenizer
 
@@ -46,7 +46,7 @@ def test_training_starts_from_a_language_model_with_a_new_head(arguments, tmp_pa
     # 8 channels: the schedule is the model's, not that of the 32 which are the default of the arguments.
     source = random_model(num_spectral_channels=8, filter_length=2048)
     source.save_pretrained(tmp_path / "lm")
-    train(arguments(tmp_path / "run", "text", **ONCE, model_name_or_path=tmp_path / "lm"))
+    train(arguments(tmp_path / "run", "text", **ONCE, model_name_or_path=tmp_path / "lm"), whole=True)
     found = weights(tmp_path / "run" / "model")
     assert all(torch.equal(found[f"model.{name}"], value) for name, value in source.model.state_dict().items())
     assert found["score.weight"].shape == (2, 16) and 0.01 < float(found["score.weight"].std()) < 0.04
@@ -69,16 +69,16 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("fields", "kind", "changes", "message"), UNFIT, ids=[case[-1][:30] for case in UNFIT])
-def test_weights_that_do_not_fit_the_data_are_refused(
-    fields, kind, changes, message, arguments, finished, tmp_path, monkeypatch
-):
+def test_weights_that_do_not_fit_the_data_are_refused(fields, kind, changes, message, arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    run = [Path("run", name) for name in ("model", "best", "checkpoint-00000006")]
+    for folder in run:
+        folder.mkdir(parents=True)
     random_model(ESSMForSequenceClassification, **{"num_input_features": 1} | fields).save_pretrained("saved")
-    before = sorted(path.name for path in finished["pixels"].iterdir())
-    line = arguments(finished["pixels"], kind, **ONCE, **changes, model_name_or_path="saved")
+    line = arguments("run", kind, **ONCE, **changes, model_name_or_path="saved")
     with pytest.raises(ValueError, match=message):
         train([*line, "--overwrite_output_dir"])
-    assert sorted(path.name for path in finished["pixels"].iterdir()) == before  # nothing is deleted
+    assert all(folder.is_dir() for folder in run)  # nothing is deleted
 
 
 def test_labels_of_weights_and_data(arguments, tmp_path):
@@ -113,12 +113,13 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
     assert build_classifier(args, data).config.vocab_size == 300 and "sha256 of the tokenizer" in data.digests
 
 
-def test_numbers_are_scaled_as_the_weights_know_them(arguments, files, finished, tmp_path):
+def test_numbers_are_scaled_as_the_weights_know_them(arguments, files, tmp_path):
     """Columns of uint8 by themselves; others as features.json beside the weights says, unless a scale is given."""
     columns = datasets.load_dataset("parquet", data_files=files["pixels train"], split="train")[:]
     wide = {f"p{i:02}": [row[i] for row in columns["pixels"]] for i in range(24)} | {"label": columns["label"]}
     kinds = {name: datasets.Value("int64" if name == "label" else "uint8") for name in wide}
-    sizes = ("hidden_size", "num_hidden_layers", "num_spectral_channels", "filter_length")
+    random_model(ESSMForSequenceClassification, num_input_features=1, num_labels=3).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/features.json").write_text('{"multiplier": 0.25, "offset": -1.0, "max_length": 40}')
     for source, column in (
         (write(tmp_path, "wide.parquet", wide, kinds), "p*"),
         (write(tmp_path, "plain.parquet", columns), "pixels"),
@@ -126,11 +127,10 @@ def test_numbers_are_scaled_as_the_weights_know_them(arguments, files, finished,
         changes = {"train_file": source, "features_column": column, "max_length": 40}
         args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", **changes))
         assert load_classification(args).reader.multiplier == (1 / 127.5 if column == "p*" else 1.0)
-        changes |= dict.fromkeys(sizes)
-        changes["model_name_or_path"] = finished["pixels"] / "model"
+        changes |= NO_SIZES | {"model_name_or_path": tmp_path / "model"}
         args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", **changes))
         reader = load_classification(args).reader
-        assert (reader.multiplier, reader.offset) == (1 / 127.5, -1.0)
+        assert (reader.multiplier, reader.offset) == (0.25, -1.0)
 
 
 def test_a_new_model_pools_as_its_configuration_says(arguments, tmp_path):

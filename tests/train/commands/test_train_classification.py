@@ -51,7 +51,7 @@ def test_saved_model_brings_what_its_inputs_need(finished):
 )
 def test_runs_learn(run, arguments, files, tmp_path, capsys):
     changes = {"per_device_train_batch_size": 16, "max_steps": 40, "dropout": 0.0, "eval_steps": 40}
-    train(arguments(tmp_path, **run, **changes, save_steps=40, test_file=files[f"{run['kind']} test"]))
+    train(arguments(tmp_path, **run, **changes, save_steps=40, test_file=files[f"{run['kind']} test"]), whole=True)
     sweep = read(tmp_path / "budget_sweep.json")
     assert min(sweep["values"]) >= 0.85  # chance is about a half or a third; the samples are separable
     best = read(tmp_path / "best" / "best.json")
@@ -63,7 +63,7 @@ def test_frames_and_tokenizers_run_too(arguments, files, tmp_path):
     rows = {"frames": rng.normal(size=(20, 6, 3)).tolist(), "label": [0, 1] * 10}
     frames = write(tmp_path, "frames.jsonl", rows)
     changes = {"max_steps": 1, "train_file": frames, "features_column": "frames", "feature_scale": 0.5}
-    train(arguments(tmp_path / "frames", **changes))
+    train(arguments(tmp_path / "frames", **changes), whole=True)
     assert read(tmp_path / "frames" / "model" / "config.json")["num_input_features"] == 3
     assert read(tmp_path / "frames" / "budget_sweep.json")["split"] == "validation"
     build_byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
@@ -74,7 +74,7 @@ def test_frames_and_tokenizers_run_too(arguments, files, tmp_path):
 
 def test_a_diagonal_ssm_ends_without_a_card(arguments, tmp_path):
     diagonal = NO_SIZES | {"architecture": "diagonal_ssm", "hidden_size": 8, "num_hidden_layers": 1, "max_steps": 1}
-    train(arguments(tmp_path, **diagonal))
+    train(arguments(tmp_path, **diagonal), whole=True)
     assert read(tmp_path / "model" / "config.json")["model_type"] == "diagonal_ssm"
     assert read(tmp_path / "budget_sweep.json")["budgets"] == [1]
 
@@ -171,7 +171,7 @@ def test_killed_run_resumes_bit_for_bit(tmp_path, arguments, finished, files):
     codes, log = train_apart(line, tmp_path, ("kill_at_update", 5), command=train)
     assert codes == [-signal.SIGKILL], log
     assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
-    train(line)
+    train(line, whole=True)
     assert same(tmp_path / "run", finished["streamed text"])
     sweeps = [read(folder / "budget_sweep.json")["values"] for folder in (tmp_path / "run", finished["streamed text"])]
     assert sweeps[0] == sweeps[1]

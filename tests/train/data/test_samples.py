@@ -55,8 +55,8 @@ def test_a_stream_is_shuffled_within_its_buffer():
     assert numbers(buffer_size=1).draw(50) == list(range(50))
     drawn = numbers(buffer_size=8).draw(50)
     assert all(number < place + 8 for place, number in enumerate(drawn))
-    places = Counter(numbers(buffer_size=50, seed=seed).draw(1)[0] // 10 for seed in range(300))
-    assert all(30 < places[tenth] < 95 for tenth in range(5))  # 60 expected: five standard deviations are 35
+    places = Counter(numbers(5, buffer_size=5, seed=seed).draw(1)[0] for seed in range(300))
+    assert all(30 < places[number] < 95 for number in range(5))  # 60 expected: five standard deviations are 35
 
 
 def test_a_stream_without_samples_is_an_error():

@@ -352,3 +352,4 @@ def test_digests_change_with_the_text(streaming, tmp_path):
     original = digest("one" * 9, "two" * 9)
     assert original == digest("one" * 9, "two" * 9)
     assert len({original, digest("one" * 9, "twi" * 9), digest("two" * 9, "one" * 9)}) == 3
+    assert digest(*["a"] * 65) != digest(*["a"] * 66)  # beyond the rows that are looked at in a stream

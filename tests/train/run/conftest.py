@@ -16,11 +16,10 @@ def data(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")
     held_out, text = {"validation_file": write_held_out(folder)}, {"train_file": write_text(folder)}
     stream = {"train_file": write_tables(folder), "streaming": True, "shuffle_buffer": 5}
-    elastic = {"block": "elastic", "head_size": 3}
     diagonal = {"architecture": "diagonal_ssm", "parameterization": "lru", "state_size": 8, "truncation_tau": 0.3}
     diagonal |= {"truncation_attempts": 2, "truncation_until": "5"}  # after updates 2 and 5
     diagonal |= dict.fromkeys(("num_spectral_channels", "filter_length"))
-    kinds = {"map-style": text, "streaming": stream, "elastic": text | elastic, "diagonal": text | diagonal}
+    kinds = {"map-style": text, "streaming": stream, "diagonal": text | diagonal}
     return {name: kind | held_out for name, kind in kinds.items()}
 
 

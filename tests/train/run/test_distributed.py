@@ -87,7 +87,7 @@ def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
         pytest.param("streaming", FSDP2, id="streaming-fsdp2", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_killed_twice_resume_bit_for_bit(kind, environment, data, tmp_path):
+def test_two_ranks_that_are_killed_resume_bit_for_bit(kind, environment, data, tmp_path):
     """Every rank has its own dropout, so the random state of each must come back."""
     changes = {**data[kind], "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 8}
 
@@ -98,7 +98,6 @@ def test_two_ranks_killed_twice_resume_bit_for_bit(kind, environment, data, tmp_
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     codes, log = run(whole)
     assert codes == [0, 0], log
-    assert run(killed, ("kill_at_update", 4))[0] == [-signal.SIGKILL] * 2
     codes, _ = run(killed, ("kill_at_rename", "checkpoint-00000006"))
     assert codes[0] == -signal.SIGKILL and codes[1] != 0  # the main process dies, and the other cannot go on alone
     assert [path.name for path in list_checkpoints(killed / "run")] == ["checkpoint-00000003"]

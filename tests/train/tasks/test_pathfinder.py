@@ -27,7 +27,7 @@ def paths(task: Pathfinder, scene: Scene, gaps: bool) -> list[set[tuple[int, int
     first, last = (
         (scene.margin, scene.margin + task.paddle_length) if gaps else (0, task.paddle_length + 2 * scene.margin)
     )
-    along = np.linspace(first, last, 20 * ZOOM * task.paddle_length)[:, None]
+    along = np.linspace(first, last, 4 * ZOOM * task.paddle_length)[:, None]
     links = np.concatenate(scene.snakes)
     cells = {
         tuple(cell) for link in links for cell in np.floor((link[:2] + along * link[2:]) * ZOOM).astype(int).tolist()

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_dataset
 
 from essm_train import make_task_data
 from essm_train.files import alone_in
@@ -174,12 +173,6 @@ class Dying(ListOps):
 def test_a_killed_worker_is_named(tmp_path):
     with pytest.raises(ChildProcessError, match=r"a worker was killed.* give the command again"):
         generate(Dying(**SIZES, min_length=3, max_length=60), tmp_path, num_workers=2)
-
-
-def test_datasets_reads_a_folder_by_its_name(made, tmp_path):
-    rows = load_dataset(str(made), cache_dir=str(tmp_path))
-    assert {split: len(part) for split, part in rows.items()} == {"train": 50, "validation": 7, "test": 10}
-    assert rows["train"].features["label"].names == list("0123456789")
 
 
 def test_arguments_are_a_generators_fields(capsys):

@@ -9,6 +9,7 @@ rows:
   my text: {task: my_task.yaml}                # beside this file
 """
 
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ def get_experiment(name: str) -> Experiment:
         ValueError: an unknown task or argument, and as `read_recipe`. OSError: a file cannot be read.
     """
     path, experiment = recipe_path("experiments", name), read_recipe("experiments", name, Experiment, {"rows": Row})
+    script_of = functools.cache(lambda task: get_task(task).script)
     for key, row in experiment.rows.items():
         where = f"{path}: rows: {key}"
         row.task = row.task or experiment.task
@@ -83,7 +85,7 @@ def get_experiment(name: str) -> Experiment:
         if row.task.endswith((".yaml", ".yml")):
             row.task = str(path.parent / row.task)
         try:
-            script = get_task(row.task).script
+            script = script_of(row.task)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         check_arguments(script, row.arguments, f"{where}: arguments")
