@@ -6,7 +6,7 @@
     python -m benchmarks.ablation --table --runs_dir runs/ablation                       # of the runs that are there
 
 A run is a model, a learning rate and a seed (`benchmarks.sweeps`). Models have as many parameters as asked for within
-3%: widths give way first, then depth.
+3% (`benchmarks.matched_models`): an ES-SSM's widths give way before its depth, a peer's width and depth together.
 """
 
 from __future__ import annotations

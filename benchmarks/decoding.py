@@ -136,7 +136,7 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
 
 def limit_table(args: argparse.Namespace) -> dict[str, Any]:
     config = common.configuration(args, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
-    budgets = common.clipped([2, 4, 8, 16, 32], config)
+    budgets = common.clipped([2, 32] if args.quick else [2, 4, 8, 16, 32], config)
     device, report = begin("decoding_limit", config, args, batch=1, budgets=budgets, backend=args.backend)
     gpu = device.type == "cuda"
     eager = make_model(config, device)

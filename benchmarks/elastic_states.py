@@ -41,7 +41,7 @@ from .elastic_tasks import TASKS, Measured, Repair, always
 from .sweeps import Run, Sweep, mean
 
 METRIC = "metric"  # how a run names what its learning rate is chosen by
-RATES = (3e-3, 1e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
+RATES = (1e-2, 3e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond
 IN_USE = "refined in use"  # the control of a model that learnt without a corrector and a gate, and has new ones
 
 

@@ -247,7 +247,8 @@ def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[st
         sweep.perform_missing(runs, args.runs_dir, args.processes)
     records = collect(args.runs_dir, args.only, args.tasks)
     settings = {"quick": args.quick} | records[0]["settings"]
-    return records, common.start(name, args, **settings)[1]
+    report = common.start(name, args, **settings)[1]
+    return records, report | {"machine": records[0]["machine"]}  # of a run, not of whoever makes the table
 
 
 def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:

@@ -39,7 +39,7 @@ def redirect(path: Path, *descriptors: int) -> None:
 
 
 def run_script(
-    script: str | Path, *arguments: str, cwd: str | Path | None = None, stdin: str = "", timeout: float = 300
+    script: str | Path, *arguments: str, cwd: str | Path | None = None, stdin: bytes = b"", timeout: float = 300
 ) -> subprocess.CompletedProcess:
     """`python script arguments`, or `python -m` of a module of essm_train, offline on one thread; what it wrote.
 
@@ -60,13 +60,13 @@ def run_script(
     return subprocess.CompletedProcess(command, process.exitcode, out, err)
 
 
-def _script(command: list[str], folder: Path, cwd: str, stdin: str) -> None:
+def _script(command: list[str], folder: Path, cwd: str, stdin: bytes) -> None:
     import huggingface_hub.constants
     import torch
 
     redirect(folder / "out", 1)
     redirect(folder / "err", 2)
-    (folder / "in").write_text(stdin)
+    (folder / "in").write_bytes(stdin)
     os.dup2(os.open(folder / "in", os.O_RDONLY), 0)
     sys.stdin = os.fdopen(0, closefd=False)
     torch.set_num_threads(1)

@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import ROOT, VARIANTS, random_model, tiny_config
+from helpers import ROOT, VARIANTS, random_model
 
 from benchmarks import (
     ablation_speed,
     common,
     deadline,
     decoding,
-    length_extrapolation,
     quantization,
     released,
     training_step,
@@ -30,7 +29,7 @@ from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.blocks import evaluation_blocks, text_labels, to_stream
 from essm_train.data.tokens import ByteEncoder
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMConfig
 
 RUNS = {
     "spectral_basis": ["--lengths", 64, 512],
@@ -161,23 +160,6 @@ def test_quantization(quick, tmp_path):
     assert sizes["int8"]["8"] < 0.9 * sizes["fp32"]["8"] and sizes["bf16"]["8"] < 0.6 * sizes["fp32"]["8"]
     assert all(list(size.values()) == sorted(size.values()) for size in sizes.values())
     assert [*report["results"][0]["bits_per_byte"]] == [*"1248"]
-
-
-def test_length_extrapolation(quick, tmp_path):
-    for name, filter_length in (("equal", 64), ("above", 512)):
-        config = tiny_config(filter_length=filter_length, num_spectral_channels=8)
-        ESSMForCausalLM(config).save_pretrained(tmp_path / name)
-    (tmp_path / "text.txt").write_bytes(bytes(range(32, 127)) * 27)
-    models = [f"equal={tmp_path / 'equal'},{tmp_path / 'equal'}", f"above={tmp_path / 'above'}"]
-    text = ["--training_length", 64, "--text_files", tmp_path / "text.txt", "--budgets", 2, 8]
-    report = quick(length_extrapolation, *text, "--models", *models)
-    runs = {(r["name"], r["algorithm"]): r for r in report["results"]}
-    assert list(runs) == [("equal", "chunked"), ("equal", "fft"), ("above", "chunked")]
-    for run in runs.values():
-        contexts, positions = run["by_context"]["8"], run["by_position"]["8"]
-        assert abs(contexts[-1]["mean"] - sum(entry["mean"] for entry in positions) / 8) < 1e-4
-    short, long = (runs["equal", name]["by_context"]["8"] for name in ("chunked", "fft"))
-    assert abs(short[0]["mean"] - long[0]["mean"]) < 1e-4  # within the filters both are the same operator
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ def test_every_part_is_a_command_that_exists(capsys):
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Trains small on easy text of 721 tokens: 12 blocks of 61, and one more byte."""
-    monkeypatch.setattr(gpu_train, "WARMUP", 5)
+    for name, count in {"WARMUP": 5, "TIMED": 1, "AT_ONCE": 10}.items():
+        monkeypatch.setattr(gpu_train, name, count)
     pq.write_table(pa.table({"text": ["the cat sat on the mat. " * 15] * 2}), tmp_path / "text.parquet")
 
     def train(*arguments):
@@ -97,13 +98,13 @@ def a_run(kind="elastic", batch=4, one_pass=False, length=25):
 
 
 def test_every_model_learns_and_is_saved(train, tmp_path):
-    results = train("--updates", "60", "--alone", "4", "--save", str(tmp_path / "saved"))
+    results = train("--updates", "15", "--learning_rate", "0.03", "--alone", "4", "--save", str(tmp_path / "saved"))
     names = [CONFIG.name, *(f"{CONFIG.name}-{kind}" for kind in ("alone-4", "llama", "mamba2", "matmamba"))]
     budgets = [["1", "2", "3", "4", "6", "8"], ["4"], ["None"], ["None"], ["1", "2", "4", "8"]]
     assert {name: [*result["bits_per_byte"]] for name, result in results.items()} == dict(zip(names, budgets))
     for name, result in results.items():
-        assert max(result["bits_per_byte"].values()) < 6, name
-        assert [done for done, _ in result["losses"]] == [50, 60] and result["tokens"] == 60 * 4 * 61
+        assert max(result["bits_per_byte"].values()) < 7, name  # a new model has 8
+        assert [done for done, _ in result["losses"]] == [10, 15] and result["tokens"] == 15 * 4 * 61
     for name, K in ((names[0], [1, 2, 3, 4, 6, 8]), (names[1], [4])):
         model = ESSMForCausalLM.from_pretrained(tmp_path / "saved" / name)
         assert model.dtype == torch.bfloat16 and model.config.trained_budgets == K
@@ -211,12 +212,3 @@ def test_an_update_reads_no_value_that_is_on_the_device(kind, monkeypatch):
     run.parameters = [*run.model.parameters()]
     run.update()
     assert all(p.grad is not None for p in run.parameters)
-
-
-@pytest.mark.parametrize("folder", gpu_train.CONFIGS)
-def test_models_of_the_gpu_run_have_one_size(folder):
-    args = argparse.Namespace(configs=[folder], quick=False, models=["elastic", *gpu_train.PEERS], alone=[])
-    with torch.device("meta"):
-        models = [gpu_train.make_model(task) for task in gpu_train.tasks_of(args)]
-    elastic, *peers = (sum(p.numel() for p in model.parameters()) for model in models)
-    assert all(abs(count / elastic - 1) < 0.03 for count in peers), (elastic, peers)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import selective_states, state_pruning, state_removal, state_tasks, state_truncation
+from benchmarks import state_pruning, state_removal, state_tasks, state_truncation
 from benchmarks.state_pruning import METHODS, MODELS, cut_layers, largest_within, pruned
 from benchmarks.state_tasks import Task, word_ids
 from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForSequenceClassification, is_pruned, state_layers
@@ -103,13 +103,3 @@ def test_truncation_against_a_model_born_small(quick, data_dir, tmp_path):
     difference = shrunk["accuracy"]["mean"] - shrunk["born_small"]["mean"]
     assert shrunk["difference"]["mean"] == pytest.approx(difference)
     assert state_truncation.of_seeds([0.1, 0.5, 0.2, 0.3])["top_3"] == pytest.approx(1 / 3)
-
-
-def test_states_of_a_mamba(quick, tmp_path):
-    (tmp_path / "text.txt").write_text("spectral budgets " * 300)
-    order = ["--train_file", tmp_path / "text.txt", "--seeds", 0, "--runs_dir", tmp_path / "runs"]
-    report = quick(selective_states, *order)
-    assert {r["way"] for r in report["results"]} == {*selective_states.WAYS}
-    for row in report["results"]:
-        whole = report["whole"]["mean"]
-        assert row["loss"]["mean"] == pytest.approx(row["bits_per_byte"]["mean"] - whole) and row["states"] < 16

@@ -107,15 +107,14 @@ def test_a_nested_mamba2_trains_its_sizes_in_every_update(ablate, monkeypatch):
 
     monkeypatch.setattr(models, "run_at_budget", watched)
     (result,) = ablate("--only", "mamba2, nested", "--rates", 0.01, "--seeds", 0)["results"]
+    assert abs(result["parameters"] / 60_000 - 1) <= matched_models.TOLERANCE
     assert [*result["bits_per_byte"]] == ["1", "2", "4", "8"] and len(
         {b["mean"] for b in result["bits_per_byte"].values()}
     ) == 4
     assert [sorted(seen[i : i + 4]) for i in (0, 4, 8)] == [[(K, 2) for K in (1, 2, 4, 8)]] * 3 and len(seen) == 12
 
 
-@pytest.mark.parametrize(
-    "name", ["paper", "elastic, FFN, memory", "elastic, attention 1 in 3", "mamba2", "mamba2, nested"]
-)
+@pytest.mark.parametrize("name", ["paper", "elastic, FFN, memory", "elastic, attention 1 in 3", "llama"])
 def test_models_have_as_many_parameters(name):
     row = ablation.ROWS[name]
     config = matched_models.matched_config(row, 800_000)
@@ -137,12 +136,11 @@ def test_a_size_that_no_model_of_a_row_has_is_refused(name):
         matched_models.matched_config(ablation.ROWS[name], 500)
 
 
-@pytest.mark.parametrize("K", [1, 2, 4])
-def test_a_separate_model_has_the_size_of_the_elastic_one_at_its_budget(K):
-    configs = [matched_models.matched_config(ablation.ROWS[n], 800_000) for n in ("elastic", f"elastic, K = {K} alone")]
+def test_a_separate_model_has_the_size_of_the_elastic_one_at_its_budget():
+    configs = [matched_models.matched_config(ablation.ROWS[n], 800_000) for n in ("elastic", "elastic, K = 2 alone")]
     with torch.device("meta"):
         whole, alone = (ablation.make_model(config, 4096) for config in configs)
-    assert alone.num_parameters() == whole.num_active_parameters(K) < whole.num_parameters()
+    assert alone.num_parameters() == whole.num_active_parameters(2) < whole.num_parameters()
 
 
 @pytest.fixture
@@ -154,11 +152,12 @@ def classify(quick, data_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_model_classifies_every_task(classify):
-    report = classify("--rates", 0.01, "--seeds", 0)
+def test_every_model_classifies_and_every_task_is_learnt(classify):
     tasks, rows = classification_tasks.TASKS, classification_tasks.ROWS
-    assert [r["task"] for r in report["results"]] == [task for task in tasks for _ in rows]
-    for result in report["results"]:
+    every_task = classify("--rates", 0.01, "--seeds", 0, "--only", "elastic")["results"]
+    every_model = classify("--rates", 0.01, "--seeds", 0, "--tasks", "smnist")["results"]
+    assert [r["task"] for r in every_task] == [*tasks] and {r["model"] for r in every_model} == {*rows}
+    for result in every_task + every_model:
         assert abs(result["parameters"] / 50_000 - 1) <= matched_models.TOLERANCE
         capacity = rows[result["model"]].fields.get("num_spectral_channels", 1)
         assert [*result["error"]] == [str(K) for K in sorted({min(K, capacity) for K in (1, 2, 4, 8, 16)})]

@@ -1,9 +1,6 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Every example runs offline from end to end."""
 
-import subprocess
-import sys
-
 import pytest
 from apart import run_script
 from helpers import ROOT, random_model
@@ -12,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from modeling_essm import build_byte_tokenizer
 
 
-def run_example(name: str, *arguments: str, stdin: str = "") -> list[str]:
+def run_example(name: str, *arguments: str, stdin: bytes = b"") -> list[str]:
     """Lines that it writes."""
     run = run_script(ROOT / "examples" / name, *arguments, stdin=stdin)
     assert run.returncode == 0, run.stderr
@@ -78,7 +75,7 @@ def test_train_with_trainer(tmp_path):
 def test_byte_terminal(saved):
     """Two completions, the second at another budget; a number typed while text comes changes it at once."""
     # Lines that wait are read while text comes: the number, then the empty line, which stops the completion.
-    output = "\n".join(run_example("byte_terminal.py", saved, "30", stdin="def main(\n4\n\nsmall\nx = 1\n\n\n"))
+    output = "\n".join(run_example("byte_terminal.py", saved, "30", stdin=b"def main(\n4\n\nsmall\nx = 1\n\n\n"))
     assert output.startswith("K = 32 of 32> ")
     prompts = [int(part.split(" of 32> ")[0]) for part in output.split("K = ")[1:] if " of 32> " in part]
     assert prompts == [32, 4, 2, 2]
@@ -88,6 +85,5 @@ def test_byte_terminal(saved):
 def test_byte_terminal_ends_with_its_input(tmp_path):
     """In the middle of a completion, and after bytes that are no UTF-8."""
     random_model().save_pretrained(tmp_path)
-    command = [sys.executable, ROOT / "examples/byte_terminal.py", tmp_path, "30"]
-    run = subprocess.run(command, input=b"caf\xe9 x\n", capture_output=True, timeout=60)
-    assert run.returncode == 0 and run.stdout.count(b" of 32> ") == 2, run.stderr
+    run = run_script(ROOT / "examples/byte_terminal.py", tmp_path, "30", stdin=b"caf\xe9 x\n", timeout=60)
+    assert run.returncode == 0 and run.stdout.count(" of 32> ") == 2, run.stderr
