@@ -25,6 +25,7 @@ from essm_train.data.blocks import evaluation_blocks
 from essm_train.measure.scoring import block_nats
 from modeling_essm import build_byte_tokenizer
 
+pytestmark = pytest.mark.slow
 lm_eval = pytest.importorskip("lm_eval")
 tasks = pytest.importorskip("lm_eval.tasks")
 

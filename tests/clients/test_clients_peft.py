@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.decoding import compile_decoding
 
+pytestmark = pytest.mark.slow
 peft = pytest.importorskip("peft")
 
 LINEAR = {"target_modules": ["mixer.gate_in", "mixer.skip", "ffn.up", "ffn.down", "in_proj", "out_proj"]}

@@ -25,6 +25,7 @@ from modeling_essm import ESSMCache, ESSMForCausalLM, build_byte_tokenizer
 
 SERVE = ROOT / "examples" / "serve.py"
 
+pytestmark = pytest.mark.slow
 for needed in ("fastapi", "uvicorn", "openai"):
     pytest.importorskip(needed)
 

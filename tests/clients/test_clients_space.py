@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from modeling_essm import ESSMForCausalLM
 
+pytestmark = pytest.mark.slow
 gradio, gradio_client = pytest.importorskip("gradio"), pytest.importorskip("gradio_client")
 
 SPACE, MODEL = ROOT / "examples/space", ROOT / "hub_configs/essm-novels-6m"

@@ -122,6 +122,7 @@ def test_predictions_with_keys_to_ignore(tmp_path):
 # --- TRL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block, fields",
     [({}, {}), ({}, {"padding_free": True, "max_length": None}), (MEMORY, {"packing": True})],
@@ -134,6 +135,7 @@ def test_sft_trainer_from_text_to_generation(block, fields, tmp_path):
     assert_continues(tmp_path / "saved")
 
 
+@pytest.mark.slow
 def test_sft_trainer_on_prompts_and_completions(tmp_path):
     """Only completions are scored, and <eos> behind them is learned."""
     trainer = make_sft(tmp_path, data=[{"prompt": text[:12], "completion": "XYZ!"} for text in TEXTS[:16]])
@@ -143,6 +145,7 @@ def test_sft_trainer_on_prompts_and_completions(tmp_path):
     assert_continues(tmp_path / "saved", "cdefghabcdef", "XYZ!<eos>")
 
 
+@pytest.mark.slow
 def test_sft_trainer_with_an_adapter(tmp_path):
     peft, ids = pytest.importorskip("peft"), random_ids(1, 12)
     random_model(**MEMORY).save_pretrained(tmp_path / "base")
@@ -189,6 +192,7 @@ reward()  # no reference
 """
 
 
+@pytest.mark.slow
 def test_dpo_and_grpo_load_their_reference_by_its_own_code(tmp_path):
     """Where the package is not imported they have to be told, as docs/clients.md says."""
     pytest.importorskip("trl")

@@ -9,7 +9,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import HYBRID, assert_close, blocks, random_ids, random_masks, random_model
+from helpers import HYBRID, assert_close, random_ids, random_masks, random_model
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
@@ -67,9 +67,8 @@ def test_attention_is_what_it_says(kind):
     assert_close(y, expected, atol=1e-6)  # rotary factors are computed in fp32
 
 
-@blocks
-def test_implementations_agree(block):
-    model, ids = hybrid(**block), random_ids(2, 23)
+def test_implementations_agree():
+    model, ids = hybrid(), random_ids(2, 23)
     gradients, logits = [], []
     for implementation in ("sdpa", "eager"):
         model.set_attn_implementation(implementation)
@@ -133,7 +132,6 @@ def test_kernels_of_variable_length():
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_type": "linear", "factor": 2.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
         {"rope_type": "default", "rope_theta": 500.0},
     ],
@@ -188,5 +186,6 @@ def test_what_needs_a_constant_size_is_refused():
 def test_keys_of_another_dtype_are_read_in_the_models():
     model, ids = hybrid(), random_ids(2, 9)
     cache = model(ids[:, :8]).past_key_values
-    expected = model(ids[:, 8:], past_key_values=copy.deepcopy(cache)).logits
-    assert_close(model.bfloat16()(ids[:, 8:], past_key_values=cache).logits.float(), expected, atol=0.2)  # bf16
+    expected, alone = model(ids[:, 8:], past_key_values=copy.deepcopy(cache)).logits, model(ids[:, 8:]).logits
+    off = (model.bfloat16()(ids[:, 8:], past_key_values=cache).logits.float() - expected).norm() / expected.norm()
+    assert off < 8 * torch.finfo(torch.bfloat16).eps < (alone - expected).norm() / expected.norm()

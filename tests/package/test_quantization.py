@@ -71,6 +71,7 @@ def test_linear_layers_are_small_and_a_budget_is_a_prefix(block, bits, tmp_path)
         assert torch.equal(outputs(again, 3), outputs(model, 3))
 
 
+@pytest.mark.slow  # needs peft
 def test_adapters_learn_on_quantised_weights(tmp_path):
     peft, config = pytest.importorskip("peft"), TorchAoConfig(BITS["int8"])
     random_model(hidden_size=64, gate_hidden_size=64).save_pretrained(tmp_path)

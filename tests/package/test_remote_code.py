@@ -170,12 +170,6 @@ def test_ids_are_bytes(tokenizer):
     assert len(tokenizer) == tokenizer.vocab_size == 259
     text = "".join(map(chr, range(128)))
     assert tokenizer(text)["input_ids"] == list(range(128))
-    seen = set()
-    for character in map(chr, [*range(0x800), *range(0x800, 0xD800, 61), *range(0xE000, 0x110000, 997)]):
-        ids = tokenizer.encode(character)
-        assert ids == list(character.encode())
-        seen.update(ids)
-    assert len(seen) == 243  # every byte that occurs in UTF-8: all but C0, C1 and F5..FF
     symbols = {chr(b): b for b in [*range(33, 127), *range(161, 173), *range(174, 256)]}
     hidden = [b for b in range(256) if chr(b) not in symbols]
     symbols |= {chr(256 + i): b for i, b in enumerate(hidden)}  # the byte-level alphabet of GPT-2

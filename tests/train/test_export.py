@@ -24,8 +24,6 @@ from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassificat
 from modeling_essm.export import WeightFile, export_programs
 
 ONE = {"num_hidden_layers": 1}
-HAS_ONNX = all(importlib.util.find_spec(name) for name in PACKAGES["onnx"])
-needs_onnx = pytest.mark.skipif(not HAS_ONNX, reason="needs onnx, onnxscript and onnxruntime")
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +41,11 @@ def export(*arguments):
     return export_module.export(parse_arguments(ExportArguments, [str(argument) for argument in arguments]))
 
 
-@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["fp32", "int8"])
+@pytest.fixture(scope="module", params=[False, True], ids=["fp32", "int8"])
 def exported(request, model_folder, tmp_path_factory):
     """(folder, the model that its programs compute) of two budgets; one call of prefill reads less than a prompt."""
+    for package in PACKAGES["onnx"]:
+        pytest.importorskip(package)
     folder = tmp_path_factory.mktemp("exported") / "onnx"
     options = ("--max_length", 64, "--output_dir", folder, *["--int8"] * request.param)
     export("--model", model_folder, "--spectral_budget", "full", "fast", 3, *options)
@@ -57,7 +57,7 @@ def exported(request, model_folder, tmp_path_factory):
     return folder, model.eval()
 
 
-@needs_onnx
+@pytest.mark.slow
 def test_an_export_describes_itself(exported):
     folder, model = exported
     description = json.loads((folder / "export.json").read_text())
@@ -84,7 +84,7 @@ def test_an_export_describes_itself(exported):
                 assert [types[spec["dtype"]] for spec in specs] == [v.type for v in values]
 
 
-@needs_onnx
+@pytest.mark.slow
 def test_all_budgets_read_leading_parts_of_one_file(exported):
     """Whose size is that of the largest; each part is what the model holds."""
     import onnx
@@ -117,7 +117,7 @@ def test_all_budgets_read_leading_parts_of_one_file(exported):
     assert about["weight_bytes"] <= len(whole) == description["weights"]["bytes"] <= 1.01 * about["weight_bytes"] + 640
 
 
-@needs_onnx
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", ["fast", None])
 def test_a_language_model_decodes_without_torch_as_it_generates(exported, budget):
     """In a process of its own."""
@@ -142,7 +142,7 @@ def test_a_language_model_decodes_without_torch_as_it_generates(exported, budget
     assert run.stdout.decode() == tokenizer.decode(new) + "\n"
 
 
-@needs_onnx
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_budget_moves_in_the_middle_of_a_text(exported):
     """Down with the leading blocks of the states; up by reading on, from the last states of that size, what came since.
@@ -193,16 +193,15 @@ def classifier_folder(tmp_path_factory):
     return folder
 
 
-@needs_onnx
+@pytest.mark.slow
 def test_a_classifier_reads_numbers_as_they_are_stored(classifier_folder, tmp_path):
     """What is left is enough to scale them; the model never sees them."""
+    onnxruntime = pytest.importorskip("onnxruntime")
     export("--model", classifier_folder, "--spectral_budget", 2, "--output_dir", tmp_path)  # an empty folder
     description = json.loads((tmp_path / "export.json").read_text())
     assert description["files"] == ["classify-2.onnx", "features.json", "weights.bin"]
     assert description["labels"] == ["LABEL_0", "LABEL_1", "LABEL_2"]
     assert description["features"] == SCALED == json.loads((tmp_path / "features.json").read_text())
-    import onnxruntime
-
     stored = np.random.default_rng(0).integers(0, 256, (2, 30, 2))
     scale = description["features"]
     features = (stored * scale["multiplier"] + scale["offset"]).astype(np.float32)

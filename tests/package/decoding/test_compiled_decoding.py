@@ -56,9 +56,10 @@ def decode(model, ids, budget, cache=None):
     return torch.cat([step.logits for step in steps], 1), cache
 
 
-@pytest.mark.parametrize(
-    ("variant", "budget"), [({}, [3, 17]), (VARIANTS["no-gate"], 5), (VARIANTS["memory"], 5)], ids=["a", "b", "c"]
-)
+ONE = {"num_hidden_layers": 1}
+
+
+@pytest.mark.parametrize(("variant", "budget"), [({}, [3, 17]), (VARIANTS["memory"], 5)], ids=["paper", "memory"])
 def test_steps_equal_eager_ones(variant, budget, taken):
     model, ids = compiled_model([budget], taken, batch_size=2, state_budget=20, **variant), random_ids(2, 9)
     (logits, cache), (expected, other) = (
@@ -80,7 +81,7 @@ def test_steps_equal_eager_ones(variant, budget, taken):
 @pytest.mark.parametrize("block", ["paper", "elastic"])
 def test_one_graph_serves_all_prompts_and_modes(block, taken, graphs):
     """A single row keeps the strides of what it was cut from; tensors of inference mode have other dispatch keys."""
-    model = compiled_model([5], taken, state_budget=5, **VARIANTS[block])
+    model = compiled_model([5], taken, state_budget=5, **VARIANTS[block] | ONE)
     modes, steps = (torch.no_grad, torch.inference_mode), 0
     for length, reading, decoding in itertools.product((1, 2, 8, 9, 17), modes, modes):
         ids = random_ids(1, length + 2)
@@ -94,13 +95,13 @@ def test_one_graph_serves_all_prompts_and_modes(block, taken, graphs):
         steps += 3
         assert not any(tensor.is_inference() for tensor in cache.states.values())
         if length == 9:
-            expected = random_model(**VARIANTS[block])(ids, spectral_budget=5).logits[:, -2:]
+            expected = random_model(**VARIANTS[block] | ONE)(ids, spectral_budget=5).logits[:, -2:]
             assert_close(torch.cat(logits, 1), expected)
     assert len(taken) == steps and graphs() == 1
 
 
 def test_states_laid_out_otherwise_are_not_compiled_for(taken):
-    model = compiled_model([5], taken)
+    model = compiled_model([5], taken, **ONE)
     _, cache = decode(model, random_ids(1, 4), 5)
     taken.clear()
     for layer in cache.layers:
@@ -153,18 +154,18 @@ def test_a_step_that_rounds_in_another_order_is_right(dtype, monkeypatch):
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_inductor(taken):
     """Ahead, and by `generate` with a static cache; a released size in bf16."""
-    model, settings = random_model(num_hidden_layers=1), {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
+    model, settings = random_model(**ONE), {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
     expected = model.generate(random_ids(2, 9), **settings)
     config = compile_config("inductor", mode="default")
     settings |= {"cache_implementation": "static", "compile_config": config}
     assert torch.equal(model.generate(random_ids(2, 9), **settings), expected)
-    compile_decoding(model, [4, 32])
+    compile_decoding(model, [4])
     taken.clear()
-    for budget in (4, 32):
-        logits, _ = decode(model, random_ids(1, 6), budget)
-        assert_close(logits, decode(random_model(num_hidden_layers=1), random_ids(1, 6), budget)[0])
-    assert taken == [(4,)] * 5 + [(32,)] * 5
-    large = ESSMForCausalLM(ESSMConfig.from_pretrained(ROOT / "hub_configs" / "essm-elastic-6m")).eval().bfloat16()
+    logits, _ = decode(model, random_ids(1, 6), 4)
+    assert_close(logits, decode(random_model(**ONE), random_ids(1, 6), 4)[0])
+    assert taken == [(4,)] * 5
+    config = ESSMConfig.from_pretrained(ROOT / "hub_configs" / "essm-elastic-6m", **ONE)
+    large = ESSMForCausalLM(config).eval().bfloat16()
     assert compile_decoding(large, [2]).decoding_steps
     torch._dynamo.reset()
 
@@ -174,14 +175,14 @@ WAYS = [{"do_sample": False}, {"do_sample": True}, {"custom_generate": speculate
 
 @pytest.mark.parametrize(("rows", "ways"), [(1, WAYS), (3, [{"num_beams": 3}])], ids=["one", "beams"])
 def test_generate(rows, ways, taken):
-    model, eager = compiled_model([2, 6], taken, batch_size=rows), random_model()
+    model, eager = compiled_model([2, 6], taken, batch_size=rows, **ONE), random_model(**ONE)
     for way in ways:
         taken.clear()
         tokens = []
         for each in (model, eager):
             torch.manual_seed(0)
             tokens.append(each.generate(random_ids(1, 7), max_new_tokens=12, spectral_budget=6, **way))
-        assert set(taken) == ({(2, 2)} if "custom_generate" in way else {(6, 6)}) and len(taken) >= 5
+        assert set(taken) == ({(2,)} if "custom_generate" in way else {(6,)}) and len(taken) >= 5
         assert torch.equal(*tokens)
 
 
@@ -208,7 +209,7 @@ def truncated(model):
 
 
 def new_parameter(model):
-    model.model.layers[1].ffn.up.weight = torch.nn.Parameter(2 * model.model.layers[1].ffn.up.weight.detach())
+    model.model.layers[0].ffn.up.weight = torch.nn.Parameter(2 * model.model.layers[0].ffn.up.weight.detach())
 
 
 def new_module(model):
@@ -235,7 +236,7 @@ def new_values(model):
 @pytest.mark.parametrize("change", [truncated, new_parameter, new_module, new_dtype, new_hook, new_forward, new_values])
 def test_a_changed_model_decodes_eagerly_and_says_so(change, taken):
     """New values in the same weights are no such change."""
-    model, eager, ids = compiled_model([6], taken), random_model(), random_ids(1, 6)
+    model, eager, ids = compiled_model([6], taken, **ONE), random_model(**ONE), random_ids(1, 6)
     for each in (model, eager):
         torch.manual_seed(0)
         change(each)
@@ -247,7 +248,6 @@ def test_a_changed_model_decodes_eagerly_and_says_so(change, taken):
     if change is truncated:
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # start uncompiled
             assert not copied.decoding_steps
-    if change is truncated:
         compile_decoding(model, [6], backend="eager")
         taken.clear()
         assert_close(decode(model, ids, 6)[0], expected)

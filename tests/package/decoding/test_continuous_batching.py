@@ -142,7 +142,7 @@ def test_admission_is_by_memory(model, costs):
     small, large = (ContinuousBatch(model, ROOM)._bytes_of(K) for K in (1, 32))
     room, most = 3 * large - 1, 0
     batch = Batch(model, room, COSTS[costs])
-    requests = [batch.ask(0, 30 + 5 * i, K) for i, K in enumerate((1, 1, 1, 32, 1, 32, 32))]
+    requests = [batch.ask(0, 10 + 2 * i, K) for i, K in enumerate((1, 1, 1, 32, 1, 32, 32))]
     while batch:
         batch.step()
         held = [request for request in requests if request.status in ("reading", "running")]

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import losses_by_hand, random_ids, random_model, trainer_arguments
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from modeling_essm import ESSMForCausalLM, build_byte_tokenizer
 from modeling_essm.training.budget_dropout import BudgetDropoutCallback, budget_schedule
 
-kinds = pytest.mark.parametrize("kind", ["trainer", "sft"])
+kinds = pytest.mark.parametrize("kind", ["trainer", pytest.param("sft", marks=pytest.mark.slow)])  # which needs trl
 
 
 def of_all(budgets):
@@ -105,8 +106,9 @@ def run_by_hand(model, ids, schedule, weight, updates: int, accumulation: int = 
     return logged
 
 
-@kinds
-@pytest.mark.parametrize("weight", [0.0, 0.6])
+@pytest.mark.parametrize(
+    ("kind", "weight"), [("trainer", 0.6), *(pytest.param("sft", w, marks=pytest.mark.slow) for w in (0.0, 0.6))]
+)
 def test_sandwich_and_distillation_equal_a_loop_by_hand(kind, weight, tmp_path):
     model, twin, start = random_model(), random_model(), random_model()
     recorder, schedule = Recorder(model), budget_schedule("sandwich", 32, seed=4, full_budget_updates=kind == "trainer")
@@ -153,7 +155,9 @@ def test_trainer_compiles_every_budget(tmp_path):
             "gradient_accumulation_steps": 1,
             "bf16": True,  # autocast inside of the graphs
         }
-        make_trainer(tmp_path, random_model(), BudgetDropoutCallback(schedule), max_steps=3, **compiled).train()
+        model, before = random_model(num_hidden_layers=1), counters["stats"]["unique_graphs"]
+        make_trainer(tmp_path, model, BudgetDropoutCallback(schedule), max_steps=3, **compiled).train()
+        assert counters["stats"]["unique_graphs"] >= before + 3
         assert torch._dynamo.config.recompile_limit >= len(schedule.budgets)
     torch._dynamo.reset()
 
