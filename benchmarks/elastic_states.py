@@ -31,14 +31,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from essm_train.files import write_figure
-from essm_train.run.steps import fit
 from modeling_essm import ESSMConfig
 from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, distillation_loss
 
 from . import common, sweeps
 from .elastic_measures import AROUND, STREAMS, controls, flops_of, told
 from .elastic_tasks import TASKS, Measured, Repair, always
-from .sweeps import Run, Sweep, mean
+from .sweeps import Run, Sweep, fit, mean
 
 METRIC = "metric"  # how a run names what its learning rate is chosen by
 RATES = (1e-2, 3e-2)  # the better ones of 1e-3, 3e-3, 1e-2, 3e-2 for most rows; a row may want one beyond

@@ -15,11 +15,12 @@ import json
 import math
 import multiprocessing
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from essm_train.files import write_json
 from essm_train.models import capacity_of, run_part
 from essm_train.run.loop import make_schedule
-from essm_train.run.steps import adamw, fit, make_scheduler
+from essm_train.run.steps import adamw, make_scheduler, update
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.training.budget_dropout import Part, budget_losses
 
@@ -37,6 +38,7 @@ from .matched_models import Row
 SPEED = "_per_cpu_second"  # how the name of a speed ends
 SIZES = ["hidden_size", "num_hidden_layers", "head_size", "intermediate_size", "num_spectral_channels"]
 SIZES += ["memory_key_size", "memory_value_size", "state_size"]
+Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,56 @@ def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[s
     fields = {"max_steps": updates, "full_budget_updates": round(updates * row.full_share), "learning_rate": rate}
     fields |= {"warmup_steps": 50, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0, "seed": seed}
     return fields | {"budget_schedule": row.schedule}
+
+
+def fit(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    updates: int,
+    batch: Callable[[int], Batch],
+    losses: Callable[[int, Batch], Iterable[Tensor]],
+    *,
+    max_grad_norm: float = 1.0,
+    after_step: Callable[[int], object] = lambda done: None,
+) -> dict[str, Any]:
+    """All updates, until one has a loss or gradient that is not finite; that one is not made.
+
+    Args:
+        batch: draws the batch of an update, counted from 0. Its time does not count.
+        losses: of an update and its batch, as `update` takes them.
+        after_step: is given the number of updates done; its time counts.
+    Returns:
+        Whether the training diverged, updates done, the mean training loss of the last 50 of them, and the seconds of
+        this process's processor that they took.
+    """
+    seconds, done = 0.0, 0
+    recent: list[float] = []
+    model.train()
+    for number in range(updates):
+        drawn = batch(number)
+        parts: list[float] = []
+        started = time.process_time()
+
+        def noted(number: int = number, drawn: Batch = drawn, parts: list[float] = parts) -> Iterable[Tensor]:
+            for loss in losses(number, drawn):
+                yield loss
+                parts.append(loss.item())
+
+        try:
+            update(optimizer, noted(), model.parameters(), scheduler, max_grad_norm)
+        except FloatingPointError:
+            break
+        done = number + 1
+        after_step(done)
+        seconds += time.process_time() - started
+        recent = [*recent[-49:], sum(parts)]
+    return {
+        "diverged": done < updates,
+        "updates_done": done,
+        "training_loss": statistics.fmean(recent) if recent else None,
+        "cpu_seconds": seconds,
+    }
 
 
 def train(

@@ -167,7 +167,8 @@ def test_rows_are_means_of_what_every_seed_has():
 
 
 @pytest.mark.slow
-def test_elastic_states_from_end_to_end(quick, data_dir, tmp_path):
+def test_elastic_states_from_end_to_end(quick, data_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.elastic_measures.SHIFTS", ())
     order = ["--data_dir", data_dir, "--tasks", "repair", "--only", "SSM", "Transformer", "ESM", "--seeds", 0]
     report = quick(elastic_states, *order, "--rates", 0.01, "--runs_dir", tmp_path / "runs")
     rows = {(r["model"], r["control"]): r for r in report["results"]}

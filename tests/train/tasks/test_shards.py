@@ -76,7 +76,7 @@ def test_a_kill_does_not_show(made, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_generation_that_was_killed_continues_to_the_same_rows(tmp_path):
-    arguments = ["--train_size", "6000", "--rows_per_shard", "200", "--validation_size", "5", "--test_size", "5"]
+    arguments = ["--train_size", "1500", "--rows_per_shard", "50", "--validation_size", "5", "--test_size", "5"]
     arguments += ["--min_length", "20", "--max_length", "400", "--max_depth", "6", "--num_workers", "2"]
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     command = [sys.executable, make_task_data.__file__, "listops", *arguments, "--output_dir", killed]

@@ -1,15 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The plain pieces of training: parameter groups, AdamW, the learning rate, one update, and a short loop over updates.
+"""The plain pieces of training: parameter groups, AdamW, the learning rate, one update.
 
 `update` is the one place where an optimizer steps. `essm_train.run.loop` calls it under Accelerate, with checkpoints
-and validation around it; `fit` calls it in the plain loop of the benchmarks.
+and validation around it.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -122,53 +120,3 @@ def update(
         scheduler.step()
     optimizer.zero_grad()
     return norm
-
-
-def fit(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
-    updates: int,
-    batch: Callable[[int], Batch],
-    losses: Callable[[int, Batch], Iterable[Tensor]],
-    *,
-    max_grad_norm: float = 1.0,
-    after_step: Callable[[int], object] = lambda done: None,
-) -> dict[str, Any]:
-    """All updates, until one has a loss or gradient that is not finite; that one is not made.
-
-    Args:
-        batch: draws the batch of an update, counted from 0. Its time does not count.
-        losses: of an update and its batch, as `update` takes them.
-        after_step: is given the number of updates done; its time counts.
-    Returns:
-        Whether the training diverged, updates done, the mean training loss of the last 50 of them, and the seconds of
-        this process's processor that they took.
-    """
-    seconds, done = 0.0, 0
-    recent: list[float] = []
-    model.train()
-    for number in range(updates):
-        drawn = batch(number)
-        parts: list[float] = []
-        started = time.process_time()
-
-        def noted(number: int = number, drawn: Batch = drawn, parts: list[float] = parts) -> Iterable[Tensor]:
-            for loss in losses(number, drawn):
-                yield loss
-                parts.append(loss.item())
-
-        try:
-            update(optimizer, noted(), model.parameters(), scheduler, max_grad_norm)
-        except FloatingPointError:
-            break
-        done = number + 1
-        after_step(done)
-        seconds += time.process_time() - started
-        recent = [*recent[-49:], sum(parts)]
-    return {
-        "diverged": done < updates,
-        "updates_done": done,
-        "training_loss": statistics.fmean(recent) if recent else None,
-        "cpu_seconds": seconds,
-    }
