@@ -119,14 +119,14 @@ class Settings:
         )
 
 
-def add_arguments(p: argparse.ArgumentParser, parameters: int) -> None:
+def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--train_file", nargs="+", help="text to train on; by default Python's own sources")
     p.add_argument("--validation_file", nargs="+", help="held-out text; by default the end of train_file")
-    p.add_argument("--parameters", type=int, default=parameters, help=f"of every model, to {TOLERANCE:.0%}%")
+    p.add_argument("--parameters", type=int, default=800_000, help=f"of every model, to {TOLERANCE:.0%}%")
 
 
-def settings_of(args: argparse.Namespace, **fields: Any) -> Settings:
-    fields |= {"parameters": args.parameters, "updates": args.updates}
+def settings_of(args: argparse.Namespace) -> Settings:
+    fields: dict[str, Any] = {"parameters": args.parameters, "updates": args.updates}
     if args.quick:
         fields |= {"parameters": 60_000, "updates": min(args.updates, 3), "batch_size": 2, "block_size": 64}
         fields |= {"validation_blocks": 4, "filter_length": 512}
@@ -139,9 +139,9 @@ def load(settings: Settings) -> Any:
     return load_text(settings.arguments(), ByteEncoder())
 
 
-def define(settings: Settings, run: Run, row: Row | None = None) -> dict[str, Any]:
+def define(settings: Settings, run: Run) -> dict[str, Any]:
     """The row and the text, with hashes. Raises ValueError if there is no model of that size."""
-    row, text = row or ROWS[run.name], load(settings)
+    row, text = ROWS[run.name], load(settings)
     matched_config(row, settings.parameters)
     held_out = hashlib.sha256(text.held_out.numpy().tobytes()).hexdigest()
     return row.definition | {"text": {"data": text.description, "training": text.sha256, "held_out": held_out}}
@@ -154,8 +154,8 @@ def make_model(config: Any, filter_length: int) -> Any:
     return BaselineForCausalLM(config).float()
 
 
-def train(settings: Settings, row: Row, run: Run) -> tuple[Any, dict[str, Any], Any]:
-    """A new model after all updates, how it was trained, and the source of its blocks, in train_clm's order."""
+def train(settings: Settings, row: Row, run: Run) -> tuple[Any, dict[str, Any]]:
+    """A new model after all updates, on the blocks in train_clm's order, and how it was trained."""
     args, samples = settings.arguments(row, run.rate, run.seed), load(settings).source.samples
     source = MapSamples(samples, run.seed)
     if row.rereads:
@@ -169,7 +169,7 @@ def train(settings: Settings, row: Row, run: Run) -> tuple[Any, dict[str, Any], 
         ids = torch.from_numpy(np.stack(blocks).astype(np.int64)).to(model.device)
         return {"input_ids": ids, "labels": ids}
 
-    return model, sweeps.train(model, next_batch, args, settings.batch_size * settings.block_size), source
+    return model, sweeps.train(model, next_batch, args, settings.batch_size * settings.block_size)
 
 
 def score(model: Any, budgets: Sequence[int], text: Any) -> dict[str, float]:
@@ -180,7 +180,7 @@ def score(model: Any, budgets: Sequence[int], text: Any) -> dict[str, float]:
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:
-    model, trained, _ = train(settings, ROWS[run.name], run)
+    model, trained = train(settings, ROWS[run.name], run)
     scored = functools.partial(score, text=load(settings))
     return sweeps.measure(model, trained, scored, BUDGETS, METRIC, settings.block_size)
 
@@ -196,7 +196,7 @@ def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    add_arguments(p, 800_000)
+    add_arguments(p)
     sweeps.add_arguments(p, ROWS, "runs/ablation", 500)
     args = p.parse_args(argv)
     sweep = Sweep(settings_of(args), perform, define, METRIC)

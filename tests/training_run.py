@@ -102,11 +102,11 @@ def documents() -> list[str]:
     return [*rows, "".join(source.choices("abcdefgh ", k=wanted - 1))]
 
 
-def write_tables(folder: Path, files: int = 3) -> list[str]:
-    """The documents as parquet files with row groups of two."""
+def write_tables(folder: Path) -> list[str]:
+    """The documents as three parquet files with row groups of two."""
     rows, paths = documents(), []
-    size = math.ceil(len(rows) / files)
-    for i in range(files):
+    size = math.ceil(len(rows) / 3)
+    for i in range(3):
         path = folder / f"part-{i}.parquet"
         Dataset.from_dict({"text": rows[i * size : (i + 1) * size]}).to_parquet(path, batch_size=2)
         paths.append(str(path))

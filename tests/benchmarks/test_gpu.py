@@ -105,6 +105,8 @@ def test_every_model_learns_and_is_saved(train, tmp_path):
     for name, result in results.items():
         assert max(result["bits_per_byte"].values()) < 7, name  # a new model has 8
         assert [done for done, _ in result["losses"]] == [10, 15] and result["tokens"] == 15 * 4 * 61
+    for name in names[2:]:  # peers
+        assert abs(results[name]["parameters"] / results[names[0]]["parameters"] - 1) <= 0.05, name
     for name, K in ((names[0], [1, 2, 3, 4, 6, 8]), (names[1], [4])):
         model = ESSMForCausalLM.from_pretrained(tmp_path / "saved" / name)
         assert model.dtype == torch.bfloat16 and model.config.trained_budgets == K

@@ -33,10 +33,10 @@ POOLS = {"mean": lambda h: h.mean(1), "last": lambda h: h[:, -1]}
 
 @torch.no_grad()
 @pytest.mark.parametrize("pooling", POOLS)
-@pytest.mark.parametrize("block, features", [({}, None), ({}, 5)], ids=["ids", "features"])
+@pytest.mark.parametrize("features", [None, 5], ids=["ids", "features"])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_classifier_pools_real_positions(pooling, features, side, block):
-    fields = block | {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
+def test_a_classifier_pools_real_positions(pooling, features, side):
+    fields = {"classifier_pooling": pooling, "num_input_features": features, "num_labels": 3}
     model, ids, lengths = random_model(ESSMForSequenceClassification, **fields), random_ids(3, 20), [20, 11, 1]
     padded, mask = pad(ids, lengths, side)
     encode = torch.randn(259, 5, generator=torch.Generator().manual_seed(0))

@@ -133,7 +133,7 @@ def test_a_budget_that_the_weights_do_not_have():
                 call(budget)
 
 
-# --- The memory's rule, cut in any pieces, at extreme rates and in every precision
+# --- The memory's rule at extreme rates
 
 
 def by_definition(q, k, v, g, beta, S):

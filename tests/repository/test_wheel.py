@@ -12,6 +12,7 @@ import sys
 import tomllib
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
@@ -74,28 +75,32 @@ def wheel(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bare(wheel, tmp_path_factory) -> Environment:
+def bare(wheel, tmp_path_factory) -> SimpleNamespace:
+    """The model alone: what is installed with it, what it generates, and what a command says."""
     environment = Environment(tmp_path_factory.mktemp("bare"))
     environment.install(wheel)
-    return environment
+    command = [environment.bin / "essm-train-clm"]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=environment.folder)
+    shape, found = environment.run("python", "-c", USE).strip(), environment.installed()
+    return SimpleNamespace(environment=environment, installed=found, shape=shape, child=child)
 
 
 @pytest.fixture(scope="module")
 def training(wheel, bare) -> Environment:
-    """The same environment with the extras; tests of the model alone come first."""
-    bare.install(f"{wheel}[train,export]")
-    return bare
+    """The same environment with the extras."""
+    bare.environment.install(f"{wheel}[train,export]")
+    return bare.environment
 
 
 def test_the_model_alone(bare):
     needless = {"accelerate", "datasets", "evaluate", "matplotlib", "pandas", "onnx", "torchao", "pytest"}
-    assert not needless & bare.installed()
-    assert bare.run("python", "-c", USE).strip() == "torch.Size([1, 7])"
+    assert not needless & bare.installed
+    assert bare.shape == "torch.Size([1, 7])"
 
 
 def test_its_commands_say_what_they_need(bare):
     """Without the extra a command names it."""
-    child = subprocess.run([bare.bin / "essm-train-clm"], capture_output=True, text=True, cwd=bare.folder)
+    child = bare.child
     assert child.returncode != 0 and "modeling-essm[train]" in child.stderr and "Traceback" not in child.stderr
 
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -214,12 +215,14 @@ def test_a_classifier_reads_numbers_as_they_are_stored(classifier_folder, tmp_pa
         assert_close(torch.from_numpy(logits), model(**inputs, spectral_budget=2).logits)
 
 
-def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path):
+def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_path, monkeypatch):
     arguments = ("--model", classifier_folder, "--format", "torch", "--output_dir", tmp_path / "out")
     export(*arguments, "--spectral_budget", 3, "--max_length", 9)
     description = json.loads((tmp_path / "out" / "export.json").read_text())
     assert list(description["budgets"]) == ["3"] and description["max_length"] == 9
-    export_module.check_output(tmp_path / "out", True, str(classifier_folder))  # may be replaced
+    with monkeypatch.context() as patch, pytest.raises(InterruptedError):  # the export begins
+        patch.setattr(export_module, "export_programs", mock.Mock(side_effect=InterruptedError))
+        export(*arguments, "--spectral_budget", 3, "--overwrite")
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {path.name for path in before} == {"export.json", "features.json", "classify-3.pt2"}
     with pytest.raises(ValueError, match=r"holds out, which this run did not write: .*--overwrite to replace it"):

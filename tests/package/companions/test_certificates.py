@@ -76,6 +76,7 @@ def test_padding_is_not_pruned():
 
 
 def test_a_plan_certifies_each_layer():
+    """A masked model has nothing left to certify."""
     model = Stack(random_system(), random_system(output="real", seed=1))
     plan = allocate(importance(model, "last"), amount=0.5)
     found = certify(plan, model)

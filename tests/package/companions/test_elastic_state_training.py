@@ -14,7 +14,7 @@ from modeling_essm.companions.models.modeling_elastic_state import ElasticStateO
 
 
 @functools.cache
-def trained(penalty, gate_training="straight_through", steps=60):
+def trained(penalty, gate_training="straight_through"):
     torch.manual_seed(0)
     fields = {"num_input_features": 3, "latent_size": 8, "max_refine_depth": 2, "readout_hidden_size": 0}
     fields |= {"gate_first_threshold": -1.5, "trust_radius": 2.0, "metric": "diagonal", "r_max": 0.6, "r_min": 0.1}
@@ -24,7 +24,7 @@ def trained(penalty, gate_training="straight_through", steps=60):
     others = [parameter for name, parameter in model.named_parameters() if not name.startswith("gate.")]
     optimizer = torch.optim.Adam([{"params": others, "lr": 0.02}, {"params": gate, "lr": 0.1}])
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
+    for _ in range(60):
         features, signal, _ = hard_stream(32, 3, 3, generator)
         optimizer.zero_grad()
         model(features, signal).loss.backward()

@@ -112,6 +112,7 @@ def test_everything_else_stays():
 
 def test_a_compiled_model_compiles_anew():
     """Also where torch.compile allows no further graph: it would go on uncompiled behind its limit."""
+    torch._dynamo.reset()
     model = regression(8)
     graphs = []
 

@@ -153,7 +153,7 @@ def test_a_step_that_rounds_in_another_order_is_right(dtype, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 def test_inductor(taken):
-    """Ahead, and by `generate` with a static cache; a released size in bf16."""
+    """Ahead, and by `generate` with a static cache; a layer of a released size in bf16."""
     model, settings = random_model(**ONE), {"max_new_tokens": 5, "do_sample": False, "spectral_budget": 5}
     expected = model.generate(random_ids(2, 9), **settings)
     config = compile_config("inductor", mode="default")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from helpers import losses_by_hand, random_ids, random_model, trainer_arguments
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
@@ -160,6 +161,7 @@ def test_trainer_compiles_every_budget(tmp_path):
         assert counters["stats"]["unique_graphs"] >= before + 3
         assert torch._dynamo.config.recompile_limit >= len(schedule.budgets)
     torch._dynamo.reset()
+    AcceleratorState._reset_state(reset_partial_state=True)  # or what follows in this process would be in bf16
 
 
 def test_what_does_not_train_runs_at_the_models_default(tmp_path):
@@ -230,7 +232,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*list(REFUSED)[:-1], pytest.param("dft", marks=pytest.mark.slow)])
 def test_models_and_objectives_that_cannot_work_are_refused(name, tmp_path):
     make, fields, message = REFUSED[name]
     callback = BudgetDropoutCallback(budget_schedule("sandwich", 32, seed=0))

@@ -114,7 +114,7 @@ def test_a_vocabulary_with_room_to_spare_is_kept(arguments, tmp_path):
 
 
 def test_numbers_are_scaled_as_the_weights_know_them(arguments, files, tmp_path):
-    """Columns of uint8 by themselves; others as features.json beside the weights says, unless a scale is given."""
+    """As features.json beside them says; without weights columns of uint8 by themselves, others as they are."""
     columns = datasets.load_dataset("parquet", data_files=files["pixels train"], split="train")[:]
     wide = {f"p{i:02}": [row[i] for row in columns["pixels"]] for i in range(24)} | {"label": columns["label"]}
     kinds = {name: datasets.Value("int64" if name == "label" else "uint8") for name in wide}

@@ -30,7 +30,7 @@ from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import CLMArguments
 from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
-from essm_train.run.language import build_model, make_encoder
+from essm_train.run.language import build_model, make_encoder, show_samples
 from essm_train.sweep import SweepArguments
 from essm_train.sweep import main as sweep_main
 from modeling_essm import ESSMConfig, ESSMForCausalLM
@@ -99,7 +99,7 @@ def test_a_finished_run_is_measured_but_not_trained_again(finished, data, capsys
     assert (finished / "budget_sweep.json").exists() and list_checkpoints(finished) == checkpoints
 
 
-def test_a_tokenizer_replaces_bytes(data, tmp_path):
+def test_a_tokenizer_replaces_bytes(data, tmp_path, monkeypatch, capsys):
     """A bare file, which does not say which token ends a text."""
     tokenizer = bpe_tokenizer(documents())
     tokenizer.backend_tokenizer.save(str(tmp_path / "bpe.json"))
@@ -116,6 +116,14 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path):
     bits = math.log2(len(tokenizer)) * len(tokenizer(text).input_ids) / len(text)
     assert bits < 0.75 * math.log2(len(tokenizer))  # so that bits per token would not pass
     assert read_log(tmp_path / "run")[0]["validation bits/byte K=1"] == pytest.approx(bits, rel=0.05)
+    args = parse_arguments(CLMArguments, command_line(tmp_path / "run", **data, **changes))
+    monkeypatch.setattr(ESSMForCausalLM, "generate", lambda self, input_ids, **_: input_ids.repeat(1, 2))
+    prompt, continued = (
+        tokenizer("abc dach").input_ids,
+        r"--- prompt ---\nabc dach\n(--- sample at K=[24] ---\nabc dach\n){2}",
+    )
+    show_samples(args, ESSMForCausalLM.from_pretrained(model), torch.tensor(prompt))
+    assert re.search(continued, capsys.readouterr().out)
     given = {"model": str(model), "text_files": [data["validation_file"]], "output_dir": str(tmp_path / "again")}
     sweep_main(SweepArguments(**given, budgets=[4]))
     again = json.loads((tmp_path / "again" / "budget_sweep.json").read_text())

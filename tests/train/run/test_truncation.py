@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Balanced truncation in essm-train-clm: sizes fall, an interrupted run goes on across one, ranks agree."""
+"""Balanced truncation in essm-train-clm: sizes fall, an interrupted run goes on across one, two ranks truncate."""
 
 import json
 import signal

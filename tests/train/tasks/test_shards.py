@@ -50,6 +50,8 @@ def test_shards_hold_the_rows_and_the_manifest_says_which(made):
     assert record == {"name": "listops", "version": ListOps.VERSION} | dataclasses.asdict(TASK)
     drawn = [" ".join(TASK.tree(split, i)) for split in shards.SPLITS for i in range(TASK.size(split))]
     assert [text for name in NAMES for text in pq.read_table(made / name)["tokens"].to_pylist()] == drawn
+    features = json.loads(pq.read_schema(made / NAMES[0]).metadata[b"huggingface"])["info"]["features"]
+    assert features["label"]["names"] == list("0123456789")
 
 
 @pytest.mark.slow
