@@ -300,7 +300,8 @@ def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[st
     records = collect(args.runs_dir, args.only, args.tasks)
     settings = {"quick": args.quick} | records[0]["settings"]
     report = common.start(name, args, **settings)[1]
-    return records, report | {"machine": records[0]["machine"]}  # of a run, not of whoever makes the table
+    report["machine"]["cpu"] = records[0]["machine"]["cpu"]  # of a run, not of whoever makes the table
+    return records, report
 
 
 def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:
