@@ -23,6 +23,7 @@ from .mixer_essm import ESSMPrefixLinear
 
 _SLOW = 4.0  # a new memory keeps 0.98 a step
 _EXPORTED_CHUNK = 64  # a power of two
+_MOST_KEYS = 256  # that flash-linear-attention's kernels take
 # The library's own code. What it has imported may be a kernel of flash-linear-attention, for accelerators and 16 bits.
 _plain_rule = inspect.unwrap(torch_chunk_gated_delta_rule)
 
@@ -104,7 +105,7 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tens
         return q @ S, S
     if not B:  # which the library's function does not take
         return v, S
-    kernels = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
+    kernels = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and n <= _MOST_KEYS
     rule, dtype = (torch_chunk_gated_delta_rule, v.dtype) if kernels else (_plain_rule, torch.float32)
     o, S = rule(
         *((q * n**0.5).to(dtype)[:, :, None], k.to(dtype)[:, :, None], v.to(dtype)[:, :, None], g, beta),

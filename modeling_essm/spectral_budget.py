@@ -116,7 +116,7 @@ def of_each_layer(value: object, capacities: Sequence[int], name: str = "spectra
     if len(value) != len(capacities):
         raise ValueError(
             f"{name} as a list needs one integer for each of the {len(capacities)} spectral layers, "
-            f"got {len(value)}: {reprlib.repr(list(value))}"
+            f"got {len(value)}: {reprlib.repr(list(value))}; one for each row of a batch is a tensor"
         )
     return tuple(_check(K, held, name, f" for layer {i}") for i, (K, held) in enumerate(zip(value, capacities)))
 

@@ -299,9 +299,18 @@ def choose_budget(model: Any, *, profile: BudgetProfile | None = None, **limits:
             f"choose_budget needs {PROFILE_NAME} beside the model, and there is none at {model.name_or_path!r}: "
             "write it with essm-calibrate"
         )
-    if limits.get("max_latency_ms") is not None and limits.get("device") is None:
-        limits["device"] = model.device
-    return profile.choose(**limits)
+    if limits.get("max_latency_ms") is None or limits.get("device") is not None:
+        return profile.choose(**limits)
+    budget = profile.choose(**limits | {"device": model.device})
+    entry, dtype, threads = profile._device(model.device), str(model.dtype)[6:], torch.get_num_threads()
+    if model.device.type != "cpu":
+        threads = entry.threads
+    if (entry.dtype, entry.threads) != (dtype, threads):
+        logger.warning_once(
+            f"budgets are chosen by times measured in {entry.dtype} with {entry.threads} CPU threads; this model runs "
+            f"in {dtype}, with {threads}"
+        )
+    return budget
 
 
 def budget_profile(model: Any) -> BudgetProfile | None:
@@ -361,12 +370,13 @@ def device_name(device: torch.device | None = None) -> str:
 
 
 def cpu_name() -> str:
-    """The CPU's model, as Linux tells it; elsewhere its family."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
+    """The CPU's model, or on ARM the board's, as Linux tells it; elsewhere its family."""
+    with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return cpu
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    with contextlib.suppress(OSError):
+        return Path("/proc/device-tree/model").read_text(encoding="utf-8").rstrip("\0")
+    return platform.processor() or platform.machine()
 
 
 def cpu_cores() -> int | None:
@@ -414,8 +424,8 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
         return profile
     if not same_weights(profile.weights, weights_checksum(model)):
         raise ValueError(
-            f"{path} was measured on another model, whose weights differ: delete it, or measure this model with "
-            "essm-calibrate"
+            f"{path} was measured on other weights: measure this model with essm-calibrate, or, if it was only "
+            "quantised or cast to fp16, choose on the one that it was made from"
         )
     # A budget is the same if every layer runs as many channels as it did: K, or all that it had.
     layers = list(zip(profile.capacities, model.config.capacities))

@@ -99,9 +99,11 @@ class CompiledSteps:
         """Compile the step of one budget: K of each layer. Arguments and errors as of `compile_decoding`."""
         if not self._is_current(model):
             self._steps.clear()
+        compiled, self._steps = self._steps, {}  # none runs meanwhile
         ids = torch.arange(1, 1 + batch_size, device=model.device)[:, None] % model.config.vocab_size
         cache = ESSMCache(model.config, state_budget)
         eager = [model(ids, past_key_values=cache, spectral_budget=list(layers)).logits[:, 0] for _ in range(2)]
+        self._steps = compiled
         program = _compile(model.device.type, backend)
         states = {name: torch.zeros_like(tensor) for name, tensor in cache.states.items()}
         key = _key(layers, states)
@@ -135,6 +137,11 @@ class CompiledSteps:
         states = cache.states
         program = self._steps.get(_key(budget.layers, states))
         if program is None:
+            if any(layers == budget.layers and shapes[0][0][0] == len(input_ids) for layers, shapes in self._steps):
+                logger.warning_once(
+                    "a compiled step is not used, since the states of this cache have other shapes; steps run eagerly. "
+                    "A cache with room for a larger budget needs compile_decoding(.., state_budget=that budget)"
+                )
             return None
         if not self._is_current(model):
             self._steps.clear()

@@ -43,8 +43,8 @@ class DeadlineBudget:
         model: an ES-SSM. milliseconds_per_token: the deadline.
         budgets: those to move between, integers or names in config.budget_presets; by default those that the model was
             trained at, or halves of the capacity. A cache that is given to `generate` needs room for the largest. Times
-            are measured here, by generating a few tokens of one row with the model as it is now: move or compile it
-            before. A mapping gives seconds of a step of each instead.
+            are measured here, by generating a few tokens of one row with the model as it is now: move it before, or
+            compile it with the largest budget as `state_budget`. A mapping gives seconds of a step of each instead.
         clock: seconds, of any origin.
     Attributes:
         budget: K of the next step. history: (K, seconds) of the last 4,096 steps that were measured.
@@ -147,7 +147,7 @@ def _of_all_layers(config: Any, budget: int | str) -> int:
 
 
 def _measure(model: Any, budgets: list[int], clock: Callable[[], float]) -> dict[int, float]:
-    """Seconds of a step of `generate` at each budget: the fastest of several rounds, there or at a larger one."""
+    """Seconds of a step of `generate` at each budget: the fastest of several rounds."""
     plan = [max(budgets)] + budgets * ROUNDS
     starts: dict[int, float] = {}
 
@@ -160,4 +160,4 @@ def _measure(model: Any, budgets: list[int], clock: Callable[[], float]) -> dict
     options |= {"num_beams": 1, "num_return_sequences": 1, "max_time": None, "stop_strings": None}
     model.generate(ids, attention_mask=torch.ones_like(ids), step_budgets=budget_of, **options)
     steps = [(K, starts[i + 1] - starts[i]) for i, K in enumerate(plan) if i]
-    return {K: min(seconds for budget, seconds in steps if budget >= K) for K in budgets}
+    return {K: min(seconds for budget, seconds in steps if budget == K) for K in budgets}

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 
 BUDGETS = (2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -280,9 +281,19 @@ def _divergence(teacher: Tensor, logits: Tensor, labels: Tensor | None, num_item
         if logits.ndim == 3:
             labels = F.pad(labels[:, 1:], (0, logits.shape[1] + 1 - labels.shape[1]), value=-100)
         scored = (labels if logits.ndim == 3 else labels.flatten()) != -100
+    divisor = scored.sum() if num_items is None else num_items
+    if logits.ndim == 2:
+        return _summed_divergence(teacher, logits, scored) / divisor
+    # Text by text, and again in the backward pass: fp32 copies of all logits, of a large vocabulary, fill a GPU.
+    texts = zip(teacher, logits, scored)
+    sums = [checkpoint(_summed_divergence, *text, use_reentrant=False) for text in texts]
+    return torch.stack(sums).sum() / divisor
+
+
+def _summed_divergence(teacher: Tensor, logits: Tensor, scored: Tensor) -> Tensor:
     expected, got = (x.float().log_softmax(-1) for x in (teacher, logits))
     divergence = F.kl_div(got, expected, reduction="none", log_target=True).sum(-1)
-    return divergence.masked_fill(~scored, 0.0).sum() / (scored.sum() if num_items is None else num_items)
+    return divergence.masked_fill(~scored, 0.0).sum()
 
 
 def _check_weight(weight: float) -> None:

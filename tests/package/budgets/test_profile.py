@@ -114,6 +114,16 @@ def test_which_device(monkeypatch):
         replace(both, devices={}).choose(max_latency_ms=20)
 
 
+def test_times_of_another_dtype_or_number_of_threads_come_with_a_warning():
+    model, own = random_model(), torch.get_num_threads()
+    for dtype, more, told in ((torch.float32, 0, 0), (torch.bfloat16, 0, 1), (torch.float32, 1, 1)):
+        found = replace(device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0)), threads=own + more)
+        with captured_warnings() as messages:
+            assert choose_budget(model.to(dtype), profile=profile(**{HERE: found}), max_latency_ms=3.5) == 16
+            assert choose_budget(model, profile=profile(**{HERE: found}), max_latency_ms=3.5, device=HERE) == 16
+        assert len(messages) == told and all("budgets are chosen by times measured in float32" in x for x in messages)
+
+
 def test_what_was_not_measured_is_not_chosen():
     prefill = profile(**{HERE: device(HERE)})
     assert prefill.choose(max_latency_ms=12.5) == 8  # of a classifier
@@ -129,6 +139,10 @@ def test_a_device_is_named_by_its_parts(monkeypatch):
     monkeypatch.undo()
     name = device_name(torch.device("cpu"))
     assert name.endswith(" cores") and len(name.split(", ")[0]) > 2
+    told = {"/proc/cpuinfo": "processor\t: 0\nBogoMIPS\t: 108.00\n", "/proc/device-tree/model": "Some Board 5\0"}
+    with monkeypatch.context() as context:
+        context.setattr(Path, "read_text", lambda path, **_: told[str(path)])
+        assert device_name(torch.device("cpu")).startswith("Some Board 5, ")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device}")
     assert device_name() == device_name(torch.device("cuda")) == "GPU cuda"
@@ -320,7 +334,7 @@ def test_a_saved_model_takes_its_profile_along(tmp_path):
     trained.lm_head.weight.data.mul_(1.01)
     trained.save_pretrained(tmp_path / "new")
     assert not (tmp_path / "new" / PROFILE_NAME).exists()
-    with pytest.raises(ValueError, match="was measured on another model"):
+    with pytest.raises(ValueError, match="was measured on other weights"):
         choose_budget(trained, max_quality_drop=0.02)
 
 

@@ -190,8 +190,12 @@ def test_what_was_not_compiled_runs_eagerly(taken):
     model, eager, ids = compiled_model([6], taken), random_model(), random_ids(2, 8)
     for budget, rows in ((5, 1), (6, 2), ([6, 5], 1), (torch.tensor([6, 2]), 2)):
         assert_close(decode(model, ids[:rows], budget)[0], decode(eager, ids[:rows], budget)[0])
-    decode(model, ids[:1], 6, ESSMCache(model.config, state_budget=32))  # a larger state than was compiled
-    assert taken == []
+    with captured_warnings() as messages:
+        decode(model, ids[:1], 6, ESSMCache(model.config, state_budget=32))  # a larger state than was compiled
+    assert taken == [] and len(messages) == 1 and "state_budget=that budget" in messages[0]
+    with captured_warnings() as messages:
+        compile_decoding(model, [6], state_budget=32, backend="eager")
+    assert not messages
     _, cache = decode(model, ids[:1], 6)
     taken.clear()
     mask = torch.ones(1, 1, dtype=torch.long)

@@ -149,6 +149,18 @@ def test_budgets_are_measured_by_name_and_number():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_a_small_budget_may_be_slower():
+    """As where a larger one alone has a compiled step."""
+    model, now = level_model(**VARIANTS["elastic"]), [0.0]
+
+    def pass_time(module, args, kwargs):
+        now[0] += 2.0 if kwargs["spectral_budget"] == 2 else 1.0
+
+    model.register_forward_pre_hook(pass_time, with_kwargs=True)
+    deadline = DeadlineBudget(model, 1500.0, budgets=[2, 8], clock=lambda: now[0])
+    assert deadline.seconds == {2: 2.0, 8: 1.0} and deadline.budget == 8
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

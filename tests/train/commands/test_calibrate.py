@@ -303,7 +303,7 @@ def test_a_profile_that_is_there_and_does_not_fit(saved, tmp_path):
     folder = tmp_path / "model"
     random_model(seed=6).save_pretrained(folder)
     path = of(random_model(seed=5)).save(folder)
-    for content, message in ((path.read_text(), "was measured on another model"), ("{", "cannot be read")):
+    for content, message in ((path.read_text(), "was measured on other weights"), ("{", "cannot be read")):
         path.write_text(content)
         for what in (["--text_files", str(saved / "text.txt")], ["--timing_only"]):
             with pytest.raises(ValueError, match=message):

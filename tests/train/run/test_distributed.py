@@ -64,20 +64,20 @@ def test_fsdp2_leaves_a_model_that_loads(runs):
 
 
 @pytest.mark.slow
-def test_fsdp2_in_bf16_computes_what_one_rank_does(tmp_path, equal):
-    """Losses in fp32 under autocast: with Accelerate's own policy they are multiples of 2^-8, 1e-3 off."""
+def test_fsdp2_in_bf16_computes_what_ddp_does(tmp_path, equal):
+    """Autocast, and losses in fp32: without it, or with Accelerate's own policy, they are up to 1e-3 off."""
     logs = []
-    for name, ranks, environment, batch in (("one", 1, {}, 4), ("fsdp2", 2, FSDP2, 2)):
+    for name, environment in (("ddp", {}), ("fsdp2", FSDP2)):
         (tmp_path / name).mkdir()
-        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_train_batch_size": batch, "block": "paper"}
+        changes = {"max_steps": 3, "warmup_steps": 1, "per_device_train_batch_size": 2, "block": "paper"}
         order = command_line(tmp_path / name / "run", **equal | changes)
         bf16 = environment | {"ACCELERATE_MIXED_PRECISION": "bf16"}
-        codes, log = train_apart(order, tmp_path / name, ranks=ranks, environment=bf16)
-        assert codes == [0] * ranks, log
+        codes, log = train_apart(order, tmp_path / name, ranks=2, environment=bf16)
+        assert codes == [0, 0], log
         logs.append(read_log(tmp_path / name / "run"))
     assert len(logs[0]) == 3
     for ours, theirs in zip(*logs, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=3e-4)
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=5e-6)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from training_run import NUM_BLOCKS, final_state, model_weights, read_log, same, train
 
 from essm_train.arguments import RunArguments
@@ -85,6 +87,23 @@ def test_weights_are_averaged():
     with average.applied():
         torch.testing.assert_close(model.weight, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(model.weight, own) and not torch.allclose(own, expected)
+
+
+def test_averages_do_not_stay_in_gathered_weights(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = nn.Linear(3, 2)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
+        average, x = WeightAverage(model, 0.5), torch.ones(1, 3)
+        for mean in average.average:
+            mean.zero_()
+        with torch.no_grad():
+            trained = model(x)
+            with average.applied():
+                assert torch.equal(model(x), torch.zeros(1, 2))
+            assert torch.equal(model(x), trained)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_average_is_what_is_saved(finished):

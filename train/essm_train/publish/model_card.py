@@ -323,7 +323,7 @@ the batch as a tensor; without it the model runs at its full budget. `from_pretr
 makes a budget the default; `from_pretrained(..., spectral_capacity={budget})` loads the first {budget} channels
 alone, a smaller model that equals this one at that budget."""
     if config.get("dtype") in ("bfloat16", "float16"):
-        text += f" The weights are in {config['dtype']}: give `dtype=torch.float32` to train them."
+        text += f" The weights are in {config['dtype']}: give `dtype=torch.float32` to train them, or on a CPU."
     if presets := config.get("budget_presets"):
         names = ", ".join(f"`{name}` ({K})" for name, K in presets.items())
         text += f" `spectral_budget` also takes the names {names}."

@@ -88,7 +88,10 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     path = profile.save(folder)
     record = read_json(folder / "config.json")
     there, chosen = record.get("budget_presets") or {}, profile.presets()
-    presets = there | chosen if args.overwrite else chosen | there  # which new times may choose otherwise
+    if args.overwrite:
+        presets = there | chosen
+    else:  # new times, or fewer channels, may choose otherwise
+        presets = there if args.timing_only else chosen | there
     write_json(folder / "config.json", record | {"budget_presets": presets})
     print(profile.table(entry.device))
     write_figure(path.with_suffix(".png"), draw_profile(profile))

@@ -17,7 +17,12 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, broadcast_object_list
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from tqdm import tqdm
 from transformers.trainer_utils import enable_full_determinism
@@ -57,7 +62,8 @@ def make_accelerator(args: RunArguments) -> Accelerator:
         if name not in (known := [str(tracker) for tracker in get_available_trackers()]):
             raise ValueError(f"report_to must name installed trackers, {known or 'there are none'}, got {name!r}")
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=2))  # others wait while one reads data or pushes
-    accelerator = Accelerator(log_with=args.report_to, project_dir=args.output_dir, kwargs_handlers=[patience])
+    once = DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # gradients, instead of a copy for the exchange
+    accelerator = Accelerator(log_with=args.report_to, project_dir=args.output_dir, kwargs_handlers=[patience, once])
     accelerator.sync_gradients = True  # shared by all Accelerators: a Trainer before may have left it off
     if accelerator.distributed_type == DistributedType.MULTI_CPU and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         _shard_on_cpu(accelerator)

@@ -68,7 +68,7 @@ def train_classifier(args: ClassificationArguments) -> BudgetCurve:
         starts_new = not (args.model_name_or_path or args.is_baseline)
         if args.full_budget_updates is None and not (starts_new and config.block == "elastic"):
             args.full_budget_updates = 0
-        with accelerator.main_process_first():
+        with accelerator.main_process_first(), accelerator.local_main_process_first():  # caches may be local
             data = load_classification(args, trained_labels(config))
         set_seed(args.seed)  # the same weights on every process
         model = build_classifier(args, data)

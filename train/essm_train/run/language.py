@@ -97,7 +97,7 @@ def train_language_model(args: CLMArguments) -> None:
         encoder = make_encoder(args)
         set_seed(args.seed)  # the same weights on every process
         model = build_model(args, encoder)
-        with accelerator.main_process_first():
+        with accelerator.main_process_first(), accelerator.local_main_process_first():  # caches may be local
             text = load_text(args, encoder)
         train_and_sweep(accelerator, args, make_task(args, model, text, encoder))
 

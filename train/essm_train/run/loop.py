@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, set_seed
+from accelerate.utils import DistributedType, get_mixed_precision_context_manager, set_seed
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -247,6 +247,9 @@ class _Run:
         course = args.lr_scheduler_type, args.min_lr_rate
         self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, *course)
         accelerator.register_for_checkpointing(self.scheduler)  # not prepared: it steps once per update on any ranks
+        if accelerator.is_fsdp2 and accelerator.native_amp:  # which Accelerate does in every other case
+            autocast = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
+            network.forward = autocast(network.forward)
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
@@ -32,6 +33,7 @@ class WeightAverage:
     def __init__(self, model: nn.Module, decay: float):
         self.decay, self.updates = decay, 0
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.average = [p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True) for p in self.parameters]
 
     @torch.no_grad()
@@ -56,12 +58,16 @@ class WeightAverage:
         """The model with averaged weights; its own come back afterwards."""
         trained = [p.detach().clone() for p in self.parameters]
         try:
-            for parameter, value in zip(self.parameters, self.average):
-                parameter.copy_(value)
+            self._set(self.average)
             yield
         finally:
-            for parameter, value in zip(self.parameters, trained):
-                parameter.copy_(value)
+            self._set(trained)
+
+    def _set(self, values: list[Tensor]) -> None:
+        for module in self.sharded:  # or what is still gathered keeps other values
+            module.reshard()
+        for parameter, value in zip(self.parameters, values):
+            parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """This process's part."""
