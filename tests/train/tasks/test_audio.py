@@ -8,7 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from helpers import ROOT
 from training_run import write_wav
+from transformers import AutoFeatureExtractor
 from transformers.audio_utils import hertz_to_mel, mel_to_hertz
 
 from essm_train import prepare_audio
@@ -41,11 +43,11 @@ def test_mu_law_is_the_inverse_of_its_formula():
     assert decoded[128] == pytest.approx((256 ** (1 / 255) - 1) / 255, rel=1e-5)  # the code of silence
 
 
-@pytest.mark.parametrize("sampling_rate, band", [(8000, 5), (16000, 30)])
-def test_a_pure_tone_lands_in_its_mel_band(sampling_rate, band):
-    low, high = hertz_to_mel(20.0, "htk"), hertz_to_mel(sampling_rate / 2, "htk")
+@pytest.mark.parametrize("band", [5, 30])
+def test_a_pure_tone_lands_in_its_mel_band(band):
+    low, high = hertz_to_mel(20.0, "htk"), hertz_to_mel(4000.0, "htk")
     centre = mel_to_hertz(low + (high - low) * (band + 1) / 41, "htk")  # 40 triangles between 42 points
-    frames = log_mel(tone(centre, sampling_rate), sampling_rate)
+    frames = log_mel(tone(centre, 8000))
     assert frames.shape == (98, 40)
     assert (frames.argmax(1) == band).all()
     far = np.abs(np.arange(40) - band) > 8
@@ -67,6 +69,15 @@ def test_frames_are_normalised_and_padded():
     for samples in (np.zeros(199), np.zeros(8001), np.full(8000, np.nan)):
         with pytest.raises(ValueError, match="200 to 8000 finite samples"):
             clip_frames(samples, 8000)
+
+
+def test_frames_at_16_khz_are_those_of_the_published_extractor():
+    clip = np.random.default_rng(0).normal(0, 0.1, 16000).astype(np.float32)
+    extractor = AutoFeatureExtractor.from_pretrained(ROOT / "hub_configs" / "essm-audio")
+    expected = extractor([clip, clip[:9000]], sampling_rate=16000, padding=True)["input_features"]
+    frames = [clip_frames(clip, 16000), clip_frames(clip[:9000], 16000)]
+    np.testing.assert_allclose(np.array(frames, float), expected, atol=2e-3)  # fp16
+    assert (clip_frames(np.zeros(16000, np.float32), 16000) == 0).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

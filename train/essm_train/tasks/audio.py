@@ -2,7 +2,8 @@
 """Spoken words as log-mel frames, for essm-prepare-audio, which says what a row holds. A row depends on its clip only.
 
 `Speech4` are four words of Speech Commands V2 as 8 kHz mu-law codes, a task of our own; `SpeechCommands` is the
-unpacked official archive, one folder of 16 kHz wav files per word.
+unpacked official archive, one folder of 16 kHz wav files per word. Its frames are those of the feature extractor in
+hub_configs/essm-audio, which knows that rate alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, Features, List, Value
+from transformers import Speech2TextFeatureExtractor
 from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
 
 from essm_train.arguments import arg
@@ -45,34 +47,40 @@ def mu_law_decode(codes: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _front_end(sampling_rate: int) -> tuple[int, int, int, np.ndarray, np.ndarray]:
-    """(window length, hop, FFT length, window, (bins, 40) mel filters): 25 ms, 10 ms, bins of 15.6 Hz."""
-    length, hop, fft = sampling_rate // 40, sampling_rate // 100, sampling_rate // 8000 * 512
-    filters = mel_filter_bank(1 + fft // 2, NUM_BANDS, LOWEST_HZ, sampling_rate / 2, sampling_rate)
-    return length, hop, fft, window_function(length, "hann"), filters
+def _extractor() -> Speech2TextFeatureExtractor:
+    return Speech2TextFeatureExtractor(NUM_BANDS, sampling_rate=16000, num_mel_bins=NUM_BANDS)
 
 
-def log_mel(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
-    """Logarithm of the power in 40 mel bands between 20 Hz and half the sampling rate: (n,) -> (frames, 40) float32.
+@functools.cache
+def _front_end() -> tuple[np.ndarray, np.ndarray]:
+    """At 8 kHz: a window of 25 ms, and (257, 40) mel filters between 20 Hz and half the sampling rate."""
+    return window_function(200, "hann"), mel_filter_bank(257, NUM_BANDS, LOWEST_HZ, 4000.0, 8000)
 
-    Raises:
-        ValueError: less than one window of 25 ms, more than one second, or numbers that are not finite.
-    """
-    length, hop, fft, window, filters = _front_end(sampling_rate)
-    if not (length <= len(samples) <= sampling_rate and np.isfinite(samples).all()):
-        raise ValueError(f"a clip must have {length} to {sampling_rate} finite samples, got {len(samples)}")
+
+def log_mel(samples: np.ndarray) -> np.ndarray:
+    """Logarithm of the power in 40 mel bands, every 10 ms: (n,) at 8 kHz -> (frames, 40) float32."""
+    window, filters = _front_end()
     options: dict[str, Any] = {"power": 2.0, "center": False, "mel_floor": _MEL_FLOOR, "log_mel": "log"}
-    return spectrogram(samples, window, length, hop, fft, mel_filters=filters, **options).T
+    return spectrogram(samples, window, 200, 80, 512, mel_filters=filters, **options).T
 
 
 def clip_frames(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
     """(n,) at most a second of sound -> (98, 40) float16, normalised per band over its frames; 0 after the clip's end.
 
-    Raises ValueError as `log_mel`.
+    Raises:
+        ValueError: less than one window of 25 ms, more than one second, or numbers that are not finite.
     """
-    real = log_mel(samples, sampling_rate).astype(np.float64)
-    deviation = real.std(0)
-    real = (real - real.mean(0)) / np.where(deviation > 1e-3, deviation, 1.0)  # a silent band stays 0
+    least = sampling_rate // 40
+    if not (least <= len(samples) <= sampling_rate and np.isfinite(samples).all()):
+        raise ValueError(f"a clip must have {least} to {sampling_rate} finite samples, got {len(samples)}")
+    if sampling_rate == _extractor().sampling_rate:
+        with np.errstate(all="ignore"):  # what has no deviation, as digital silence, is divided by 0
+            real = _extractor()(samples, sampling_rate=sampling_rate)["input_features"][0]
+        real = np.where(np.isfinite(real), real, 0.0)
+    else:
+        real = log_mel(samples).astype(np.float64)
+        deviation = real.std(0)
+        real = (real - real.mean(0)) / np.where(deviation > 1e-3, deviation, 1.0)  # a silent band stays 0
     frames = np.zeros((NUM_FRAMES, NUM_BANDS), np.float16)
     frames[: len(real)] = real[:NUM_FRAMES]
     return frames
