@@ -9,7 +9,8 @@ Speech Commands V2, a task of our own. `sc10` reads the unpacked official archiv
 16 kHz wav files per word, and splits it by its validation_list.txt and testing_list.txt; the rest is for training.
 
 Every clip becomes (98, 40) numbers: 40 mel bands of 25 ms windows, one each 10 ms of one second. Each band is
-normalised to mean 0 and deviation 1 over the frames of the clip; frames after the end of a short clip are 0.
+normalised to mean 0 and deviation 1 over the frames of the clip. A short clip has fewer frames in `sc10`; in `speech4`
+those after its end are 0.
 The same command continues after an interruption. essm-train-classification reads the data with
 `--features_column frames --label_column label`.
 """

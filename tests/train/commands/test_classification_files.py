@@ -15,7 +15,7 @@ from training_run import train_classes as train
 
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import ClassificationArguments
-from essm_train.data.classification import load_test
+from essm_train.data.classification import load_classification, load_test
 from essm_train.data.documents import decode_wav
 from essm_train.data.readers import read_record
 from essm_train.data.rows import collate
@@ -174,6 +174,12 @@ def test_columns_of_a_pattern_are_those_of_training(arguments, tmp_path):
     data.save_beside(tmp_path)
     given = arguments(tmp_path / "z", **changes | {"train_file": turned}, test_file=turned)
     args = parse_arguments(ClassificationArguments, given)
+    args.model_name_or_path, args.validation_file, args.num_labels = (
+        str(tmp_path),
+        [turned],
+        2,
+    )  # trained further on the other table
+    assert load_classification(args).source.samples[0].values[:, 0].tolist() == [1, 2]
     _, split, _ = load_test(args, ["LABEL_0", "LABEL_1"], read_record(tmp_path))
     assert split.samples[0].values[:, 0].tolist() == [1, 2]
     args.features_column = "k*"
@@ -242,6 +248,10 @@ def test_sound_that_cannot_be_read(arguments, tmp_path):
     (tmp_path / "clips" / "low" / "9.wav").write_bytes(raw)
     with pytest.raises(ValueError, match=r"low/9\.wav: is no WAV file of PCM: 64 bits a sample.*ffmpeg"):
         load_clips()
+    (tmp_path / "clips" / "metadata.csv").write_text("file_name,label\nlow/0.wav,0\n")
+    with pytest.raises(ValueError, match=r"label is the name of its folder, so take out '.*metadata\.csv'"):
+        load_clips()
+    (tmp_path / "clips" / "metadata.csv").unlink()
     (tmp_path / "clips" / "low" / "9.wav").rename(tmp_path / "clips" / "low" / "9.mp3")
     with pytest.raises(ValueError, match=r"sound must be WAV files, got '.*9\.mp3'"):
         load_clips()

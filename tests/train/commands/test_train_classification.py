@@ -103,9 +103,8 @@ def test_a_tenth_is_held_out_where_nothing_is_given(arguments, tmp_path):
     assert (len(data.source.samples), len(data.validation.samples), data.test) == (108, 12, None)
     rows = [sample.values.tobytes() for part in (data.source.samples, data.validation.samples) for sample in part]
     assert len(set(rows)) == 120  # disjoint, and nothing is lost
-    again = load_classes(arguments(tmp_path))
+    again = load_classes(arguments(tmp_path, seed=1))  # or another seed's model would be measured on what it has read
     assert again.validation.labels.tolist() == data.validation.labels.tolist()
-    assert load_classes(arguments(tmp_path, seed=1)).validation.labels.tolist() != data.validation.labels.tolist()
     assert [sample.label for sample in data.validation.samples] == data.validation.labels.tolist()
 
 

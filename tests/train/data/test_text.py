@@ -78,6 +78,8 @@ def test_bytes_are_those_of_the_text_and_not_of_decoded_tokens(tmp_path):
     encoder = TokenizerEncoder(PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>"), "bare")
     found = load(encoder, train_file=write(tmp_path / "text.txt", "a   bcdé " * 100))  # 10 bytes, two tokens
     assert found.bytes_per_token == 5 and np.array_equal(found.held_out[0, :4], [1, 2, 1, 2])
+    declared = PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<eos>", unk_token="<unk>")
+    assert TokenizerEncoder(declared, "bare").special_ids == (0,)  # unknown words are text, and are scored
 
 
 def test_bytes_per_token_are_those_of_what_is_held_out(tmp_path):

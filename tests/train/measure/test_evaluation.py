@@ -106,6 +106,10 @@ def test_classes_have_the_models_order(tmp_path):
     with torch.no_grad():
         answer = int(model(input_features=torch.tensor([[[0.5], [1.0]]])).logits.argmax())
     assert hits.tolist() == [answer == 2, answer == 1, answer == 1]
+    record = {"multiplier": 0.5, "offset": -1.0, "max_length": 1}
+    (tmp_path / "model" / "features.json").write_text(json.dumps(record))  # how that model was trained
+    inputs = open_task(str(tmp_path / "t.yaml"), str(tmp_path), "full", str(tmp_path / "model")).inputs
+    assert inputs["input_features"].tolist() == [[[-0.75]]] * 3
     model.config.id2label = {0: "a", 1: "b", 2: "c"}
     model.save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match=r"other has the classes \['a', 'b', 'c'\], and .*model \['c', 'b', 'a'\]"):

@@ -30,10 +30,10 @@ from essm_train.data.documents import (
     reading,
     stream_digest,
 )
-from essm_train.data.readers import FeatureReader, Reader, TextReader, as_array, read_record
+from essm_train.data.readers import FEATURES, FeatureReader, Reader, TextReader, as_array, read_record
 from essm_train.data.rows import LabelledData, Rows, Split, collate
 from essm_train.data.samples import HELD_OUT_FRACTION, MapSamples, SampleSource, StreamSamples, at_most, hold_out
-from essm_train.data.tokens import choose_tokenizer, digest_of
+from essm_train.data.tokens import choose_tokenizer, digest_of, file_of
 from essm_train.models import check_vocabulary, holds_head
 from modeling_essm import ESSMConfig, ESSMForSequenceClassification
 
@@ -72,13 +72,14 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     Raises:
         ValueError: anything about it that cannot work, naming the file, column or row.
     """
-    train = _open(args, "train", label_names)
+    record = record_of(args.model_name_or_path)
+    train = _open(args, "train", label_names, record.get("columns"))
     if train is None:
         raise ValueError(f"dataset {args.dataset_name!r} has no split 'train'")
     reader, num_labels = _make_reader(args, train), args.num_labels or len(train.names)
     names = train.names and train.names + unnamed_labels(num_labels)[len(train.names) :]
-    if isinstance(reader, FeatureReader) and args.model_name_or_path and args.feature_scale == "auto":
-        reader.take(read_record(Path(args.model_name_or_path)))
+    if isinstance(reader, FeatureReader) and args.feature_scale == "auto":
+        reader.take(record)
     if args.streaming and not num_labels:
         raise ValueError(f"streaming needs num_labels: {train.source} does not say how many classes it has")
     if not num_labels:
@@ -106,7 +107,7 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
                 "test split is not to select by"
             )
         source = StreamSamples(
-            lambda: cast(_Opened, _open(args, "train", label_names)).rows,
+            lambda: cast(_Opened, _open(args, "train", label_names, train.columns)).rows,
             samples.expand,
             args.shuffle_buffer,
             args.seed,
@@ -115,8 +116,8 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
         length, what, cut = args.max_length, f"a stream of {reader.name}", 0.0
     else:
         if "validation" not in splits:
-            kept, rest = hold_out(len(labels), args.seed, train.source)
-            chosen = at_most(args.validation_samples, rest, args.seed)
+            kept, rest = hold_out(len(labels), train.source)
+            chosen = at_most(args.validation_samples, rest)
             what = f"{HELD_OUT_FRACTION:.0%} of the training rows, held out"
             splits = {"validation": Split(samples.select(chosen), torch.from_numpy(labels[chosen]), what)} | splits
             samples, lengths = samples.select(kept), lengths[kept]
@@ -146,8 +147,14 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     )
 
 
+def record_of(model: str | None) -> dict[str, Any]:
+    """features.json of a model in a folder or on the Hub; empty if there is none. Raises ValueError if damaged."""
+    path = file_of(model, FEATURES) if model else None
+    return read_record(Path(path).parent) if path else {}
+
+
 def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Reader, Split, list[str] | None]:
-    """The test split, or else validation or training split, that the arguments name, as a trained model reads it.
+    """The test split, or else the validation split, that the arguments name, as a trained model reads it.
 
     Args:
         label_names: of the model's classes; they count where they are more than numbers. record: its features.json, if
@@ -157,13 +164,16 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     Raises:
         ValueError: as `load_classification`.
     """
-    splits, names = ("test", "validation", "train"), list(label_names)
+    splits, names = ("test", "validation"), list(label_names)
     if names == unnamed_labels(len(names)):
         names = []
     columns = record.get("columns")
     opened = next((found for split in splits if (found := _open(args, split, names, columns))), None)
     if opened is None:
-        raise ValueError(f"dataset {args.dataset_name!r} has none of the splits {', '.join(splits)}")
+        raise ValueError(
+            f"dataset {args.dataset_name!r} has no split 'test' or 'validation', and rows of 'train' do not show how "
+            "good a model is"
+        )
     _check_named(opened, names, args.label_column)
     reader = _make_reader(args, opened)
     if isinstance(reader, FeatureReader):
@@ -282,7 +292,7 @@ def _held_out(args: Any, opened: _Opened, reader: Reader, num_labels: int, wante
         table = datasets.Dataset.from_list(list(islice(items_of(table, opened.source), wanted)))
     rows = Rows(table, reader, args.label_column, num_labels, opened.source)
     labels, _, sha256 = rows.check()
-    chosen = at_most(wanted, np.arange(len(rows)), args.seed)
+    chosen = at_most(wanted, np.arange(len(rows)))
     return Split(rows.select(chosen), torch.from_numpy(labels[chosen]), opened.source), sha256
 
 

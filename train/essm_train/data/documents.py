@@ -234,11 +234,13 @@ def sound_splits(builder: Any, streaming: bool) -> dict[str, Any]:
     torchcodec, so it says which files there are, and `decode_wav` reads them.)
 
     Raises:
-        ValueError: sound in another format than WAV.
+        ValueError: sound in another format than WAV, or a table of metadata.
     """
     splits: dict[str, Any] = {}
     for split, files in builder.config.data_files.items():
         paths = [path for path in map(Path, files) if path.suffix.lower() in builder.EXTENSIONS]
+        if tables := [str(file) for file in files if Path(file).stem == "metadata"]:
+            raise ValueError(f"a sound's label is the name of its folder, so take out {tables[0]!r}, which is not read")
         if other := [str(path) for path in paths if path.suffix.lower() != ".wav"]:
             raise ValueError(f"sound must be WAV files, got {other[0]!r}: {_CONVERT}")
         sounds = [{"bytes": None, "path": str(path)} for path in paths]

@@ -74,6 +74,8 @@ class TextReader:
     def save_pretrained(self, folder: Path) -> None:
         """The tokenizer, which pads and cuts as it was done here."""
         self.tokenizer.padding_side, self.tokenizer.model_max_length = "right", self.max_length
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.convert_ids_to_tokens(self.pad_id)
         self.tokenizer.save_pretrained(folder)
 
 

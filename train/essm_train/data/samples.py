@@ -115,18 +115,21 @@ class StreamSamples:
         return place | {"buffer": list(self.buffer), "rest": self._rest}
 
 
-def hold_out(count: int, seed: int, source: str, unit: str = "rows") -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on, and a random tenth to select by, both ascending. Raises ValueError if there is one row only."""
-    order = np.random.default_rng([seed, 1]).permutation(count)
+def hold_out(count: int, source: str, unit: str = "rows") -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on, and a random tenth to select by, both ascending, whatever the seed of a run.
+
+    Raises ValueError if there is one row only.
+    """
+    order = np.random.default_rng([0, 1]).permutation(count)
     held_out = max(1, round(HELD_OUT_FRACTION * count))
     if held_out == count:
         raise ValueError(f"{source} must hold at least 2 {unit}, so that one can be held out, got {count}")
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
-def at_most(wanted: int | None, rows: np.ndarray, seed: int) -> np.ndarray:
-    """That many of the rows, at random, ascending; all of them for None."""
-    return np.sort(rows[np.random.default_rng([seed, 2]).permutation(len(rows))[:wanted]])
+def at_most(wanted: int | None, rows: np.ndarray) -> np.ndarray:
+    """That many of the rows, at random, ascending, whatever the seed of a run; all of them for None."""
+    return np.sort(rows[np.random.default_rng([0, 2]).permutation(len(rows))[:wanted]])
 
 
 SampleSource = MapSamples | StreamSamples

@@ -25,7 +25,9 @@ class TokenizerEncoder:
             raise ValueError(f"tokenizer {name!r} has no end-of-sequence token to put between documents")
         self.tokenizer, self.name, self.vocab_size = tokenizer, name, len(tokenizer)
         self.pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.special_ids = tuple(tokenizer.all_special_ids)
+        others = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+        unknown = {tokenizer.unk_token_id} - {*others}  # stands for text, and counts
+        self.special_ids = tuple(i for i in tokenizer.all_special_ids if i not in unknown)
         self.dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def __call__(self, *texts: str) -> tuple[np.ndarray, int]:

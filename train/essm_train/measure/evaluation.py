@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from essm_train.data.classification import load_classification, unnamed_labels
+from essm_train.data.classification import load_classification, record_of, unnamed_labels
 from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside
 from essm_train.measure.budget_sweep import sweep_budgets
@@ -103,7 +103,7 @@ def open_task(
     """The held-out data of a task that `essm-list-tasks` names, as its script reads it.
 
     Args:
-        model: whose tokenizer reads the text of a language model; by default bytes are read.
+        model: reads text by its tokenizer and numbers as its features.json says; by default as the task is trained.
         batch_size: blocks or samples per forward pass; by default 8 blocks, or what the task evaluates by.
     Raises:
         ValueError: unknown task or scale, or data that cannot be read. FileNotFoundError: absent data.
@@ -114,7 +114,15 @@ def open_task(
         encoder = ByteEncoder() if model is None else encoder_beside(model)
         text = load_text(args, encoder)
         return hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size or 8, title)
-    data = load_retrieval(args) if spec.script == "train_retrieval" else load_classification(args, _classes(model))
+    if spec.script == "train_retrieval":
+        data = load_retrieval(args)
+    else:
+        if model is not None:  # its features.json and tokenizer count, not the task's
+            args.model_name_or_path, args.feature_scale, args.tokenizer_name = model, "auto", None
+            for name, value in record_of(model).items():
+                if name in ("max_length", "frame_length"):
+                    setattr(args, name, value)
+        data = load_classification(args, _classes(model))
     return hold_out_samples(data.held_out, data.collate, batch_size or args.eval_batch_size, title)
 
 

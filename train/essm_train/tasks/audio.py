@@ -65,7 +65,9 @@ def log_mel(samples: np.ndarray) -> np.ndarray:
 
 
 def clip_frames(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
-    """(n,) at most a second of sound -> (98, 40) float16, normalised per band over its frames; 0 after the clip's end.
+    """(n,) at most a second of sound -> (frames, 40) float16, at most 98, normalised per band.
+
+    At 8 kHz there are always 98, 0 after the clip's end.
 
     Raises:
         ValueError: less than one window of 25 ms, more than one second, or numbers that are not finite.
@@ -76,11 +78,10 @@ def clip_frames(samples: np.ndarray, sampling_rate: int) -> np.ndarray:
     if sampling_rate == _extractor().sampling_rate:
         with np.errstate(all="ignore"):  # what has no deviation, as digital silence, is divided by 0
             real = _extractor()(samples, sampling_rate=sampling_rate)["input_features"][0]
-        real = np.where(np.isfinite(real), real, 0.0)
-    else:
-        real = log_mel(samples).astype(np.float64)
-        deviation = real.std(0)
-        real = (real - real.mean(0)) / np.where(deviation > 1e-3, deviation, 1.0)  # a silent band stays 0
+        return np.where(np.isfinite(real), real, 0.0)[:NUM_FRAMES].astype(np.float16)
+    real = log_mel(samples).astype(np.float64)
+    deviation = real.std(0)
+    real = (real - real.mean(0)) / np.where(deviation > 1e-3, deviation, 1.0)  # a silent band stays 0
     frames = np.zeros((NUM_FRAMES, NUM_BANDS), np.float16)
     frames[: len(real)] = real[:NUM_FRAMES]
     return frames
@@ -110,7 +111,7 @@ class SpeechFrames(RowGenerator):
         return {name: getattr(self, name) for name in ("words", "sampling_rate", "sizes", "source")}
 
     def rows(self, split: str, indices: range) -> pa.Table:
-        """Columns frames (98 lists of 40 float16), label and clip. Raises ValueError naming a clip that cannot be."""
+        """Columns frames (lists of 40 float16), label and clip. Raises ValueError naming a clip that cannot be."""
         columns: dict[str, list] = {"frames": [], "label": [], "clip": []}
         for samples, label, name in self.read(split, indices):
             try:

@@ -82,9 +82,9 @@ class PairFile(Dataset[Pair]):
         first, second = (np.frombuffer(row[name].encode()[: self.max_length], np.uint8) for name in COLUMNS[3:])
         return Pair(first, second, int(self.labels[index]))
 
-    def split(self, rows: np.ndarray, wanted: int | None, seed: int) -> Split:
+    def split(self, rows: np.ndarray, wanted: int | None) -> Split:
         """At most so many of these rows."""
-        chosen = at_most(wanted, rows, seed)
+        chosen = at_most(wanted, rows)
         return Split(Subset(self, chosen.tolist()), self.labels[chosen], f"{len(chosen):,} pairs of {self.path.name}")
 
 
@@ -106,11 +106,11 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     digests = {"sha256 of the training data": pairs.sha256}
     held, kept, test = pairs, np.arange(len(pairs)), None
     if args.validation_file is None:
-        kept, rows = hold_out(len(pairs), args.seed, str(pairs.path), "lines")
+        kept, rows = hold_out(len(pairs), str(pairs.path), "lines")
     else:
         held = PairFile(args.validation_file, args.max_length)
         rows, digests["sha256 of the validation data"] = np.arange(len(held)), held.sha256
-    validation = held.split(rows, args.validation_samples, args.seed)
+    validation = held.split(rows, args.validation_samples)
     cut = float((pairs.lengths > args.max_length).mean())
     description = (
         f"{pairs.path.name}: {len(kept):,} pairs of bytes, {cut:.1%} of the documents cut at {args.max_length}"
@@ -118,7 +118,7 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     description += f"; validation on {len(validation.samples):,}"
     if args.test_file is not None:
         file = PairFile(args.test_file, args.max_length)
-        test = file.split(np.arange(len(file)), args.test_samples, args.seed)
+        test = file.split(np.arange(len(file)), args.test_samples)
         description += f"; test on {len(test.samples):,}"
     tokens = max(1, round(float(np.minimum(pairs.lengths[kept], args.max_length).sum(1).mean())))
     source = MapSamples(Subset(pairs, kept.tolist()), args.seed)
