@@ -202,15 +202,15 @@ class DiagonalAdapter(Adapter):
         layer.set_lti(system.lam, system.B, system.C, **padding)  # type: ignore[operator]
 
 
-_REGISTERED: dict[type, Adapter] = {}
+_REGISTERED: dict[type, Adapter | None] = {}
 _LIBRARY = {  # by the class's name, since importing it takes seconds: the adapter's class in pruning/mamba.py
     "transformers.models.mamba.modeling_mamba.MambaMixer": "MambaAdapter",
     "transformers.models.mamba2.modeling_mamba2.Mamba2Mixer": "Mamba2Adapter",
 }
 
 
-def register(layer_class: type[nn.Module], adapter: Adapter) -> None:
-    """Make every tool work on a layer class and its subclasses."""
+def register(layer_class: type[nn.Module], adapter: Adapter | None) -> None:
+    """Make every tool work on a layer class and its subclasses; with None no tool."""
     _REGISTERED[layer_class] = adapter
 
 

@@ -77,6 +77,8 @@ def matched(model: nn.Module, plan: Plan) -> list[StateLayer]:
         layer = layers[own.name]
         if (shape := layer.adapter.shape(layer.module)) != tuple(own.keep.shape):
             raise ValueError(f"{own.name}: the plan is for modes {tuple(own.keep.shape)}, the model has {shape}")
+        if not layer.adapter.selective and not torch.equal(own.present, layer.read().there):
+            raise ValueError(f"{own.name}: the plan is for other modes of this shape, as they were before a removal")
     return [layers[own.name] for own in plan.layers]
 
 

@@ -251,9 +251,10 @@ def importance(
         else:
             raw = mode_values(system, value, bidirectional, horizon, layer.name)
         present = torch.ones_like(raw, dtype=torch.bool) if system is None else system.there
-        own = _in_units(layer, torch.where(present, raw, 0), present, granularity)
+        raw = torch.where(present, raw.square() if method == "lamp" else raw, 0)
+        own = _in_units(layer, raw, present, granularity)
         if prefix:
-            scores = prefix_scores(own.scores.square() if method == "lamp" else own.scores, eps)
+            scores = prefix_scores(own.scores, eps)
         else:
             scores = own.scores * (1.0 if system is None else _output_factor(system.output, value))
         found.append(replace(own, scores=scores))

@@ -2,6 +2,7 @@
 """A mask is a zero in C that can be taken back; removal computes what the mask did, with smaller tensors."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -138,6 +139,11 @@ def test_a_plan_for_another_model_is_refused():
     with pytest.raises(ValueError, match=r"for a layer 'layers\.1', the model has layers\.0$"):
         prune(Stack(random_system(n=6, q=WIDTH)), half(model))
     assert not is_pruned(small)
+    system = random_system(n=4, channels=3)
+    rows = (torch.arange(4) < torch.tensor(sizes)[:, None] for sizes in ([4, 2, 3], [3, 4, 2]))
+    before, after = (Stack(dataclasses.replace(system, present=present)) for present in rows)
+    with pytest.raises(ValueError, match="the plan is for other modes of this shape"):
+        prune(after, half(before))
     with pytest.raises(ValueError, match="must be pruned before"):
         remove(model)
     torch.nn.utils.parametrize.register_parametrization(model.layers[1], "C", torch.nn.Identity())

@@ -153,6 +153,9 @@ def test_mode_index_sums_ranks_over_channels():
     system = random_system(n=4, channels=3)
     layer = importance(Stack(system), "energy", granularity="mode_index").layers[0]
     torch.testing.assert_close(layer.scores, energy(system).sort(descending=True).values.sum(0), **EXACT)
+    layer = importance(Stack(system), "lamp", granularity="mode_index").layers[0]
+    squares = mode_values(system, "magnitude").square().sort(descending=True).values.sum(0)
+    torch.testing.assert_close(layer.scores, prefix_scores(squares), **EXACT)
     ragged = dataclasses.replace(system, present=torch.arange(4) < torch.tensor([[2], [1], [3]]))
     layer = importance(Stack(ragged), "energy", granularity="mode_index").layers[0]
     assert layer.scores.shape == (3,)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from essm_train.baselines.config import ARCHITECTURES, CAUSAL, BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM, BaselineForSequenceClassification
 from essm_train.baselines.sizes import count_parameters, matched_baseline
+from modeling_essm.companions import state_layers
 
 F = 5  # input features
 causal = pytest.mark.parametrize("architecture", CAUSAL)
@@ -261,6 +262,11 @@ def cut(model: BaselineForCausalLM, name: str, x: torch.Tensor, K: int) -> torch
     kept |= {name: [*range(heads)] for name in ("A_log", "D", "dt_bias")} | {"norm.weight": [*range(inner)]}
     kept |= {name: [*range(inner), *range(416, 416 + shared)] for name in ("conv1d.weight", "conv1d.bias")}
     return x[kept[name.partition(".mixer.")[2]]] if ".mixer." in name else x
+
+
+def test_states_of_a_nested_mamba2_are_not_pruned():
+    with pytest.raises(ValueError, match="layers with modes"):
+        state_layers(nested())
 
 
 @pytest.mark.parametrize("K", [1, 2, 3, 8])

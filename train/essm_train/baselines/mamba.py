@@ -26,6 +26,7 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.utils.import_utils import is_mamba_2_ssm_available, is_mamba_ssm_available
 
+from modeling_essm.companions.systems import register
 from modeling_essm.mixer_essm import short_convolution
 
 
@@ -153,6 +154,9 @@ class NestedMamba2Mixer(ChunkedMamba2Mixer):
             return super().forward(hidden_states, *args, **kwargs)
         weights = {name: leading(self, name, weight, K) for name, weight in self.named_parameters()}
         return functional_call(self.shells[K].train(self.training), weights, (hidden_states, *args), kwargs)
+
+
+register(NestedMamba2Mixer, None)  # no tool for Mamba-2 knows what its budgets read
 
 
 def leading(mixer: NestedMamba2Mixer, name: str, weight: Tensor, K: int) -> Tensor:
