@@ -159,13 +159,14 @@ def test_bf16_keeps_fp32_weights(arguments, finished, tmp_path, monkeypatch):
 def test_compiled_training(arguments, tmp_path, monkeypatch):
     """Without code generation: what is captured, and under which names weights are saved."""
     compile_model = nn.Module.compile
-    monkeypatch.setattr(ESSMForCausalLM, "compile", lambda self: compile_model(self, backend="eager"), raising=False)
-    shared = {"max_steps": 2, "dropout": 0.0, "num_hidden_layers": 1, "eval_budgets": 2}
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_model(self, backend="eager", **options))
+    shared = {"max_steps": 2, "dropout": 0.0, "num_hidden_layers": 3, "eval_budgets": 2}
     train(arguments(tmp_path / "plain", **shared))
     torch._dynamo.reset()
     captured = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     train([*arguments(tmp_path / "compiled", **shared), "--torch_compile"])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > captured
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - captured
+    assert 0 < graphs <= 4  # as many as of one layer
     ours, theirs = (model_weights(tmp_path / name / "model") for name in ("compiled", "plain"))
     assert ours.keys() == theirs.keys()
     for name in ours:

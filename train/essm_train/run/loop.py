@@ -32,6 +32,7 @@ from accelerate.utils import DistributedType, get_mixed_precision_context_manage
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from essm_train.arguments import ModelArguments, RunArguments
 from essm_train.baselines.config import BaselineConfig
@@ -236,7 +237,9 @@ class _Run:
             (enable or network.gradient_checkpointing_enable)({"use_reentrant": False})
         if args.torch_compile:
             allow_compiled_budgets(len(self.schedule.budgets))
-            network.compile()
+            layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+            for part in layers or [network]:  # layers are alike: one graph of a budget serves all, whatever the depth
+                part.compile(dynamic=False)
         optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
         plan = saved.get("plan", [[0, self.max_steps]])
         self.extended = self.max_steps > plan[-1][1]  # which `find_run` allows only if it was asked for
