@@ -238,8 +238,11 @@ class _Run:
         if args.torch_compile:
             allow_compiled_budgets(len(self.schedule.budgets))
             layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
-            for part in layers or [network]:  # layers are alike: one graph of a budget serves all, whatever the depth
-                part.compile(dynamic=False)
+            if layers and hasattr(network, "lm_head"):  # which reads blocks of one length
+                for layer in layers:  # alike, so that one graph of a budget serves all, whatever the depth
+                    layer.compile(dynamic=False)
+            else:
+                network.compile()
         optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
         plan = saved.get("plan", [[0, self.max_steps]])
         self.extended = self.max_steps > plan[-1][1]  # which `find_run` allows only if it was asked for
