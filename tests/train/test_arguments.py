@@ -135,6 +135,7 @@ def test_the_nearest_legal_argument_is_named(given, message):
         ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
         ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
         ({"min_lr_rate": 0.1}, "'cosine_with_min_lr' and min_lr_rate need each other, got 'cosine' and 0.1"),
+        ({"decay_steps": 9}, "'warmup_stable_decay' and decay_steps need each other, got 'cosine' and 9"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, .*linear, .*, got"),
         ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich' or 'family'"),
         ({"truncation_until": "soon"}, "truncation_until must be 'warmup', an update or a share, got 'soon'"),

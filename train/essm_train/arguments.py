@@ -25,8 +25,8 @@ FILES = (".yaml", ".yml", ".json")
 _SYNONYMS = {"lr": "learning_rate", "epochs": "num_train_epochs", "model": "model_name_or_path"}
 _SYNONYMS |= dict.fromkeys(("batch_size", "train_batch_size"), "per_device_train_batch_size")
 # Those of transformers.get_scheduler that are functions of the update alone.
-_WITH_FLOOR = "cosine_with_min_lr"
-SCHEDULES = ["cosine", _WITH_FLOOR, "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant"]
+_WITH_FLOOR, _STABLE = "cosine_with_min_lr", "warmup_stable_decay"
+SCHEDULES = ["cosine", _WITH_FLOOR, _STABLE, "linear", "cosine_with_restarts", "polynomial", "inverse_sqrt", "constant"]
 SCHEDULES += ["constant_with_warmup"]
 
 
@@ -93,6 +93,7 @@ class RunArguments:
     learning_rate: float = arg(5e-3, "Peak of the learning rate.")
     lr_scheduler_type: str = arg("cosine", f"Learning rate after its peak, as in transformers: {', '.join(SCHEDULES)}.")
     min_lr_rate: float | None = arg(None, f"With '{_WITH_FLOOR}': where it ends, as a share of the peak.")
+    decay_steps: int | None = arg(None, f"With '{_STABLE}': the last updates, over which it falls to 0.")
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
     weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
@@ -134,6 +135,7 @@ class RunArguments:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_steps")
         check_at_least(self, 1, "save_steps", "save_total_limit", "logging_steps", "cpu_threads", "truncation_attempts")
+        check_at_least(self, 1, "decay_steps")
         check_at_least(
             self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience", "seed"
         )
@@ -155,6 +157,8 @@ class RunArguments:
                 f"lr_scheduler_type must be one of {', '.join(SCHEDULES)}, got {course!r}": course not in SCHEDULES,
                 f"lr_scheduler_type {_WITH_FLOOR!r} and min_lr_rate need each other, got {course!r} and "
                 f"{self.min_lr_rate}": (self.min_lr_rate is not None) != (course == _WITH_FLOOR),
+                f"lr_scheduler_type {_STABLE!r} and decay_steps need each other, got {course!r} and "
+                f"{self.decay_steps}": (self.decay_steps is not None) != (course == _STABLE),
                 f"give {' or '.join(given)}, not both": len(given) > 1,
                 f"truncation_until must be 'warmup', an update or a share, got {until!r}": (
                     until != "warmup" and not until.replace(".", "", 1).isdigit()
@@ -162,6 +166,12 @@ class RunArguments:
                 "push_to_hub needs hub_model_id, such as my-name/my-essm": self.push_to_hub and not self.hub_model_id,
             }
         )
+
+    @property
+    def lr_scheduler_kwargs(self) -> dict[str, Any]:
+        """What `get_scheduler` takes for this schedule alone."""
+        own = {"min_lr_rate": self.min_lr_rate, "num_decay_steps": self.decay_steps}
+        return {name: value for name, value in own.items() if value is not None}
 
     def identity(self) -> dict[str, Any]:
         """What must be the same when a run is resumed, beside its model and data."""

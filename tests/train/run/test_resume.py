@@ -336,17 +336,38 @@ def test_a_run_is_extended_before_its_end_and_by_epochs(arguments, finished, tmp
     assert rates[7] == pytest.approx(5e-3) and rates[-1] == pytest.approx(0.0, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", ["cosine", "cosine_with_min_lr", "inverse_sqrt", "constant_with_warmup"])
-def test_every_schedule_can_be_extended(name):
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("cosine", {}),
+        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 4}),
+        ("inverse_sqrt", {}),
+        ("constant_with_warmup", {}),
+    ],
+)
+def test_every_schedule_can_be_extended(name, own):
     """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
-    floor = 0.1 if name == "cosine_with_min_lr" else None
-
     def make(plan):
-        return make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name, floor).lr_lambdas[0]
+        return make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name, own).lr_lambdas[0]
 
     first, extended, alone = make([[0, 10]]), make([[0, 10], [10, 24]]), make([[0, 14]])
-    own = None if floor is None else {"min_lr_rate": floor}
     theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10, own).lr_lambdas[0]
     assert [first(n) for n in range(11)] == [extended(n) for n in range(11)] == [theirs(n) for n in range(11)]
     assert [extended(n) for n in range(13, 25)] == [alone(n) for n in range(3, 15)]
     assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
+
+
+def test_a_stable_run_extended_before_its_decay_is_the_longer_run():
+    """The rate of "warmup_stable_decay" does not depend on the end until the decay begins; then it falls to 0."""
+
+    def make(plan, decay=4):
+        own = {"num_decay_steps": decay}
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        return make_scheduler(optimizer, 3, plan, "warmup_stable_decay", own).lr_lambdas[0]
+
+    extended, longer = make([[0, 12], [8, 20]]), make([[0, 20]])
+    assert [extended(n) for n in range(21)] == [longer(n) for n in range(21)]
+    assert longer(3) == longer(16) == 1 > longer(17) > longer(20) == 0
+    with pytest.raises(ValueError, match=r"decay_steps must be at most the 6 updates to come, got 3 \+ 4"):
+        make([[0, 6]])

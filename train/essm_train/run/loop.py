@@ -215,7 +215,7 @@ class _Run:
             raise ValueError(f"gradient_checkpointing is not supported by {type(network).__name__}")
         optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
         plan = [[0, self.max_steps]]
-        make_scheduler(optimizer, args.warmup_steps, plan, args.lr_scheduler_type, args.min_lr_rate)
+        make_scheduler(optimizer, args.warmup_steps, plan, args.lr_scheduler_type, args.lr_scheduler_kwargs)
 
     def _make_truncation(self) -> InTrainingTruncation | None:
         args, until = self.args, self.args.truncation_until
@@ -250,7 +250,7 @@ class _Run:
         self.schedule = dataclasses.replace(self.schedule, updates=self.max_steps)
         if args.full_budget_updates is None:
             self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
-        course = args.lr_scheduler_type, args.min_lr_rate
+        course = args.lr_scheduler_type, args.lr_scheduler_kwargs
         self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, *course)
         accelerator.register_for_checkpointing(self.scheduler)  # not prepared: it steps once per update on any ranks
         if accelerator.is_fsdp2 and accelerator.native_amp:  # which Accelerate does in every other case

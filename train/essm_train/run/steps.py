@@ -8,7 +8,7 @@ and validation around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,19 +45,25 @@ def make_scheduler(
     warmup_steps: int,
     plan: Sequence[Sequence[int]],
     name: str = "cosine",
-    min_lr_rate: float | None = None,
+    own: Mapping[str, Any] | None = None,
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """A schedule of transformers, once more for every time that a run is extended; it steps once per update.
 
     Args:
         plan: first update and end of the run as it was started and of each extension. name: of `get_scheduler`.
-        min_lr_rate: with "cosine_with_min_lr", the last rate over the peak.
+        own: its arguments for this schedule alone, such as {"num_decay_steps": 100} for "warmup_stable_decay".
+
+    Raises:
+        ValueError: the warm-up and those updates of decay are more than an end leaves.
     """
-    own = None if min_lr_rate is None else {"min_lr_rate": min_lr_rate}
+    decay = dict(own or {}).get("num_decay_steps", 0)
     stand_in = torch.optim.SGD([torch.zeros(1)], optimizer.defaults["lr"])  # get_scheduler changes what it is given
     rate: Callable[[int], float] | None = None
     for first, end in plan:
-        schedule = get_scheduler(name, stand_in, warmup_steps, end - first, own).lr_lambdas[0]
+        if decay and warmup_steps + decay > end - first:
+            given = f"{warmup_steps} + {decay}"
+            raise ValueError(f"warmup_steps + decay_steps must be at most the {end - first} updates to come, got {given}")
+        schedule = get_scheduler(name, stand_in, warmup_steps, end - first, dict(own or {})).lr_lambdas[0]
         rate = schedule if rate is None else _extended(rate, first, schedule, warmup_steps)
     assert rate is not None
     return torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
