@@ -348,6 +348,7 @@ def test_a_run_is_extended_before_its_end_and_by_epochs(arguments, finished, tmp
 )
 def test_every_schedule_can_be_extended(name, own):
     """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
+
     def make(plan):
         return make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name, own).lr_lambdas[0]
 

@@ -62,7 +62,9 @@ def make_scheduler(
     for first, end in plan:
         if decay and warmup_steps + decay > end - first:
             given = f"{warmup_steps} + {decay}"
-            raise ValueError(f"warmup_steps + decay_steps must be at most the {end - first} updates to come, got {given}")
+            raise ValueError(
+                f"warmup_steps + decay_steps must be at most the {end - first} updates to come, got {given}"
+            )
         schedule = get_scheduler(name, stand_in, warmup_steps, end - first, dict(own or {})).lr_lambdas[0]
         rate = schedule if rate is None else _extended(rate, first, schedule, warmup_steps)
     assert rate is not None
