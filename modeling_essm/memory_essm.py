@@ -73,7 +73,10 @@ class ESSMMemory(nn.Module):
         if real is not None:
             gone = ~real[..., None]
             decay, beta = decay.masked_fill(gone, 0.0), beta.masked_fill(gone, 0.0)
-        S = k.new_zeros(B, k.shape[2], R * e) if state is None else state.to(k)
+        if state is None:
+            S = k.new_zeros(B, k.shape[2], R * e)
+        else:  # copied where autograd would keep it, which it cannot of a tensor made under inference_mode
+            S = state.to(k, copy=torch.is_grad_enabled())
         exported = torch.compiler.is_exporting() and not (isinstance(L, int) and L == 1)
         rule = functools.partial(_exported_rule, longest=self.longest) if exported else delta_rule
         autocast = u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)

@@ -11,12 +11,14 @@ keeps its states from before the drafts, so it has nothing to undo.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 from transformers.utils import ModelOutput
 
 from ..cache_essm import ESSMCache
@@ -67,7 +69,7 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
     def decode(
         model: Any,
         input_ids: Tensor,
-        logits_processor: Callable[[Tensor, Tensor], Tensor],
+        logits_processor: LogitsProcessorList,
         stopping_criteria: Callable[[Tensor, Any], Tensor],
         generation_config: Any,
         streamer: Any = None,
@@ -78,7 +80,7 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
         if model.training:
             raise ValueError("drafts are verified in evaluation mode, without dropout: call model.eval() first")
         _check(generation_config, model_kwargs)
-        names = _OF_A_ROW & {type(processor).__name__ for processor in cast(Any, logits_processor)}
+        names = _OF_A_ROW & {type(processor).__name__ for processor in logits_processor}
         if names and len(input_ids) > 1:
             raise ValueError(f"drafts are judged row by row, and {min(names)} knows rows by their place: give one row")
         drafts = rows_of_samples(draft_budget, generation_config.num_return_sequences or 1)
@@ -111,16 +113,20 @@ def _check(config: Any, model_kwargs: dict[str, Any]) -> None:
 class _Row:
     """One sequence: its tokens so far, padding first, and those that the verifier has not read for good."""
 
-    def __init__(self, ids: Tensor):
-        self.ids, self.pending, self.done = ids, ids[-1:], False
+    def __init__(self, ids: Tensor, processors: LogitsProcessorList):
+        self.ids, self.pending, self.done, self.processors = ids, ids[-1:], False, processors
+
+    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """(V,) processed scores of the token after ids."""
+        return self.processors(ids[None], logits[None].float())[0]
 
 
 class _Pair:
     """Verifier and drafter, one model at two budgets with a state each, and the rows that they decode."""
 
-    def __init__(self, model: Any, input_ids: Tensor, budgets: Any, logits_processor: Callable, sampling: bool | None):
-        self.model, self.sampling, self.logits_processor = model, bool(sampling), logits_processor
-        self.input_ids, self.rows = input_ids, [_Row(ids) for ids in input_ids]
+    def __init__(self, model: Any, input_ids: Tensor, budgets: Any, processors: Iterable, sampling: bool | None):
+        self.model, self.sampling, self.input_ids = model, bool(sampling), input_ids
+        self.rows = [_Row(ids, _of_row(i, processors)) for i, ids in enumerate(input_ids)]
         B, resolve = len(input_ids), model.config.resolve_budget
         self.budget, self.draft_budget = (resolve(K, batch_size=B) for K in budgets)
         self.verifier, self.drafter = (ESSMCache(model.config) for _ in range(2))
@@ -144,9 +150,17 @@ class _Pair:
         options = {"past_key_values": self.verifier, "spectral_budget": self.budget, "state_lengths": read}
         return self.model(padded, **options).logits
 
-    def scores(self, ids: Tensor, logits: Tensor) -> Tensor:
-        """(V,) processed scores of the token after ids."""
-        return self.logits_processor(ids[None], logits[None].float())[0]
+
+def _of_row(i: int, processors: Iterable) -> LogitsProcessorList:
+    """The processors for row i alone: the library's repetition penalty holds the padding of every row."""
+    own = LogitsProcessorList()
+    for processor in processors:
+        padding = getattr(processor, "prompt_ignore_length", None)
+        if isinstance(padding, Tensor):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = padding[i : i + 1]
+        own.append(processor)
+    return own
 
 
 def _decode(
@@ -167,7 +181,7 @@ def _decode(
             logits = pair.draft(token)
             states.append(pair.drafter.states)
             so_far = torch.stack(drafts, 1) if drafts else token[:, :0]
-            draft_scores.append([pair.scores(torch.cat([row.ids, so_far[i]]), logits[i]) for i, row in enumerate(rows)])
+            draft_scores.append([row.scores(torch.cat([row.ids, so_far[i]]), logits[i]) for i, row in enumerate(rows)])
             token = torch.stack([_pick(s, pair.sampling) for s in draft_scores[-1]])[:, None]
             drafts.append(token[:, 0])
 
@@ -220,7 +234,7 @@ def _accept(
     while same and not row.done:
         j = len(tokens)
         draft, draft_scores = drafts[j] if j < len(drafts) else (None, None)
-        new, same = _judge(pair.scores(ids, logits[j]), draft, draft_scores, pair.sampling)
+        new, same = _judge(row.scores(ids, logits[j]), draft, draft_scores, pair.sampling)
         accepted += same
         tokens.append(new)
         ids = torch.cat([ids, new[None]])

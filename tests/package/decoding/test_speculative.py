@@ -37,7 +37,7 @@ def test_left_padding_ends_and_row_budgets():
     rows, drafts = torch.tensor([32, 8, 20]), torch.tensor([2, 8, 5])
     plain = decode(model, ids, attention_mask=mask, spectral_budget=rows, eos_token_id=None)
     ends = plain[0, 19 + 6].item(), plain[1, 19 + 2].item()
-    for kwargs in ({}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}):
+    for kwargs in ({}, {"repetition_penalty": 1.3}, {"num_return_sequences": 2, "do_sample": True, "top_k": 1}):
         common = {"attention_mask": mask, "spectral_budget": rows, "eos_token_id": list(ends), **kwargs}
         expected = decode(model, ids, **common)
         assert (expected == 256).any()  # some row did end early
