@@ -86,9 +86,10 @@ class BudgetCurve:
         return tuple(K for K, loss in zip(self.budgets, self.drops) if loss <= drop + _ROUNDING)
 
     def undominated(self, budgets: Sequence[int], timings: Sequence[Times] | None = None) -> tuple[int, ...]:
-        """Those of the budgets that no other of them dominates; timings are by default all.
+        """Those of the budgets that none of these dominates by being better in no more time, from the best down.
 
-        Without times nothing is dominated: a smaller budget needs less memory.
+        timings are by default all. Without times nothing is dominated: a smaller budget needs less memory. A dominated
+        budget rules out none: 3 may save time against 8, and neither differ from 6 by more than the spread.
         """
         drops = dict(zip(self.budgets, self.drops))
         errors = dict(zip(self.budgets, self.drop_errors or (0.0,) * len(self.budgets)))
@@ -98,7 +99,11 @@ class BudgetCurve:
             worse = drops[K] - drops[better] > math.hypot(errors[K], errors[better])
             return worse and bool(timed) and not any(saves_time(times, K, better) for times in timed)
 
-        return tuple(K for K in budgets if not any(dominates(better, K) for better in budgets))
+        kept: list[int] = []
+        for K in sorted(budgets, key=lambda K: drops[K]):
+            if not any(dominates(better, K) for better in kept):
+                kept.append(K)
+        return tuple(K for K in budgets if K in kept)
 
     def time_note(self, timings: Sequence[Times] | None = None) -> str:
         """A sentence for people where no budget takes less time than the full one; timings are by default all."""

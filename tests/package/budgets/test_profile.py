@@ -404,6 +404,13 @@ def test_what_is_worse_within_its_error_is_the_smaller_one():
     assert found.sweet_spot == 3 and found.undominated((2, 3, 8)) == (3, 8)
 
 
+def test_what_is_ruled_out_rules_out_no_other():
+    """The spreads of 3 and 6, and of 6 and 8, overlap; those of 3 and 8 do not."""
+    timings = ({3: (3.5, 3.1), 6: (3.9, 3.5), 8: (4.5, 4.1)},)
+    found = replace(curve((1.79, 1.78, 1.765), budgets=(3, 6, 8)), timings=timings)
+    assert found.undominated((3, 6, 8)) == (3, 8) and found.undominated((6, 3)) == (6,) and found.sweet_spot == 3
+
+
 def test_drops_and_retention_are_against_the_full_budget():
     accuracy = curve((0.5, 0.6, 0.7, 0.9, 0.8), True)
     assert accuracy.drops == pytest.approx((0.375, 0.25, 0.125, -0.125, 0))
