@@ -372,3 +372,15 @@ def test_a_stable_run_extended_before_its_decay_is_the_longer_run():
     assert longer(3) == longer(16) == 1 > longer(17) > longer(20) == 0
     with pytest.raises(ValueError, match=r"decay_steps must be at most the 6 updates to come, got 3 \+ 4"):
         make([[0, 6]])
+
+
+def test_a_stable_run_extended_before_its_decay_has_the_weights_of_the_longer_run(arguments, tmp_path):
+    stable = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "warmup_steps": 1, "save_steps": 4}
+    train(arguments(tmp_path / "longer", max_steps=8, **stable))
+    train(arguments(tmp_path / "extended", max_steps=6, **stable))
+    delete(tmp_path / "extended" / "checkpoint-00000006")  # the decay
+    train([*arguments(tmp_path / "extended", max_steps=8, **stable), "--extend"])
+    rates = [line["learning_rate"] for line in read_log(tmp_path / "extended")]
+    assert rates == pytest.approx([5e-3] * 6 + [2.5e-3, 0.0], abs=1e-12)
+    ours, theirs = (model_weights(tmp_path / run / "model") for run in ("extended", "longer"))
+    assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
