@@ -239,8 +239,8 @@ class ElasticCache(Cache):
         budgets = None if state_budget is None else config.resolve_budget(state_budget).layers
         room = dict(zip(spectral, budgets or (None,) * len(spectral)))
         self.config = config
-        kinds = range(config.num_hidden_layers)
-        layers = [self._layer_class(config, room[i]) if i in room else self._attention(i) for i in kinds]
+        every = range(config.num_hidden_layers)
+        layers = [self._layer_class(config, room[i]) if i in room else self._attention(i) for i in every]
         Cache.__init__(self, layers=layers)
         self._seen_tokens: int | Tensor = 0
 
@@ -281,11 +281,11 @@ class ElasticCache(Cache):
         super().reset()
         self._seen_tokens = 0
 
-    def crop(self, max_length: int) -> None:
+    def crop(self, *args: Any, **kwargs: Any) -> None:
         """Raises ValueError: a recurrent state cannot forget its last tokens."""
         raise ValueError(
-            f"ESSMCache cannot be cropped to {max_length}: a recurrent state cannot forget tokens. "
-            "Keep a copy.deepcopy of the cache to return to."
+            "an ESSMCache cannot be cropped: a recurrent state cannot forget tokens. Keep a copy.deepcopy of the cache "
+            "to return to"
         )
 
     def to(self, device: torch.device | str) -> ESSMCache:

@@ -317,8 +317,13 @@ class ESSMConfig(PreTrainedConfig):
         before = fields.get("block", "paper")
         if given.get("block", before) != before:
             derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size", "chunk_size"}
-            derived |= {"memory_key_size", "memory_value_size", "scaling_exponent", "embedding_initializer_range"}
-            derived.add("gating")
+            derived |= {
+                "memory_key_size",
+                "memory_value_size",
+                "scaling_exponent",
+                "embedding_initializer_range",
+                "gating",
+            }
         D, K = fields.get("hidden_size"), fields.get("num_spectral_channels", 32)
         if D and before == "elastic" and given.keys() & {"hidden_size", "num_spectral_channels"}:
             of_channels = {"head_size": _head_size(D, K), "gate_hidden_size": _gate_size(D, K)}
@@ -353,7 +358,7 @@ class ESSMConfig(PreTrainedConfig):
         return tuple(self.spectral_capacities or [self.num_spectral_channels] * layers.count(SPECTRAL_LAYER))
 
     def resolve_budget(self, value: Any = None, batch_size: int | None = None) -> ResolvedBudget:
-        """The `ResolvedBudget` that `value` means for this model; see `spectral_budget.resolve_budget`."""
+        """What `value` means for this model, or itself where it is one; see `spectral_budget.resolve_budget`."""
         if isinstance(value, ResolvedBudget):
             return value
         return resolve_budget(

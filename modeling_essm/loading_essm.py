@@ -192,6 +192,11 @@ class ElasticPreTrainedModel(PreTrainedModel):
         if is_main_process:
             self.save_beside(save_directory)
 
+    def _upload_modified_files(self, working_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which calls it inside of `save_pretrained(.., push_to_hub=True)`."""
+        self.save_beside(working_dir)
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
     def save_beside(self, folder: Any) -> None:
         """Save what belongs to these weights: the installed package's budget profile."""
 

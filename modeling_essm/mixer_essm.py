@@ -116,8 +116,8 @@ def softmax_gates(scores: Tensor, budget: int, rows: Tensor | None = None) -> Te
     if rows is None:
         return _normalised_softmax(scores, budget**0.5)
     heads = (1,) * (scores.ndim - 3)
-    inactive = (torch.arange(budget, device=scores.device) >= rows[:, None]).view(-1, 1, budget, *heads)
-    return _normalised_softmax(scores, rows.view(-1, 1, 1, *heads) ** 0.5, inactive)
+    root = rows.to(torch.promote_types(scores.dtype, torch.float32)).sqrt().view(-1, 1, 1, *heads)
+    return _normalised_softmax(scores, root, beyond(rows, budget).view(-1, 1, budget, *heads))
 
 
 def nested_gates(scores: Tensor, filter_length: int) -> Tensor:
@@ -190,7 +190,7 @@ class ESSMSpectralMixer(nn.Module):
         sigma = self.operator.sigma(budget, self.scaling_exponent, u)
         if not self.gated:
             gates = sigma.expand(*u.shape[:2], budget)
-            return gates if rows is None else gates * (torch.arange(budget, device=u.device) < rows[:, None, None])
+            return gates if rows is None else gates.masked_fill(beyond(rows, budget), 0.0)
         alpha = softmax_gates(self.gate_out(self.gate_act(self.gate_in(u)), budget), budget, rows).to(u.dtype)
         return alpha * sigma if self.scaling_exponent else alpha
 

@@ -587,7 +587,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         if self.decoding_steps and not packing and past_key_values is not None and input_ids is not None:
             hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
             others = (attention_mask, inputs_embeds, labels, hidden, state_lengths)
-            if all(argument is None or argument is False for argument in others):
+            if use_cache is not False and all(argument is None or argument is False for argument in others):
                 spectral_budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
                 if (output := self.decoding_steps.run(self, input_ids, past_key_values, spectral_budget)) is not None:
                     return output

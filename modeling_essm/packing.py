@@ -84,13 +84,13 @@ class Packing:
         B, L, D = u.shape
         flat = F.pad(u.reshape(B * L, D), (0, 0, 0, 1))  # the last row is silence
         outputs = []
-        for index, row in self.groups:
+        for index, row in ((index.to(u.device), row.to(u.device)) for index, row in self.groups):
             sequences = flat.index_select(0, index.flatten()).view(*index.shape, D)
             rows = None if call.rows is None else call.rows[row]
             outputs.append(
                 mixer(sequences, dataclasses.replace(call, rows=rows, padding=None, packing=None)).reshape(-1, D)
             )
-        return torch.cat(outputs).index_select(0, self.place).view(B, L, D)
+        return torch.cat(outputs).index_select(0, self.place.to(u.device)).view(B, L, D)
 
 
 def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -127,8 +127,8 @@ def closed_rows(x: Tensor, real: Tensor, keep_leading: bool) -> tuple[Tensor, Te
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
-    """(B, L, D): in each row the positions (B, L) in this order."""
-    return x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
+    """(B, L, D): in each row the positions (B, L) in this order; x may lie on another device of a spread model."""
+    return x.gather(1, order.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 def read_packing(

@@ -53,14 +53,14 @@ class ResolvedBudget:
 
 
 def resolve_budget(
-    value: SpectralBudget | ResolvedBudget,
+    value: SpectralBudget,
     *,
     capacities: Sequence[int],
     presets: Mapping[str, int | Sequence[int]] | None = None,
     default: SpectralBudget = None,
     batch_size: int | None = None,
 ) -> ResolvedBudget:
-    """Turn any accepted form of `spectral_budget` into the budgets that run; a resolved one stays as it is.
+    """Turn any accepted form of `spectral_budget` into the budgets that run.
 
     Args:
         value: what the caller asked for. default: what the config says, used when value is None.
@@ -71,8 +71,6 @@ def resolve_budget(
     Raises:
         ValueError: anything else, naming the value and the legal range.
     """
-    if isinstance(value, ResolvedBudget):
-        return value
     if value is None:
         value = default
     if value is None:

@@ -158,7 +158,7 @@ class SpectralOperator:
             raise ValueError(f"gates of {gates.shape[3]} groups need diagonal M_k of a width that they divide")
         K = gates.shape[2]
         if initial_state is None or num_states is None:  # a decoding step has both, checked by its cache
-            num_states = max(num_states or 0, states_needed(self.filter_length, K, self.state_margin))
+            num_states = max(num_states or 0, self.num_states(K))
         N = num_states
         if initial_state is not None:
             if initial_state.shape[1] < N:

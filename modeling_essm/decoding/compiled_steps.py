@@ -99,11 +99,13 @@ class CompiledSteps:
         """Compile the step of one budget: K of each layer. Arguments and errors as of `compile_decoding`."""
         if not self._is_current(model):
             self._steps.clear()
-        compiled, self._steps = self._steps, {}  # none runs meanwhile
         ids = torch.arange(1, 1 + batch_size, device=model.device)[:, None] % model.config.vocab_size
         cache = ESSMCache(model.config, state_budget)
-        eager = [model(ids, past_key_values=cache, spectral_budget=list(layers)).logits[:, 0] for _ in range(2)]
-        self._steps = compiled
+        compiled, self._steps = self._steps, {}  # none runs meanwhile
+        try:
+            eager = [model(ids, past_key_values=cache, spectral_budget=list(layers)).logits[:, 0] for _ in range(2)]
+        finally:
+            self._steps = compiled
         program = _compile(model.device.type, backend)
         states = {name: torch.zeros_like(tensor) for name, tensor in cache.states.items()}
         key = _key(layers, states)

@@ -267,7 +267,7 @@ def _return_to(cache: ESSMCache, states: list[dict[str, Tensor]], steps: list[in
     """Give every row the states that it had at its step."""
     if len(set(steps)) == 1:
         cache.set_states(states[steps[0]])
-    elif states[steps[0]]:
+    else:
         caches = {step: ESSMCache(cache.config) for step in {*steps}}
         for step, there in caches.items():
             there.set_states(states[step])

@@ -88,6 +88,8 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
 
 def _is_cache(path: str | os.PathLike) -> bool:
     """Of this version or another, damaged or not; an empty file counts too."""
+    if not os.path.isfile(path):
+        return False
     with open(path, "rb") as file:
         head = file.read(1 << 20)
     return not head or b'"essm-cache-' in head

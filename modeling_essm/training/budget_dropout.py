@@ -142,21 +142,23 @@ def _draw_as_the_authors(schedule: BudgetSchedule, update: int) -> tuple[int, ..
 
 def _draw_sandwich(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
     """The largest budget, `sandwich_random` distinct others and the smallest (Yu and Huang 2019)."""
-    budgets, between = schedule.budgets, list(schedule.budgets[1:-1])
-    count = min(schedule.sandwich_random, len(between))
-    drawn = [between.pop(schedule.bits(update, i) % len(between)) for i in range(count)]
+    budgets = schedule.budgets
+    drawn = _shuffled(schedule, update, budgets[1:-1])[: schedule.sandwich_random]
     return tuple(sorted({budgets[0], *drawn, budgets[-1]}, reverse=True))
 
 
 def _draw_family(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
     """The largest budget, then all smaller ones in an order drawn anew."""
-    smaller = list(schedule.budgets[:-1])
-    return schedule.budgets[-1], *(smaller.pop(schedule.bits(update, i) % len(smaller)) for i in range(len(smaller)))
+    return schedule.budgets[-1], *_shuffled(schedule, update, schedule.budgets[:-1])
 
 
 def _draw_rows(schedule: BudgetSchedule, update: int) -> tuple[int, ...]:
     """All budgets in an order drawn anew."""
-    left = list(schedule.budgets)
+    return _shuffled(schedule, update, schedule.budgets)
+
+
+def _shuffled(schedule: BudgetSchedule, update: int, budgets: Sequence[int]) -> tuple[int, ...]:
+    left = list(budgets)
     return tuple(left.pop(schedule.bits(update, i) % len(left)) for i in range(len(left)))
 
 
@@ -394,9 +396,10 @@ class BudgetDropoutCallback(TrainerCallback):
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         training = module.training and torch.is_grad_enabled()
-        self._scheduled = training and self.update is not None and kwargs.get("spectral_budget") is None
-        if not self._scheduled or self.update is None:
+        if not training or self.update is None or kwargs.get("spectral_budget") is not None:
+            self._scheduled = False
             return None
+        self._scheduled = True
         count = _batch_size(args, kwargs)
         self._parts = self.schedule.parts(self.update, count, self._batches * count, together=True)
         self._batches += self._processes

@@ -240,7 +240,7 @@ def test_a_copy_is_a_checkpoint_and_crop_says_so():
     assert not any(tensor.requires_grad for tensor in states(cache))  # nor does it hold the graph
     kept = copy.deepcopy(cache)
     assert torch.equal(step(model, cache, ids[:, :1]), step(model, kept, ids[:, :1]))
-    with pytest.raises(ValueError, match=r"cannot be cropped to 4.*deepcopy"):
+    with pytest.raises(ValueError, match=r"cannot be cropped: .*deepcopy"):
         cache.crop(4)
     assert cache.to("meta") is cache and all(t.is_meta for t in states(cache))
 

@@ -21,11 +21,13 @@ from helpers import (
     variants,
 )
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, prune
 
 from modeling_essm import ESSMCache, ESSMForCausalLM, ESSMForSequenceClassification, ESSMModel
 from modeling_essm.loading_essm import channel_parameters, leading
 from modeling_essm.mixer_essm import LayerCall, prefix_linear
+from modeling_essm.packing import close_up, read_packing, reorder
 
 # Names and sizes, of layers and of what stands around them
 LAYERS = {
@@ -279,6 +281,20 @@ def test_what_a_layer_is_told_moves_with_it():
     """As Accelerate's hooks move it, where layers lie on several devices."""
     call = send_to_device(LayerCall(2, rows=torch.ones(2), lengths=torch.ones(2)), "meta")
     assert call.budget == 2 and call.rows.is_meta and call.lengths.is_meta and call.padding is None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_follow_a_model_that_is_spread_over_devices(packed):
+    """What `close_up` and `Packing` found on the device of the embeddings serves later layers and the last norm."""
+    real = torch.tensor([[True, False, True, True], [True, True, True, True]])
+    order = close_up(real, False)[0]
+    packing = read_packing({"seq_idx": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, 2, 4, None)
+    with FakeTensorMode() as mode:
+        hidden, order = torch.empty(2, 4, 8, device="cuda"), mode.from_tensor(order)
+        packing.groups = [tuple(map(mode.from_tensor, group)) for group in packing.groups]
+        packing.place = mode.from_tensor(packing.place)
+        moved = packing.apply(lambda u, call: u, hidden, LayerCall(2)) if packed else reorder(hidden, order)
+    assert moved.device.type == "cuda" and moved.shape == hidden.shape
 
 
 def test_what_a_model_announces_is_what_it_does():

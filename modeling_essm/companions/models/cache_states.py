@@ -80,6 +80,6 @@ class StateCache(DynamicCache):
     def _apply(self, function: Callable[[Tensor], Tensor]) -> None:
         self.states, self.history = list(map(function, self.states)), tree_map(function, self.history)
 
-    def crop(self, max_length: int) -> None:
+    def crop(self, *args: Any, **kwargs: Any) -> None:
         """Raises ValueError: a recurrent state cannot forget its last tokens."""
-        raise ValueError(f"a recurrent state cannot be cropped to {max_length}: keep a copy.deepcopy to return to")
+        raise ValueError("a recurrent state cannot be cropped: keep a copy.deepcopy to return to")

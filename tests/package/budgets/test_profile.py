@@ -4,6 +4,7 @@
 import copy
 import json
 import math
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from helpers import ROOT, SHA, VARIANTS, blocks, captured_warnings, hub_snapshot
 from huggingface_hub import constants
 from profiles import HERE, THERE, as_here, device, of, profile, quality
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import PushToHubMixin
 
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.budgets import budget_profile, choose_budget, read_profile
@@ -311,6 +313,21 @@ def test_the_profile_of_a_repository(tmp_path, monkeypatch):
     assert budget_profile(AutoModelForCausalLM.from_pretrained("org/name", cache_dir=tmp_path)) == of(other)
     (snapshot / PROFILE_NAME).unlink()
     assert budget_profile(loaded) is None
+
+
+def test_a_profile_is_there_when_saving_uploads(tmp_path, monkeypatch):
+    """`save_pretrained(.., push_to_hub=True)` of the library uploads before it returns."""
+    model, uploaded = random_model(seed=3), []
+    model.save_pretrained(tmp_path / "model")
+    of(model).save(tmp_path / "model")
+    monkeypatch.setattr(
+        PushToHubMixin, "_upload_modified_files", lambda self, folder, *_, **__: uploaded.extend(os.listdir(folder))
+    )
+    (tmp_path / "pushed").mkdir()
+    ESSMForCausalLM.from_pretrained(tmp_path / "model")._upload_modified_files(
+        tmp_path / "pushed", "org/name", {}, token=None
+    )
+    assert uploaded == [PROFILE_NAME]
 
 
 def test_a_saved_model_takes_its_profile_along(tmp_path):

@@ -204,6 +204,7 @@ def test_what_was_not_compiled_runs_eagerly(taken):
         for given in ({"attention_mask": mask}, {"labels": ids[:1, :1]}, {"output_hidden_states": True}):
             model(ids[:1, :1], past_key_values=cache, spectral_budget=6, **given)
         model(ids[:1, :1], spectral_budget=6)
+        assert model(ids[:1, :1], past_key_values=cache, spectral_budget=6, use_cache=False).past_key_values is None
     model(ids[:1, :1], past_key_values=cache, spectral_budget=6).logits.sum().backward()
     assert taken == [] and model.model.layers[0].mixer.channel_mixing.grad.abs().sum() > 0
 
@@ -296,6 +297,14 @@ def test_bad_arguments(attributes, arguments, message):
     vars(model).update(attributes)
     with pytest.raises(ValueError, match=message):
         compile_decoding(model, **{"backend": "eager", **arguments})
+
+
+def test_an_error_leaves_the_steps_that_were_compiled(taken):
+    model = compiled_model([6], taken)
+    with pytest.raises(ValueError, match="99"):
+        compile_decoding(model, [6], state_budget=99, backend="eager")
+    decode(model, random_ids(1, 8), 6)
+    assert taken
 
 
 def test_without_a_compiler(monkeypatch):

@@ -112,6 +112,8 @@ def test_only_a_cache_is_replaced(tmp_path):
     with pytest.raises(ValueError, match=r"model\.safetensors holds something other than a saved cache"):
         save_cache(cache, weights, model)
     assert weights.read_bytes() == before
+    with pytest.raises(ValueError, match="holds something other than a saved cache"):
+        save_cache(cache, tmp_path, model)
     path = tmp_path / "cache"
     path.touch()
     for _ in range(3):
