@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT
 
 from essm_train.analyze import AnalyzeArguments
-from essm_train.arguments import ModelArguments, RunArguments, config_fields, parse_arguments
+from essm_train.arguments import ModelArguments, RunArguments, as_words, config_fields, parse_arguments
 from essm_train.data.arguments import ClassificationArguments, CLMArguments, RetrievalArguments
 from essm_train.evaluate import EvaluateArguments
 from essm_train.make_pairs import PairsArguments
@@ -36,6 +36,7 @@ def test_arguments_come_from_files_and_are_overridden(tmp_path):
     assert parse_arguments(CLMArguments, [str(path)]).learning_rate == 1e-3  # which YAML reads as text
     path = tmp_path / "a.json"
     path.write_text(json.dumps({"max_steps": 7, "train_file": ["x.txt", "y.txt"], "num_train_epochs": 1}))
+    assert as_words(ClassificationArguments, {"text_column": "-x"}) == ["--text_column=-x"]
     args = parse_arguments(CLMArguments, [str(path), "--train_file", "z.txt"])
     assert (args.max_steps, args.train_file, args.num_train_epochs) == (7, ["z.txt"], 1.0)
 
@@ -115,6 +116,7 @@ def test_broken_argument_files_are_refused(content, reason, tmp_path):
         (["--config_overrides", "hidden=3"], "hidden is no field of the configuration; nearest: hidden_"),
         (["--config_overrides", "hidden_size"], "must be like hidden_size=256,num_hidden_layers=8, got 'hidden_size'"),
         (["--config_overrides", "state_size=3"], "state_size is no field of the configuration"),
+        (["--config_overrides", "auto_classes=3"], "auto_classes is no field of the configuration"),
         (["--architecture", "diagonal_ssm", "--config_overrides", "gating=none"], "gating is no field"),
         (["--block_size", "2000"], r"block_size must be in \[2, filter_length = 1024\], got 2000"),
     ],

@@ -119,7 +119,9 @@ class RunArguments:
     save_total_limit: int = arg(2, "How many of the newest checkpoints to keep.")
     logging_steps: int = arg(10, "Updates between lines of log.jsonl and of the trackers.")
     report_to: list[str] | None = arg(None, "Trackers that Accelerate knows: tensorboard, wandb, mlflow, trackio, ...")
-    cpu_threads: int | None = arg(None, "CPU threads per process; by default the cores, at most 8.")
+    cpu_threads: int | None = arg(
+        None, "CPU threads per process; by default the machine's cores, at most 8, shared out."
+    )
 
     push_to_hub: bool = arg(False, "Push the finished model, with its card, to hub_model_id.")
     hub_model_id: str | None = arg(None, "owner/name on the Hub.")
@@ -210,11 +212,12 @@ def config_fields(kind: str) -> Mapping[str, str]:
     assert spec is not None and spec.submodule_search_locations is not None
     tree = ast.parse(Path(next(iter(spec.submodule_search_locations)), path).read_text(encoding="utf-8"))
     return {
-        line.target.id: ast.unparse(line.annotation)
+        line.target.id: annotation
         for node in tree.body
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config")
         for line in node.body
         if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+        if not (annotation := ast.unparse(line.annotation)).startswith("ClassVar")
     }
 
 
@@ -406,7 +409,7 @@ def as_words(cls: type, values: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in sort_values(cls, values, "arguments").items():
         value = json.dumps(value, default=str) if isinstance(value, dict) else value
-        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        words += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]  # "-x" too
     return words
 
 

@@ -17,10 +17,7 @@ from transformers import PreTrainedModel
 
 from essm_train.arguments import AR_STU, DIAGONAL, ModelArguments
 from essm_train.pairs import ESSMPairConfig
-from modeling_essm import (
-    ESSMConfig,
-    ESSMForCausalLM,
-)
+from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.budgets.curve import PRESETS
 from modeling_essm.training.budget_dropout import BUDGETS, Part, as_argument, clip_budgets
 

@@ -317,7 +317,7 @@ def test_a_profile_that_is_there_and_does_not_fit(saved, tmp_path):
 def test_standard_errors_are_those_of_paired_samples():
     generator = torch.Generator().manual_seed(0)
     hits = {K: (torch.rand(500, generator=generator) < p).double() for K, p in ((2, 0.5), (4, 0.8), (8, 0.8))}
-    coins = HeldOut(ACCURACY, lambda model, K: (hits[K], torch.ones(500).double()), {}, 7, "coins", None)
+    coins = HeldOut(ACCURACY, lambda model, K: (hits[K], torch.ones(500).double()), {}, lambda: 7, "coins", None)
     found = measure_quality(random_model(num_spectral_channels=8), coins, (2, 4, 8))
     assert (found.metric, found.higher_is_better, found.data, found.samples) == ("accuracy", True, "coins", 500)
     assert found.values == pytest.approx([float(hits[K].mean()) for K in (2, 4, 8)])

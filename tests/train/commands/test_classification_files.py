@@ -8,10 +8,12 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import tokenizers
 from helpers import random_model
 from training_run import ONCE, PIXELS, read, signals, write, write_wav
 from training_run import load_classes as load
 from training_run import train_classes as train
+from transformers import PreTrainedTokenizerFast
 
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import ClassificationArguments
@@ -362,3 +364,12 @@ def test_text_rows_are_checked(arguments, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"cannot load tokenizer '.*empty'"):
         check(["a", "b", "c"], tokenizer_name=tmp_path / "empty")
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"ab": 0, "<unk>": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()  # makes nothing of spaces
+    PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>").save_pretrained(tmp_path / "words")
+    with pytest.raises(ValueError, match=r"row 1 of .*bad.parquet: the tokenizer makes no token of its text"):
+        check(["ab", "   ", "ab"], tokenizer_name=tmp_path / "words")
+    text = "ab " * 20
+    path = write(tmp_path, "good.parquet", {"text": [text] * 8, "label": [0, 1] * 4})
+    found = load(arguments(tmp_path / "run", "text", train_file=path, max_length=40, tokenizer_name=tmp_path / "words"))
+    assert found.tokens_per_sample == 20 and "cut" not in found.description

@@ -40,6 +40,12 @@ def test_training_starts_from_a_configuration(arguments, tmp_path):
     assert (found.classifier_pooling, found.dropout, found.num_input_features) == ("mean", 0.0, None)
     assert list(found.id2label.values()) == ["LABEL_0", "LABEL_1", "LABEL_2", "LABEL_3"]
     assert AutoTokenizer.from_pretrained(tmp_path / "text" / "model").model_max_length == 9
+    config.architectures = ["ESSMForSequenceClassification"]  # as a trained model's; a new one learns other classes
+    config.save_pretrained(tmp_path / "config")
+    path = write(tmp_path, "pets.parquet", {"text": ["cat", "dog", "eel"] * 8, "label": ["cat", "dog", "eel"] * 8})
+    changes = {"train_file": path, "test_file": path, "config_name": tmp_path / "config", "max_length": 9}
+    train(arguments(tmp_path / "pets", "text", **ONCE | changes))
+    assert list(ESSMConfig.from_pretrained(tmp_path / "pets" / "model").id2label.values()) == ["cat", "dog", "eel"]
 
 
 def test_training_starts_from_a_language_model_with_a_new_head(arguments, tmp_path):

@@ -117,11 +117,18 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path, monkeypatch, capsys):
     assert bits < 0.75 * math.log2(len(tokenizer))  # so that bits per token would not pass
     assert read_log(tmp_path / "run")[0]["validation bits/byte K=1"] == pytest.approx(bits, rel=0.05)
     args = parse_arguments(CLMArguments, command_line(tmp_path / "run", **data, **changes))
-    monkeypatch.setattr(ESSMForCausalLM, "generate", lambda self, input_ids, **_: input_ids.repeat(1, 2))
+
+    def generate(self, input_ids, attention_mask, spectral_budget, max_new_tokens, do_sample, temperature):
+        return input_ids.repeat(1, 2)
+
+    monkeypatch.setattr(ESSMForCausalLM, "generate", generate)
     prompt, continued = (
         tokenizer("abc dach").input_ids,
         r"--- prompt ---\nabc dach\n(--- sample at K=[24] ---\nabc dach\n){2}",
     )
+    path = model / "tokenizer_config.json"  # as BERT's, which has what no model here takes
+    names = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
     show_samples(args, ESSMForCausalLM.from_pretrained(model), torch.tensor(prompt))
     assert re.search(continued, capsys.readouterr().out)
     given = {"model": str(model), "text_files": [data["validation_file"]], "output_dir": str(tmp_path / "again")}

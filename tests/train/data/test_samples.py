@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/data/samples.py: every sample of an epoch once, in an order that no interruption changes."""
 
+import functools
 from collections import Counter
 
 import pytest
@@ -90,14 +91,15 @@ def test_shares_of_a_draw_are_disjoint_and_complete():
 
 
 def test_what_is_read_ahead_comes_in_order_and_a_failure_where_it_belongs():
-    places = iter([0, 1, 2])
-    coming = prefetched(lambda: next(places))
-    assert [next(coming) for _ in range(2)] == [0, 1]
-    coming.close()
-    assert next(places, None) is None  # the third was read ahead
+    for count, unread in ((9, 3), (2, 2)):  # the third is read ahead, but not beyond the last
+        places = iter(range(4))
+        coming = prefetched(functools.partial(next, places), count)
+        assert [next(coming) for _ in range(2)] == [0, 1]
+        coming.close()
+        assert next(places) == unread
 
     divisors = iter([4, 0, 2])
-    coming = prefetched(lambda: 8 // next(divisors))
+    coming = prefetched(lambda: 8 // next(divisors), 3)
     assert next(coming) == 2
     with pytest.raises(ZeroDivisionError):
         next(coming)

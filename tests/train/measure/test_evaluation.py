@@ -144,7 +144,7 @@ def test_a_cut_off_measurement_of_ratios_goes_on(tmp_path, monkeypatch):
         measured.append(model.masks[0][0])
         return torch.tensor([1.0] * model.masks[0][0] + [0.0] * (10 - model.masks[0][0])), torch.ones(10)
 
-    held_out = HeldOut(ACCURACY, score, {}, 1, "", None)
+    held_out = HeldOut(ACCURACY, score, {}, lambda: 1, "", None)
 
     def measure(ratios, identity="a"):
         plan = lambda ratio: SimpleNamespace(kept=[round(8 * (1 - ratio))])  # noqa: E731

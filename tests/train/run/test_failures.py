@@ -16,7 +16,7 @@ from training_run import same, train, train_apart
 from essm_train.arguments import RunArguments
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run.accelerator import make_accelerator
-from essm_train.run.checkpoints import list_checkpoints
+from essm_train.run.checkpoints import list_checkpoints, publishing
 from essm_train.run.weights import WeightAverage, non_finite
 from modeling_essm import ESSMForCausalLM
 
@@ -98,6 +98,23 @@ def test_what_an_update_breaks_is_not_saved(part, update, arguments, tmp_path, m
         train(arguments(tmp_path, eval_steps=update))
     assert list_checkpoints(tmp_path)[-1].name == f"checkpoint-0000000{last}"
     assert not (tmp_path / "model").exists() and not (tmp_path / "best").exists()
+
+
+def test_a_fault_of_the_program_is_no_full_disk(tmp_path):
+    with pytest.raises(RuntimeError, match="size mismatch"), publishing(Accelerator(), tmp_path / "checkpoint"):
+        raise RuntimeError("size mismatch")
+    assert not os.listdir(tmp_path)
+
+
+def test_processes_of_one_machine_share_its_threads(tmp_path, monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(run_accelerator, "cpu_cores", lambda: 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # of however many in all
+    try:
+        make_accelerator(RunArguments(output_dir=str(tmp_path)))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):

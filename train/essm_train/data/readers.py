@@ -52,15 +52,21 @@ class TextReader:
             raise ValueError(f"{where}: text_column {self.column!r} holds an empty text")
         return value.encode()
 
+    def length(self, value: Any, where: str) -> int:
+        """Tokens before the cut. Raises ValueError as `read`."""
+        return len(value.encode()) if self.is_bytes else len(self._tokens(value, where))
+
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L,) at most max_length token ids. Raises ValueError as `check`, or if there is no token."""
         text = self.check(value, where)
         if self.is_bytes:  # faster than by the tokenizer
             return np.frombuffer(text[: self.max_length], np.uint8)
-        ids = self.tokenizer(value, truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
-        if not ids:
+        return np.array(self._tokens(value, where, truncation=True, max_length=self.max_length), np.int32)
+
+    def _tokens(self, value: str, where: str, **options: Any) -> list[int]:
+        if not (ids := self.tokenizer(value, verbose=False, **options)["input_ids"]):
             raise ValueError(f"{where}: the tokenizer makes no token of its text")
-        return np.array(ids, np.int32)
+        return ids
 
     def convert(self, values: np.ndarray) -> Tensor:
         return torch.from_numpy(values.astype(np.int64))
@@ -135,6 +141,10 @@ class FeatureReader:
         if (frames := len(array) // self.frame_length) == 0:
             raise ValueError(f"{where} holds {len(array)} steps, and frame_length is {self.frame_length}")
         return array[: frames * self.frame_length].reshape(frames, self.width)
+
+    def length(self, value: Any, where: str) -> int:
+        """Positions before the cut. Raises ValueError as `check`."""
+        return len(self.check(value, where))
 
     def read(self, value: Any, where: str) -> np.ndarray:
         """(L, F) the first max_length positions, as they are stored. Raises ValueError as `check`."""

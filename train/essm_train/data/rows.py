@@ -101,7 +101,7 @@ class Rows(Sequence[Sample]):
         return Rows(self.rows.select(rows), self.reader, self.label_column, self.num_labels, self.source)
 
     def check(self) -> tuple[np.ndarray, np.ndarray, str]:
-        """Every row's class, its length before it is cut (in bytes of text), and the SHA-256 of all.
+        """Every row's class, its length before it is cut, and the SHA-256 of all.
 
         Raises:
             ValueError: a row that cannot be; names the first one.
@@ -114,7 +114,7 @@ class Rows(Sequence[Sample]):
                 where = f"row {len(labels)} of {self.source}"
                 raw = self.reader.check(value, where)
                 labels.append(self._label(label, where))
-                lengths.append(len(raw))
+                lengths.append(self.reader.length(value, where) if isinstance(raw, bytes) else len(raw))
                 data = raw if isinstance(raw, bytes) else raw.tobytes()
                 digest.update(f"{labels[-1]} {len(data)} ".encode() + data)
         return np.array(labels, np.int64), np.array(lengths, np.int64), digest.hexdigest()

@@ -147,11 +147,12 @@ def even_shares(count: int, rank: int, ranks: int) -> list[int | None]:
     return [i if i < count else None for i in range(rank, rounds * ranks, ranks)]
 
 
-def prefetched(fetch: Callable[[], Any]) -> Generator[Any]:
-    """What `fetch` gives; the next is made in one thread while the last is used. Closing it waits for the thread."""
+def prefetched(fetch: Callable[[], Any], count: int) -> Generator[Any]:
+    """What `count` calls of `fetch` give, each made in one thread while the last is used. Closing it waits for that."""
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(fetch)
-        while True:
+        for left in reversed(range(count)):
             result = coming.result()
-            coming = pool.submit(fetch)
+            if left:
+                coming = pool.submit(fetch)
             yield result

@@ -59,16 +59,21 @@ class HeldOut:
 
     Attributes:
         score: (model, K) to the two (n,) columns of the metric, float64, one entry per block or sample.
-        inputs: one batch of the model's inputs, on the CPU. length: positions of the longest block or sample.
-        description: for people. auto_class: that loads models of this kind.
+        inputs: one batch of the model's inputs, on the CPU. longest: see `length`. description: for people.
+        auto_class: that loads models of this kind.
     """
 
     metric: Metric
     score: Callable[[PreTrainedModel, int], tuple[Tensor, Tensor]]
     inputs: dict[str, Tensor]
-    length: int
+    longest: Callable[[], int]
     description: str
     auto_class: Any
+
+    @property
+    def length(self) -> int:
+        """Positions of the longest block or sample, all of which are read for it."""
+        return self.longest()
 
     def value(self, model: PreTrainedModel, budget: int, finite: bool = True) -> float:
         """The metric at that budget. Raises ValueError if it must be finite and is not."""
@@ -104,7 +109,7 @@ def hold_out_blocks(
 
     description = f"{description}; {len(input_ids)} blocks of {input_ids.shape[1]} tokens"
     inputs = {"input_ids": input_ids[:batch_size]}
-    return HeldOut(BITS_PER_BYTE, score, inputs, input_ids.shape[1], description, AutoModelForCausalLM)
+    return HeldOut(BITS_PER_BYTE, score, inputs, lambda: input_ids.shape[1], description, AutoModelForCausalLM)
 
 
 def hold_out_samples(
@@ -139,9 +144,11 @@ def hold_out_samples(
         hits = shared.reduce(hits, "sum").cpu().double()
         return hits, torch.ones_like(hits)
 
-    length = max(len(part) for sample in samples for part in sample[:-1])
+    def longest() -> int:
+        return max(len(part) for sample in samples for part in sample[:-1])
+
     description = f"{description}; {split.name}"
-    return HeldOut(ACCURACY, score, inputs(0), length, description, AutoModelForSequenceClassification)
+    return HeldOut(ACCURACY, score, inputs(0), longest, description, AutoModelForSequenceClassification)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +29,7 @@ from transformers.trainer_utils import enable_full_determinism
 from essm_train.arguments import RunArguments
 from essm_train.files import alone_in, check_writable, naming, write_text
 from essm_train.publish.hub import check_can_push
+from modeling_essm.budgets.profile import cpu_cores, device_name
 
 
 @contextmanager
@@ -72,7 +72,8 @@ def make_accelerator(args: RunArguments) -> Accelerator:
         # the gradients that micro-steps add up.
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
     _check_shared(accelerator, output_dir)
-    torch.set_num_threads(args.cpu_threads or max(1, min(8, os.cpu_count() or 1) // accelerator.num_processes))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))  # processes of this machine
+    torch.set_num_threads(args.cpu_threads or max(1, min(8, cpu_cores() or 1) // here))
     return accelerator
 
 
@@ -158,9 +159,7 @@ def say(accelerator: Accelerator, text: str) -> None:
 
 def hardware(accelerator: Accelerator) -> str:
     """The machine by its parts."""
-    if accelerator.device.type == "cuda":
-        kind = torch.cuda.get_device_name(accelerator.device)
-    else:
-        kind = f"{accelerator.device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    kind = device_name(accelerator.device)
+    kind += f", {torch.get_num_threads()} threads" if accelerator.device.type == "cpu" else ""
     precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     return f"{accelerator.num_processes} x {kind}, torch {torch.__version__}, {precision}"

@@ -96,6 +96,8 @@ def publishing(accelerator: Accelerator, path: Path) -> Iterator[Path]:
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:  # torch's writers raise all of these
         shutil.rmtree(temporary, ignore_errors=True)
         last = last_good(path.parent)
+        if type(error) is RuntimeError and not (is_lost_peer(error) or "inline_container" in str(error)):
+            raise  # of no writer
         if is_lost_peer(error):
             raise ConnectionError(
                 f"lost another process of this run, {path} is not saved: {error}. {last}. See what that process said, "
@@ -210,19 +212,18 @@ def _check_same_run(checkpoint: Path, identity: dict[str, Any], args: RunArgumen
         "num_processes": " (the random states of every process, and shards, are part of a checkpoint)",
         "max_steps": " (with --extend it may become larger)",
     }
-    saved = read_run_state(checkpoint)["identity"]
-    may_change = {"model"}
+    saved, now = (
+        {name: value for name, value in whole.items() if name != "model"}
+        | {f"{name} of the model": value for name, value in whole["model"].items()}
+        for whole in (read_run_state(checkpoint)["identity"], identity)
+    )
+    may_change = set()
     if args.extend and identity["max_steps"] > saved["max_steps"]:
         may_change |= {"max_steps", "num_train_epochs"}
     changed = [
         f"{name} was {saved.get(name)!r} and is now {new!r}{reasons.get(name, '')}"
-        for name, new in identity.items()
+        for name, new in now.items()
         if name not in may_change and saved.get(name) != new
-    ]
-    changed += [
-        f"{name} of the model was {saved['model'].get(name)!r} and is now {new!r}"
-        for name, new in identity["model"].items()
-        if saved["model"].get(name) != new
     ]
     if changed:
         raise ValueError(

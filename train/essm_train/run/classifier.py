@@ -69,7 +69,7 @@ def train_classifier(args: ClassificationArguments) -> BudgetCurve:
         if args.full_budget_updates is None and not (starts_new and config.block == "elastic"):
             args.full_budget_updates = 0
         with accelerator.main_process_first(), accelerator.local_main_process_first():  # caches may be local
-            data = load_classification(args, trained_labels(config))
+            data = load_classification(args, trained_labels(config) if args.model_name_or_path else None)
         set_seed(args.seed)  # the same weights on every process
         model = build_classifier(args, data)
         what = f"{len(data.held_out.samples):,} samples: {data.held_out.name}"

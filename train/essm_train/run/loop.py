@@ -145,9 +145,9 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
         say(accelerator, task.heading + sweep.table())
         save_sweep(sweep, output_dir, model=str(folder), data=task.description, **task.swept)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
-        task.show(saved)
         if args.architecture == "essm" and any(folder.glob("*.py")):  # others have no card
             write_card_and_push(args)
+        task.show(saved)
     return sweep
 
 
@@ -289,8 +289,9 @@ class _Run:
         seconds = 0.5 if sys.stderr.isatty() else 10  # between lines in a log file
         bar = tqdm(total=self.max_steps, initial=progress.update, unit="update", disable=silent, mininterval=seconds)
         self.model.train()
-        with bar, closing(prefetched(self._fetch)) as coming:
-            for done in range(self.max_steps if progress.stopped_early else progress.update, self.max_steps):
+        left = range(self.max_steps if progress.stopped_early else progress.update, self.max_steps)
+        with bar, closing(prefetched(self._fetch, len(left))) as coming:
+            for done in left:
                 started = time.perf_counter()
                 budgets = self.schedule(done)
                 batches, data_state = next(coming)
@@ -389,10 +390,10 @@ class _Run:
 
     def _truncate(self, update: int) -> None:
         """Shrink the model where it is due; a smaller one's validations are not compared with those before it."""
-        if (
-            self.truncation is None
-            or (report := self.truncation.after_step(self.model, self.optimizer, update)) is None
-        ):
+        if self.truncation is None:
+            return
+        report = self.truncation.after_step(self.model, self.optimizer, update)
+        if report is None:
             return
         if report.replaced:
             self.progress.best, self.progress.best_update, self.progress.validations_without_best = None, 0, 0
