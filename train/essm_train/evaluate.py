@@ -11,7 +11,6 @@ Left in output_dir: evaluation.json, evaluation.md and evaluation.png (star: swe
 
 from __future__ import annotations
 
-import platform
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +44,7 @@ def main(args: EvaluateArguments) -> None:
 
     from essm_train.measure.evaluation import evaluate_models, open_task
     from essm_train.measure.plots import draw_curves
+    from essm_train.measure.timing import machine
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     claim(output_dir, [f"evaluation.{kind}" for kind in ("json", "md", "png")], overwrite=args.overwrite)
@@ -52,10 +52,12 @@ def main(args: EvaluateArguments) -> None:
     evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    write_json(output_dir / "evaluation.json", evaluation.record() | context | machine)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    context |= machine(device) | {"threads": torch.get_num_threads()}
+    figure = draw_curves({args.task: evaluation.curve})
+    write_figure(output_dir / "evaluation.png", figure)  # first: a kill while it is drawn leaves no file
     write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")
-    write_figure(output_dir / "evaluation.png", draw_curves({args.task: evaluation.curve}))
+    write_json(output_dir / "evaluation.json", evaluation.record() | context)
     print(f"saved {output_dir / 'evaluation.json'}, .md and .png")
 
 

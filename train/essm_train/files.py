@@ -42,7 +42,7 @@ def claim(
     """Make the folder in which a command will write those files and folders, before it does any work.
 
     Args:
-        overwrite: whether its user has said, by `flag`, that what is there may go.
+        overwrite: whether its user has said, by `flag`, that what is there may go; "" where there is no such flag.
         reads: what the command will read; what is no path here does not count.
     Raises:
         ValueError: the folder cannot be written; one of the names is, or holds, what the command reads; or one is
@@ -66,8 +66,8 @@ def refuse_replacing(found: Iterable[str], folder: Path, flag: str = "--overwrit
     """Raises ValueError if anything is found that the command would replace."""
     if names := ", ".join(found):
         raise ValueError(
-            f"{str(folder)!r} holds {names}, which this run did not write: write to another folder, move it away, or "
-            f"give {flag} to replace it"
+            f"{str(folder)!r} holds {names}, which this run did not write: write to another folder, or move it away"
+            + (f", or give {flag} to replace it" if flag else "")
         )
 
 
@@ -142,7 +142,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"output_dir {str(folder)!r} cannot be written: {error.strerror}") from error
+        raise ValueError(f"folder {str(folder)!r} cannot be written: {error.strerror}") from error
 
 
 def sha256_of(path: Path) -> str:

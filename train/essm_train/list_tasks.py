@@ -15,6 +15,7 @@ the official set. What is measured on other data must not be called by the offic
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
 import yaml
@@ -65,7 +66,8 @@ def main(args: ListArguments) -> None:
         return
     values = task_arguments(args.task, args.data_dir, args.scale, args.use_hub)
     spec = get_task(args.task)
-    print(f"# {spec.title}, {args.scale}: {spec.command}\n# {spec.note}")
+    heading = f"{spec.title}, {args.scale}: {spec.command}\n{spec.note}"
+    print(textwrap.indent(heading, "# ", lambda line: True))
     print(yaml.safe_dump(values, sort_keys=False), end="")
 
 

@@ -23,6 +23,7 @@ Markdown lists every argument in which a reduced scale departs from full scale.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
@@ -66,6 +67,7 @@ class ReproduceArguments:
 def folder_of(row: Row, args: ReproduceArguments, seed: int) -> Path:
     """Where a run goes; the same arguments of a task always mean the same folder."""
     name = "-".join(f"{key}={value}" for key, value in sorted(row.arguments.items())) or "default"
+    name = name.replace("/", "_")
     if len(name.encode()) > 200:  # of the 255 bytes that a file system allows
         name = f"{name.encode()[:100].decode(errors='ignore')}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
     return Path(args.output_dir) / f"{row.task_name}-{args.scale}" / f"{name}-seed{seed}"
@@ -142,7 +144,11 @@ def reproduce(args: ReproduceArguments) -> None:
     if not rows:
         raise FileNotFoundError("; ".join(absent.values()))
     # Seeds one after the other, so that an interrupted table has all rows; a run that two rows share stands once.
-    runs = {folder_of(row, args, seed): (row, seed) for seed in range(args.seeds) for row in rows.values()}
+    runs: dict[Path, tuple[Row, int]] = {}
+    for seed, row in itertools.product(range(args.seeds), rows.values()):
+        other, _ = runs.setdefault(folder := folder_of(row, args, seed), (row, seed))
+        if arguments_of(other, args, seed) != arguments_of(row, args, seed):
+            raise ValueError(f"{other.task} and {row.task} would share {folder}: give one file another name")
 
     def perform_run(folder: Path) -> None:
         row, seed = runs[folder]

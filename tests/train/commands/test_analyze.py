@@ -106,4 +106,5 @@ def test_layers_of_different_capacity(block):
     expected[(slice(3),) * held.ndim] = True
     expected = expected.tril() if model.config.gating == "nested" else expected
     assert mean.shape == (2, *((8,) * held.ndim)) and torch.equal(held, expected)
-    assert len(rows_of(mean, entropy)) == (11 if block else 2)
+    rows = rows_of(mean, entropy, (0, 3))  # of a hybrid, whose layers 1 and 2 attend
+    assert len(rows) == (11 if block else 2) and {name.split(",")[0] for name, *_ in rows} == {"layer 0", "layer 3"}

@@ -136,7 +136,7 @@ def test_another_device_adds_its_times(saved, calibrated, tmp_path, monkeypatch)
     entry, here = after.devices[THERE], before.devices[HERE]
     assert after.quality == before.quality and after.devices[HERE] == here
     assert (entry.dtype, entry.prompt_length, entry.weight_bytes) == ("bfloat16", 9, here.weight_bytes / 2)
-    assert {row.budget for row in entry.rows} == {8}
+    assert {row.budget for row in entry.rows} == {8, 32}  # the full one always
     assert [axes.get_title().split("\n")[0] for axes in draw_profile(after).axes] == [HERE, THERE]
     with pytest.raises(
         ValueError, match=f"holds the figures of {THERE} in budget_profile.json, which this run did not"
@@ -323,6 +323,12 @@ def test_standard_errors_are_those_of_paired_samples():
     assert found.values == pytest.approx([float(hits[K].mean()) for K in (2, 4, 8)])
     assert found.errors == pytest.approx([float(hits[K].std() / math.sqrt(500)) for K in (2, 4, 8)])
     assert found.drop_errors[2] == 0
+    one = replace(coins, score=lambda model, K: (hits[K][:1], torch.ones(1).double()))
+    with pytest.raises(ValueError, match="need at least two held-out blocks or samples, got 1"):
+        measure_quality(random_model(), one, (2, 4, 8))
+    broken = replace(coins, score=lambda model, K: (hits[2] / 0, torch.ones(500).double()))
+    with pytest.raises(ValueError, match="accuracy of coins at K=2 must be finite, got nan"):
+        measure_quality(random_model(), broken, (2, 4, 8))
     # By resampling: what is measured of drops when samples are drawn anew.
     rows = torch.randint(500, (4000, 500), generator=generator)
     resampled = {K: hits[K][rows].mean(1) for K in (2, 4, 8)}

@@ -201,7 +201,7 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
     [
         ({"train_file": "SHORT"}, "shorter than one block: it holds 21 tokens and block_size is 32"),
         ({"validation_file": "EMPTY"}, "cannot read EMPTY: no file with anything in it"),
-        ({"output_dir": "SHORT/run"}, "output_dir .*SHORT/run' cannot be written: Not a directory"),
+        ({"output_dir": "SHORT/run"}, "folder .*SHORT/run' cannot be written: Not a directory"),
         ({"budget_schedule": "fifo"}, "budget_schedule must be one of"),
         ({"eval_budgets": [9]}, r"eval_budgets must be integers in \[1, 8\], got \[9\]"),
         ({"validation_blocks": 3}, "validation_blocks must be at most sweep_blocks = 2, got 3"),

@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Saved models on held-out data at every budget, seed by seed; pruning of modes, ratio by ratio."""
 
+import dataclasses
 import json
 import statistics
 from types import SimpleNamespace
@@ -50,6 +51,9 @@ def test_language_models_are_evaluated_at_every_budget(tmp_path):
     (tmp_path / "text.txt").write_text("spectral budget " * 200)
     data = open_text([str(tmp_path / "text.txt")], ByteEncoder(), 64, 4)
     assert data.description == "text.txt; 4 blocks of 64 tokens"
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "a.txt").write_text("spectral budget " * 200)
+    assert open_text([f"{tmp_path}/books/"], ByteEncoder(), 64, 4).description.startswith("books (1 files); 4 blocks")
     found = evaluate_models(folders, data, (2, 8))
     assert found.budgets == (2, 8, 32) and found.curves[0].values != found.curves[1].values
     model = load_for(data, folders[0])
@@ -154,6 +158,8 @@ def test_a_cut_off_measurement_of_ratios_goes_on(tmp_path, monkeypatch):
     curve = measure((0.0, 0.25, 0.5))
     assert measured == [8, 6, 4] and not model.masks and curve.kept == ((8,), (6,), (4,))
     assert curve.losses == pytest.approx((0, 0.2, 0.4)) and curve.largest_within(0.3) == 0.25
+    point = dataclasses.replace(curve, values=(0.95, 0.94, 0.9))  # 0.95 - 0.94 is a little more than 0.01
+    assert point.largest_within(0.01) == 0.25
     measure((0.0,), "b")  # another model
     (tmp_path / "partial.json").write_text('{"identity"')
     measure((0.0,))

@@ -1,7 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Pictures of budget curves: what is drawn, what is marked, and where axes end."""
 
-from profiles import HERE, device, profile
+from dataclasses import replace
+
+from profiles import HERE, THERE, device, profile
 
 from essm_train.measure.plots import draw_curves, draw_panels, draw_profile
 from modeling_essm.budgets.curve import BudgetCurve
@@ -23,6 +25,14 @@ def test_a_profile():
     assert "call over 64 positions" in axes.get_xlabel() and "higher is better" in axes.get_ylabel()
     labels = [line.get_label() for line in draw_profile(profile((2.2, 2.1, 2.03, 2.01, 2.0))).axes[0].get_lines()]
     assert "K = 8: sweet spot" in labels and not any("collapse" in label for label in labels)
+
+
+def test_a_mark_that_a_device_has_no_time_of_is_not_drawn_there():
+    two = device(THERE, (1.0, 1.5, 2.0, 3.0, 5.0))
+    two = replace(two, rows=tuple(row for row in two.rows if row.budget in (2, 32)))
+    here, there = draw_profile(profile(**{HERE: device(HERE, (1.0, 1.5, 2.0, 3.0, 5.0)), THERE: two})).axes
+    assert any("K = 8" in line.get_label() for line in here.get_lines())
+    assert not any("K = 8" in line.get_label() for line in there.get_lines()) and here.get_ylim()[0] > 1.9
 
 
 def test_axes_end_at_what_is_possible():

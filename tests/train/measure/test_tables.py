@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from essm_train import reproduce
 from essm_train.measure.evaluation import Evaluation
 from essm_train.measure.paper import PAPER_FIGURES, Figure, figures_of, paper_curve, read_paper_figures
 from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.tables import cost_tables, departures, markdown, panels_of
+from essm_train.tasks import experiments
 from essm_train.tasks.catalog import TASKS
 from essm_train.tasks.experiments import EXPERIMENTS, Experiment, Row, get_experiment
 from modeling_essm.budgets.curve import BudgetCurve
@@ -102,6 +104,8 @@ def test_every_reduced_task_says_how_it_differs():
     assert text.startswith("- retrieval: the official files")
     assert "  Substitute data: pairs of passages.\n  Medium scale: hidden_size 128 for that of essm-lra-r" in text
     assert "Small scale" not in departures(TASKS, "full")
+    for scale in ("small", "full"):
+        assert "max_steps 10 for 50000" in departures(["smnist"], scale, given={"max_steps": 10})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,3 +162,15 @@ def test_curves_of_the_paper(tmp_path):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             read_paper_figures(str(path), ["text"])
+
+
+def test_rows_whose_runs_would_share_a_folder_are_refused(tmp_path, monkeypatch):
+    """A task of one's own may be called as one of the library's; the same run of two rows stands once."""
+    rows = {"ours": Row("text"), "mine": Row("mine/text.yaml")}
+    monkeypatch.setattr(experiments, "get_experiment", lambda name: Experiment(name, "?", rows))
+    monkeypatch.setattr(reproduce, "arguments_of", lambda row, args, seed: {"data": row.task})
+    args = reproduce.ReproduceArguments("x", output_dir=str(tmp_path), results_dir=str(tmp_path))
+    with pytest.raises(ValueError, match=r"text and mine/text.yaml would share .*text-small/default-seed0"):
+        reproduce.reproduce(args)
+    named = Row("text", {"tokenizer_name": "org/name"})
+    assert reproduce.folder_of(named, args, 0).parts[-2:] == ("text-small", "tokenizer_name=org_name-seed0")

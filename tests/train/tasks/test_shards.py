@@ -157,7 +157,7 @@ def test_shards_that_nothing_describes_are_refused(made, tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output_dir '.*below' cannot be written"):
+    with pytest.raises(ValueError, match=r"folder '.*below' cannot be written"):
         generate(TASK, tmp_path / "file" / "below")
     with pytest.raises(ValueError, match="num_workers must be at least 1, got 0"):
         generate(TASK, tmp_path / "new", num_workers=0)

@@ -171,7 +171,8 @@ def only_text(rows: Any, column: str, what: str) -> Any:
         kind = getattr(features_of(rows).get(column, datasets.Value("null")), "dtype", "lists")
     if kind not in ("string", "large_string", "null"):
         raise ValueError(f"column {column!r} of {what} must hold text, got {kind}")
-    return rows.cast_column(column, datasets.Value("string")) if kind == "large_string" else rows  # as csv has it
+    other = kind == "large_string" or (kind == "null" and isinstance(rows, datasets.Dataset))  # of csv; of no text
+    return rows.cast_column(column, datasets.Value("string")) if other else rows
 
 
 def cut_end(rows: datasets.Dataset, column: str, fraction: float) -> tuple[datasets.Dataset, datasets.Dataset]:

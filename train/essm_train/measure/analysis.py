@@ -30,6 +30,7 @@ from essm_train.measure.timing import paired
 from essm_train.models import budgets_to_measure, load_model
 from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
+from modeling_essm.spectral_budget import spectral_layers
 
 
 def spectral_mixers(model: nn.Module) -> list[Any]:
@@ -126,10 +127,14 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
     return {name: [statistics.median(seconds[name, K]) for K in budgets] for name in algorithms}
 
 
-def rows_of(means: Tensor, entropies: Tensor) -> list[tuple[str, Tensor, float]]:
-    """A name, the mean gates (K,) and the entropy of each layer, or of each head that a layer holds."""
+def rows_of(means: Tensor, entropies: Tensor, layers: Sequence[int]) -> list[tuple[str, Tensor, float]]:
+    """A name, the mean gates (K,) and the entropy of each of `layers`, or of each head that one holds."""
     return [
-        (", head ".join([f"layer {where[0]}", *(str(head + 1) for head in where[1:])]), means[where], float(entropy))
+        (
+            ", head ".join([f"layer {layers[where[0]]}", *(str(head + 1) for head in where[1:])]),
+            means[where],
+            float(entropy),
+        )
         for where, entropy in np.ndenumerate(entropies.numpy())
         if means[where].any()
     ]
@@ -189,7 +194,7 @@ def analyze(args: Any) -> None:
     if config.gating != "none":
         means, entropies = gate_statistics(model, input_ids, budgets[-1], input_ids != encoder.pad_id)
         record["gates"] = {"budget": budgets[-1], "mean": means.tolist(), "entropy": entropies.tolist()}
-        rows = rows_of(means, entropies)
+        rows = rows_of(means, entropies, spectral_layers(config))
         write_figure(output_dir / "gates.png", draw_gates(rows))
         drawn = ["gates.png", "cost.png"]
         for name, mean, entropy in rows:

@@ -26,18 +26,24 @@ from modeling_essm.budgets.profile import DeviceProfile, Measurement, Quality, d
 
 
 def measure_quality(model: PreTrainedModel, held_out: HeldOut, budgets: Sequence[int]) -> Quality:
-    """The metric at every budget and its standard errors, those of a ratio of sums."""
+    """The metric at every budget and its standard errors, those of a ratio of sums.
+
+    Raises:
+        ValueError: a metric that is not finite, or fewer than two blocks or samples.
+    """
     values, influences = [], []  # of each sample on the ratio
     for K in budgets:
         print(f"quality: K={K}", flush=True)
         totals, weights = held_out.score(model, K)
-        values.append(float(totals.sum() / weights.sum()))
+        values.append(held_out.metric_of(totals, weights, K))
         influences.append((totals - values[-1] * weights) / weights.sum())
     n, full = len(influences[0]), values[-1]
+    if n < 2:
+        raise ValueError(f"standard errors need at least two held-out blocks or samples, got {n}")
     of_drops = [(i - v / full * influences[-1]) / full if full else i for i, v in zip(influences, values)]
 
     def error(influence: Tensor) -> float:
-        return float((influence.square().sum() * n / max(1, n - 1)).sqrt())
+        return float((influence.square().sum() * n / (n - 1)).sqrt())
 
     return Quality(
         *held_out.metric,

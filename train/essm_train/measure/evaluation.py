@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from essm_train.data.classification import load_classification, record_of, unnamed_labels
+from essm_train.data.documents import describe_files
 from essm_train.data.text import load_text, read_blocks
 from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside
 from essm_train.measure.budget_sweep import sweep_budgets
@@ -93,8 +94,7 @@ def open_text(
 ) -> HeldOut:
     """Held-out blocks of local files. Raises ValueError if they cannot be read."""
     blocks, density = read_blocks(list(paths), encoder, block_size, max_blocks, column)
-    names = ", ".join(str(path).rpartition("/")[2] for path in paths)
-    return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, names)
+    return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, describe_files(paths))
 
 
 def open_task(
@@ -181,7 +181,9 @@ def evaluate_models(
                 call = functools.partial(run_at_budget, model, batch, K)
                 call()  # constants made once do not count
                 peaks.append(peak_memory(call, model.device))
-            elastic = hasattr(model, "num_active_parameters")
-            active.append(model.num_active_parameters(K) if elastic else model.num_parameters())
+            if hasattr(model, "num_active_parameters"):
+                active.append(model.num_active_parameters(K))
+            else:  # a nested Mamba-2 is cut
+                active.append((model.truncate(K) if capacity > 1 else model).num_parameters())
         sweeps.append(sweep_budgets(model, held_out, wanted))
     return Evaluation(tuple(sweeps), tuple(peaks), tuple(active))

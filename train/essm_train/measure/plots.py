@@ -121,6 +121,8 @@ def draw_profile(profile: BudgetProfile) -> Figure:
                 axes.annotate(str(row.budget), point, (0, 7), zorder=4, **style)
         for mark, K in quality.marks.items():
             at = [(row.median_ms, value[K]) for row in entry.rows if (row.phase, row.budget) == (phase, K)]
+            if not at:  # a budget that was not timed on this device
+                continue
             face = "gold" if mark == "sweet spot" else "none"
             _draw_mark(axes, mark, at, face, "tab:red", f"K = {K}: {mark}")
         axes.set_xscale("log")

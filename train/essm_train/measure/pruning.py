@@ -47,7 +47,7 @@ class PruningCurve:
 
     def largest_within(self, most: float) -> float:
         """The largest ratio that, like every smaller one measured, loses at most so much."""
-        within = itertools.takewhile(lambda row: row[1] <= most, zip(self.ratios, self.losses))
+        within = itertools.takewhile(lambda row: row[1] <= most + 1e-9, zip(self.ratios, self.losses))
         return max((ratio for ratio, _ in within), default=0.0)
 
     def record(self) -> dict[str, Any]:

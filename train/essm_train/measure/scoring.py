@@ -77,7 +77,12 @@ class HeldOut:
 
     def value(self, model: PreTrainedModel, budget: int, finite: bool = True) -> float:
         """The metric at that budget. Raises ValueError if it must be finite and is not."""
-        value = self.metric.compute(*self.score(model, budget))
+        return self.metric_of(*self.score(model, budget), budget, finite)
+
+    def metric_of(self, totals: Tensor, weights: Tensor, budget: int, finite: bool = True) -> float:
+        """The same of columns that `score` gave."""
+        value = float(totals.sum())
+        value = self.metric.compute(totals, weights) if math.isfinite(value) else value
         if finite and not math.isfinite(value):
             raise ValueError(f"{self.metric.name} of {self.description} at K={budget} must be finite, got {value}")
         return value
@@ -134,13 +139,14 @@ def hold_out_samples(
 
     @torch.no_grad()
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
-        hits = torch.zeros(len(samples), dtype=torch.int64, device=model.device)
+        hits = torch.zeros(len(samples), device=model.device)
         for i in even_shares(len(starts), shared.process_index, shared.num_processes):
             start = starts[i or 0]
             batch = {name: value.to(model.device) for name, value in inputs(start).items()}
-            found = run_at_budget(model, batch, K).logits.argmax(-1)
+            logits = run_at_budget(model, batch, K).logits
             if i is not None:  # else it only keeps step with the other processes
-                hits[start : start + len(found)] = found == split.labels[start : start + len(found)].to(found.device)
+                hit = logits.argmax(-1) == split.labels[start : start + len(logits)].to(logits.device)
+                hits[start : start + len(hit)] = hit.float().where(logits.isfinite().all(-1), math.nan)
         hits = shared.reduce(hits, "sum").cpu().double()
         return hits, torch.ones_like(hits)
 

@@ -38,7 +38,9 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     curves = tuple(
         read_sweep(json.loads((folder / "budget_sweep.json").read_text(encoding="utf-8"))) for folder in folders
     )
-    here = f"{ROOT}{os.sep}"  # files of this repository keep only their place in it
+    here = json.dumps(f"{ROOT}{os.sep}")[
+        1:-1
+    ]  # as JSON writes it: files of this repository keep only their place in it
     training = [
         json.loads((folder / "training.json").read_text(encoding="utf-8").replace(here, "")) for folder in folders
     ]
@@ -179,8 +181,10 @@ def panels_of(
     ours: dict[str, dict[str, BudgetCurve]] = {}
     theirs: dict[str, dict[str, BudgetCurve]] = {}
     lines = {name: evaluation for name, (evaluation, _) in collected.items() if not experiment.rows[name].series}
+    tasks = {f"{row.series}, a model each": row.task_name for row in experiment.rows.values()}  # a series has one
+    tasks |= {name: row.task_name for name, row in experiment.rows.items()}
     for name, evaluation in (lines | series_of(experiment, collected)).items():
-        task = experiment.rows.get(name, next(iter(experiment.rows.values()))).task_name  # a series has one task
+        task = tasks[name]
         label = "ES-SSM" if name == task else name.removeprefix(f"{task}, ")
         panel = f"{task} (substitute data)" if task in substitutes else task
         ours.setdefault(panel, {})[label] = evaluation.curve
@@ -191,19 +195,24 @@ def panels_of(
     return ours, theirs
 
 
-def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str] = MappingProxyType({})) -> str:
+def departures(
+    tasks: Sequence[str],
+    scale: str,
+    substitutes: Mapping[str, str] = MappingProxyType({}),
+    given: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
     """In what a run of each task at that scale departs from the official one, as a Markdown list.
 
     Args:
-        substitutes: what the data in the place of the official is, by the task's name.
+        substitutes: what the data in the place of the official is, by the task's name. given: arguments of all runs.
     """
     lines = []
     for spec in map(get_task, tasks):
         lines.append(f"- {spec.name}: {spec.note}. Arguments of full scale: {spec.origin}.")
         if spec.name in substitutes:
             lines.append(f"  Substitute data: {substitutes[spec.name]}.")
-        if scale != "full":
-            lines.append(f"  {scale.capitalize()} scale: {', '.join(_changes(spec, spec.sizes(scale)))}.")
+        if changes := ", ".join(_changes(spec, {**spec.sizes(scale), **given})):
+            lines.append(f"  {scale.capitalize()} scale: {changes}.")
     return "\n".join(lines) + "\n"
 
 
@@ -243,7 +252,8 @@ def write_results(experiment: Experiment, args: Any, collected: Collected, paper
     stem = Path(args.results_dir) / f"{experiment.name}-{args.scale}"
     hardware = ", ".join(sorted({training["hardware"] for _, training in collected.values()}))
     text += f"\nSeeds {', '.join(map(str, range(args.seeds)))}; {hardware}.\n\n"
-    text += departures(tasks, args.scale, substitutes)
+    given = {"max_steps": args.max_steps} if args.max_steps else {}
+    text += departures(tasks, args.scale, substitutes, given)
     text += "".join(f"- {task} was left out, its data was absent.\n" for task in absent)
     figure = draw_panels(*panels_of(experiment, collected, paper, substitutes))
     write_figure(stem.with_suffix(".png"), figure, dpi=120)  # first: a kill while it is drawn leaves no file

@@ -85,7 +85,7 @@ def write_model_card(
     data = _metadata(own, task, title, curve, sweep.get("split"), training)
     if place.name == "model" and (place.parent / PICTURE).is_file():  # else what lies there is another model's
         shutil.copyfile(place.parent / PICTURE, folder / PICTURE)
-    example = data["widget"][0]["text"] if data.get("widget") else "def main("
+    example = next((w["text"] for w in data.get("widget") or () if "text" in w), "def main(")
     sections = (
         _model(folder, config),
         _results(folder, config, curve, sweep, training),

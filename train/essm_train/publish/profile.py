@@ -65,7 +65,7 @@ def calibrate(args: CalibrateArguments) -> BudgetProfile:
     model.to(model.dtype if args.dtype == "auto" else getattr(torch, args.dtype))
     if args.timing_only:
         assert profile is not None
-        budgets = tuple(sorted(set(args.budgets or profile.quality.budgets)))
+        budgets = tuple(sorted({*(args.budgets or profile.quality.budgets), profile.quality.budgets[-1]}))
         if unknown := sorted(set(budgets) - set(profile.quality.budgets)):
             raise ValueError(f"budgets must be of {list(profile.quality.budgets)}, measured before, got {unknown}")
     else:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from essm_train.data.tokens import Encoder, encoder_beside, file_of
 from essm_train.files import alone_in, claim, filling, sha256_of, write_figure, write_json, write_text
 from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
+from essm_train.measure.timing import machine
 from essm_train.models import capacity_of
 from essm_train.publish.arguments import PruneArguments
 from essm_train.publish.hub import TOKENIZER_FILES
@@ -107,11 +107,11 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
     }
     text = table(facts, curve, chosen, bounds)
     print(f"\n{text}")
-    machine = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    here = machine(model.device) | {"threads": torch.get_num_threads()}
     chosen.save(output_dir / "plan.json")
     write_figure(output_dir / "pruning.png", curve.draw(ratio, f"{args.method}, {args.scope}"))
     write_text(output_dir / "pruning.md", text)
-    write_json(output_dir / "pruning.json", {**facts, **curve.record(), **machine, "arguments": vars(args)})
+    write_json(output_dir / "pruning.json", {**facts, **curve.record(), **here, "arguments": vars(args)})
     auto = "AutoModelForCausalLM" if "CausalLM" in type(model).__name__ else "AutoModelForSequenceClassification"
     own = ", trust_remote_code=True" if getattr(model.config, "auto_map", None) else ""
     imports = "import essm_train.baselines.models\n" if model.config.model_type == BaselineConfig.model_type else ""

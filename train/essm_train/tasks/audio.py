@@ -151,8 +151,7 @@ class Speech4(SpeechFrames):
         self.source = " ".join(map(sha256_of, self.paths.values()))
 
     def read(self, split: str, rows: range) -> list[Clip]:
-        # memory_map keeps what is read to the row groups that hold these rows.
-        table = pq.read_table(self.paths[split], columns=list(self.COLUMNS), memory_map=True)
+        table = pq.read_table(self.paths[split], columns=list(self.COLUMNS))
         clips = []
         for codes, *rest in zip(*table.slice(rows.start, len(rows)).columns):
             label, length, name = (value.as_py() for value in rest)

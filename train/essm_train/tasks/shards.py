@@ -109,7 +109,7 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
                 f"{folder} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
             )
     known = manifest.exists() or unfinished.exists()
-    claim(folder, [] if known else [path.name for path, *_ in shards])
+    claim(folder, [] if known else [path.name for path, *_ in shards], flag="")
     with alone_in(folder):
         missing = [shard for shard in shards if not shard[0].exists() or not shard[0].stat().st_size]
         if missing or not manifest.exists():
