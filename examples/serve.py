@@ -16,6 +16,7 @@ serving/guard.py stands before it: one model, LIMITS on every request, a reason 
 client that has left.
 """
 
+from fastapi.middleware.cors import CORSMiddleware
 from serving.guard import Guard
 from serving.schema import Limits
 from transformers import GenerationConfig
@@ -48,7 +49,9 @@ def build_guarded(manager, *args, **kwargs):
     model, _ = manager.load_model_and_processor(manager.process_model_name(name))
     if kwargs["generation_state"].use_continuous_batching(model, Modality.LLM):
         raise SystemExit("error: leave out --continuous-batching: requests share a batch without it")
-    return Guard(build_server(manager, *args, **kwargs), model, name, LIMITS)
+    cors = kwargs.pop("enable_cors", False)  # around the guard, whose own answers browsers have to read too
+    guard = Guard(build_server(manager, *args, **kwargs), model, name, LIMITS)
+    return CORSMiddleware(guard, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"]) if cors else guard
 
 
 ModelManager._load_processor, server.build_server = load_with_template, build_guarded

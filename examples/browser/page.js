@@ -105,8 +105,8 @@ const heard = {
   async loaded(message) {
     about = message.about;
     budgets = Object.keys(about.budgets).sort((a, b) => about.budgets[a].weight_bytes - about.budgets[b].weight_bytes);
-    const response = await fetch("budget_profile.json");
-    profile = response.ok ? await response.json() : null;
+    const read = (response) => (response.ok ? response.json() : null);
+    profile = await fetch("budget_profile.json").then(read).catch(() => null); // the page does without
     $("ticks").replaceChildren(...budgets.map((K) => element("span", {}, element("b", {}, K), nameOf(K))));
     const start = about.presets.medium ?? budgets.at(-1);
     Object.assign($("budget"), { max: budgets.length - 1, value: budgets.indexOf(start), disabled: false });

@@ -36,7 +36,10 @@ function program(name, budget) {
   const { file } = about.budgets[budget][name];
   const externalData = [{ path: about.weights.file, data: weights }];
   const open = () => ort.InferenceSession.create(`model/${file}`, { externalData });
-  programs[file] ??= opening = opening.then(open, open); // one after the other: they share the place of external data
+  programs[file] ??= opening = opening.then(open, open).catch((error) => {
+    delete programs[file]; // so that the next try downloads it again
+    throw error;
+  }); // one after the other: they share the place of external data
   return programs[file];
 }
 

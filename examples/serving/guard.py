@@ -61,7 +61,7 @@ class Guard:
             return
         try:
             self._check_route(scope["path"], scope["method"])
-            if scope["method"] != "POST":
+            if scope["method"] in ("GET", "OPTIONS"):
                 listing = {"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "local"}]}
                 answer = JSONResponse(listing) if scope["path"] == "/v1/models" else self.app
                 return await answer(scope, receive, send)
@@ -75,11 +75,11 @@ class Guard:
 
     @staticmethod
     def _check_route(path: str, method: str) -> None:
-        methods = {"/health": ("GET", "HEAD"), "/v1/models": ("GET",)}.get(path, ("POST",))
+        taken = "POST" if path in ENDPOINTS else "GET"
         if path not in ENDPOINTS and path not in ("/health", "/v1/models"):
             raise Refused(404, f"{path} is not served, only {', '.join(('/health', '/v1/models', *ENDPOINTS))}")
-        if method not in (*methods, "OPTIONS"):
-            raise Refused(405, f"{path} takes {methods[0]}, got {method}")
+        if method not in (taken, "OPTIONS"):
+            raise Refused(405, f"{path} takes {taken}, got {method}")
 
     async def _read(self, scope: Any, receive: Any) -> bytes:
         """The whole body.
@@ -93,7 +93,7 @@ class Guard:
         parts, size, more = [], 0, True
         try:
             async with asyncio.timeout(self.limits.seconds):
-                while more and size <= DRAINED:
+                while more and size <= max(DRAINED, self.limits.body_bytes):
                     message = await receive()
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
@@ -133,6 +133,8 @@ class Guard:
                 async with asyncio.timeout(patience):
                     await send(message)
             except TimeoutError:
+                if transport := getattr(getattr(send, "__self__", None), "transport", None):
+                    transport.abort()  # uvicorn's close() would wait for this client, and the server's end for that
                 raise ConnectionError("the client does not read its answer") from None
             finally:
                 patience -= clock() - began

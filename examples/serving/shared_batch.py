@@ -94,6 +94,8 @@ class SharedBatch:
         while True:
             while not self.running or not self.jobs.empty():
                 if (job := self.jobs.get()) is None:
+                    for job in self.running:  # whose threads Python would wait for
+                        job.answer.set_exception(Refused(503, "the server has ended"))
                     return
                 self._begin(job)
             try:

@@ -17,7 +17,7 @@ import gradio as gr
 import torch
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parent / "../.."
 sys.path.append(str(ROOT))  # a clone's package, unless it is installed or lies beside this file
 
 from modeling_essm import ESSMCache, ESSMForCausalLM  # noqa: E402
@@ -31,6 +31,7 @@ ends = model.generation_config.eos_token_id
 SIZES = [(f"{name} (K = {K})", name) for name, K in (config.budget_presets or {}).items()]
 SIZES += [(f"K = {K}", str(K)) for K in range(1, capacity + 1)]
 REDRAW = 0.1  # seconds
+LONGEST = 4000  # characters of a prompt
 
 
 class Writer:
@@ -42,9 +43,11 @@ class Writer:
     def __init__(
         self, prompt: str, budget_of: Callable, room: int | str, count: int, temperature: float, seed: int
     ) -> None:
+        if len(prompt) > LONGEST:  # the page's own limit holds in a browser only
+            raise gr.Error(f"A prompt has at most {LONGEST} characters, got {len(prompt)}.")
         ids = tokenizer(prompt, return_tensors="pt").input_ids
         self.ids = ids if ids.numel() else torch.tensor([[config.bos_token_id]])
-        self.cache, self.random = ESSMCache(config, state_budget=room), torch.Generator().manual_seed(seed)
+        self.cache, self.random = ESSMCache(config, state_budget=room), torch.Generator().manual_seed(seed or 0)
         self.budget_of, self.count, self.temperature = budget_of, count, temperature
         self.tokens, self.budgets, self.seconds, self.ended = [], [], 0.0, False
 
@@ -113,11 +116,11 @@ with gr.Blocks(title="One model, many sizes") as page:
         "# One model, many sizes\n"
         f"A budget K reads the first K of the {capacity} channels of {model.num_parameters() / 1e6:.1f}M weights."
     )
-    prompt = gr.Textbox("She looked at him, and", label="Prompt", lines=2, max_length=4000)
+    prompt = gr.Textbox("She looked at him, and", label="Prompt", lines=2, max_length=LONGEST)
     with gr.Accordion("Settings", open=False):
         count = gr.Slider(1, 1000, 300, step=1, precision=0, label="Tokens")
         temperature = gr.Slider(0, 1.5, 0.7, step=0.1, label="Temperature (0: always the likeliest token)")
-        seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+        seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**53)
     how = [count, temperature, seed]
     with gr.Tab("Side by side"):
         gr.Markdown("Three sizes continue the prompt. Each gets the same time.")

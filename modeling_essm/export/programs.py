@@ -106,7 +106,7 @@ def export_programs(
 def empty_states(program: ExportedProgram, batch_size: int) -> dict[str, Tensor]:
     """The states before any token: zeros, by name."""
     states = _example_states(program)
-    return {name: torch.zeros(batch_size, *state.shape[1:], dtype=state.dtype) for name, state in states.items()}
+    return {name: state.new_zeros(batch_size, *state.shape[1:]) for name, state in states.items()}
 
 
 def signature(program: ExportedProgram) -> tuple[list[TensorSpec], list[TensorSpec]]:

@@ -76,7 +76,7 @@ def server(model, tmp_path_factory):
     """Its address."""
     address, path = f"http://127.0.0.1:{(port := free_port())}", tmp_path_factory.mktemp("log") / "log"
     command = [sys.executable, str(SERVE), "serve", model[1], "--host", "127.0.0.1", "--port", str(port)]
-    command, deadline = [*command, "--device", "cpu"], time.monotonic() + 200
+    command, deadline = [*command, "--device", "cpu", "--enable-cors"], time.monotonic() + 200
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(open(path, "w"))
         process = stack.enter_context(subprocess.Popen(command, env=environment(), stdout=log, stderr=log))
@@ -138,6 +138,17 @@ def test_each_request_has_its_budget(endpoint, post, expected):
     if endpoint == "completions":
         answer = json.loads(post("/v1/completions", generation_config=None, max_tokens=TOKENS, **fields))
         assert text_of("completions", answer) == text
+
+
+def test_a_page_of_another_site_reads_what_the_guard_says(server):
+    for path, method, status in (("/v1/models", "OPTIONS", 200), ("/v1/models", "GET", 200), ("/docs", "GET", 404)):
+        asked = {"Origin": "http://a.site", "Access-Control-Request-Method": "GET"}
+        asked |= {"Access-Control-Request-Headers": "authorization"}
+        connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=100)
+        connection.request(method, path, headers=asked)
+        answer = connection.getresponse()
+        assert answer.status == status and answer.getheader("access-control-allow-origin") in ("*", "http://a.site")
+        connection.close()
 
 
 def test_the_openai_client(server, model, expected):
@@ -484,21 +495,24 @@ def test_time_ends_a_request(guarded, monkeypatch):
 
 def test_a_client_that_does_not_read_does_not_keep_its_place():
     alone = object.__new__(guard.Guard)
-    alone.limits, alone.tickets, sent = schema.Limits(seconds=0.05), {}, []
+    alone.limits, alone.tickets, sent, aborted = schema.Limits(seconds=0.05), {}, [], []
 
     async def app(scope, receive, send):
         with pytest.raises(ConnectionError, match="the client does not read its answer"):
             await send("started")
         await send("and an error")
 
-    async def never(*message):
-        sent.extend(message)
-        await asyncio.Event().wait()
+    class Connection:  # as uvicorn's
+        transport = SimpleNamespace(abort=lambda: aborted.append(True))
+
+        async def never(self, *message):
+            sent.extend(message)
+            await asyncio.Event().wait()
 
     alone.app = app
     with pytest.raises(ConnectionError):
-        asyncio.run(asyncio.wait_for(alone._serve({}, {}, never, never), 60))
-    assert not alone.tickets and sent[0] == "started"
+        asyncio.run(asyncio.wait_for(alone._serve({}, {}, Connection().never, Connection().never), 60))
+    assert not alone.tickets and sent[0] == "started" and aborted
 
 
 def test_a_templates_own_refusal_is_told_too(guarded, monkeypatch):

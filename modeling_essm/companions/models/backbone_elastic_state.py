@@ -56,7 +56,8 @@ class ElasticStateRecurrence(nn.Module):
     def reset_parameters(self) -> None:
         """|lam|^2 uniform in [r_min^2, r_max^2], phase uniform in (0, max_phase), B as published."""
         low, high = self.config.r_min**2, self.config.r_max**2
-        squares = (torch.empty_like(self.nu_log).uniform_() * (high - low) + low).clamp(min=1e-8)
+        squares = torch.empty_like(self.nu_log, dtype=torch.float32).uniform_() * (high - low) + low
+        squares = squares.clamp(1e-8, 1 - 2e-7)  # in fp32 whatever the weights are: bf16 would round many to 1
         phases = torch.empty_like(self.theta_log).uniform_() * self.config.max_phase
         init.copy_(self.nu_log, (-0.5 * squares.log()).log())
         init.copy_(self.theta_log, phases.clamp(min=1e-8).log())
@@ -94,7 +95,9 @@ class ElasticStateLatent(nn.Module):
         self.has_spectral_budget = "spectral_budget" in arguments
         names = [name for name in ("past_key_values", "cache_params") if name in arguments]
         if not names:
-            raise ValueError(f"a backbone needs past_key_values or cache_params, {type(backbone).__name__} has none")
+            raise ValueError(
+                f"a backbone needs past_key_values or cache_params, {type(self.backbone).__name__} has none"
+            )
         self.cache_name = names[0]
 
     def start(self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any) -> Propose:

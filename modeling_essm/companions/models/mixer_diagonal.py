@@ -277,11 +277,13 @@ class LRUMixer(MIMOMixer):
     def reset_parameters(self) -> None:
         """|lam|^2 uniform in [r_min^2, r_max^2], phase uniform in (0, max_phase), B and C as published."""
         low, high = self.config.r_min**2, self.config.r_max**2
-        squares = torch.empty_like(self.nu_log).uniform_() * (high - low) + low
+        # In fp32 whatever the weights are: bf16 would round many to 1.
+        squares = torch.empty_like(self.nu_log, dtype=torch.float32).uniform_() * (high - low) + low
+        squares = squares.clamp(LEAST_MODULUS**2, MOST_MODULUS**2)
         phases = torch.empty_like(self.theta_log).uniform_() * self.config.max_phase
         init.copy_(self.nu_log, (-0.5 * squares.log()).log())
         init.copy_(self.theta_log, phases.clamp(min=1e-8).log())
-        init.copy_(self.gamma_log, 0.5 * (-torch.expm1(-2 * self.nu_log.exp())).log())
+        init.copy_(self.gamma_log, 0.5 * torch.log1p(-squares))
         init.normal_(self.B, std=(2 * len(self.D)) ** -0.5)
         init.normal_(self.C, std=max(1, self.state_size) ** -0.5)
         init.normal_(self.D)
@@ -354,7 +356,8 @@ def discretise(A: Tensor, dt: Tensor, method: str) -> tuple[Tensor, Tensor]:
     """lam, and the factor of B, of the module's docstring: A complex, dt real, in the shape of A or broadcasting."""
     z = A * dt
     if method == "zoh":
-        return z.exp(), expm1(z) / A
+        zero = A == 0  # where the quotient is dt
+        return z.exp(), torch.where(zero, dt.to(A.dtype), expm1(z) / A.masked_fill(zero, 1))
     return (1 + z / 2) / (1 - z / 2), dt / (1 - z / 2)
 
 

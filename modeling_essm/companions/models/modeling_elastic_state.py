@@ -201,6 +201,8 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 one.
         """
         config, cache = self.config, past_key_values
+        if input_features is None:
+            raise ValueError("input_features must be given, got None")
         B, L = check_inputs(config, None, None, input_features)
         made_for = self._made_for()
         if cache is not None:

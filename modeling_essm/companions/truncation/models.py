@@ -91,6 +91,8 @@ def balanced_truncate(
     """
     if not 0.0 <= min_reduction < 1.0:
         raise ValueError(f"min_reduction must be in [0, 1), got {min_reduction}")
+    if (tau is None) == (sizes is None):
+        raise ValueError(f"give exactly one of tau and sizes, got tau={tau!r}, sizes={sizes!r}")
     layers = truncatable(model)
     each = list(sizes) if isinstance(sizes, Sequence) else [sizes] * len(layers)
     if wrong := [size for size in each if size is not None and type(size) is not int]:
@@ -156,11 +158,14 @@ def apply_truncation(model: nn.Module, layers: Sequence[StateLayer], results: Se
 def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:
     """Give the layers fewer modes each, the first of theirs: the shapes of a checkpoint that was truncated further.
 
-    For resuming, before the optimizer is made and the checkpoint loaded.
+    For resuming, before the optimizer is made and the checkpoint loaded. More than a layer has raise ValueError.
     """
     layers, replaced = diagonal_layers(model), []
-    for layer, size in zip(layers, sizes, strict=True):
-        system = layer.read()
+    systems = [layer.read() for layer in layers]
+    for layer, system, size in zip(layers, systems, sizes, strict=True):
+        if not 0 <= size <= system.lam.shape[-1]:
+            raise ValueError(f"{layer.name}: sizes must be in [0, {system.lam.shape[-1]}], got {size}")
+    for layer, system, size in zip(layers, systems, sizes, strict=True):
         if size < system.lam.shape[-1]:
             present = None if system.present is None else system.present[..., :size]
             B = system.B[..., :size] if system.siso else system.B[:size]

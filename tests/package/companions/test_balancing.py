@@ -314,6 +314,8 @@ def test_what_is_written_is_the_reduced_system():
     """To the rounding of fp32 parameters, 1e-7 each, times 1 / (1 - |lam|) = 100."""
     model = regression(10, 8)
     systems = [layer.read() for layer in diagonal_layers(model)]
+    with pytest.raises(ValueError, match="exactly one of tau and sizes, got tau=None, sizes=None"):
+        balanced_truncate(model)
     report = balanced_truncate(model, tau=0.1)
     for layer, system, row in zip(diagonal_layers(model), systems, report.layers):
         expected = truncate(system, tau=0.1).system
@@ -342,5 +344,8 @@ def test_shapes_of_a_checkpoint():
     smaller = regression(3, 8, seed=1)
     replaced = resize_states(model, [3, 8])
     assert len(replaced) == 5
+    assert model.config.state_sizes == [3, 8]
+    with pytest.raises(ValueError, match=r"sizes must be in \[0, 3\], got 4"):
+        resize_states(model, [4, 2])
     assert model.config.state_sizes == [3, 8]
     model.load_state_dict(smaller.state_dict())

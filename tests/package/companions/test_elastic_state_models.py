@@ -85,6 +85,8 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
     assert_same(whole, {name: torch.cat([first[name], second[name]], 1) for name in FIELDS})
     with pytest.raises(ValueError, match="cannot be cropped"):
         cache.crop(3)
+    with pytest.raises(ValueError, match="input_features must be given, got None"):
+        model(None)
     cache.reset()
     assert cache.get_seq_length() == 0
 

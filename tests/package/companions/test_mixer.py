@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModel
 
 from modeling_essm.companions import DiagonalSSMConfig
 from modeling_essm.companions.models.mixer_diagonal import MIXERS, hippo_frequencies
@@ -316,6 +317,21 @@ def test_new_poles(parameterization, kind):
     assert 0.001 <= steps.min() < steps.max() <= 0.1
     if parameterization == "s4d":
         assert steps.log().mean().sub(math.log(0.01)).abs() < 4 * math.log(100) / 12**0.5 / 8  # 64 draws, 4 sigma
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_new_lru_of_long_memory_is_finite_in_half_precision(dtype):
+    config = {"parameterization": "lru", "state_size": 4000, "hidden_size": 1, "num_hidden_layers": 1, "r_min": 0.0}
+    model = AutoModel.from_config(DiagonalSSMConfig(**config, r_max=0.99999), dtype=dtype)
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_pole_at_0_integrates():
+    mixer = make(2, parameterization="s5", clip_eigs=False, bidirectional=False)
+    mixer.Lambda.data[0] = 0
+    lam, B, _ = mixer.system(torch.float64)
+    assert lam[0] == 1
+    torch.testing.assert_close(torch.view_as_real(B[0]), mixer.log_step[0].exp() * mixer.B[0])
 
 
 def test_new_lru():

@@ -101,7 +101,7 @@ def test_predictions_do_not_depend_on_batches():
     broken = random_model(ESSMForSequenceClassification, num_labels=5, num_input_features=1)
     broken.score.weight.data[0] = math.nan
     data = hold_out_samples(Split(samples, labels, ""), functools.partial(collate, reader), 4, "a test")
-    with pytest.raises(ValueError, match="accuracy of a test; .*at K=4 must be finite, got nan"):
+    with pytest.raises(ValueError, match=r"accuracy of a test; .*at K=4 must be finite, got nan"):
         data.value(broken, 4)
     assert math.isnan(data.value(broken, 4, finite=False))
     for size in (4, 11):
