@@ -317,13 +317,8 @@ class ESSMConfig(PreTrainedConfig):
         before = fields.get("block", "paper")
         if given.get("block", before) != before:
             derived |= {"head_size", "conv_kernel_size", "intermediate_size", "gate_hidden_size", "chunk_size"}
-            derived |= {
-                "memory_key_size",
-                "memory_value_size",
-                "scaling_exponent",
-                "embedding_initializer_range",
-                "gating",
-            }
+            derived |= {"memory_key_size", "memory_value_size", "scaling_exponent", "embedding_initializer_range"}
+            derived |= {"gating"}
         D, K = fields.get("hidden_size"), fields.get("num_spectral_channels", 32)
         if D and before == "elastic" and given.keys() & {"hidden_size", "num_spectral_channels"}:
             of_channels = {"head_size": _head_size(D, K), "gate_hidden_size": _gate_size(D, K)}

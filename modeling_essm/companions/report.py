@@ -81,7 +81,7 @@ def _describe(layer: StateLayer) -> LayerReport:
     if layer.adapter.selective:
         n = layer.adapter.shape(module)[-1]
         masked = 0 if keep is None else int((~keep).sum())
-        states = n * int(getattr(module, "intermediate_size", 1))  # type: ignore[arg-type]
+        states = n * layer.adapter.channels(module)  # type: ignore[attr-defined]
         return LayerReport(layer.name, layer.kind, n, n, masked, states, tools=_TOOLS["selective"])
     system = layer.read()
     masked = 0 if keep is None else int((~keep & system.there).sum())

@@ -56,8 +56,12 @@ class SelectiveAdapter(Adapter):
         """delta, A, B and C of a layer for an input (B, L, hidden_size)."""
         raise NotImplementedError
 
+    def channels(self, layer: Any) -> int:
+        """How many channels have a state of that shape each."""
+        return int(layer.intermediate_size)
+
     def channel_width(self, layer: Any) -> int:
-        """How many of the layer's channels have the same delta and A."""
+        """How many of them have the same delta and A."""
         return 1
 
 

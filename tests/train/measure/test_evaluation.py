@@ -14,6 +14,8 @@ import torch
 import yaml
 from helpers import random_model
 
+from essm_train.baselines.config import BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification
 from essm_train.data.tokens import ByteEncoder
@@ -60,6 +62,13 @@ def test_language_models_are_evaluated_at_every_budget(tmp_path):
     assert found.curves[0].values == pytest.approx([data.value(model, K) for K in found.budgets])
     assert found.active_parameters == tuple(model.num_active_parameters(K) for K in found.budgets)
     assert found.peak_bytes[0] < found.peak_bytes[2]
+    config = BaselineConfig(
+        architecture="matmamba", hidden_size=16, intermediate_size=64, num_hidden_layers=1, state_size=8, vocab_size=259
+    )
+    nested = BaselineForCausalLM(config)
+    nested.save_pretrained(tmp_path / "nested")
+    sizes = evaluate_models([str(tmp_path / "nested")], data, (1, 4)).active_parameters
+    assert sizes == tuple(nested.truncate(K).num_parameters() for K in (1, 4, 8)) and sizes[0] < sizes[1] < sizes[2]
     random_model(num_spectral_channels=8).save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="capacity 8"):
         evaluate_models([folders[0], str(tmp_path / "small")], data, (2, 8))

@@ -129,15 +129,11 @@ def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 
 
 def rows_of(means: Tensor, entropies: Tensor, layers: Sequence[int]) -> list[tuple[str, Tensor, float]]:
     """A name, the mean gates (K,) and the entropy of each of `layers`, or of each head that one holds."""
-    return [
-        (
-            ", head ".join([f"layer {layers[where[0]]}", *(str(head + 1) for head in where[1:])]),
-            means[where],
-            float(entropy),
-        )
-        for where, entropy in np.ndenumerate(entropies.numpy())
-        if means[where].any()
-    ]
+    rows = []
+    for where, entropy in np.ndenumerate(entropies.numpy()):
+        name = ", head ".join([f"layer {layers[where[0]]}", *(str(head + 1) for head in where[1:])])
+        rows += [(name, means[where], float(entropy))] if means[where].any() else []
+    return rows
 
 
 def draw_gates(rows: Sequence[tuple[str, Tensor, float]]) -> Figure:

@@ -38,9 +38,7 @@ def collect(folders: Sequence[Path]) -> tuple[Evaluation, dict[str, Any]]:
     curves = tuple(
         read_sweep(json.loads((folder / "budget_sweep.json").read_text(encoding="utf-8"))) for folder in folders
     )
-    here = json.dumps(f"{ROOT}{os.sep}")[
-        1:-1
-    ]  # as JSON writes it: files of this repository keep only their place in it
+    here = json.dumps(f"{ROOT}{os.sep}")[1:-1]  # as JSON writes it; files of this repository keep their place in it
     training = [
         json.loads((folder / "training.json").read_text(encoding="utf-8").replace(here, "")) for folder in folders
     ]
