@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from .pruning.mamba import SelectiveAdapter
 from .pruning.masks import kept_modes
 from .pruning.scores import exact_energy
 from .systems import StateLayer, adapter_of
@@ -78,10 +79,10 @@ def describe(model: nn.Module) -> Report:
 
 def _describe(layer: StateLayer) -> LayerReport:
     keep, module = kept_modes(layer.module), layer.module
-    if layer.adapter.selective:
+    if isinstance(layer.adapter, SelectiveAdapter):
         n = layer.adapter.shape(module)[-1]
         masked = 0 if keep is None else int((~keep).sum())
-        states = n * layer.adapter.channels(module)  # type: ignore[attr-defined]
+        states = n * layer.adapter.channels(module)
         return LayerReport(layer.name, layer.kind, n, n, masked, states, tools=_TOOLS["selective"])
     system = layer.read()
     masked = 0 if keep is None else int((~keep & system.there).sum())

@@ -6,9 +6,20 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-from modeling_essm.companions import allocate, certify, importance, is_pruned, prune, remove, restore, state_layers
+from modeling_essm.companions import (
+    allocate,
+    certify,
+    describe,
+    importance,
+    is_pruned,
+    prune,
+    remove,
+    restore,
+    state_layers,
+)
 from modeling_essm.companions.pruning.mamba import Energies, Steps, measure_energies
 
 WORDS, LENGTH = 31, 12
@@ -203,6 +214,16 @@ def test_layers_with_fewer_states_are_padded(name):
     assert_same(logits(model), masked)
     again = importance(model, "energy", [ids()])
     assert [int((raw > 0).sum()) for raw in again.raw] == [2, 4]
+
+
+@models
+def test_the_report_counts_the_numbers_that_the_library_keeps(name):
+    model = build(name)
+    kept = model(ids()[:1], use_cache=True).cache_params.layers
+    layers = describe(model).layers
+    numbers = [sum(t.numel() for t in tree_leaves(layer.recurrent_states)) for layer in kept]
+    assert [layer.states for layer in layers] == numbers
+    assert {(layer.size, layer.modes, layer.tools) for layer in layers} == {(6, 6, ("prune with calibration",))}
 
 
 def test_what_a_selective_layer_has_no_formula_for():
