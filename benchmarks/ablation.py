@@ -195,7 +195,7 @@ def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     add_arguments(p)
     sweeps.add_arguments(p, ROWS, "runs/ablation", 500)
     args = p.parse_args(argv)

@@ -126,7 +126,7 @@ def loading_table(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
     config = common.configuration(args, **({"hidden_size": 64, "num_hidden_layers": 2} if args.quick else sizes))
     budgets = [*common.clipped((2,) if args.quick else BUDGETS, config), None]
-    rounds = 1 if args.quick else min(args.rounds, 5)
+    rounds = 1 if args.quick else args.rounds
     report = report_of("budget_cost_loading", config, args, rounds=rounds)
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder, small = Path(temporary, "whole"), Path(temporary, "small")

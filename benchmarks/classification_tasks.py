@@ -206,7 +206,7 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     sweeps.add_data(p)
     p.add_argument("--parameters", type=int, default=120_000, help=f"of every model, to {TOLERANCE:.0%}%")
     p.add_argument("--test_samples", type=int, default=2000, help="at most, the same for every run of a task")

@@ -26,13 +26,14 @@ _OF_WIDTH = ("head_size", "intermediate_size", "attention_intermediate_size", "g
 _OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """--device, --quick, --out and --rounds, as every benchmark has them."""
+def parser(description: str | None, rounds: int | None = 7) -> argparse.ArgumentParser:
+    """--device, --quick, --out, as every benchmark has them; where calls take turns also how many --rounds."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--quick", action="store_true", help="few and small shapes, to see that it runs")
     p.add_argument("--out", type=Path, help=f"JSON file; default {REPORTS}/<name>[_<config>]-<device>.json")
-    p.add_argument("--rounds", type=int, default=7, help="paired rounds; long ones stop after three (see `paired`)")
+    if rounds is not None:
+        p.add_argument("--rounds", type=int, default=rounds, help="paired; long ones stop after three (see `paired`)")
     return p
 
 
@@ -68,6 +69,12 @@ def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, An
     shape = {"layers": config.num_hidden_layers, "width": config.hidden_size}
     shape |= {"capacity": config.num_spectral_channels, "filter_length": config.filter_length}
     return {"config": "paper" if args.config is None else args.config.name, "block": config.block, **shape}
+
+
+def name_of(model: Path) -> str:
+    """Of a saved model: its folder's name; that of the run where the folder is `model` in one of a run."""
+    folder = model.resolve()
+    return folder.parent.name if folder.name == "model" else folder.name
 
 
 def clipped(budgets: Sequence[int], config: ESSMConfig) -> list[int]:

@@ -96,7 +96,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     p.add_argument("--model", type=Path, required=True, help="saved language model of bytes")
     p.add_argument("--milliseconds", type=float, help=f"deadline of a token; default {SLACK} of a step at full size")
     p.add_argument("--seconds", type=float, default=4.0, help="of each of the three phases")
@@ -112,7 +112,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         with common.threads(1):
             measured = DeadlineBudget(model, 1e6).seconds
             milliseconds = args.milliseconds or 1e3 * SLACK * measured[max(measured)]
-            shape = {"config": args.model.name, "budgets": [*measured], "seconds": seconds, "nice": args.nice}
+            shape = {
+                "config": common.name_of(args.model),
+                "budgets": [*measured],
+                "seconds": seconds,
+                "nice": args.nice,
+            }
             _, report = common.start("deadline", args, milliseconds=milliseconds, **shape, threads=1)
             runs: dict[str, Callable[[int], int]] = {"DeadlineBudget": DeadlineBudget(model, milliseconds, measured)}
             runs["full size"] = lambda step: max(measured)

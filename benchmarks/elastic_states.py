@@ -353,7 +353,7 @@ def color_of(model: str) -> Any:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     p.add_argument("--data_dir", default="data", help="folder with protein_chains")
     sweeps.add_arguments(p, ROWS, "runs/elastic_states", 400, TASKS)
     p.set_defaults(rates=RATES)

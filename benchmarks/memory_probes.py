@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -310,9 +311,11 @@ def batch_size(task: Task, positions: int) -> int:
     return max(1, (1 + isinstance(task, (InductionHeads, Recall))) * positions // task.length)
 
 
-def task_of_update(task: Task, rng: np.random.Generator) -> Task:
+def tasks_of_updates(task: Task) -> list[Task]:
     """The task itself; recall with all of its pairs, a half, a quarter or an eighth of them."""
-    return dataclasses.replace(task, pairs=-(-task.pairs >> int(rng.integers(4)))) if isinstance(task, Recall) else task
+    if not isinstance(task, Recall):
+        return [task]
+    return [dataclasses.replace(task, pairs=-(-task.pairs >> i)) for i in range(4)]
 
 
 def budgets_of_rows(budgets: Sequence[int], count: int, rng: np.random.Generator) -> Tensor:
@@ -321,13 +324,13 @@ def budgets_of_rows(budgets: Sequence[int], count: int, rng: np.random.Generator
 
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
-    count, number = batch_size(task, settings.positions), iter(range(settings.updates))
+    count, number, tasks = batch_size(task, settings.positions), iter(range(settings.updates)), tasks_of_updates(task)
     budgets = sorted({min(K, capacity_of(model)) for K in settings.budgets} | {capacity_of(model)})
     fields: dict[str, Any] = {"max_steps": settings.updates, "learning_rate": run.rate, "seed": run.seed}
 
     def next_batch() -> dict[str, Tensor]:
         rng = np.random.default_rng([run.seed, next(number)])
-        batch, targets = batch_of(task_of_update(task, rng), count, rng, settings.device)
+        batch, targets = batch_of(tasks[rng.integers(len(tasks))], count, rng, settings.device)
         return batch | {"labels": targets, "budgets": budgets_of_rows(budgets, count, rng).to(settings.device)}
 
     def forward(model: nn.Module, batch: dict[str, Tensor], part: Part) -> Any:
@@ -336,7 +339,9 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
         return SimpleNamespace(loss=loss_of(run_at_budget(model, inputs, rows).logits, targets))
 
     args = RunArguments(**fields, budget_schedule="full")
-    return sweeps.train(model, next_batch, args, count * task.length, forward=forward)
+    length = statistics.fmean(task.length for task in tasks)
+    found = sweeps.train(model, next_batch, args, count * length, forward=forward)
+    return found | {"trained_budgets": budgets}
 
 
 @torch.inference_mode()
@@ -419,7 +424,7 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     p.add_argument("--parameters", type=int, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
     sweeps.add_arguments(p, ROWS, "runs/memory_probes", 800, TASKS)
     args = p.parse_args(argv)

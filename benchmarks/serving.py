@@ -128,14 +128,13 @@ def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespa
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=3)
     common.add_config(p)
     p.add_argument("--model", type=Path, help="saved language model; else one of --config with random weights")
     p.add_argument("--rows", type=int, default=16, help="requests at full size that run at once")
     p.add_argument("--small", type=int, help="K of the small size, by default what the model's presets say, else 2")
     p.add_argument("--requests", type=int)
     p.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9])
-    p.set_defaults(rounds=3)
     args = p.parse_args(argv)
     torch.manual_seed(0)
     if args.model is not None:
@@ -148,7 +147,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     count = args.requests or (6 if args.quick else 96)
     settings = {"rows": args.rows, "requests": count, "sizes": sizes, "threads": 1}
     settings |= common.model_settings(args, model.config)
-    settings |= {"config": args.model.name} if args.model is not None else {}
+    settings |= {"config": common.name_of(args.model)} if args.model is not None else {}
     device, report = common.start("serving", args, **settings)
     model = model.eval().to(device, common.dtype_of(device))
     with common.threads(1):

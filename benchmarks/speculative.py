@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2))
     capacity = model.config.num_spectral_channels
     settings = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers, "capacity": capacity}
-    settings |= {"config": model.config.block, "trained": bool(args.model), "tokens": args.tokens}
+    config = common.name_of(Path(args.model)) if args.model else model.config.block
+    settings |= {"config": config, "trained": bool(args.model), "tokens": args.tokens}
     device, report = common.start("speculative", args, **settings)
     model.eval().to(device, common.dtype_of(device))
     ids = torch.tensor([list(args.prompt.encode())], device=device)

@@ -110,10 +110,9 @@ def summarise(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     sweeps.add_data(p)
-    sweeps.add_arguments(p, ROWS, "runs/state_truncation", 4000, TASKS)
-    p.set_defaults(rates=[RATE], seeds=[0, 1, 2, 3, 4])
+    sweeps.add_arguments(p, ROWS, "runs/state_truncation", 4000, TASKS, RATE, range(5))
     args = p.parse_args(argv)
     updates, test_samples, state_size = (min(args.updates, 20), 20, 8) if args.quick else (args.updates, 1000, 64)
     if args.quick:

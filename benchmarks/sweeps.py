@@ -118,7 +118,7 @@ def train(
     model: nn.Module,
     next_batch: Callable[[], dict[str, Tensor]],
     args: Any,
-    count: int,
+    count: float,
     unit: str = "tokens",
     after_step: Callable[[Any, int], object] | None = None,
     forward: Callable[[nn.Module, dict[str, Tensor], Part], Any] = run_part,
@@ -127,7 +127,7 @@ def train(
 
     Args:
         next_batch: draws the arguments of a forward pass, labels among them.
-        args: RunArguments. count: tokens of a batch, or what else the speed is of, the `unit`.
+        args: RunArguments. count: tokens of a batch in the mean, or what else the speed is of, the `unit`.
         after_step: is given the optimizer and the update just done, counted from 1.
         forward: of the model, a batch and a part of the update, to an output with a `loss`.
     """
@@ -149,7 +149,8 @@ def train(
         max_grad_norm=args.max_grad_norm,
         after_step=lambda update: after_step and after_step(optimizer, update),
     )
-    seconds = found["cpu_seconds"]
+    seconds, alone = found["cpu_seconds"], (args.full_budget_updates or 0) >= args.max_steps
+    found["trained_budgets"] = [capacity_of(model)] if alone else [*schedule.budgets]
     return found | {f"{unit}{SPEED}": found["updates_done"] * count / seconds if seconds else None}
 
 
@@ -203,7 +204,8 @@ class Sweep:
         with common.threads(1):
             record: dict[str, Any] = {"task": run.task} if run.task else {}
             record |= {"model": run.name, "rate": run.rate, "seed": run.seed} | self.identity(run)
-            record |= self.perform(self.settings, run) | {"machine": common.machine(torch.device("cpu"))}
+            device = torch.device(getattr(self.settings, "device", "cpu"))
+            record |= self.perform(self.settings, run) | {"machine": common.machine(device)}
         write_json(folder / run.file, record)
         return record
 
@@ -241,16 +243,21 @@ def _performed(one: Callable[[Run], dict[str, Any]], runs: list[Run], processes:
         yield from pool.map(one, runs)  # which cancels those that wait when one fails
 
 
-def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[dict[str, Any]]:
-    """The records of these models on these tasks, in the order of the tasks.
+def collect(
+    folder: Path, names: Sequence[str], tasks: Sequence[str], seeds: Sequence[int] | None, rates: Sequence[float] | None
+) -> list[dict[str, Any]]:
+    """The records of these models on these tasks, in the order of the tasks, at these seeds and rates, None for any.
 
     Raises:
         ValueError: there are none, or they have different settings.
     """
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("[!.]*-seed*.json"))]
     records = [r for r in records if r["model"] in names and r.get("task", "") in tasks]
+    for name, chosen in {"seed": seeds, "rate": rates}.items():
+        records = [r for r in records if chosen is None or r[name] in chosen]
     if not records:
-        raise ValueError(f"{folder} holds no finished run of the models {[*names]} on the tasks {[*tasks]}")
+        asked = f"the models {[*names]} on the tasks {[*tasks]}, of the seeds {seeds or 'any'}, rates {rates or 'any'}"
+        raise ValueError(f"{folder} holds no finished run of {asked}")
     for record in records:
         if record["settings"] != (first := records[0]["settings"]):
             raise ValueError(f"{folder} holds runs of different settings: {record['settings']} {first}")
@@ -258,16 +265,28 @@ def collect(folder: Path, names: Sequence[str], tasks: Sequence[str]) -> list[di
 
 
 def add_arguments(
-    p: argparse.ArgumentParser, rows: Mapping[str, Any], runs_dir: str, updates: int, tasks: Iterable[str] = ()
+    p: argparse.ArgumentParser,
+    rows: Mapping[str, Any],
+    runs_dir: str,
+    updates: int,
+    tasks: Iterable[str] = (),
+    rate: float | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
 ) -> None:
-    """Rows by name; those whose `rates` are not their own need `p.set_defaults(rates=..)`."""
-    p.set_defaults(device="cpu", tasks=[""], rows=rows)
+    """Rows by name; without `rates` of their own they all have this `rate`, and a table is of one.
+
+    A run without --seeds is of these seeds; the table of what is there is then of all seeds.
+    """
+    p.set_defaults(device="cpu", tasks=[""], rows=rows, usual_seeds=seeds)
     if tasks:
         p.add_argument("--tasks", nargs="+", default=[*tasks], help=f"out of {[*tasks]}")
     p.add_argument("--only", nargs="+", metavar="NAME", choices=[*rows], default=[*rows], help=f"of {[*rows]}")
     p.add_argument("--updates", type=_positive, default=updates)
-    p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    if rate is None:
+        p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
+    else:
+        p.add_argument("--rate", dest="rates", type=float, nargs=1, default=[rate], help="learning rate of all")
+    p.add_argument("--seeds", type=int, nargs="+", help=f"by default {[*seeds]}")
     p.add_argument("--processes", type=_positive, default=1, help="runs at a time, each on one thread")
     p.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="where the file of every run goes")
     p.add_argument("--table", action="store_true", help="run nothing: the table of the runs that are in runs_dir")
@@ -290,17 +309,17 @@ def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[st
     whole table of fewer seeds.
     """
     if not args.table:
-        points = itertools.product(args.seeds, args.tasks, args.only)
+        points = itertools.product(args.seeds or args.usual_seeds, args.tasks, args.only)
         runs = [
             Run(model, rate, seed, task)
             for seed, task, model in points
             for rate in args.rates or args.rows[model].rates
         ]
         sweep.perform_missing(runs, args.runs_dir, args.processes)
-    records = collect(args.runs_dir, args.only, args.tasks)
+    records = collect(args.runs_dir, args.only, args.tasks, args.seeds, args.rates)
     settings = {"quick": args.quick} | records[0]["settings"]
     report = common.start(name, args, **settings)[1]
-    report["machine"]["cpu"] = records[0]["machine"]["cpu"]  # of a run, not of whoever makes the table
+    report["machine"] = records[0]["machine"]  # of a run, not of whoever makes the table
     return records, report
 
 
@@ -332,7 +351,8 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 
 
 def at_best_rate(records: list[dict[str, Any]], metric: str) -> tuple[dict[float, float | None], list[dict[str, Any]]]:
-    """The runs of one model at its best rate: of the lowest mean over budgets and the seeds that all its rates have.
+    """The runs of one model at its best rate: of the lowest mean over the budgets that it was trained at, and over the
+    seeds that all its rates have.
 
     Returns:
         The mean at each rate, None where a run diverged, which rules it out; and the runs by seed, if any rate is left.
@@ -342,10 +362,15 @@ def at_best_rate(records: list[dict[str, Any]], metric: str) -> tuple[dict[float
         by_rate.setdefault(record["rate"], []).append(record)
     shared = set.intersection(*({run["seed"] for run in runs} for runs in by_rate.values()))
     means: dict[float, float | None] = {}
+
+    def judge(run: dict[str, Any]) -> float:
+        trained = {str(K) for K in run.get("trained_budgets", ())} & {*run[metric]} or run[metric]
+        return statistics.fmean(run[metric][K] for K in trained)
+
     for rate, runs in by_rate.items():
         judged = [run for run in runs if not shared or run["seed"] in shared]
         whole = not any(run["diverged"] for run in runs)
-        means[rate] = statistics.fmean(statistics.fmean(r[metric].values()) for r in judged) if whole else None
+        means[rate] = statistics.fmean(map(judge, judged)) if whole else None
     left = [(value, rate) for rate, value in means.items() if value is not None]
     return means, by_rate[min(left)[1]] if left else []
 

@@ -107,7 +107,6 @@ def begin(name: str, args: argparse.Namespace) -> tuple[torch.device, dict[str, 
     gpu = common.pick_device(args.device).type == "cuda"
     args.length = args.length or (128 if args.quick else 4096)
     args.batch = args.batch or (8 if gpu and not args.quick else 1)
-    args.rounds = min(args.rounds, 7 if gpu else 3)
     settings = {"length": args.length, "batch": args.batch, "rounds": args.rounds}
     settings |= common.model_settings(args, essm_config(args.length, args))
     settings |= {"dtype": "bfloat16 autocast" if gpu else "float32", "threads": torch.get_num_threads()}

@@ -72,6 +72,29 @@ def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
     assert again["machine"]["cpu"] == runs[0]["machine"]["cpu"]
 
 
+def test_a_rate_is_judged_by_the_sizes_that_were_trained(ablate, tmp_path):
+    for name, trained in {"elastic, full alone": [8], "elastic": [1, 2, 3, 4, 6, 8]}.items():
+        ablate("--only", name, "--rates", 0.01, "--seeds", 0)
+        (path,) = (tmp_path / "runs").glob(f"{name.replace(', ', '-').replace(' ', '-')}-rate*")
+        assert json.loads(path.read_text())["trained_budgets"] == trained
+    bits = {0.1: {"1": 1.0, "8": 3.0}, 0.2: {"1": 9.0, "8": 2.0}}
+    runs = [{"rate": rate, "seed": 0, "diverged": False, "bits": values} for rate, values in bits.items()]
+    for trained, best in (([8], 0.2), ([1, 8], 0.1)):
+        records = [run | {"trained_budgets": trained} for run in runs]
+        assert [r["rate"] for r in sweeps.at_best_rate(records, "bits")[1]] == [best]
+
+
+def test_a_table_is_of_the_seeds_and_rates_asked_for(ablate, tmp_path):
+    order = ["--only", "llama", "--rates", 0.01, 0.02, "--seeds", 3, 4]
+    assert ablate(*order)["results"][0]["seeds"] == [3, 4]
+    (all_there,) = ablate("--table", "--only", "llama")["results"]
+    assert all_there["seeds"] == [3, 4] and [*all_there["rates"]] == ["0.01", "0.02"]
+    (few,) = ablate("--table", "--only", "llama", "--seeds", 4, "--rates", 0.02)["results"]
+    assert few["seeds"] == [4] and [*few["rates"]] == ["0.02"]
+    with pytest.raises(ValueError, match=r"holds no finished run of .* of the seeds \[5\], rates any"):
+        ablate("--table", "--only", "llama", "--seeds", 5)
+
+
 def test_a_sweep_goes_on_where_it_was_killed(ablate, tmp_path, monkeypatch):
     order, train, calls = ["--only", "paper", "s4d", "--rates", 0.01], ablation.train, []
 
@@ -301,6 +324,12 @@ def test_every_kind_of_memory_is_probed(quick, tmp_path):
             right = {K: {"mean": pytest.approx(1 - error["mean"])} for K, error in result["error"].items()}
             assert {K: {"mean": values["mean"]} for K, values in result["recalled"]["2"].items()} == right
     assert [*report["results"][2]["recalled"]] == ["2", "4", "8", "12", "16"]
+    (path,) = (tmp_path / "runs").glob("recall-*-s4d-rate*")
+    run = json.loads(path.read_text())
+    tokens = run["tokens_per_cpu_second"] * run["cpu_seconds"] / run["updates_done"]
+    all_pairs = run["definition"]["task"]["pairs"]
+    lengths = [4 * -(-all_pairs // part) - 1 for part in (1, 2, 4, 8)]
+    assert tokens == pytest.approx(2 * run["settings"]["positions"] // lengths[0] * statistics.fmean(lengths))
     assert Path(tmp_path, "report.png").stat().st_size > 0
 
 
